@@ -1,0 +1,175 @@
+"""Step time of CommOptDDP against Lightning's DDPStrategy with the same options, and against no DDP for one rank.
+
+Runs the variants in the same processes on the same model and data, in blocks of steps that take turns in every order,
+so that a drift of the machine hits all. The reference runs twice in each turn: its ratio to itself is the noise of the
+measurement. A block counts with the 20th percentile of its steps, as other work on the machine only ever adds time.
+Prints and stores the medians of the paired ratios with bootstrap 95 % intervals.
+
+python benchmarks/strategy_overhead.py --output benchmarks/results/strategy_overhead_HARDWARE_DATE.json
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_commopt import CommOptDDP
+
+PAIRS = {
+    "two_ranks": 2,
+    "two_ranks_static_graph_bucket_view": 2,
+    "one_rank": 1,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "two_ranks": {},
+    "two_ranks_static_graph_bucket_view": {"static_graph": True, "gradient_as_bucket_view": True},
+    "one_rank": {},
+}
+
+
+class Model(LightningModule):
+    """A multilayer perceptron whose step takes a few tens of milliseconds on one core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Returns the loss of one batch."""
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Returns plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class StepTimes(Callback):
+    """Collects the seconds from one batch's end to the next one's."""
+
+    def __init__(self, num_warmup_steps: int) -> None:
+        self.num_warmup_steps = num_warmup_steps
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Takes the time."""
+        self.ends.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """``(steps,)`` without the warm-up."""
+        return np.diff(np.array(self.ends))[self.num_warmup_steps :]
+
+
+def strategy_of(variant: str, pair: str) -> Strategy:
+    """Returns the strategy of one side: ours, or the one to compare with."""
+    if variant == "commopt":
+        return CommOptDDP(**OPTIONS[pair])
+    return SingleDeviceStrategy(torch.device("cpu")) if PAIRS[pair] == 1 else DDPStrategy(**OPTIONS[pair])
+
+
+def block_seconds(variant: str, pair: str, num_steps: int) -> float:
+    """Fits one block and returns the 20th percentile of its steps, in seconds."""
+    times = StepTimes(num_warmup_steps=5)
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(4096, 512, generator=generator), torch.randint(0, 10, (4096,)))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=PAIRS[pair],
+        strategy=strategy_of(variant, pair),
+        max_steps=num_steps + 6,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[times],
+    )
+    trainer.fit(Model(), DataLoader(data, batch_size=128))
+    return float(np.percentile(times.seconds, 20))
+
+
+def run_rank(pair: str, num_turns: int, num_steps: int) -> None:
+    """Runs the blocks of one pair on this rank; rank 0 prints the seconds as JSON."""
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {int(os.environ.get("LOCAL_RANK", "0")) % (os.cpu_count() or 1)})
+    seconds: dict[str, list[float]] = {"commopt": [], "reference": [], "reference_again": []}
+    block_seconds("reference", pair, num_steps)  # warms the process up
+    for order in itertools.islice(itertools.cycle(itertools.permutations(seconds)), num_turns):
+        for variant in order:
+            seconds[variant].append(block_seconds(variant, pair, num_steps))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("RESULT " + json.dumps(seconds), flush=True)
+
+
+def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Returns the medians of the paired ratios with bootstrap 95 % intervals, and the medians in seconds."""
+    reference = np.array(seconds["reference"])
+    result: dict[str, Any] = {"turns": len(reference)}
+    for variant in ("commopt", "reference_again"):
+        ratios = np.array(seconds[variant]) / reference
+        draws = np.random.default_rng(0).integers(0, len(ratios), (10000, len(ratios)))
+        low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
+        result[f"{variant}_ratio"] = {"median": float(np.median(ratios)), "low_95": float(low), "high_95": float(high)}
+    return result | {f"{variant}_s": float(np.median(values)) for variant, values in seconds.items()}
+
+
+def cpu_name() -> str:
+    """Returns the processor's name."""
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def main() -> None:
+    """Runs all pairs, each in processes of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-turns", type=int, default=60)
+    parser.add_argument("--num-steps", type=int, default=25, help="timed steps in a block")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--pair", choices=PAIRS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.pair:
+        run_rank(arguments.pair, arguments.num_turns, arguments.num_steps)
+        return
+    results: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": date.today().isoformat(),
+        "hardware": f"{cpu_name()}, {os.cpu_count()} cores",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "lightning": lightning.__version__,
+        },
+    }
+    sizes = ["--num-turns", str(arguments.num_turns), "--num-steps", str(arguments.num_steps)]
+    for pair, num_ranks in PAIRS.items():
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        command = [sys.executable, *(launcher if num_ranks > 1 else []), __file__, "--pair", pair, *sizes]
+        output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+        line = next(line for line in output.splitlines() if line.startswith("RESULT "))
+        results[pair] = summary(json.loads(line.removeprefix("RESULT ")))
+        print(pair, json.dumps(results[pair]), flush=True)
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

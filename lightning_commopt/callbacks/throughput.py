@@ -1,0 +1,128 @@
+"""Throughput: optimizer steps, samples and bytes on the wire of a fit, without its warm-up."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.data import extract_batch_size
+
+
+class Throughput(Callback):
+    """Times the steps of a fit on this rank's clock.
+
+    The clock runs from the start of the first batch after the warm-up to the end of the last batch, and stands still
+    in validation and between epochs. The device is synchronised when it starts and when it stops, never between
+    steps, so that the host may run ahead as it does without this callback.
+
+    Args:
+        num_warmup_steps: optimizer steps that are not timed.
+
+    Attributes:
+        num_steps: timed optimizer steps. Several optimizers that step in one batch make one step.
+        seconds: that they took, with waiting for data.
+        steps_per_s: None as long as no step was timed.
+        samples_per_s: of this rank's samples, times the number of ranks.
+        wire_bytes_per_step: payload that this rank handed to collectives for gradients; for strategies that do not
+            count it, the size of the gradients where DDP exchanges them as they are, else None.
+    """
+
+    def __init__(self, *, num_warmup_steps: int = 10) -> None:
+        if num_warmup_steps < 0:
+            raise ValueError(f"num_warmup_steps must be at least 0, got {num_warmup_steps!r}")
+        self._num_warmup_steps = num_warmup_steps
+        self._reset()
+
+    def _reset(self) -> None:
+        self.num_steps = 0
+        self.seconds = 0.0
+        self._num_samples = 0
+        self._world_size = 1
+        self._wire_bytes: float | None = 0
+        self._num_warmed_up = 0
+        self._global_step = 0
+        self._started: float | None = None
+        self._wire_bytes_at_start: int | None = None
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Optimizer steps in a second."""
+        return self.num_steps / self.seconds if self.num_steps else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples in a second, over all ranks."""
+        return self._num_samples * self._world_size / self.seconds if self.num_steps else None
+
+    @property
+    def wire_bytes_per_step(self) -> float | None:
+        """Bytes that one rank hands to collectives in a step."""
+        return self._wire_bytes / self.num_steps if self.num_steps and self._wire_bytes is not None else None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins anew."""
+        self._reset()
+        self._world_size = trainer.world_size
+        self._global_step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Starts the clock where it stands still after the warm-up."""
+        if self._started is None and self._num_warmed_up >= self._num_warmup_steps:
+            _synchronize(pl_module)
+            self._wire_bytes_at_start = getattr(trainer.strategy, "wire_bytes", None)
+            self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the batch, and the step if the batch ended one."""
+        has_stepped = trainer.global_step > self._global_step
+        self._global_step = trainer.global_step
+        if self._started is None:
+            self._num_warmed_up += has_stepped
+            return
+        self._num_samples += extract_batch_size(batch)
+        self.num_steps += has_stepped
+        if has_stepped and self._wire_bytes is not None and self._wire_bytes_at_start is None:
+            exchanged = _gradient_bytes_of_ddp(trainer)
+            self._wire_bytes = None if exchanged is None else self._wire_bytes + exchanged
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the clock."""
+        self._stop(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the clock."""
+        self._stop(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the clock."""
+        self._stop(trainer, pl_module)
+
+    def _stop(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._started is None:
+            return
+        _synchronize(pl_module)
+        self.seconds += time.perf_counter() - self._started
+        self._started = None
+        if self._wire_bytes_at_start is not None and self._wire_bytes is not None:
+            self._wire_bytes += trainer.strategy.wire_bytes - self._wire_bytes_at_start  # type: ignore[attr-defined]
+
+
+def _synchronize(module: LightningModule) -> None:
+    if module.device.type != "cpu":
+        torch.accelerator.synchronize(module.device)
+
+
+def _gradient_bytes_of_ddp(trainer: Trainer) -> int | None:
+    """Returns what one exchange of Lightning's own strategies hands to collectives; None where that is not known."""
+    if trainer.world_size == 1:
+        return 0
+    strategy = trainer.strategy
+    if type(strategy) is not DDPStrategy or strategy._ddp_comm_hook is not None:
+        return None
+    parameters = strategy.model.parameters() if strategy.model is not None else ()
+    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)

@@ -1,0 +1,26 @@
+"""Ways to average a gradient bucket over ranks; one algorithm a file."""
+
+from lightning_commopt.compressors.all_reduce import AllReduce
+from lightning_commopt.compressors.base import Averaged, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.cast import Cast
+from lightning_commopt.compressors.powersgd import LowRank, PowerSGD
+from lightning_commopt.compressors.registry import compressor_from_config, compressor_names, compressor_to_config
+from lightning_commopt.compressors.wrappers import AfterSteps, BySize, ErrorFeedback
+
+__all__ = [
+    "AfterSteps",
+    "AllReduce",
+    "Averaged",
+    "BySize",
+    "Cast",
+    "Compressor",
+    "ErrorFeedback",
+    "Layout",
+    "LowRank",
+    "PowerSGD",
+    "Rounds",
+    "State",
+    "compressor_from_config",
+    "compressor_names",
+    "compressor_to_config",
+]

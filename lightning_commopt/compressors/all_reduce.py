@@ -1,0 +1,33 @@
+"""The uncompressed average: the reference for every other compressor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.base import Averaged, Compressor, Layout, Rounds, State
+
+if TYPE_CHECKING:
+    from lightning_commopt.channel import Channel
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Compressor):
+    """Averages the bucket as it is, in its own dtype, with DDP's own arithmetic: scale, then sum."""
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Returns an empty state."""
+        return {}
+
+    def rounds(self, flat: Tensor, layout: Layout, state: State, channel: Channel) -> Rounds:
+        """Averages in place, in one round."""
+        mean = yield channel.all_reduce(flat.mul_(1 / channel.size))
+        return Averaged(mean, own=None)
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns the bytes of the bucket."""
+        return layout.numel * layout.dtype.itemsize

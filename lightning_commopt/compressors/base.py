@@ -1,0 +1,136 @@
+"""What a compressor is: it averages one flat gradient bucket over ranks, perhaps lossily.
+
+Shapes: ``n`` elements in a bucket, ``W`` ranks. Sizes on the wire are in bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_commopt.channel import Channel, Pending
+
+State = dict[str, Any]
+"""Tensors, ints and lists or dicts of them: what a checkpoint can hold."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a bucket holds: the shapes of its gradients, in order, their strides within it, and their dtype.
+
+    Strides matter: DDP lays a gradient out as its parameter is (channels last, transposed).
+    """
+
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor], dtype: torch.dtype) -> Layout:
+        """Returns the layout of DDP's bucket for these parameters."""
+        return cls(tuple(x.shape for x in parameters), tuple(_bucket_stride(x) for x in parameters), dtype)
+
+    def select(self, mask: Sequence[bool]) -> Layout:
+        """Returns the layout of only those gradients for which ``mask`` is true."""
+        shapes = tuple(shape for shape, yes in zip(self.shapes, mask, strict=True) if yes)
+        return Layout(shapes, tuple(stride for stride, yes in zip(self.strides, mask, strict=True) if yes), self.dtype)
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each gradient."""
+        return tuple(shape.numel() for shape in self.shapes)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole bucket, ``n``."""
+        return sum(self.numels)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Returns one view of ``flat`` ``(n,)`` for each gradient, in its shape."""
+        parts = zip(flat.split(self.numels), self.shapes, self.strides, strict=True)
+        return [part.as_strided(shape, stride) for part, shape, stride in parts]
+
+
+def _bucket_stride(x: Tensor) -> tuple[int, ...]:
+    """Returns the strides of ``x`` if it fills its memory without gaps or overlap, else those of a contiguous one."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride != expected:
+            return torch.empty(x.shape, device="meta").stride()
+        expected *= size
+    return x.stride()
+
+
+class Averaged(NamedTuple):
+    """What one exchange gives.
+
+    Attributes:
+        mean: ``(n,)`` the average over ranks as every rank decodes it; the same bits on all ranks, as far as their
+            processors and libraries compute alike.
+        own: returns ``(n,)``, this rank's share of the average as its peers decode it;
+            None where the exchange loses nothing, so that the share is what was handed in.
+    """
+
+    mean: Tensor
+    own: Callable[[], Tensor] | None
+
+
+Rounds = Generator["Pending", Tensor, Averaged]
+
+
+class Compressor(ABC):
+    """Settings of one way to average a bucket; what changes from step to step lives in its state.
+
+    Concrete compressors are frozen dataclasses, compared by value, and final: to change one, wrap it.
+    """
+
+    @abstractmethod
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Returns the state for one bucket, equal on every rank.
+
+        Args:
+            layout: what the bucket holds.
+            device: where its gradients are.
+            step: exchanges that were made before this one, under whatever layout.
+        """
+
+    @abstractmethod
+    def rounds(self, flat: Tensor, layout: Layout, state: State, channel: Channel) -> Rounds:
+        """Yields one collective at a time, receives its result, and returns the average.
+
+        Every rank must yield the same collectives in the same order, whatever its gradients are.
+
+        Args:
+            flat: ``(n,)`` this rank's gradients. Left as it was, unless the returned ``own`` is None.
+            layout: what ``flat`` holds.
+            state: from `init`; updated in place.
+            channel: the ranks to exchange with.
+        """
+
+    @abstractmethod
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns the bytes that `rounds` hands to its channel in one call, once it compresses."""
+
+    def residual(self, layout: Layout, state: State) -> Tensor | None:
+        """Returns ``(n,)`` what this rank has not sent yet and still owes its peers; None if it never owes."""
+        return None
+
+    def take_over(self, layout: Layout, state: State, owed: Tensor) -> bool:
+        """Adds to the residual of a new state what is owed from an older one.
+
+        Args:
+            layout: what the bucket holds.
+            state: from `init`; updated in place.
+            owed: ``(n,)``.
+
+        Returns:
+            Whether there is a residual to add it to.
+        """
+        return False

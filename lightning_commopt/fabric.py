@@ -1,0 +1,132 @@
+"""CommOptDDP for Lightning Fabric."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.ddp import _DDPBackwardSyncControl
+from torch.nn import Module
+
+from lightning_commopt.compressors import Compressor
+from lightning_commopt.hook import CommHook, attach_comm_hook
+from lightning_commopt.plan import plan_from_keywords, plan_options
+from lightning_commopt.planned import FollowsPlan, check_group_size, say_one_rank
+
+
+class CommOptDDP(FollowsPlan, DDPStrategy):
+    """Fabric's ``DDPStrategy`` with every option of how gradients travel, and compressors.
+
+    The options are those of `lightning_commopt.CommOptDDP`. Each module that Fabric sets up gets a hook of its own.
+    With one process there is no wrapper and no hook.
+
+    Args:
+        accelerator: see ``DDPStrategy``, as for the other positional arguments.
+        parallel_devices: see ``DDPStrategy``.
+        cluster_environment: see ``DDPStrategy``.
+        checkpoint_io: see ``DDPStrategy``.
+        precision: see ``DDPStrategy``.
+        process_group_backend: "gloo", "nccl", ...
+        timeout: of the process group.
+        start_method: "popen", "spawn", "fork" or "forkserver".
+        static_graph: see `CommPlan`, as for the other options.
+        gradient_as_bucket_view: see `CommPlan`.
+        bucket_cap_mb: see `CommPlan`.
+        find_unused_parameters: see `CommPlan`.
+        comm_hook: see `CommPlan`.
+        broadcast_buffers: see `CommPlan`.
+        forward_sync_buffers: see `CommPlan`.
+        init_sync: see `CommPlan`.
+        skip_all_reduce_unused_params: see `CommPlan`.
+        batched_grad_copy: see `CommPlan`.
+        lazy_bucket_allocation: see `CommPlan`.
+        **kwargs: further arguments of ``DistributedDataParallel``.
+
+    Attributes:
+        plan: the `CommPlan` that these options make.
+
+    Raises:
+        OptionError: an option is unknown, out of range, or not in the installed torch.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
+        bucket_cap_mb: float | list[float] | None = None,
+        find_unused_parameters: bool | None = None,
+        comm_hook: str | dict[str, Any] | Compressor | None = None,
+        broadcast_buffers: bool | None = None,
+        forward_sync_buffers: bool | None = None,
+        init_sync: bool | None = None,
+        skip_all_reduce_unused_params: bool | None = None,
+        batched_grad_copy: bool | None = None,
+        lazy_bucket_allocation: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        keywords = {name: value for name, value in locals().items() if name in plan_options()}
+        self._plan, ddp_kwargs = plan_from_keywords(keywords, kwargs)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **ddp_kwargs,
+        )
+        self._hooks: list[CommHook] = []
+        self._backward_sync_control = _SyncControl()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes that this rank's compressors have handed to collectives; 0 without ``comm_hook``."""
+        return sum(hook.bytes_sent for hook in self._hooks)
+
+    def setup_module(self, module: Module) -> Module:  # type: ignore[override]
+        """Wraps the module, unless there is only one rank."""
+        if max(self.world_size, self.num_nodes * self.num_processes) == 1:
+            say_one_rank(comm_hook=self._plan.comm_hook)
+            module._commopt_is_alone = True  # type: ignore[assignment]
+            return module
+        wrapped = super().setup_module(module)
+        if self._plan.comm_hook is not None:
+            hook = attach_comm_hook(wrapped, self._plan.comm_hook, self._timeout)
+            weakref.finalize(wrapped, hook.close).atexit = False
+            self._hooks.append(hook)
+        return wrapped
+
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        check_group_size(self.world_size)
+
+
+class _SyncControl(_DDPBackwardSyncControl):
+    """Skips the exchange in backward, but for the first one of a static graph, which DDP needs."""
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        if getattr(module, "_commopt_is_alone", False) is True:
+            return nullcontext()
+        if getattr(module, "static_graph", False) is True and not getattr(module, "_commopt_is_recorded", False):
+            module._commopt_is_recorded = True  # type: ignore[assignment]
+            return nullcontext()
+        return super().no_backward_sync(module, enabled)

@@ -1,0 +1,204 @@
+"""DDP's side of a compressor; no other module knows of buckets.
+
+DDP compares the annotations of a hook by identity and reads its ``__qualname__``: hence no
+``from __future__ import annotations`` here, and a bound method as the hook.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.channel import Channel, forget_twin, twin_group
+from lightning_commopt.compressors import Averaged, Compressor, Layout, Rounds, State
+from lightning_commopt.drivers import Driver, SideStream, WorkerThread
+from lightning_commopt.plan import OptionError
+
+_NAMES_IN_MESSAGE = 8
+
+
+class CommHookError(RuntimeError):
+    """An exchange failed; the message names the bucket and its parameters."""
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """One bucket as DDP hands it over. ``flat`` ``(n,)`` is both its input and its output."""
+
+    index: int
+    flat: Tensor
+    layout: Layout
+    names: tuple[str, ...]
+
+
+class CommHook:
+    """Gives DDP's buckets to one compressor; `reduce` is the hook that DDP calls.
+
+    Args:
+        compressor: averages the buckets.
+        group: the process group to exchange over.
+        names: of the parameters, by ``id``.
+        driver: runs the exchanges, in the order of the buckets.
+        step: exchanges of whole gradients that were made before this hook came.
+    """
+
+    def __init__(
+        self, compressor: Compressor, group: dist.ProcessGroup, names: dict[int, str], driver: Driver, step: int = 0
+    ) -> None:
+        self._compressor = compressor
+        self._group = group
+        self._channel = Channel(group)
+        self._names = names
+        self._driver = driver
+        self._step = step
+        self._last_index = -1
+        self._layouts: dict[int, tuple[tuple[str, ...], Layout]] = {}
+        self._states: dict[int, tuple[tuple[str, ...], Layout, State]] = {}
+        self._owed: dict[str, Tensor] = {}
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has handed to collectives so far."""
+        return self._channel.bytes_sent
+
+    def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Starts to average one bucket.
+
+        Args:
+            state: unused; DDP hands over what was registered with the hook.
+            bucket: this rank's gradients.
+
+        Returns:
+            A future of the bucket's buffer, which then holds the average.
+        """
+        index, flat = bucket.index(), bucket.buffer()
+        parameters = bucket.parameters()
+        names = tuple(self._names[id(parameter)] for parameter in parameters)
+        if index not in self._layouts or self._layouts[index][0] != names:
+            self._layouts[index] = names, Layout.of(parameters, flat.dtype)
+        job = _Bucket(index, flat, self._layouts[index][1], names)
+        return self._driver.submit(lambda: self._exchange_or_explain(job))
+
+    def owe(self, owed: dict[str, Tensor]) -> None:
+        """Takes over what this rank owes its peers from another hook.
+
+        Args:
+            owed: by parameter name, as `close` gave it.
+        """
+        self._owed.update(owed)
+
+    def close(self) -> dict[str, Tensor]:
+        """Ends the driver and lets go of all states.
+
+        Returns:
+            What this rank still owes its peers, by parameter name: what error feedback held back. Nothing after
+            an exchange has failed.
+        """
+        if not self._driver.close():
+            forget_twin(self._group)
+            return {}
+        self._retire_states()
+        owed, self._owed = self._owed, {}
+        return owed
+
+    def _exchange_or_explain(self, bucket: _Bucket) -> Tensor:
+        try:
+            # Under manual optimization the thread that calls the hook has the user's autocast on.
+            with torch.no_grad(), torch.autocast(bucket.flat.device.type, enabled=False):
+                return self._exchange(bucket)
+        except Exception as error:
+            shown = ", ".join(bucket.names[:_NAMES_IN_MESSAGE])
+            more = len(bucket.names) - _NAMES_IN_MESSAGE
+            raise CommHookError(
+                f"the exchange of gradient bucket {bucket.index} failed ({type(error).__name__}: {error}); "
+                f"its parameters: {shown}{f' and {more} more' if more > 0 else ''}"
+            ) from error
+
+    def _exchange(self, bucket: _Bucket) -> Tensor:
+        if bucket.index <= self._last_index:
+            self._step += 1
+        self._last_index = bucket.index
+        flat = bucket.flat
+        if flat.is_sparse:
+            return self._channel.all_reduce(flat.div_(self._channel.size)).wait()
+        averaged = _run(self._compressor.rounds(flat, bucket.layout, self._state_of(bucket), self._channel))
+        return flat if averaged.mean is flat else flat.copy_(averaged.mean)
+
+    def _state_of(self, bucket: _Bucket) -> State:
+        if bucket.index in self._states:
+            names, layout, state = self._states[bucket.index]
+            if names == bucket.names and layout == bucket.layout:
+                return state
+            self._retire_states()  # DDP has laid out its buckets anew
+        state = self._compressor.init(bucket.layout, bucket.flat.device, self._step)
+        self._states[bucket.index] = bucket.names, bucket.layout, state
+        self._hand_over_owed(bucket, state)
+        return state
+
+    def _retire_states(self) -> None:
+        """Keeps of all states what is owed, by parameter."""
+        for names, layout, state in self._states.values():
+            residual = self._compressor.residual(layout, state)
+            if residual is not None:
+                for name, part in zip(names, layout.split(residual), strict=True):
+                    self._owed[name] = self._owed[name] + part if name in self._owed else part
+        self._states.clear()
+
+    def _hand_over_owed(self, bucket: _Bucket, state: State) -> None:
+        """Gives what is owed to the compressor, or to the gradients where the compressor never owes."""
+        if not any(name in self._owed for name in bucket.names):
+            return
+        owed = torch.zeros_like(bucket.flat)
+        for name, part in zip(bucket.names, bucket.layout.split(owed), strict=True):
+            if name in self._owed:
+                part.copy_(self._owed.pop(name))
+        if not self._compressor.take_over(bucket.layout, state, owed):
+            bucket.flat.add_(owed)
+
+
+def attach_comm_hook(
+    model: DistributedDataParallel, compressor: Compressor, timeout: timedelta | None, step: int = 0
+) -> CommHook:
+    """Makes DDP average its gradients by ``compressor``. All ranks must call it.
+
+    On CPU a thread runs every exchange to its end, so that all ranks issue the same collectives in the same order
+    while backward goes on. It has a process group of its own, as the main thread may issue collectives meanwhile
+    (SyncBatchNorm, metrics). On CUDA everything is enqueued from the hook on a side stream, over DDP's own group.
+
+    Args:
+        model: freshly wrapped; DDP takes one hook in its life.
+        compressor: averages the buckets.
+        timeout: after which a collective of the thread's group raises; None for the backend's default.
+        step: exchanges of whole gradients that were made before.
+
+    Raises:
+        OptionError: the model is on another kind of device, or has complex parameters.
+    """
+    if model.device_type not in ("cpu", "cuda"):
+        raise OptionError(f"comm_hook works on cpu and cuda, but the model is on {model.device_type}")
+    parameters = dict(model.module.named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise OptionError(f"comm_hook cannot compress complex gradients: {name} is {parameter.dtype}")
+    group: dist.ProcessGroup = model.process_group
+    driver: Driver
+    if model.device_type == "cpu":
+        group, driver = twin_group(group, timeout), WorkerThread()
+    else:
+        driver = SideStream(model.device)
+    hook = CommHook(compressor, group, {id(parameter): name for name, parameter in parameters.items()}, driver, step)
+    model.register_comm_hook(None, hook.reduce)
+    return hook
+
+
+def _run(rounds: Rounds) -> Averaged:
+    """Drives ``rounds`` to its end, one collective after another."""
+    try:
+        pending = next(rounds)
+        while True:
+            pending = rounds.send(pending.wait())
+    except StopIteration as stop:
+        return stop.value

@@ -1,0 +1,149 @@
+"""What this machine and this installation have: versions, devices, backends, DDP options, comm hooks."""
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_commopt.compressors import compressor_names
+from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
+
+_DISTRIBUTIONS = {
+    "lightning_commopt": "lightning-commopt",
+    "torch": "torch",
+    "lightning": "lightning",
+    "hydra": "hydra-core",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A processor that a rank can run on.
+
+    Attributes:
+        kind: "cpu" or "cuda".
+        name: the maker's name of it.
+        memory_bytes: its own memory; of a CPU the machine's.
+        num_cores: cores that this process may use, or streaming multiprocessors.
+    """
+
+    kind: str
+    name: str
+    memory_bytes: int
+    num_cores: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPOption:
+    """A newer option of ``DistributedDataParallel``.
+
+    Attributes:
+        name: the keyword.
+        since: the first torch release that has it.
+        available: whether the installed torch has it.
+    """
+
+    name: str
+    since: str
+    available: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """What this machine and this installation have.
+
+    Attributes:
+        versions: of Python, of this package and of those that it stands on.
+        platform: operating system and architecture.
+        devices: the CPU first, then the GPUs in the order of their indices.
+        backends: torch's communication backends, and whether this torch was built with each.
+        nccl_version: of the NCCL in this torch; None where there is none.
+        ddp_options: the newer options, oldest first.
+        comm_hooks: the names that ``comm_hook`` takes.
+    """
+
+    versions: dict[str, str]
+    platform: str
+    devices: list[Device]
+    backends: dict[str, bool]
+    nccl_version: str | None
+    ddp_options: list[DDPOption]
+    comm_hooks: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything in types that JSON has."""
+        return asdict(self)
+
+
+def collect() -> Info:
+    """Looks at the machine and the installation; starts no process group and allocates nothing on a GPU."""
+    return Info(
+        versions=versions(),
+        platform=platform.platform(),
+        devices=devices(),
+        backends={
+            "gloo": dist.is_gloo_available(),
+            "nccl": dist.is_nccl_available(),
+            "mpi": dist.is_mpi_available(),
+        },
+        nccl_version=nccl_version(),
+        ddp_options=[
+            DDPOption(name=name, since=since, available=name in ddp_options())
+            for name, since in DDP_OPTION_SINCE.items()
+        ],
+        comm_hooks=compressor_names(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, of this package and of those that it stands on.
+
+    >>> list(versions())
+    ['python', 'lightning_commopt', 'torch', 'lightning', 'hydra']
+    """
+    # torch's own string has the build in it, as in 2.6.0+cpu; the metadata of some builds lacks that.
+    installed = {name: version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
+    return {"python": platform.python_version(), **installed, "torch": str(torch.__version__)}
+
+
+def devices() -> list[Device]:
+    """Returns the CPU and every CUDA device that this process sees."""
+    cpu = Device(kind="cpu", name=_cpu_name(), memory_bytes=_memory_bytes(), num_cores=_num_cpu_cores())
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = [
+        Device(kind="cuda", name=gpu.name, memory_bytes=gpu.total_memory, num_cores=gpu.multi_processor_count)
+        for gpu in properties
+    ]
+    return [cpu, *gpus]
+
+
+def nccl_version() -> str | None:
+    """Returns the version of the NCCL that this torch was built with, such as "2.21.5"; None without NCCL."""
+    if not dist.is_nccl_available():
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def _cpu_name() -> str:
+    listing = Path("/proc/cpuinfo")
+    if listing.is_file():
+        for line in listing.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _num_cpu_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux only; knows of taskset and of a scheduler's limits
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

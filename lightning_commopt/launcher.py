@@ -1,0 +1,116 @@
+"""Lightning's launcher of child processes, corrected for Hydra multiruns.
+
+In a multirun Lightning's own launcher starts children that repeat the whole sweep, and what the first job leaves
+behind (process group, rank variables) makes the next one train with the first one's number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import torch.distributed as dist
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import get_original_cwd, to_absolute_path
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from omegaconf import OmegaConf
+
+_RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+_launched_job_dir: str | None = None
+_variables_before_launch: dict[str, str | None] = {}
+
+
+def multirun_job_dir() -> str | None:
+    """Returns the directory of the Hydra multirun's job that runs in this process; None outside a multirun."""
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        return str(HydraConfig.get().runtime.output_dir)
+    return None
+
+
+def forget_previous_job() -> None:
+    """Removes the process group and rank variables that an earlier job of the same Hydra multirun left behind.
+
+    What the variables were before that job is restored.
+    """
+    global _launched_job_dir
+    if _launched_job_dir is None or multirun_job_dir() in (None, _launched_job_dir):
+        return
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name, value in _variables_before_launch.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _launched_job_dir = None
+
+
+class MultirunLauncher(_SubprocessScriptLauncher):
+    """Starts each child as a single run of the job that this process is at, in the job's directory."""
+
+    def _call_children_scripts(self) -> None:
+        global _launched_job_dir
+        self._check_can_spawn_children()
+        _launched_job_dir = multirun_job_dir()
+        _variables_before_launch.update({name: os.environ.get(name) for name in _RANK_VARIABLES})
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        os.environ["NODE_RANK"] = str(self.cluster_environment.node_rank())
+        os.environ["LOCAL_RANK"] = str(self.cluster_environment.local_rank())
+        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        for local_rank in range(1, self.num_processes):
+            command, folder = single_run_command(local_rank)
+            environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
+            self.procs.append(subprocess.Popen(command, env=environment, cwd=folder))
+
+
+def single_run_command(local_rank: int) -> tuple[list[str], str]:
+    """Returns the command line for one more rank of the current job, and the directory to start it in.
+
+    The command carries the job's own overrides instead of the sweep's, and writes no configuration of its own.
+
+    Args:
+        local_rank: of the process that the command will be.
+    """
+    import __main__
+
+    hydra = HydraConfig.get()
+    if __main__.__spec__ is None:
+        program = [sys.executable, to_absolute_path(sys.argv[0])]
+    else:
+        program = [sys.executable, "-m", __main__.__spec__.name]
+    overrides = [
+        *hydra.overrides.task,
+        *(override for override in hydra.overrides.hydra if "hydra.mode=" not in override),
+        "hydra.mode=RUN",
+        f"hydra.run.dir={_quoted(hydra.runtime.output_dir)}",
+        *(
+            f"hydra.job.{key}={_quoted(OmegaConf.select(hydra.job, key))}"  # type: ignore[arg-type]
+            for key in ("num", "id")
+            if not OmegaConf.is_missing(hydra.job, key)
+        ),
+        f"hydra.job.name={_quoted(f'{hydra.job.name}_rank_{local_rank}')}",
+        "hydra.output_subdir=null",
+    ]
+    return [*program, *_config_flags(), *overrides], get_original_cwd()
+
+
+def _quoted(value: object) -> object:
+    """Returns a value as Hydra's grammar of overrides reads it back: backslashes count only before a quote."""
+    if not isinstance(value, str):
+        return value
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + ('\\"' if found[2] else ""), value)
+    return f'"{escaped}"'
+
+
+def _config_flags() -> list[str]:
+    """Returns the flags of this process that say where Hydra finds its configuration."""
+    arguments, _ = get_args_parser().parse_known_args()
+    flags = {"--config-path": "config_path", "--config-name": "config_name", "--config-dir": "config_dir"}
+    found = [(flag, getattr(arguments, name)) for flag, name in flags.items()]
+    return [word for flag, value in found if value for word in (flag, value)]

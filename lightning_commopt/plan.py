@@ -1,0 +1,234 @@
+"""CommPlan: how the gradients of a model travel, validated once, here."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.compressors import Compressor, compressor_from_config, compressor_to_config
+
+DDP_OPTION_SINCE = {
+    "init_sync": "2.7",
+    "skip_all_reduce_unused_params": "2.8",
+    "bucket_cap_mb_list": "2.11",
+    "batched_grad_copy": "2.12",
+    "forward_sync_buffers": "2.13",
+    "lazy_bucket_allocation": "2.15",
+}
+"""The first torch release whose ``DistributedDataParallel`` has the option."""
+
+
+class OptionError(MisconfigurationException, ValueError):
+    """A user's option is unknown, out of range, or not to be had here."""
+
+
+class UnknownOptionError(OptionError, TypeError):
+    """A user's option has a name that nothing knows."""
+
+
+@cache
+def ddp_options() -> frozenset[str]:
+    """Returns the names of the options that the installed torch's ``DistributedDataParallel`` takes."""
+    return frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommPlan:
+    """How gradients travel: DDP's options, and the compressor that its comm hook drives.
+
+    None always means "not passed": DDP's own default holds. That matters for ``bucket_cap_mb``, as an explicit 25
+    drops the small first bucket of the default.
+
+    Attributes:
+        static_graph: the graph and the set of used parameters are the same in every step.
+        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy and their memory.
+        bucket_cap_mb: MiB in a bucket; or one number for each bucket, in the order in which gradients become
+            ready (torch >= 2.11).
+        find_unused_parameters: look in every step for parameters without a gradient.
+        comm_hook: the compressor; None for DDP's native all-reduce. Accepts what
+            `lightning_commopt.compressors.compressor_from_config` does.
+        broadcast_buffers: send rank 0's buffers to all ranks before each forward.
+        forward_sync_buffers: its successor (torch >= 2.13).
+        init_sync: check and send parameters when the model is wrapped (torch >= 2.7).
+        skip_all_reduce_unused_params: do not exchange what no rank used (torch >= 2.8).
+        batched_grad_copy: copy gradients into buckets in batches (torch >= 2.12).
+        lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
+
+    Raises:
+        OptionError: a value is out of range, or the installed torch lacks the option.
+    """
+
+    static_graph: bool | None = None
+    gradient_as_bucket_view: bool | None = None
+    bucket_cap_mb: float | Sequence[float] | None = None
+    find_unused_parameters: bool | None = None
+    comm_hook: Compressor | None = None
+    broadcast_buffers: bool | None = None
+    forward_sync_buffers: bool | None = None
+    init_sync: bool | None = None
+    skip_all_reduce_unused_params: bool | None = None
+    batched_grad_copy: bool | None = None
+    lazy_bucket_allocation: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or value not in (0, 1):
+                raise OptionError(f"{name} must be true, false or None, got {value!r}")
+            object.__setattr__(self, name, bool(value))
+            _check_available(name, name)
+        object.__setattr__(self, "bucket_cap_mb", _checked_bucket_cap(self.bucket_cap_mb))
+        if isinstance(self.bucket_cap_mb, tuple):
+            _check_available("bucket_cap_mb_list", "a list as bucket_cap_mb")
+        try:
+            object.__setattr__(self, "comm_hook", compressor_from_config(self.comm_hook))
+        except (ValueError, TypeError) as error:
+            raise OptionError(f"comm_hook: {error}") from error
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> CommPlan:
+        """Makes a plan from a mapping of option names to values, as `to_dict` gives it.
+
+        Raises:
+            UnknownOptionError: a name is unknown.
+            OptionError: a value is out of range.
+        """
+        check_option_names(options, known=plan_options())
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the options that are set, in types that JSON has.
+
+        Raises:
+            ValueError: the compressor is of a class without a name.
+        """
+        options: dict[str, Any] = {name: getattr(self, name) for name in plan_options()}
+        if isinstance(self.bucket_cap_mb, tuple):
+            options["bucket_cap_mb"] = list(self.bucket_cap_mb)  # kept as a tuple, to compare and hash
+        if self.comm_hook is not None:
+            options["comm_hook"] = compressor_to_config(self.comm_hook)
+        return {name: value for name, value in options.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, text: str) -> CommPlan:
+        """Makes a plan from what `to_json` gave.
+
+        Raises:
+            OptionError: the text is no JSON object, or one that is no plan.
+        """
+        try:
+            options = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise OptionError(f"a plan must be JSON: {error}") from error
+        if not isinstance(options, dict):
+            raise OptionError(f"a plan must be a JSON object, got {text[:80]!r}")
+        return cls.from_dict(options)
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def load(cls, path: str | Path) -> CommPlan:
+        """Reads a plan from a file that holds what `to_json` gave."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan to a file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        """Returns the keywords for ``DistributedDataParallel``: those that are set, and no others."""
+        kwargs = {name: getattr(self, name) for name in plan_options() if name != "comm_hook"}
+        if isinstance(self.bucket_cap_mb, tuple):
+            kwargs["bucket_cap_mb_list"] = list(kwargs.pop("bucket_cap_mb"))
+        return {name: value for name, value in kwargs.items() if value is not None}
+
+
+@cache
+def plan_options() -> tuple[str, ...]:
+    """Returns the names of a plan's options."""
+    return tuple(field.name for field in dataclasses.fields(CommPlan))
+
+
+_SWITCHES = tuple(field.name for field in dataclasses.fields(CommPlan) if field.type == "bool | None")
+
+
+def plan_from_keywords(options: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[CommPlan, dict[str, Any]]:
+    """Makes a plan, and the keywords for DDP, from the keywords of a strategy.
+
+    Args:
+        options: the options of a plan by name, None where they are not set.
+        others: further keywords for ``DistributedDataParallel``.
+
+    Returns:
+        The plan; and DDP's keywords, of the plan and of ``others``.
+
+    Raises:
+        OptionError: see `CommPlan`; or a keyword is unknown, or given in two ways.
+    """
+    options, others = dict(options), dict(others)
+    check_option_names(others, known=sorted({*plan_options(), *ddp_options()}))
+    sizes = others.pop("bucket_cap_mb_list", None)
+    if sizes is not None:
+        if options.get("bucket_cap_mb") is not None:
+            raise OptionError("bucket_cap_mb and bucket_cap_mb_list exclude each other: give bucket_cap_mb a list")
+        options["bucket_cap_mb"] = list(sizes)
+    plan = CommPlan.from_dict(options)
+    if plan.comm_hook is not None and others.get("mixed_precision") is not None:
+        raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
+    return plan, {**plan.ddp_kwargs(), **others}
+
+
+def check_option_names(options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Checks that every option is known.
+
+    Args:
+        options: names and values from the user.
+        known: the names that there are.
+
+    Raises:
+        UnknownOptionError: an option is not among them.
+        OptionError: an option is one that only a newer torch has.
+    """
+    for name in options:
+        if name not in known:
+            if name in DDP_OPTION_SINCE:
+                _check_available(name, name)
+            raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(known))}")
+
+
+def _check_available(ddp_option: str, asked: str) -> None:
+    if ddp_option not in ddp_options():
+        since = DDP_OPTION_SINCE.get(ddp_option, "another version")
+        raise OptionError(f"{asked} needs torch >= {since}, but torch {torch.__version__} is installed")
+
+
+def _checked_bucket_cap(value: Any) -> float | tuple[float, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if not value:
+            raise OptionError("bucket_cap_mb must not be an empty list")
+        return tuple(_checked_mib(item) for item in value)
+    return _checked_mib(value)
+
+
+def _checked_mib(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not (0 < float(value) < math.inf):
+        raise OptionError(f"bucket_cap_mb must be a number of MiB above 0, or a list of such, got {value!r}")
+    return int(value) if isinstance(value, Integral) else float(value)

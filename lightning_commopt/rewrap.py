@@ -1,0 +1,91 @@
+"""Taking a model out of its DDP wrapper in the middle of training, and what that leaves to carry over."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+
+def gradient_bytes(model: DistributedDataParallel) -> int:
+    """Returns the size of all gradients that DDP exchanges in one backward."""
+    parameters = [
+        parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    ]
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+class Trainable:
+    """Which parameters asked for a gradient when the model was wrapped: those that DDP exchanges.
+
+    Args:
+        model: just wrapped.
+    """
+
+    def __init__(self, model: Module) -> None:
+        parameters = list(model.parameters())
+        self._trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+
+    def some_unfrozen(self) -> bool:
+        """Returns whether a parameter asks for a gradient that DDP does not know of."""
+        return any(parameter.requires_grad for parameter in self._frozen)
+
+    def some_frozen(self) -> bool:
+        """Returns whether a parameter that DDP waits for asks for no gradient any more."""
+        return not all(parameter.requires_grad for parameter in self._trainable)
+
+
+@contextmanager
+def kept_buffers(module: Module) -> Generator[None, None, None]:
+    """Gives the buffers of ``module`` back the values that they had before."""
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
+def unwrap(model: DistributedDataParallel) -> Module:
+    """Takes the module out of its wrapper for good; gradients that it has so far are kept.
+
+    Args:
+        model: not to be used afterwards: its reducer no longer hears of gradients.
+    """
+    model.reducer._remove_autograd_hooks()
+    for parameter in model.module.parameters():
+        if parameter.grad is not None and model.gradient_as_bucket_view:
+            parameter.grad = parameter.grad.clone()  # was a view of a bucket that goes now
+    return model.module
+
+
+def add_to_next_gradients(module: Module, owed: dict[str, Tensor]) -> list[RemovableHandle]:
+    """Adds to the next gradient of each parameter what it is owed, once.
+
+    Args:
+        module: whose parameters.
+        owed: by the parameter's name; in its shape.
+
+    Returns:
+        Handles to remove, for the parameters that get no further gradient.
+    """
+    parameters = dict(module.named_parameters())
+    return [_add_once(parameters[name], value) for name, value in owed.items() if parameters[name].requires_grad]
+
+
+def _add_once(parameter: Parameter, owed: Tensor) -> RemovableHandle:
+    def add(gradient: Tensor) -> Tensor:
+        handle.remove()
+        return gradient + owed
+
+    handle = parameter.register_hook(add)
+    return handle

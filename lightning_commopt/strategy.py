@@ -1,0 +1,338 @@
+"""CommOptDDP: Lightning's DDPStrategy, made from a CommPlan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from lightning_commopt.checks import (
+    check_graph_is_static,
+    check_none_unfrozen,
+    check_plans_agree,
+    explain_unused_parameters,
+    warn_if_never_compressed,
+    warn_of_fp16_under_scaler,
+    warn_of_torchs_powersgd,
+    warn_of_unused_residuals,
+)
+from lightning_commopt.compressors import Compressor
+from lightning_commopt.hook import CommHook, attach_comm_hook
+from lightning_commopt.launcher import MultirunLauncher, forget_previous_job, multirun_job_dir
+from lightning_commopt.plan import CommPlan, OptionError, plan_from_keywords, plan_options
+from lightning_commopt.planned import FollowsPlan, check_group_size, say_one_rank
+from lightning_commopt.rewrap import Trainable, add_to_next_gradients, gradient_bytes, kept_buffers, unwrap
+
+
+class CommOptDDP(FollowsPlan, DDPStrategy):
+    """Lightning's ``DDPStrategy`` with every option of how gradients travel, and compressors.
+
+    Takes all that ``DDPStrategy`` takes, in the same order, so that its name can be replaced in any project. The
+    keywords described here come on top; None leaves DDP's own default. With one process there is no wrapper and
+    no hook.
+
+    Args:
+        accelerator: see ``DDPStrategy``, as for the other positional arguments.
+        parallel_devices: see ``DDPStrategy``.
+        cluster_environment: see ``DDPStrategy``.
+        checkpoint_io: see ``DDPStrategy``.
+        precision_plugin: see ``DDPStrategy``.
+        ddp_comm_state: state of ``ddp_comm_hook``.
+        ddp_comm_hook: one of torch's hooks, or any callable that DDP takes. Registered on CPU as well.
+        ddp_comm_wrapper: wraps ``ddp_comm_hook``.
+        model_averaging_period: see ``DDPStrategy``.
+        process_group_backend: "gloo", "nccl", ...
+        timeout: of the process group.
+        start_method: "popen", "spawn", "fork" or "forkserver".
+        static_graph: the graph and the set of used parameters are the same in every step. With gradient
+            accumulation the first backward of a fit is exchanged, as DDP cannot do without.
+        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy and their memory.
+        bucket_cap_mb: MiB in a bucket, or a list of one number for each bucket.
+        find_unused_parameters: look in every step for parameters without a gradient.
+        comm_hook: how buckets are averaged: a name ("none", "bf16", "fp16", "powersgd", ...), a mapping of a name
+            and options (``{"name": "powersgd", "matrix_rank": 2}``), or a compressor. Lossy but for "none" and
+            "all_reduce".
+        broadcast_buffers: send rank 0's buffers to all ranks before each forward.
+        forward_sync_buffers: its successor (torch >= 2.13).
+        init_sync: check and send parameters when the model is wrapped (torch >= 2.7).
+        skip_all_reduce_unused_params: do not exchange what no rank used (torch >= 2.8).
+        batched_grad_copy: copy gradients into buckets in batches (torch >= 2.12).
+        lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
+        **kwargs: further arguments of ``DistributedDataParallel``.
+
+    Attributes:
+        plan: the `CommPlan` that these options make.
+
+    Raises:
+        OptionError: an option is unknown, out of range, in contradiction to another, or not in the installed
+            torch. It is both a ``ValueError`` and Lightning's ``MisconfigurationException``.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
+        bucket_cap_mb: float | list[float] | None = None,
+        find_unused_parameters: bool | None = None,
+        comm_hook: str | dict[str, Any] | Compressor | None = None,
+        broadcast_buffers: bool | None = None,
+        forward_sync_buffers: bool | None = None,
+        init_sync: bool | None = None,
+        skip_all_reduce_unused_params: bool | None = None,
+        batched_grad_copy: bool | None = None,
+        lazy_bucket_allocation: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        keywords = {name: value for name, value in locals().items() if name in plan_options()}
+        self._plan, ddp_kwargs = plan_from_keywords(keywords, kwargs)
+        if ddp_comm_hook is not None and self._plan.comm_hook is not None:
+            raise OptionError(f"comm_hook={comm_hook!r} and ddp_comm_hook exclude each other: DDP takes one hook")
+        forget_previous_job()
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **ddp_kwargs,
+        )
+        self._hook: CommHook | None = None
+        self._next_plan: CommPlan | None = None
+        self._static_graph_is_recorded = False
+        self._gradient_bytes = 0
+        self._trainable: Trainable | None = None
+        self._num_exchanges = 0
+        self._pending_additions: list[RemovableHandle] = []
+        self._native_bytes = 0
+        self._bytes_of_closed_hooks = 0
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes of gradients that this rank has handed to collectives since the strategy was made.
+
+        With a compressor they are counted at the collectives; on DDP's native path and with ``ddp_comm_hook`` it
+        is the size of the gradients, once for each backward that was synchronised.
+        """
+        sent = self._hook.bytes_sent if self._hook is not None else 0
+        return sent + self._bytes_of_closed_hooks + self._native_bytes
+
+    def apply_plan(self, plan: CommPlan) -> None:
+        """Changes how gradients travel, in the middle of a fit if need be.
+
+        All ranks must call it, with equal plans. Called between two batches it takes effect at once; within a
+        batch, before the next one. Gradients that were accumulated so far are kept. Between lossless plans training
+        goes on as if nothing had happened; what a compressor's error feedback still owes is added to the next
+        gradients.
+
+        Args:
+            plan: the new plan.
+
+        Raises:
+            OptionError: the strategy has a ``ddp_comm_hook`` too, or the ranks' plans differ.
+        """
+        if plan.comm_hook is not None and self._ddp_comm_hook is not None:
+            raise OptionError("the plan's comm_hook and the strategy's ddp_comm_hook exclude each other")
+        if self._is_within_batch():
+            self._next_plan = plan
+        else:
+            self._change_plan(plan)
+
+    def _is_within_batch(self) -> bool:
+        if not isinstance(self.model, DistributedDataParallel) or self.lightning_module is None:
+            return False
+        batches = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current
+        return batches.started > batches.processed  # type: ignore[attr-defined]
+
+    def _change_plan(self, plan: CommPlan) -> None:
+        self._next_plan = None
+        is_wrapped = isinstance(self.model, DistributedDataParallel)
+        if is_wrapped:
+            check_plans_agree(plan)
+        for name in self._plan.ddp_kwargs():
+            self._ddp_kwargs.pop(name, None)
+        self._ddp_kwargs.update(plan.ddp_kwargs())
+        self._plan = plan
+        if is_wrapped:
+            self._wrap_again()
+
+    def _wrap_again(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        owed = self._close_hook()
+        module = self.model = unwrap(self.model)
+        with kept_buffers(module):  # wrapping sends those of rank 0 to the others
+            self._synchronize_device()  # Lightning wraps on a stream that does not wait for the last step
+            self.configure_ddp()
+            self._synchronize_device()
+        if self._hook is not None:
+            self._hook.owe(owed)
+        else:
+            self._pending_additions = add_to_next_gradients(module, owed)
+
+    def _synchronize_device(self) -> None:
+        if self.root_device.type == "cuda":
+            torch.cuda.synchronize(self.root_device)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Applies a plan that arrived within the last batch; wraps again where parameters were frozen or unfrozen."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._next_plan is not None:
+            self._change_plan(self._next_plan)
+        module = self.lightning_module
+        if self._trainable is None or module is None or module._param_requires_grad_state:
+            return
+        may_be_frozen = self._plan.find_unused_parameters or not self._trainable.some_frozen()
+        if self._trainable.some_unfrozen() or not may_be_frozen:
+            self._wrap_again()
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method == "popen" and multirun_job_dir() is not None:
+            assert self.cluster_environment is not None
+            self._launcher = MultirunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_distributed(self) -> None:
+        """Joins the process group, and refuses one of another size.
+
+        Raises:
+            MisconfigurationException: the process group has more or fewer ranks than this strategy.
+        """
+        super().setup_distributed()
+        check_group_size(self.world_size)
+
+    def configure_ddp(self) -> None:
+        """Wraps the model, unless there is only one rank."""
+        if self.world_size == 1:
+            say_one_rank(comm_hook=self._plan.comm_hook, ddp_comm_hook=self._ddp_comm_hook)
+            return
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self._gradient_bytes = gradient_bytes(self.model)
+        self._trainable = Trainable(self.model)
+        self._static_graph_is_recorded = False
+        self._pl_static_graph_delay_done = False
+
+    def _register_ddp_hooks(self) -> None:
+        if self._plan.comm_hook is not None:
+            if getattr(self.precision_plugin, "scaler", None) is not None:
+                warn_of_fp16_under_scaler(self._plan.comm_hook)
+            assert isinstance(self.model, DistributedDataParallel)
+            if self._plan.find_unused_parameters:
+                warn_of_unused_residuals(self._plan.comm_hook)
+            self._hook = attach_comm_hook(self.model, self._plan.comm_hook, self._timeout, self._num_exchanges)
+        elif self._ddp_comm_hook is not None and self.root_device.type != "cuda":
+            self._register_torch_hook_off_cuda()
+        else:
+            super()._register_ddp_hooks()
+
+    def _register_torch_hook_off_cuda(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        try:
+            _register_ddp_comm_hook(
+                model=self.model,
+                ddp_comm_state=self._ddp_comm_state,
+                ddp_comm_hook=self._ddp_comm_hook,
+                ddp_comm_wrapper=self._ddp_comm_wrapper,
+            )
+            warn_of_torchs_powersgd(self._ddp_comm_hook)
+        except TypeError as error:
+            rank_zero_warn(f"ddp_comm_hook has no effect on {self.root_device.type}: torch refuses it ({error}).")
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Refuses what would train each rank by itself, and a static graph that is not static.
+
+        Raises:
+            MisconfigurationException: a parameter that DDP does not know of asks for a gradient, or several
+                optimizers are toggled under ``static_graph``.
+        """
+        super().pre_backward(closure_loss)
+        if isinstance(self.model, DistributedDataParallel) and self._trainable is not None:
+            check_none_unfrozen(self._trainable)
+            if self.model.static_graph:
+                assert self.lightning_module is not None
+                check_graph_is_static(self.lightning_module)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Ends the first backward of a static graph under manual optimization, and counts the exchange."""
+        super().post_backward(closure_loss)
+        model = self.model
+        if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
+            return
+        if model.static_graph and not self._static_graph_is_recorded:
+            self._static_graph_is_recorded = True
+            flushed_by_lightning = "post_backward" in vars(DDPStrategy)
+            module = self.lightning_module
+            if module is not None and not module.automatic_optimization and not flushed_by_lightning:
+                model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+        self._num_exchanges += 1
+        if self._hook is None:
+            self._native_bytes += self._gradient_bytes
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Blocks the exchange in backward, but for the first one of a static graph, which DDP needs."""
+        if self._plan.static_graph and not self._static_graph_is_recorded:
+            yield
+        else:
+            with super().block_backward_sync():
+                yield
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Says what to do about parameters without a gradient."""
+        explain_unused_parameters(exception)
+
+    def teardown(self) -> None:
+        """Removes the wrapper, and ends the hook's worker and group."""
+        try:
+            super().teardown()
+        finally:
+            if self._hook is not None:
+                warn_if_never_compressed(self._plan.comm_hook, self._num_exchanges)
+            self._close_hook()
+            self._trainable = None
+            self._num_exchanges = 0
+        if self._next_plan is not None:
+            self._change_plan(self._next_plan)
+
+    def _close_hook(self) -> dict[str, Tensor]:
+        for handle in self._pending_additions:
+            handle.remove()
+        self._pending_additions = []
+        if self._hook is None:
+            return {}
+        hook, self._hook = self._hook, None
+        owed = hook.close()
+        self._bytes_of_closed_hooks += hook.bytes_sent
+        return owed

@@ -1,0 +1,50 @@
+"""Lines from what a program writes to a terminal, progress bars included."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable
+
+_ENDS = re.compile(r"([\r\n])")
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class LineReader:
+    """Cuts output into lines, and tells those that stay from those that are written over.
+
+    Args:
+        on_line: receives each line without control sequences, and whether it stays. Empty lines that stay are left
+            out.
+    """
+
+    def __init__(self, on_line: Callable[[str, bool], None]) -> None:
+        self._on_line = on_line
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._line = ""
+        self._overwritten = ""
+
+    def feed(self, data: bytes) -> None:
+        """Takes the next piece of the output, which may end anywhere."""
+        for piece in _ENDS.split(self._decoder.decode(data)):
+            if piece == "\n":
+                self._end_line()
+            elif piece == "\r":
+                self._overwritten = self._line or self._overwritten
+                self._line = ""
+            else:
+                self._line += piece
+        shown = _CONTROL.sub("", self._line or self._overwritten).rstrip()
+        if shown:
+            self._on_line(shown, False)
+
+    def close(self) -> None:
+        """Takes what has come since the last end of a line as a line."""
+        self._end_line()
+
+    def _end_line(self) -> None:
+        # A carriage return only moves the cursor: what stood there before the end of the line is still to be seen.
+        line = _CONTROL.sub("", self._line or self._overwritten).rstrip()
+        self._line = self._overwritten = ""
+        if line:
+            self._on_line(line, True)

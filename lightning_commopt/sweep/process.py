@@ -1,0 +1,126 @@
+"""Runs a command so that nothing of it is left afterwards, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+_POLL_S = 0.1
+_CHUNK_BYTES = 65536
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class InterruptedRun(BaseException):
+    """We were told to stop, and the command is gone. Like `KeyboardInterrupt` it is no error to be reported.
+
+    Attributes:
+        signal: that we received.
+    """
+
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(f"interrupted by {received.name}")
+        self.signal = received
+
+
+def run_in_group(
+    command: Sequence[str], env: Mapping[str, str], on_output: Callable[[bytes], None], grace_s: float = 5
+) -> int:
+    """Runs a command in a process group of its own and waits for it.
+
+    When its first process has ended, what it has left behind is killed. When we receive SIGINT, SIGTERM or SIGHUP,
+    the group receives SIGINT, and SIGKILL after ``grace_s`` seconds (a rank in a hung collective obeys nothing
+    else), or at once when a second signal arrives.
+
+    Args:
+        command: program and arguments.
+        env: the whole environment.
+        on_output: receives standard output and error as they come.
+        grace_s: seconds for an orderly end after a signal.
+
+    Returns:
+        The exit status of the first process; the negative number of the signal that ended it.
+
+    Raises:
+        InterruptedRun: we received one of the signals.
+    """
+    with _noted_signals() as received:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _follow(process, on_output, received, grace_s)
+        finally:
+            # Before the first process is reaped: until then, nobody else can get the group's number.
+            _kill_group(process.pid)
+            status = process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+    if received:
+        raise InterruptedRun(received[0])
+    return status
+
+
+def _follow(
+    process: subprocess.Popen[bytes], on_output: Callable[[bytes], None], received: list[signal.Signals], grace_s: float
+) -> None:
+    """Passes output on until the first process has ended or may be killed."""
+    assert process.stdout is not None
+    pipe = process.stdout.fileno()
+    is_open, kill_at = True, None
+    while True:
+        has_ended = _has_ended(process.pid)
+        if has_ended:
+            _kill_group(process.pid)  # one that still writes would keep us here
+        readable = is_open and select.select([pipe], [], [], 0 if has_ended else _POLL_S)[0]
+        if readable:
+            chunk = os.read(pipe, _CHUNK_BYTES)
+            is_open = bool(chunk)
+            if chunk:
+                on_output(chunk)
+        elif has_ended:
+            return
+        elif not is_open:
+            time.sleep(_POLL_S)
+        if received and kill_at is None:
+            kill_at = time.monotonic() + grace_s
+            os.killpg(process.pid, signal.SIGINT)
+        if len(received) > 1 or (kill_at is not None and time.monotonic() > kill_at):
+            return
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS refuses where only a zombie is left
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _has_ended(pid: int) -> bool:
+    """Returns whether a child has ended; it stays to be reaped."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+@contextmanager
+def _noted_signals() -> Iterator[list[signal.Signals]]:
+    """Notes the signals that ask us to stop; an exception from a handler could lose a process just started."""
+    received: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {
+        number: signal.signal(number, lambda n, _: received.append(signal.Signals(n))) for number in _STOP_SIGNALS
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

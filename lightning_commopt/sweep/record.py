@@ -1,0 +1,83 @@
+"""RunRecord: what one training run was and what came out, as it lies in the run's directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+RUN_FILE = "run.json"
+
+Status = Literal["running", "finished", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run. None stands for what is not known.
+
+    Attributes:
+        status: "running" until the end; a run that was killed keeps it.
+        plan_name: short name of the way the gradients travel.
+        overrides: what the user set on the command line.
+        strategy: class of the Lightning strategy.
+        plan: the options of the `CommPlan`, if the strategy has one.
+        world_size: number of ranks that trained.
+        started_at: local time with its offset, ISO 8601.
+        seconds: from the start to the end of the run, with set-up and validation.
+        steps_per_s: optimizer steps after the warm-up steps, without validation.
+        samples_per_s: over all ranks.
+        num_timed_steps: how many steps the two are taken from.
+        wire_bytes_per_step: payload that one rank hands to collectives for its gradients.
+        val_loss: at the end.
+        val_accuracy: at the end.
+        versions: of Python and packages.
+        hardware: the CPU and the GPUs, with names, memory and cores.
+        git: commit, and whether files differed from it.
+        error: why the run failed.
+    """
+
+    status: Status
+    plan_name: str
+    overrides: tuple[str, ...] = ()
+    strategy: str | None = None
+    plan: dict[str, Any] | None = None
+    world_size: int | None = None
+    started_at: str | None = None
+    seconds: float | None = None
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    num_timed_steps: int | None = None
+    wire_bytes_per_step: float | None = None
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: tuple[dict[str, Any], ...] = ()
+    git: dict[str, Any] | None = None
+    error: str | None = None
+
+    def save(self, folder: Path) -> None:
+        """Writes the record into the folder of its run, whole or not at all."""
+        write_json(folder / RUN_FILE, dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> RunRecord:
+        """Reads the record from the folder of its run.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        values = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        known = {option.name for option in dataclasses.fields(cls)}
+        kept = {name: value for name, value in values.items() if name in known}
+        lists = {name: tuple(kept.get(name, ())) for name in ("overrides", "hardware")}
+        return cls(**{**kept, **lists})
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON into a file so that a reader sees the old content or the new, never a part."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)

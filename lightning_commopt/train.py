@@ -1,0 +1,202 @@
+"""The Hydra application ``commopt-train``: trains what a configuration says, and records how fast and how well."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+import warnings
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_original_cwd, instantiate
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lightning_commopt.callbacks import Throughput
+from lightning_commopt.conf_path import conf_dir
+from lightning_commopt.git_state import git_state
+from lightning_commopt.info import devices, versions
+from lightning_commopt.run_config import check_config, plan_name, register_resolvers
+from lightning_commopt.strategy import CommOptDDP
+from lightning_commopt.sweep.job import SweepObserver
+from lightning_commopt.sweep.launcher import SweepSettings, register_launcher
+from lightning_commopt.sweep.process import InterruptedRun
+from lightning_commopt.sweep.record import RunRecord
+from lightning_commopt.train_display import SweepDisplay, failures, run_table, sweep_table
+
+CONFIG_FILE = "config.yaml"
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+_NOISE = (
+    # The workloads make a batch in less time than another process would take to send it.
+    ".*does not have many workers.*",
+    # Lightning's own business with torch.
+    ".*LeafSpec.* is deprecated.*",
+    # At most one sample a rank counts twice.
+    ".*Using `DistributedSampler` with the dataloaders.*",
+)
+
+
+def main() -> None:
+    """Runs ``commopt-train`` with the arguments of this process."""
+    sys.argv[1:] = flags_first(sys.argv[1:])
+    console = Console()
+    status: int | str | None = 0
+    with SweepDisplay(console) as display:
+        register_with_hydra(display)
+        try:
+            hydra.main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(train)()
+        except InterruptedRun as interrupted:
+            status = 128 + interrupted.signal
+        except SystemExit as stop:
+            status = stop.code
+    if display.results:
+        console.print(sweep_table(display.results))
+        failed = failures(display.results)
+        for text in failed:
+            console.print(text, soft_wrap=True)
+        status = status or (1 if failed else 0)
+    sys.exit(status)
+
+
+def register_with_hydra(observer: SweepObserver) -> None:
+    """Makes our launcher and resolvers known to Hydra; the configuration cannot be composed without.
+
+    Args:
+        observer: is told what happens in a sweep.
+    """
+    register_resolvers()
+    command = (sys.executable, "-m", "lightning_commopt.train", *_config_flags())
+    register_launcher(SweepSettings(command=command, check=check_config, plan_name=plan_name, observer=observer))
+
+
+def train(config: DictConfig) -> float | None:
+    """Makes one run: fits, validates, and leaves ``config.yaml`` and ``run.json`` in the run's directory.
+
+    Args:
+        config: as composed from the group ``train``.
+
+    Returns:
+        The final validation loss, if the model logs a ``val_loss``.
+
+    Raises:
+        ConfigError: the configuration cannot be run; nothing was started.
+    """
+    check_config(config)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    started = time.perf_counter()
+    record = RunRecord(
+        status="running",
+        plan_name=plan_name(config),
+        overrides=tuple(HydraConfig.get().overrides.task),
+        started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+        versions=versions(),
+        hardware=tuple(dataclasses.asdict(device) for device in devices()),
+        git=git_state(Path(get_original_cwd())),
+    )
+    if not _is_first_rank():
+        return _fit(config, record, folder).val_loss
+    OmegaConf.save(config, folder / CONFIG_FILE, resolve=True)
+    record.save(folder)
+    try:
+        record = _fit(config, record, folder)
+    except BaseException as error:
+        record = dataclasses.replace(record, status="failed", error=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        record = dataclasses.replace(record, seconds=time.perf_counter() - started)
+        record.save(folder)
+    if OmegaConf.is_missing(HydraConfig.get().job, "num"):  # else a sweep shows all its jobs in one table
+        Console().print(run_table(record))
+    return record.val_loss
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """Returns command-line arguments with Hydra's flags before the overrides.
+
+    Lightning appends overrides when it starts further ranks, and argparse takes none after a flag that follows others.
+
+    Args:
+        arguments: without the program's name.
+
+    >>> flags_first(["seed=1", "--config-name", "train", "seed=2"])
+    ['--config-name', 'train', 'seed=1', 'seed=2']
+    """
+    overrides = get_args_parser().parse_intermixed_args(arguments).overrides
+    flags = list(arguments)
+    for override in reversed(overrides):
+        del flags[len(flags) - 1 - flags[::-1].index(override)]
+    return [*flags, *overrides]
+
+
+def _config_flags() -> list[str]:
+    """Returns the flags of this process that say where Hydra finds its configuration."""
+    arguments, _ = get_args_parser().parse_known_args()
+    flags = {
+        "--config-path": arguments.config_path,
+        "--config-name": arguments.config_name,
+        "--config-dir": arguments.config_dir,
+    }
+    return [word for flag, value in flags.items() if value is not None for word in (flag, value)]
+
+
+def _is_first_rank() -> bool:
+    # Asked before any process group exists, and the same in every launcher: world rank 0 has 0 or nothing in them all.
+    return all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
+
+
+def _fit(config: DictConfig, record: RunRecord, folder: Path) -> RunRecord:
+    """Trains and validates, and returns the record with the results."""
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    seed_everything(config.seed, workers=True, verbose=False)
+    data: LightningDataModule = instantiate(config.data, _convert_="all")
+    model: LightningModule = instantiate(config.model, _convert_="all")
+    callbacks = [instantiate(callback, _convert_="all") for callback in config.callbacks.values() if callback]
+    loggers = [instantiate(logger, _convert_="all") for logger in config.logger.values() if logger]
+    trainer: Trainer = instantiate(config.trainer, _partial_=True, _convert_="all")(
+        strategy=instantiate(config.strategy, _convert_="all"),
+        callbacks=callbacks,
+        logger=loggers or False,
+        default_root_dir=str(folder),
+    )
+    trainer.fit(model, datamodule=data)
+    metrics = _validate(trainer, model, data)
+    return dataclasses.replace(record, **_results(trainer, metrics))
+
+
+def _validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
+    if trainer.limit_val_batches == 0:
+        return {}
+    of_each_loader = trainer.validate(model, datamodule=data, verbose=False)
+    return {name: float(value) for metrics in of_each_loader for name, value in metrics.items()}
+
+
+def _results(trainer: Trainer, metrics: dict[str, float]) -> dict[str, Any]:
+    """Returns the fields of the record that are known after the fit."""
+    strategy = trainer.strategy
+    results: dict[str, Any] = {
+        "status": "finished",
+        "strategy": type(strategy).__name__,
+        "plan": strategy.plan.to_dict() if isinstance(strategy, CommOptDDP) else None,
+        "world_size": trainer.world_size,
+        "val_loss": metrics.get("val_loss"),
+        "val_accuracy": metrics.get("val_accuracy"),
+    }
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Throughput):
+            results["steps_per_s"] = callback.steps_per_s
+            results["samples_per_s"] = callback.samples_per_s
+            results["num_timed_steps"] = callback.num_steps
+            results["wire_bytes_per_step"] = callback.wire_bytes_per_step
+    return results
+
+
+if __name__ == "__main__":
+    main()

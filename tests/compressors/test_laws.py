@@ -1,0 +1,260 @@
+"""Laws that hold for every compressor, on real ranks and real DDP buckets.
+
+A new compressor is one line in `COMPRESSORS`.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.compressors import (
+    AfterSteps,
+    AllReduce,
+    BySize,
+    Cast,
+    Compressor,
+    ErrorFeedback,
+    LowRank,
+    PowerSGD,
+)
+from lightning_commopt.hook import CommHook, attach_comm_hook
+from ranks import run_ranks
+
+BF16 = Cast(dtype=torch.bfloat16)
+LOSSLESS = {"all_reduce": AllReduce(), "after_steps_never": AfterSteps(inner=BF16, start_step=1000)}
+WITH_FEEDBACK = {
+    "error_feedback_bf16": ErrorFeedback(inner=BF16),
+    "powersgd_rank_1": PowerSGD(),
+    "powersgd_rank_2": PowerSGD(matrix_rank=2),
+    "powersgd_rank_2_cold": PowerSGD(matrix_rank=2, warm_start=False),
+    "powersgd_late": PowerSGD(start_step=2),
+    "powersgd_large_only": BySize(inner=PowerSGD(), min_numel=100),
+    "feedback_around_by_size": ErrorFeedback(inner=BySize(inner=BF16, min_numel=100)),
+}
+COMPRESSORS: dict[str, Compressor] = {
+    **LOSSLESS,
+    **WITH_FEEDBACK,
+    "bf16": BF16,
+    "fp16": Cast(dtype=torch.float16),
+    "low_rank": LowRank(matrix_rank=2),
+    "large_only_bf16": BySize(inner=BF16, min_numel=100),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one_bucket": {},
+    "many_buckets": {"bucket_cap_mb": 0.002},
+    "static_view": {"bucket_cap_mb": 0.002, "static_graph": True, "gradient_as_bucket_view": True},
+}
+NUM_STEPS = 16
+# A bf16 all-reduce rounds inside its sum, which no residual sees.
+TELESCOPING_TOLERANCE = {"error_feedback_bf16": 0.1, "feedback_around_by_size": 0.1}
+
+
+class Net(nn.Module):
+    """Matrices, vectors, convolutions and a scalar, mixed; some are not contiguous, as DDP then lays them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv1d(4, 16, 3)
+        self.first = nn.Linear(32, 24)
+        self.second = nn.Linear(24, 40)
+        self.scalar = nn.Parameter(torch.ones(()))
+        self.image = nn.Conv2d(4, 16, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(24, 32).t())
+
+
+def _ddp(compressor: Compressor | None, options: dict[str, Any]) -> tuple[DistributedDataParallel, CommHook | None]:
+    model = DistributedDataParallel(Net(), **options)
+    return model, None if compressor is None else attach_comm_hook(model, compressor, None)
+
+
+def _gradients(step: int, rank: int, scale: float = 1.0) -> dict[str, Tensor]:
+    """Random gradients, different on every rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {
+        name: scale * torch.randn(parameter.shape, generator=generator) for name, parameter in Net().named_parameters()
+    }
+
+
+def _backward(model: DistributedDataParallel, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sends chosen gradients through DDP: those of the loss ``sum(parameter * gradient)``."""
+    model.zero_grad()
+    original, model.module.forward = (
+        model.module.forward,
+        lambda: sum((parameter * gradients[name]).sum() for name, parameter in model.module.named_parameters()),
+    )
+    model().backward()
+    model.module.forward = original
+    return {name: parameter.grad.clone() for name, parameter in model.module.named_parameters()}
+
+
+def _flat(tensors: dict[str, Tensor]) -> np.ndarray:
+    return torch.cat([tensor.double().reshape(-1) for tensor in tensors.values()]).numpy()
+
+
+def _run_steps(name: str, options: dict[str, Any], num_steps: int, scale: float = 1.0) -> dict[str, Any]:
+    """Returns per step what was sent and received; at the end the residual and the bytes per step."""
+    model, hook = _ddp(COMPRESSORS.get(name), options)
+    rank, sent, received, byte_counts = dist.get_rank(), [], [], [0]
+    for step in range(num_steps):
+        gradients = _gradients(step, rank, scale)
+        received.append(_flat(_backward(model, gradients)))
+        sent.append(_flat(gradients))
+        byte_counts.append(hook.bytes_sent if hook else 0)
+    layouts = [layout for _, layout, _ in hook._states.values()] if hook else []
+    owed = hook.close() if hook else {}
+    residual = {key: owed.get(key, torch.zeros(p.shape)) for key, p in model.module.named_parameters()}
+    return {
+        "sent": np.stack(sent),
+        "received": np.stack(received),
+        "residual": _flat(residual),
+        "bytes": byte_counts[-1] - byte_counts[-2],
+        "expected_bytes": [COMPRESSORS[name].wire_bytes(layout, dist.get_world_size()) for layout in layouts],
+    }
+
+
+def _run_all(options: dict[str, Any], num_steps: int, scale: float) -> dict[str, Any]:
+    return {name: _run_steps(name, options, num_steps, scale) for name in [*COMPRESSORS, "ddp"]}
+
+
+@cache
+def _outcomes(options: str, world_size: int, num_steps: int = NUM_STEPS, scale: float = 1.0) -> list[dict[str, Any]]:
+    """Runs every compressor, and DDP's native path as "ddp", on the same ranks, once for all tests."""
+    return run_ranks(_run_all, OPTIONS[options], num_steps, scale, world_size=world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_ranks_agree_and_bytes_are_as_declared(name: str, options: str, world_size: int) -> None:
+    """If it fails, parameters drift apart between ranks, or a cost model built on wire_bytes is wrong."""
+    first, *others = (rank[name] for rank in _outcomes(options, world_size))
+    for other in others:
+        np.testing.assert_array_equal(other["received"], first["received"])
+    if name != "after_steps_never":
+        assert first["bytes"] == sum(first["expected_bytes"])
+    assert len(first["expected_bytes"]) == 1 if options == "one_bucket" else len(first["expected_bytes"]) >= 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_lossless_equals_ddp(name: str, options: str, world_size: int) -> None:
+    """If it fails, training with a lossless plan differs from plain DDP."""
+    outcome = _outcomes(options, world_size)[0]
+    ours, ddp = outcome[name]["received"], outcome["ddp"]["received"]
+    if world_size == 2:  # a sum of two has one order only
+        np.testing.assert_array_equal(ours, ddp)
+    np.testing.assert_allclose(ours, ddp, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_nothing_is_lost(name: str, options: str, world_size: int) -> None:
+    """If it fails, error feedback drops gradients: what was received plus what is owed is not what was sent.
+
+    The buckets change their layout after the first steps, so that it covers what is carried over as well.
+    """
+    ranks = [rank[name] for rank in _outcomes(options, world_size)]
+    sent = np.mean([rank["sent"].sum(0) for rank in ranks], axis=0)
+    owed = np.mean([rank["residual"] for rank in ranks], axis=0)
+    tolerance = TELESCOPING_TOLERANCE.get(name, 2e-4)
+    np.testing.assert_allclose(ranks[0]["received"].sum(0) + owed, sent, rtol=0, atol=tolerance)
+    assert np.abs(owed).max() > 1e-4  # else the test would show nothing
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("bf16", 2**-7), ("fp16", 2**-10)])
+def test_cast_error(name: str, tolerance: float) -> None:
+    """If it fails, the cast rounds more than its dtype does."""
+    ranks = [rank[name] for rank in _outcomes("one_bucket", 2)]
+    mean = np.mean([rank["sent"] for rank in ranks], axis=0)
+    magnitude = np.max([np.abs(rank["sent"]) for rank in ranks], axis=0)
+    assert (np.abs(ranks[0]["received"] - mean) <= tolerance * magnitude + 1e-7).all()
+    assert not np.array_equal(ranks[0]["received"], mean.astype(np.float32))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-20, 1e4])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_extreme_gradients_stay_finite(name: str, scale: float) -> None:
+    """If it fails, zero, tiny or huge gradients turn into NaN."""
+    for rank in (rank[name] for rank in _outcomes("many_buckets", 2, num_steps=3, scale=scale)):
+        assert np.isfinite(rank["received"]).all()
+        assert np.isfinite(rank["residual"]).all()
+        assert scale or not rank["received"].any()
+
+
+def _exact_recovery(matrix_rank: int) -> tuple[np.ndarray, np.ndarray]:
+    model, _ = _ddp(PowerSGD(matrix_rank=matrix_rank), {})
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    left = {name: torch.randn(p.shape[0], 1) for name, p in Net().named_parameters() if p.dim() > 1}
+    for value in left.values():
+        dist.broadcast(value, 0)
+    gradients = _gradients(0, dist.get_rank())
+    for name, column in left.items():
+        row = torch.randn(1, gradients[name][0].numel(), generator=generator)
+        gradients[name] = (column @ row).view(gradients[name].shape)
+    received = _backward(model, gradients)
+    means = {name: value.clone() for name, value in gradients.items()}
+    for value in means.values():
+        dist.all_reduce(value)
+        value.div_(dist.get_world_size())
+    return _flat(received), _flat(means)
+
+
+@pytest.mark.parametrize("matrix_rank", [1, 2, 4])
+def test_low_rank_is_recovered_exactly(matrix_rank: int) -> None:
+    """If it fails, PowerSGD loses what its rank could carry, also where the gradient's rank is below it."""
+    for received, mean in run_ranks(_exact_recovery, matrix_rank):
+        np.testing.assert_allclose(received, mean, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [1e30, 2e38])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_a_huge_step_is_got_over(name: str, bad: float) -> None:
+    """If it fails, one gradient near the end of float32's range stops a compressor for ever."""
+    first, second = (rank[name] for rank in _bad_outcomes(bad))
+    np.testing.assert_array_equal(first["received"], second["received"])
+    assert not np.isnan(first["received"][-1]).any()
+    assert first["received"][-1].any()
+
+
+def _one_bad_step(bad: float) -> dict[str, Any]:
+    return {name: _one_bad_step_of(name, bad) for name in COMPRESSORS}
+
+
+@cache
+def _bad_outcomes(bad: float) -> list[dict[str, Any]]:
+    return run_ranks(_one_bad_step, bad)
+
+
+def _one_bad_step_of(name: str, bad: float) -> dict[str, Any]:
+    model, hook = _ddp(COMPRESSORS[name], {"bucket_cap_mb": 0.002})
+    assert hook is not None
+    outcome = []
+    for step in range(6):
+        gradients = _gradients(step, dist.get_rank())
+        if step == 3 and dist.get_rank() == 1:
+            for value in gradients.values():
+                value.view(-1)[0] = bad
+        outcome.append(_flat(_backward(model, gradients)))
+    return {"received": outcome, "residual": {key: value.numpy() for key, value in hook.close().items()}}
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_non_finite_does_not_outlive_its_step(name: str, bad: float) -> None:
+    """If it fails, one overflow under a gradient scaler poisons all later steps, or the ranks disagree on it."""
+    first, second = (rank[name] for rank in _bad_outcomes(bad))
+    assert not np.isfinite(first["received"][3]).all()
+    for step in (0, 1, 2, 4, 5):
+        assert np.isfinite(first["received"][step]).all()
+    np.testing.assert_array_equal(first["received"], second["received"])
+    for rank in (first, second):
+        assert all(np.isfinite(value).all() for value in rank["residual"].values())

@@ -1,0 +1,199 @@
+"""Plans that change in the middle of a fit."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from strategy_models import FEATURES, Manual, Params, Tiny, assert_same, loader, numbers, trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_commopt import AllReduce, CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
+from lightning_commopt.compressors import LowRank
+from ranks import run_ranks, run_ranks_or_raise
+
+_LOSSLESS: dict[str, dict[str, Any]] = {
+    "native": {},
+    "all_reduce": {"comm_hook": "all_reduce", "bucket_cap_mb": 0.001},
+    "view": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.002},
+    "static": {"static_graph": True, "comm_hook": "all_reduce"},
+}
+
+
+class ChangePlan(Callback):
+    """Applies a plan after the third batch of all, in one hook or another."""
+
+    def __init__(self, plan: CommPlan, within_batch: bool = False) -> None:
+        self.plan = plan
+        self.within_batch = within_batch
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if not self.within_batch and trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+            self._apply(trainer)
+
+    def on_before_backward(self, trainer: Trainer, *args: Any) -> None:
+        if self.within_batch and trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+            before = trainer.strategy.model
+            self._apply(trainer)
+            assert trainer.strategy.model is before, "a plan must wait for the end of the batch"
+
+    def _apply(self, trainer: Trainer) -> None:
+        assert isinstance(trainer.strategy, CommOptDDP)
+        trainer.strategy.apply_plan(self.plan)
+
+
+def _fit(
+    before: dict[str, Any], after: dict[str, Any], module: LightningModule, within_batch: bool = False, **options: Any
+) -> Params:
+    strategy = CommOptDDP(**before)
+    plan = CommPlan(**after)
+    trainer(strategy, callbacks=[ChangePlan(plan, within_batch)], **options).fit(module, loader())
+    assert strategy.plan == plan
+    return numbers(module)
+
+
+def _fit_all_pairs(accumulate: int, within_batch: bool) -> dict[str, Params]:
+    results = {}
+    for first, before in _LOSSLESS.items():
+        for second, after in _LOSSLESS.items():
+            module = Tiny()
+            results[f"{first} to {second}"] = _fit(
+                before, after, module, within_batch, accumulate_grad_batches=accumulate
+            )
+    uninterrupted = Tiny()
+    trainer(DDPStrategy(), accumulate_grad_batches=accumulate).fit(uninterrupted, loader())
+    return {**results, "uninterrupted": numbers(uninterrupted)}
+
+
+@cache
+def _pairs(accumulate: int, within_batch: bool) -> list[dict[str, Params]]:
+    return run_ranks(_fit_all_pairs, accumulate, within_batch)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "within_batch"),
+    [(1, False), (1, True), (2, False)],
+    ids=["between_batches", "within_batch", "within_accumulation"],
+)
+@pytest.mark.parametrize("second", _LOSSLESS)
+@pytest.mark.parametrize("first", _LOSSLESS)
+def test_lossless_plans_change_without_a_trace(first: str, second: str, accumulate: int, within_batch: bool) -> None:
+    """If it fails, changing the plan loses or repeats gradients."""
+    for results in _pairs(accumulate, within_batch):
+        expected = results["uninterrupted"]
+        assert_same(results[f"{first} to {second}"], expected, rtol=0.0 if accumulate == 1 else 1e-6)
+
+
+def _fit_manual() -> tuple[Params, Params]:
+    uninterrupted = Manual()
+    trainer(DDPStrategy()).fit(uninterrupted, loader())
+    static = {"static_graph": True, "bucket_cap_mb": 0.001}
+    return _fit({}, static, Manual(), within_batch=False), numbers(uninterrupted)
+
+
+def test_plan_changes_under_manual_optimization() -> None:
+    """If it fails, a static graph that begins in the middle of a fit never exchanges its first gradients."""
+    changed, uninterrupted = run_ranks(_fit_manual)[0]
+    assert_same(changed, uninterrupted)
+
+
+class Linear(LightningModule):
+    """Its gradient is the mean of the inputs, whatever its weight is: the weight sums all gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, FEATURES))
+        self.fed = torch.zeros(8, FEATURES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        mixed = torch.outer(torch.linspace(-1, 1, 8), x.mean(0)) + torch.outer(torch.linspace(1, 2, 8).sin(), x[0] ** 2)
+        self.fed += mixed
+        return (self.weight * mixed).sum()
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def _fit_lossy_then_lossless(compressor: Any, accumulate: int) -> tuple[np.ndarray, np.ndarray]:
+    module = Linear()
+    _fit({"comm_hook": compressor}, {}, module, accumulate_grad_batches=accumulate)
+    fed = module.fed / accumulate
+    dist.all_reduce(fed)
+    return -module.weight.detach().numpy(), (fed / dist.get_world_size()).numpy()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        PowerSGD(matrix_rank=1, min_compression_rate=0.1),
+        ErrorFeedback(inner=LowRank(matrix_rank=2, min_compression_rate=0.1)),
+    ],
+    ids=["powersgd", "low_rank"],
+)
+def test_owed_gradients_are_paid_after_a_change(compressor: Any, accumulate: int) -> None:
+    """If it fails, what error feedback held back is lost when the plan changes."""
+    for applied, fed in run_ranks(_fit_lossy_then_lossless, compressor, accumulate):
+        np.testing.assert_allclose(applied, fed, rtol=1e-5, atol=1e-5)
+
+
+def _different_plans() -> str:
+    strategy = CommOptDDP(bucket_cap_mb=1)
+    plan = CommPlan(bucket_cap_mb=2 + dist.get_rank())
+    try:
+        trainer(strategy, callbacks=[ChangePlan(plan)]).fit(Tiny(), loader())
+    finally:
+        assert strategy.plan == CommPlan(bucket_cap_mb=1), "a refused plan must not stay"
+    return ""
+
+
+def test_ranks_with_different_plans_are_refused() -> None:
+    """If it fails, ranks go on with different buckets, and hang."""
+    for _, trace in run_ranks_or_raise(_different_plans, world_size=2):
+        assert trace is not None
+        assert "OptionError: apply_plan must get the same plan on all ranks" in trace
+        assert "bucket_cap_mb=2" in trace
+        assert "bucket_cap_mb=3" in trace
+
+
+class OwnBuffer(Tiny):
+    """Has a buffer of another value on every rank."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += 1 + self.global_rank
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_with_buffers() -> float:
+    module = OwnBuffer()
+    _fit({"broadcast_buffers": False}, {"broadcast_buffers": False, "comm_hook": "all_reduce"}, module)
+    return module.seen.item()
+
+
+def test_buffers_outlive_a_change() -> None:
+    """If it fails, a change of plan gives all ranks the buffers of rank 0, which broadcast_buffers=False forbids."""
+    assert run_ranks(_fit_with_buffers) == [6.0, 12.0]
+
+
+def _change_late() -> CommPlan:
+    strategy = CommOptDDP()
+    plan = CommPlan(comm_hook=AllReduce())
+    trainer(strategy, callbacks=[ChangePlan(plan, within_batch=True)], max_steps=3).fit(Tiny(), loader())
+    return strategy.plan
+
+
+def test_plan_that_arrives_in_the_last_batch_holds_for_the_next_fit() -> None:
+    """If it fails, a plan that waits for a next batch is forgotten when there is none."""
+    assert run_ranks(_change_late) == [CommPlan(comm_hook=AllReduce())] * 2

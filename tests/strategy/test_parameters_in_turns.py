@@ -1,0 +1,69 @@
+"""Parameters that take turns within the training step, without Lightning's toggling."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_commopt import CommOptDDP
+from ranks import run_ranks, run_ranks_or_raise
+
+
+class _InTurns(LightningModule):
+    """Trains one half of the network in even steps and the other in odd ones."""
+
+    def __init__(self, starts_frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.halves = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        if starts_frozen:
+            self.halves[1].requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for index, half in enumerate(self.halves):
+            half.requires_grad_(index == batch_idx % 2)
+        return self.halves[1](self.halves[0](batch[0]).tanh()).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def _fit(starts_frozen: bool, **options: Any) -> np.ndarray:
+    data = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(0)))
+    trainer = Trainer(
+        strategy=CommOptDDP(**options),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = _InTurns(starts_frozen)
+    trainer.fit(model, DataLoader(data, batch_size=4, num_workers=0))
+    return np.concatenate([parameter.detach().numpy().ravel() for parameter in model.parameters()])
+
+
+def _fit_with_unused() -> np.ndarray:
+    return _fit(False, find_unused_parameters=True)
+
+
+def _fit_frozen() -> np.ndarray:
+    return _fit(True, find_unused_parameters=True)
+
+
+def test_ranks_agree() -> None:
+    """If it fails, each rank trains by itself when a step freezes and unfreezes parameters."""
+    first, second = run_ranks(_fit_with_unused)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_unfrozen_within_a_step_is_refused() -> None:
+    """If it fails, a parameter that DDP does not know of is trained by each rank by itself, silently."""
+    for _, trace in run_ranks_or_raise(_fit_frozen, world_size=2):
+        assert trace is not None
+        assert "A parameter was unfrozen within the training step" in trace

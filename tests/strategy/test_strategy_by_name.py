@@ -1,0 +1,110 @@
+"""The strategy as Lightning's registry and its CLI make it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from strategy_models import SelfFed, trainer
+
+from lightning_commopt import Cast, CommOptDDP, PowerSGD
+from lightning_commopt.plan import ddp_options
+from ranks import run_ranks
+
+_HOOKS = {"": None, "_bf16": Cast(dtype=torch.bfloat16), "_fp16": Cast(dtype=torch.float16), "_powersgd": PowerSGD()}
+
+
+@pytest.mark.parametrize("suffix", _HOOKS)
+@pytest.mark.parametrize("start", ["", "_spawn"])
+def test_alias(suffix: str, start: str) -> None:
+    """If it fails, Trainer(strategy="commopt_ddp...") is unknown, or means something else."""
+    strategy = Trainer(
+        strategy=f"commopt_ddp{suffix}{start}", accelerator="cpu", devices=2, logger=False, barebones=True
+    ).strategy
+    assert isinstance(strategy, CommOptDDP)
+    assert strategy.plan.comm_hook == _HOOKS[suffix]
+    assert strategy._start_method == (start[1:] or "popen")
+
+
+def _fit_by_alias() -> int:
+    run = trainer("commopt_ddp_bf16")
+    run.fit(SelfFed())
+    assert isinstance(run.strategy, CommOptDDP)
+    return run.strategy.wire_bytes
+
+
+def test_alias_trains() -> None:
+    """If it fails, an alias gives a strategy without its hook."""
+    expected = 6 * sum(parameter.numel() * 2 for parameter in SelfFed().parameters())
+    assert run_ranks(_fit_by_alias) == [expected] * 2
+
+
+def _cli(arguments: list[str], run: bool = False) -> Any:
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    quiet = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+    }
+    return LightningCLI(
+        SelfFed,
+        args=arguments,
+        run=run,
+        save_config_callback=None,
+        trainer_defaults={**quiet, "enable_model_summary": False, "max_epochs": 1},
+    )
+
+
+_ARGUMENTS = [
+    "--trainer.strategy=lightning_commopt.CommOptDDP",
+    "--trainer.strategy.bucket_cap_mb=100",
+    "--trainer.strategy.comm_hook=bf16",
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_cli_arguments() -> None:
+    """If it fails, LightningCLI cannot set the options of the strategy."""
+    strategy = _cli(_ARGUMENTS).trainer.strategy
+    assert isinstance(strategy, CommOptDDP)
+    assert strategy.plan.bucket_cap_mb == 100
+    assert strategy.plan.comm_hook == Cast(dtype=torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("bucket_cap_mb", ["3.5", "[1, 2.5]"])
+def test_cli_yaml(bucket_cap_mb: str, tmp_path: Path) -> None:
+    """If it fails, a YAML file of LightningCLI cannot set the options of the strategy."""
+    if bucket_cap_mb.startswith("[") and "bucket_cap_mb_list" not in ddp_options():
+        pytest.skip("this torch takes no list of buckets")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"""
+        trainer:
+          strategy:
+            class_path: lightning_commopt.CommOptDDP
+            init_args:
+              static_graph: true
+              bucket_cap_mb: {bucket_cap_mb}
+              comm_hook: {{name: powersgd, matrix_rank: 2, start_step: 5}}
+        """
+    )
+    plan = _cli([f"--config={config}"]).trainer.strategy.plan
+    assert plan.static_graph is True
+    assert plan.bucket_cap_mb == (3.5 if bucket_cap_mb == "3.5" else (1, 2.5))
+    assert plan.comm_hook == PowerSGD(matrix_rank=2, start_step=5)
+
+
+def _fit_by_cli() -> int:
+    return _cli(["fit", *_ARGUMENTS], run=True).trainer.strategy.wire_bytes
+
+
+def test_cli_trains() -> None:
+    """If it fails, a strategy that LightningCLI made does not train."""
+    expected = 3 * sum(parameter.numel() * 2 for parameter in SelfFed().parameters())
+    assert run_ranks(_fit_by_cli) == [expected] * 2

@@ -1,0 +1,30 @@
+import pytest
+
+from lightning_commopt.sweep.output import LineReader
+
+
+def lines(*pieces: bytes) -> list[tuple[str, bool]]:
+    found: list[tuple[str, bool]] = []
+    reader = LineReader(lambda text, is_final: found.append((text, is_final)))
+    for piece in pieces:
+        reader.feed(piece)
+    reader.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([b"one\ntwo\n"], [("one", True), ("two", True)]),
+        ([b"one\r\ntwo\r\n"], [("one", True), ("two", True)]),
+        ([b"on", b"e\n"], [("on", False), ("one", True)]),
+        ([b"no end"], [("no end", False), ("no end", True)]),
+        ([b"\n \n\n"], []),
+        ([b"\r 10%", b"\r 20%", b"\n"], [(" 10%", False), (" 20%", False), (" 20%", True)]),
+        ([b"\x1b[A\x1b[31mred\x1b[0m\n"], [("red", True)]),
+        (["é".encode()[:1], "é\n".encode()[1:]], [("é", True)]),
+        ([b"\xff\n"], [("\ufffd", True)]),
+    ],
+)
+def test_lines(pieces, expected):
+    assert lines(*pieces) == expected

@@ -1,0 +1,108 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from process_groups import is_group_gone, living_members
+
+from lightning_commopt.sweep.process import InterruptedRun, run_in_group
+
+PYTHON = (sys.executable, "-u", "-c")
+
+# Says the number of its own process group and of a child that would sleep for ever.
+WITH_CHILD = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+os.write(1, b"%d\\n" % os.getpgrp())
+"""
+
+
+def run(code, grace_s=5, on_output=None):
+    said: list[bytes] = []
+
+    def on_bytes(data: bytes) -> None:
+        said.append(data)
+        if on_output is not None:
+            on_output(data)
+
+    try:
+        return run_in_group((*PYTHON, code), os.environ, on_bytes, grace_s), b"".join(said)
+    except InterruptedRun as interrupted:
+        return interrupted, b"".join(said)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("", 0), ("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)]
+)
+def test_the_status_is_that_of_the_program(code, status):
+    assert run(code) == (status, b"")
+
+
+def test_all_output_arrives_in_order():
+    code = "import sys\nfor i in range(20000): print(i, file=sys.stderr if i % 2 else sys.stdout)"
+    status, said = run(code)
+    assert status == 0
+    assert said == b"".join(b"%d\n" % i for i in range(20000))
+
+
+def test_a_child_that_outlives_the_program_is_killed():
+    status, said = run(WITH_CHILD)
+    assert status == 0
+    assert is_group_gone(int(said))
+
+
+def test_a_child_that_writes_without_end_does_not_keep_us():
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: print(1)'])"
+    assert run(code)[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_program_and_children(number):
+    before = signal.getsignal(number)
+    outcome, said = run(WITH_CHILD + "time.sleep(600)", on_output=lambda _: os.kill(os.getpid(), number))
+    assert isinstance(outcome, InterruptedRun)
+    assert outcome.signal == number
+    assert is_group_gone(int(said.split()[0]))
+    assert signal.getsignal(number) == before
+
+
+def test_a_program_that_ignores_signals_is_killed():
+    ignoring = "for n in (2, 15, 1): signal.signal(n, signal.SIG_IGN)\n"
+    code = WITH_CHILD.replace("os.write(", ignoring + "os.write(") + "time.sleep(600)"
+    outcome, said = run(code, grace_s=0.2, on_output=lambda _: os.kill(os.getpid(), signal.SIGINT))
+    assert isinstance(outcome, InterruptedRun)
+    assert is_group_gone(int(said.split()[0]))
+
+
+def test_a_second_signal_does_not_wait():
+    ignoring = "for n in (2, 15, 1): signal.signal(n, signal.SIG_IGN)\n"
+    code = WITH_CHILD.replace("os.write(", ignoring + "os.write(") + "time.sleep(600)"
+
+    def twice(_: bytes) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome, said = run(code, grace_s=600, on_output=twice)
+    assert isinstance(outcome, InterruptedRun)
+    assert outcome.signal == signal.SIGINT
+    assert is_group_gone(int(said.split()[0]))
+
+
+def test_it_runs_beside_the_main_thread_too():
+    returned: list[object] = []
+    thread = threading.Thread(target=lambda: returned.append(run("print(1)")))
+    thread.start()
+    thread.join(60)
+    assert returned == [(0, b"1\n")]
+
+
+def test_the_helper_sees_a_group_that_lives():
+    process = subprocess.Popen([*PYTHON, "import time; time.sleep(600)"], start_new_session=True)
+    try:
+        assert living_members(process.pid) == [process.pid]
+    finally:
+        process.kill()
+        process.wait()
+    assert is_group_gone(process.pid)

@@ -1,0 +1,70 @@
+"""What the console command ``commopt`` prints."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lightning_commopt import info
+from lightning_commopt.cli import app
+from lightning_commopt.compressors import compressor_names
+from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
+
+
+def _run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_info_json_is_what_the_machine_has() -> None:
+    found = json.loads(_run("info", "--json"))
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["devices"][0]["kind"] == "cpu"
+    assert found["devices"][0]["num_cores"] >= 1
+    assert len(found["devices"]) == 1 + torch.cuda.device_count()
+    assert found["backends"]["gloo"] is True
+    assert found["comm_hooks"] == compressor_names()
+
+
+def test_info_json_says_which_ddp_options_this_torch_has() -> None:
+    """A scheduler's script reads this to choose the options of a run."""
+    options = {option["name"]: option for option in json.loads(_run("info", "--json"))["ddp_options"]}
+    assert {name: option["since"] for name, option in options.items()} == DDP_OPTION_SINCE
+    for name, option in options.items():
+        assert option["available"] == (name in ddp_options())
+
+
+def test_first_releases_agree_with_the_installed_torch() -> None:
+    """A wrong release in the table would send a user to a torch that lacks the option too."""
+    installed = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    for name, since in DDP_OPTION_SINCE.items():
+        assert (name in ddp_options()) == (installed >= tuple(int(part) for part in since.split(".")))
+
+
+@pytest.mark.parametrize("columns", ["60", "120"])
+def test_info_tables_cut_nothing_off(columns: str) -> None:
+    output = CliRunner().invoke(app, ["info"], env={"COLUMNS": columns}).output
+    assert "…" not in output
+    for name in DDP_OPTION_SINCE:
+        assert name in output
+
+
+def test_info_shows_the_nccl_version_where_there_is_nccl() -> None:
+    version = info.nccl_version()
+    assert (version is not None) == torch.distributed.is_nccl_available()
+    if version is not None:
+        assert version in _run("info")
+
+
+def test_no_command_shows_the_commands() -> None:
+    result = CliRunner().invoke(app, [])
+    assert "info" in result.output
+    assert "commopt-train" in result.output
+
+
+def test_unknown_command_is_an_error_that_names_it() -> None:
+    result = CliRunner().invoke(app, ["inform"])
+    assert result.exit_code == 2
+    assert "inform" in result.output

@@ -1,0 +1,161 @@
+"""``+commopt=...`` in a foreign Hydra + Lightning project, with this package installed from its wheel."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from wheels import REPOSITORY, build_wheel, install_wheel, run_checked
+
+from lightning_commopt import CommPlan, PowerSGD
+from lightning_commopt.compressors import compressor_from_config
+
+_YAML = {path.stem: path for path in (REPOSITORY / "conf" / "downstream" / "commopt").glob("*.yaml")}
+
+
+_COMPOSE = """
+import sys
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+with initialize_config_dir(sys.argv[1], version_base="1.3"):
+    loader = GlobalHydra.instance().config_loader()
+    shown = {
+        "config": compose("train", sys.argv[2:]),
+        "groups": loader.list_groups(""),
+        "options": loader.get_group_options("commopt"),
+        "search_path": [f"{entry.provider} {entry.path}" for entry in loader.get_search_path().get_path()],
+    }
+    print(OmegaConf.to_yaml(OmegaConf.create(shown)))
+"""
+
+
+class ForeignProject:
+    """A copy of tests/foreign_project, which is laid out like lightning-hydra-template.
+
+    Args:
+        python: of the environment that it runs in.
+        folder: of the copy.
+    """
+
+    def __init__(self, python: Path, folder: Path) -> None:
+        self.python = python
+        self.folder = folder
+        shutil.copytree(REPOSITORY / "tests" / "foreign_project", folder)
+
+    def run(self, *arguments: str) -> None:
+        """Runs its training script."""
+        run_checked([str(self.python), "src/train.py", *arguments], cwd=self.folder)
+
+    def compose(self, *overrides: str) -> Any:
+        """Returns its config and what Hydra knows, without starting the training script."""
+        shown = run_checked([str(self.python), "-c", _COMPOSE, str(self.folder / "configs"), *overrides])
+        return OmegaConf.create(shown)
+
+    def record(self, folder: str) -> dict[str, Any]:
+        """Returns what a job wrote down."""
+        return json.loads((self.folder / folder / "record.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("downstream")
+    return install_wheel(build_wheel(folder), folder / "venv")
+
+
+@pytest.fixture
+def project(environment: Path, tmp_path: Path) -> ForeignProject:
+    return ForeignProject(environment / "python", tmp_path / "project")
+
+
+def test_groups_are_those_that_the_documentation_names() -> None:
+    assert set(_YAML) == {"none", "bf16", "fp16", "powersgd", "buckets"}
+    page = (REPOSITORY / "docs" / "hydra.md").read_text(encoding="utf-8")
+    assert all(f"`+commopt={name}`" in page for name in _YAML)
+
+
+@pytest.mark.parametrize("name", sorted(_YAML))
+def test_yaml_makes_a_valid_plan(name: str) -> None:
+    options = OmegaConf.to_container(OmegaConf.load(_YAML[name]).strategy)
+    assert isinstance(options, dict)
+    assert options.pop("_target_") == "lightning_commopt.CommOptDDP"
+    plan = CommPlan.from_dict({str(key): value for key, value in options.items()})
+    assert plan.comm_hook == compressor_from_config(None if name == "buckets" else name)
+
+
+def test_powersgd_yaml_lists_every_setting_with_its_default() -> None:
+    """What the YAML has can be overridden without a plus sign."""
+    settings = OmegaConf.to_container(OmegaConf.load(_YAML["powersgd"]).strategy.comm_hook)
+    assert settings == {"name": "powersgd", **dataclasses.asdict(PowerSGD())}
+
+
+def test_composes_over_a_string(project: ForeignProject) -> None:
+    strategy = project.compose("trainer=ddp", "+commopt=bf16").config.trainer.strategy
+    assert strategy == {"_target_": "lightning_commopt.CommOptDDP", "comm_hook": "bf16"}
+
+
+def test_composes_over_a_dict_and_keeps_its_options(project: ForeignProject) -> None:
+    strategy = project.compose("trainer=ddp_unused", "+commopt=none").config.trainer.strategy
+    assert strategy == {
+        "_target_": "lightning_commopt.CommOptDDP",
+        "find_unused_parameters": True,
+        "comm_hook": "none",
+    }
+
+
+def test_composes_over_no_strategy_and_takes_overrides(project: ForeignProject) -> None:
+    config = project.compose("+commopt=powersgd", "trainer.strategy.comm_hook.matrix_rank=2").config
+    assert config.trainer.strategy.comm_hook.matrix_rank == 2
+
+
+def test_composes_over_an_experiment(project: ForeignProject) -> None:
+    config = project.compose("experiment=long", "+commopt=buckets").config
+    assert config.trainer.strategy.bucket_cap_mb == 100
+    assert config.trainer.max_steps == 5
+
+
+def test_composes_at_another_place(project: ForeignProject) -> None:
+    assert project.compose("+commopt@_global_=bf16").config.strategy.comm_hook == "bf16"
+    assert project.compose("+commopt@engine.fit=bf16").config.engine.fit.strategy.comm_hook == "bf16"
+
+
+def test_adds_one_group_to_a_project_and_no_other(project: ForeignProject) -> None:
+    """Our model, data and trainer groups would else be options of every Hydra application on the machine."""
+    shown = project.compose()
+    assert set(shown.groups) == {"commopt", "data", "experiment", "hydra", "model", "trainer"}
+    assert set(shown.options) == set(_YAML)
+    (entry,) = [entry for entry in shown.search_path if entry.startswith("lightning-commopt ")]
+    assert entry.endswith("conf/downstream")
+
+
+def _assert_trained(record: dict[str, Any], environment: Path, plan: CommPlan, world_size: int = 2) -> None:
+    assert record["strategy"] == "lightning_commopt.strategy.CommOptDDP"
+    assert Path(record["package_file"]).is_relative_to(environment.parent)
+    assert record["plan"] == plan.to_dict()
+    assert record["world_size"] == world_size
+    assert record["steps"] == 3
+    assert record["finite"]
+    assert record["same_on_all_ranks"]
+
+
+def test_trains_over_a_dict_with_its_options(project: ForeignProject, environment: Path) -> None:
+    project.run("trainer=ddp_unused", "+commopt=bf16", "hydra.run.dir=job")
+    plan = CommPlan.from_dict({"comm_hook": "bf16", "find_unused_parameters": True})
+    _assert_trained(project.record("job"), environment, plan)
+
+
+def test_sweep_over_a_string_trains_each_job_with_its_own_plan(project: ForeignProject, environment: Path) -> None:
+    project.run("-m", "trainer=ddp", "+commopt=none,bf16", "hydra.sweep.dir=sweep")
+    _assert_trained(project.record("sweep/0"), environment, CommPlan())
+    _assert_trained(project.record("sweep/1"), environment, CommPlan.from_dict({"comm_hook": "bf16"}))
+
+
+def test_sweep_over_devices_trains_each_job_with_its_own_world(project: ForeignProject, environment: Path) -> None:
+    """Lightning's own launcher would train both jobs with the first one's number of processes."""
+    project.run("-m", "trainer=ddp", "trainer.devices=1,2", "+commopt=bf16", "hydra.sweep.dir=sweep")
+    for job, world_size in enumerate((1, 2)):
+        plan = CommPlan.from_dict({"comm_hook": "bf16"})
+        _assert_trained(project.record(f"sweep/{job}"), environment, plan, world_size)

@@ -1,0 +1,91 @@
+"""CommOptDDP for Fabric, on real ranks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.fabric import CommOptDDP
+from lightning_commopt.plan import OptionError
+from ranks import run_ranks
+
+LOSSLESS: list[dict[str, Any]] = [
+    {},
+    {"comm_hook": "all_reduce", "bucket_cap_mb": 0.01},
+    {"static_graph": True, "gradient_as_bucket_view": True},
+    {"static_graph": True, "comm_hook": "all_reduce", "bucket_cap_mb": 0.01},
+]
+
+
+def _train(options: dict[str, Any] | None, accumulate: int, devices: int) -> tuple[list[np.ndarray], int | None]:
+    strategy = DDPStrategy() if options is None else CommOptDDP(**options)
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6 * accumulate):
+        x, y = torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+        share = slice(fabric.global_rank, None, fabric.world_size)
+        is_last = (step + 1) % accumulate == 0
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            fabric.backward(nn.functional.cross_entropy(model(x[share]), y[share]) / accumulate)
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().numpy() for p in model.parameters()], getattr(strategy, "wire_bytes", None)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("options", LOSSLESS, ids=str)
+def test_lossless_equals_ddp(options: dict[str, Any], accumulate: int) -> None:
+    """If it fails, Fabric users get other parameters from a lossless plan."""
+    for (ours, _), (ddp, _) in zip(
+        run_ranks(_train, options, accumulate, 2), run_ranks(_train, None, accumulate, 2), strict=True
+    ):
+        for mine, other in zip(ours, ddp, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-7)
+
+
+def test_compression_sends_less_and_ranks_agree() -> None:
+    """If it fails, comm_hook does nothing under Fabric, or ranks drift apart."""
+    sent = {}
+    for name in ("all_reduce", "bf16", "powersgd"):
+        (first, sent[name]), (second, _) = run_ranks(_train, {"comm_hook": name}, 1, 2)
+        for mine, other in zip(first, second, strict=True):
+            np.testing.assert_array_equal(mine, other)
+    assert sent["bf16"] == sent["all_reduce"] // 2
+    assert sent["powersgd"] < sent["bf16"]
+
+
+def test_accumulating_steps_send_nothing() -> None:
+    """If it fails, no_backward_sync exchanges all the same."""
+    (_, every), _ = run_ranks(_train, {"comm_hook": "all_reduce"}, 1, 2)
+    (_, accumulated), _ = run_ranks(_train, {"comm_hook": "all_reduce"}, 3, 2)
+    assert accumulated == every
+
+
+def _one_rank() -> bool:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=CommOptDDP(comm_hook="bf16"))
+    fabric.launch()
+    model = fabric.setup_module(nn.Linear(2, 2))
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(torch.ones(1, 2)).sum())
+    return isinstance(model._forward_module, DistributedDataParallel)
+
+
+def test_one_rank_has_no_wrapper() -> None:
+    """If it fails, one process pays for DDP, or no_backward_sync refuses it."""
+    assert run_ranks(_one_rank, world_size=1) == [False]
+
+
+def test_bad_option() -> None:
+    """If it fails, Fabric users find a mistake late."""
+    with pytest.raises(OptionError, match="matrix_rank must be an integer of at least 1, got 0"):
+        CommOptDDP(comm_hook={"name": "powersgd", "matrix_rank": 0})

@@ -1,0 +1,81 @@
+"""The wheel has what a user needs, and nothing that gets in the way of other packages."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from wheels import REPOSITORY, build_wheel, install_wheel, run_checked
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install_wheel(wheel, tmp_path_factory.mktemp("environment") / "venv")
+
+
+def _names(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_wheel_ships_every_yaml_once(wheel: Path) -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "conf"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    ).stdout.split()
+    expected = {f"lightning_commopt/{name}" for name in tracked if (REPOSITORY / name).is_file()}
+    assert expected <= _names(wheel)
+    assert not [name for name in _names(wheel) if name.startswith("conf/")]
+
+
+def test_wheel_has_three_top_level_names(wheel: Path) -> None:
+    """A stray top-level folder, such as tests/, would be importable in every environment of our users."""
+    folders = {name.split("/")[0] for name in _names(wheel)}
+    assert {name for name in folders if not name.endswith(".dist-info")} == {"lightning_commopt", "hydra_plugins"}
+
+
+def test_hydra_plugins_stays_a_namespace(wheel: Path) -> None:
+    """With an __init__.py in it, Hydra would no longer find the plugins of other distributions."""
+    modules = {name for name in _names(wheel) if name.startswith("hydra_plugins/")}
+    assert "hydra_plugins/lightning_commopt_hydra.py" in modules
+    assert all("lightning_commopt" in name for name in modules)
+
+
+def test_wheel_has_license_and_type_marker(wheel: Path) -> None:
+    assert "lightning_commopt/py.typed" in _names(wheel)
+    assert [name for name in _names(wheel) if name.endswith("licenses/LICENSE")]
+
+
+def test_conf_dir_lies_in_the_installed_wheel(scripts: Path, tmp_path: Path) -> None:
+    code = "from lightning_commopt.conf_path import conf_dir; print(conf_dir())"
+    found = Path(run_checked([str(scripts / "python"), "-c", code], cwd=tmp_path).strip())
+    assert found.is_relative_to(scripts.parent)
+    assert (found / "train.yaml").is_file()
+
+
+def test_console_commands_start(scripts: Path, tmp_path: Path) -> None:
+    assert json.loads(run_checked([str(scripts / "commopt"), "info", "--json"], cwd=tmp_path))["versions"]
+    assert "quickstart" in run_checked([str(scripts / "commopt-train"), "--help"], cwd=tmp_path)
+
+
+_DISCOVER = """
+import sys
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+print(*[plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)])
+print(*{"torch", "lightning", "lightning_commopt"}.intersection(sys.modules))
+"""
+
+
+@pytest.mark.parametrize("install", ["wheel", "this"])
+def test_hydra_finds_the_plugin_without_importing_torch(install: str, scripts: Path, tmp_path: Path) -> None:
+    """Hydra imports plugins at every start of every application: they must cost it nothing."""
+    python = str(scripts / "python") if install == "wheel" else sys.executable
+    plugins, heavy = run_checked([python, "-c", _DISCOVER], cwd=tmp_path).split("\n")[:2]
+    assert "CommOptSearchPath" in plugins.split()
+    assert not heavy

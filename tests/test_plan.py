@@ -1,0 +1,150 @@
+"""CommPlan: what it accepts, what it refuses and how, and its way through JSON."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
+
+from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
+from lightning_commopt import plan as plan_module
+from lightning_commopt.compressors import AfterSteps, Cast, ErrorFeedback
+from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, ddp_options
+
+BF16 = Cast(dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"static_graph": True, "gradient_as_bucket_view": False, "find_unused_parameters": False},
+        {"bucket_cap_mb": 0.5},
+        {"comm_hook": "bf16"},
+        {"comm_hook": {"name": "powersgd", "matrix_rank": 4, "start_step": 500}},
+        {"comm_hook": AfterSteps(inner=ErrorFeedback(inner=BF16), start_step=3)},
+    ],
+)
+def test_json_and_back(options: dict[str, Any], tmp_path: Path) -> None:
+    """If it fails, a saved plan is not the plan that ran."""
+    plan = CommPlan(**options)
+    plan.save(tmp_path / "plan.json")
+    assert CommPlan.load(tmp_path / "plan.json") == plan
+    assert CommOptDDP.from_plan(tmp_path / "plan.json", process_group_backend="gloo").plan == plan
+    assert CommPlan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize(
+    ("config", "compressor"),
+    [
+        (None, None),
+        ("none", None),
+        ({"name": "none"}, None),
+        ("bf16", BF16),
+        ({"name": "powersgd", "matrix_rank": 2}, PowerSGD(matrix_rank=2)),
+        (OmegaConf.create({"name": "powersgd", "start_step": 7}), PowerSGD(start_step=7)),
+        ({"name": "error_feedback", "inner": "bf16"}, ErrorFeedback(inner=BF16)),
+        (PowerSGD(), PowerSGD()),
+    ],
+)
+def test_comm_hook_forms(config: Any, compressor: Any) -> None:
+    """If it fails, one of the ways to write a comm hook means something else."""
+    assert CommPlan(comm_hook=config).comm_hook == compressor
+    assert CommOptDDP(comm_hook=config).plan.comm_hook == compressor
+
+
+def test_ddp_gets_only_what_is_set() -> None:
+    """If it fails, DDP's own defaults are overridden: an explicit bucket_cap_mb=25 is not its default."""
+    assert CommPlan().ddp_kwargs() == {}
+    assert CommOptDDP()._ddp_kwargs == {}
+    assert CommOptDDP(find_unused_parameters=False, comm_hook="bf16")._ddp_kwargs == {"find_unused_parameters": False}
+    assert CommOptDDP(bucket_cap_mb=25, dim=0)._ddp_kwargs == {"bucket_cap_mb": 25, "dim": 0}
+
+
+def test_bucket_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, one size for each bucket does not reach DDP, or reaches a torch that lacks the option."""
+    with_list = {*ddp_options(), "bucket_cap_mb_list"}
+    monkeypatch.setattr(plan_module, "ddp_options", lambda: with_list)
+    plan = CommPlan(bucket_cap_mb=OmegaConf.create([1, 2.5]))
+    assert plan.ddp_kwargs() == {"bucket_cap_mb_list": [1, 2.5]}
+    assert CommPlan.from_json(plan.to_json()) == plan
+    assert CommOptDDP(bucket_cap_mb_list=[1, 2.5]).plan == plan
+    with pytest.raises(OptionError, match="exclude each other"):
+        CommOptDDP(bucket_cap_mb_list=[1], bucket_cap_mb=1)
+    monkeypatch.setattr(plan_module, "ddp_options", lambda: with_list - {"bucket_cap_mb_list"})
+    with pytest.raises(OptionError, match=r"a list as bucket_cap_mb needs torch >= 2\.11"):
+        CommPlan(bucket_cap_mb=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb must be a number of MiB above 0.*got 0"),
+        ({"bucket_cap_mb": -1.5}, "got -1.5"),
+        ({"bucket_cap_mb": True}, "got True"),
+        ({"bucket_cap_mb": "25"}, "got '25'"),
+        ({"bucket_cap_mb": float("nan")}, "got nan"),
+        ({"bucket_cap_mb": []}, "empty"),
+        ({"static_graph": "yes"}, "static_graph must be true, false or None, got 'yes'"),
+        ({"find_unused_parameters": 2}, "find_unused_parameters"),
+        (
+            {"comm_hook": {"name": "powersgd", "start_step": 2.5}},
+            "start_step must be an integer of at least 0, got 2.5",
+        ),
+        ({"comm_hook": {"name": "powersgd", "start_step": "5"}}, "start_step"),
+        ({"comm_hook": {"name": "powersgd", "error_feedback": "false"}}, "error_feedback must be true or false"),
+        ({"comm_hook": {"name": "powersgd", "warm_start": "no"}}, "warm_start must be true or false"),
+        ({"comm_hook": "zip"}, "'zip' is unknown; known names: none, all_reduce, bf16"),
+        ({"comm_hook": {"matrix_rank": 2}}, "has no 'name'"),
+        ({"comm_hook": {"name": "powersgd", "rank": 2}}, "no option 'rank'; it has: matrix_rank, start_step"),
+        ({"comm_hook": {"name": "powersgd", "matrix_rank": 0}}, "matrix_rank must be an integer of at least 1, got 0"),
+        ({"comm_hook": {"name": "powersgd", "matrix_rank": 1.5}}, "matrix_rank"),
+        ({"comm_hook": {"name": "powersgd", "start_step": -1}}, "start_step must be an integer of at least 0, got -1"),
+        ({"comm_hook": {"name": "powersgd", "min_compression_rate": 0}}, "min_compression_rate"),
+        ({"comm_hook": {"name": "powersgd", "epsilon": -1}}, "epsilon"),
+        ({"comm_hook": {"name": "powersgd", "seed": -1}}, "seed"),
+        ({"comm_hook": {"name": "error_feedback"}}, "needs the option 'inner'"),
+        ({"comm_hook": {"name": "error_feedback", "inner": "none"}}, "inner must be a compressor"),
+        ({"comm_hook": 3}, "must be a name, a mapping with a name, or a compressor, got 3"),
+        ({"bucket_cap": 25}, "unknown option 'bucket_cap'; known options: .*bucket_cap_mb"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    """If it fails, a user's mistake is found late, or its message does not say what is allowed."""
+    for make in (CommPlan.from_dict, lambda given: CommOptDDP(**given)):
+        with pytest.raises(OptionError, match=message) as caught:
+            make(options)
+        assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, MisconfigurationException)
+
+
+def test_an_option_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a user of an old torch gets a TypeError out of DDP in the middle of fit."""
+    monkeypatch.setattr(plan_module, "ddp_options", lambda: frozenset({"bucket_cap_mb"}))
+    for name, since in DDP_OPTION_SINCE.items():
+        options = {name: [1]} if name == "bucket_cap_mb_list" else {name: True}
+        with pytest.raises(OptionError, match=f"needs torch >= {since}, but torch .* is installed"):
+            CommOptDDP(**options)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"bucket_cap": 1}'])
+def test_bad_json(text: str, tmp_path: Path) -> None:
+    """If it fails, a broken plan file ends in an unclear error."""
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(OptionError):
+        CommOptDDP.from_plan(tmp_path / "plan.json")
+
+
+def test_two_hooks() -> None:
+    """If it fails, one of two hooks is dropped without a word."""
+    with pytest.raises(OptionError, match="exclude each other"):
+        CommOptDDP(comm_hook="bf16", ddp_comm_hook=print)
+    assert CommOptDDP(comm_hook="none", ddp_comm_hook=print).plan.comm_hook is None
+
+
+def test_epsilon_without_effect() -> None:
+    """If it fails, a setting has no effect and nobody says so."""
+    with pytest.warns(UserWarning, match="epsilon=0.1 has no effect with matrix_rank=2"):
+        PowerSGD(matrix_rank=2, epsilon=0.1)

@@ -1,0 +1,75 @@
+"""The public names, freezing what users may rely on."""
+
+import dataclasses
+import inspect
+
+import lightning.fabric.strategies
+import lightning.pytorch.strategies
+import pytest
+from typer.main import get_command
+
+import lightning_commopt
+import lightning_commopt.fabric
+from lightning_commopt.cli import app
+from lightning_commopt.compressors import Compressor, compressor_names
+from lightning_commopt.plan import plan_options
+
+STRATEGIES = [
+    (lightning_commopt.CommOptDDP, lightning.pytorch.strategies.DDPStrategy),
+    (lightning_commopt.fabric.CommOptDDP, lightning.fabric.strategies.DDPStrategy),
+]
+
+
+def test_names() -> None:
+    """If it fails, a public name has come or gone: say so in the changelog."""
+    assert lightning_commopt.__all__ == [
+        "AfterSteps",
+        "AllReduce",
+        "BySize",
+        "Cast",
+        "CommOptDDP",
+        "CommPlan",
+        "Compressor",
+        "ErrorFeedback",
+        "PowerSGD",
+    ]
+    assert all(hasattr(lightning_commopt, name) for name in lightning_commopt.__all__)
+
+
+def test_comm_hook_names() -> None:
+    """If it fails, a name that configurations use has come or gone."""
+    wrappers = ["low_rank", "error_feedback", "after_steps", "by_size"]
+    assert compressor_names() == ["none", "all_reduce", "bf16", "fp16", "powersgd", *wrappers]
+
+
+def test_commands() -> None:
+    """If it fails, a command of ``commopt`` has come or gone."""
+    assert sorted(get_command(app).commands) == ["info"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("ours", "stock"), STRATEGIES)
+def test_takes_all_that_lightnings_strategy_takes(ours: type, stock: type) -> None:
+    """If it fails, an existing ``DDPStrategy(...)`` call breaks when its name is replaced."""
+    of_ours, of_stock = (inspect.signature(cls).parameters for cls in (ours, stock))
+    positional = [name for name, parameter in of_stock.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    assert list(of_ours)[: len(positional)] == positional
+    assert all(of_ours[name].default == of_stock[name].default for name in positional)
+    assert issubclass(ours, stock)
+
+
+@pytest.mark.parametrize("ours", [ours for ours, _ in STRATEGIES])
+def test_every_option_of_a_plan_is_a_documented_keyword(ours: type) -> None:
+    """If it fails, an option cannot be set, or nobody can read what it does."""
+    keywords = inspect.signature(ours).parameters
+    for option in plan_options():
+        assert keywords[option].default is None
+        assert keywords[option].kind is inspect.Parameter.KEYWORD_ONLY
+        assert f"        {option}: " in (ours.__doc__ or "")
+
+
+def test_compressors_are_frozen_and_keyword_only() -> None:
+    """If it fails, a setting can change under a running compressor, or depends on the order of its arguments."""
+    for cls in Compressor.__subclasses__():
+        if cls.__module__.startswith("lightning_commopt"):
+            assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+            assert all(field.kw_only for field in dataclasses.fields(cls))  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from lightning_commopt.workloads.digits import Digits, DigitsCNN
+from lightning_commopt.workloads.gpt import GPT, StdlibSources
+from lightning_commopt.workloads.vision import RandomImages, VisionModel
+
+
+def fitted(model, data, **settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice on the speed of tiny runs
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **settings,
+        )
+        trainer.fit(model, datamodule=data)
+        return trainer.validate(model, datamodule=data, verbose=False)[0]
+
+
+def test_gpt_sees_no_later_byte():
+    torch.manual_seed(0)
+    model = GPT(width=16, num_layers=2, num_heads=2, context=8).eval()
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_gpt_learns_a_text_that_repeats(tmp_path):
+    for number in range(11):
+        (tmp_path / f"{number:02}.py").write_bytes(b"abcdefgh" * 200)
+    seed_everything(0, verbose=False)
+    data = StdlibSources(context=16, batch_size=8, folder=str(tmp_path))
+    metrics = fitted(GPT(width=32, num_layers=1, num_heads=2, context=16, learning_rate=1e-2), data, max_steps=80)
+    assert metrics["val_loss"] < 0.5  # a model that only knows how frequent each byte is gets log(8) = 2.08
+
+
+def test_gpt_refuses_heads_that_do_not_divide_its_width():
+    with pytest.raises(ValueError, match="num_heads must divide width=10, got 4"):
+        GPT(width=10, num_heads=4)
+
+
+def test_sources_are_split_by_file_in_the_order_of_names(tmp_path):
+    for number in range(12):
+        (tmp_path / f"{number:02}.py").write_bytes(bytes([number]) * 100)
+    data = StdlibSources(context=9, batch_size=1, folder=str(tmp_path))
+    data.setup("fit")
+    of_training = torch.cat([batch.flatten() for batch in data.train_dataloader()]).unique()
+    of_validation = torch.cat([batch.flatten() for batch in data.val_dataloader()]).unique()
+    assert of_validation.tolist() == [0, 10]
+    assert of_training.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 11]
+
+
+def test_sources_of_this_interpreter_are_enough():
+    data = StdlibSources(context=64, batch_size=8)
+    data.setup("fit")
+    assert next(iter(data.train_dataloader())).shape == (8, 65)
+    first, again = (next(iter(data.val_dataloader())) for _ in range(2))
+    assert torch.equal(first, again)
+    assert len(data.train_dataloader()) > 1000
+
+
+def test_a_folder_without_sources_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"too few Python sources; set data\.folder"):
+        StdlibSources(folder=str(tmp_path)).setup("fit")
+
+
+def test_digits_are_learned():
+    pytest.importorskip("sklearn")
+    seed_everything(0, verbose=False)
+    metrics = fitted(DigitsCNN(num_channels=8, hidden=64, learning_rate=3e-3), Digits(), max_epochs=3)
+    assert metrics["val_accuracy"] > 0.9
+
+
+def test_digits_of_training_and_validation_are_all_of_them_once():
+    pytest.importorskip("sklearn")
+    data = Digits(batch_size=1)
+    loaders = (data.train_dataloader(), data.val_dataloader())
+    assert sum(len(labels) for loader in loaders for _, labels in loader) == 1797
+
+
+def test_vision_transformer_trains_at_reduced_size():
+    pytest.importorskip("torchvision")
+    seed_everything(0, verbose=False)
+    data = RandomImages(num_images=4, num_validation_images=2, image_size=32, num_classes=10, batch_size=2)
+    model = VisionModel(name="vit_b_32", options={"image_size": 32, "num_classes": 10})
+    assert fitted(model, data, max_steps=2)["val_loss"] > 0
+
+
+def test_random_images_are_the_same_on_every_run():
+    first, again = (RandomImages(num_validation_images=2, image_size=4, batch_size=2) for _ in range(2))
+    (images, labels), (images_again, labels_again) = (next(iter(data.val_dataloader())) for data in (first, again))
+    assert torch.equal(images, images_again)
+    assert torch.equal(labels, labels_again)
+
+
+@pytest.mark.parametrize(
+    ("package", "make", "extra"),
+    [
+        ("sklearn.datasets", Digits, "digits"),
+        ("torchvision.models", lambda: VisionModel(name="vit_l_32"), "vision"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, package, make, extra):
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(ImportError, match=rf"pip install 'lightning-commopt\[{extra}\]'"):
+        make()
