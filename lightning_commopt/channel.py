@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -68,13 +69,27 @@ class Channel:
 
     Attributes:
         size: number of ranks in the group.
-        bytes_sent: payload bytes that this rank has handed to collectives so far.
+        rank: of this process in the group.
+        within: the ranks of this node, if the group was cut into nodes.
+        across: the ranks of all nodes that have this rank's place in theirs, if the group was cut into nodes.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, within: Channel | None = None, across: Channel | None = None) -> None:
         self._group = group
         self.size = dist.get_world_size(group)
-        self.bytes_sent = 0
+        self.rank = dist.get_rank(group)
+        self.within = within
+        self.across = across
+        self._half_bytes_sent = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has handed to collectives so far, in terms of an all-reduce.
+
+        An all-to-all and an all-gather move half of what an all-reduce of the same size moves: they count half.
+        """
+        parts = sum(part.bytes_sent for part in (self.within, self.across) if part is not None)
+        return self._half_bytes_sent // 2 + parts
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Starts to sum ``tensor`` over the ranks, in place.
@@ -83,5 +98,32 @@ class Channel:
             tensor: any shape and dtype that the group's backend sums; dense, or sparse where the backend can.
         """
         values = tensor._values() if tensor.is_sparse else tensor
-        self.bytes_sent += values.numel() * values.element_size()
+        self._half_bytes_sent += 2 * values.nbytes
         return Pending(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def all_to_all(self, message: Tensor) -> Pending:
+        """Starts to send row ``i`` of ``message`` to rank ``i``; its row ``i`` becomes the result's row of this rank.
+
+        Args:
+            message: ``(W, s)`` of any dtype, contiguous.
+        """
+        self._half_bytes_sent += message.nbytes
+        received = torch.empty_like(message)
+        work = dist.all_to_all_single(_as_bytes(received), _as_bytes(message), group=self._group, async_op=True)
+        return Pending(received, work)
+
+    def all_gather(self, part: Tensor) -> Pending:
+        """Starts to send ``part`` to all ranks; the result ``(W, s)`` has one row of each.
+
+        Args:
+            part: ``(s,)`` of any dtype, contiguous.
+        """
+        gathered = part.new_empty(self.size, part.numel())
+        self._half_bytes_sent += gathered.nbytes
+        work = dist.all_gather_into_tensor(_as_bytes(gathered), _as_bytes(part), group=self._group, async_op=True)
+        return Pending(gathered, work)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Returns a view that any backend can send; ``(n,)``."""
+    return tensor.view(-1).view(torch.uint8)

@@ -4,6 +4,7 @@ DDP compares the annotations of a hook by identity and reads its ``__qualname__`
 ``from __future__ import annotations`` here, and a bound method as the hook.
 """
 
+import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.channel import Channel, forget_twin, twin_group
-from lightning_commopt.compressors import Averaged, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors import Compressor, Layout, Rounds, State
 from lightning_commopt.drivers import Driver, SideStream, WorkerThread
 from lightning_commopt.plan import OptionError
 
@@ -124,8 +125,8 @@ class CommHook:
         flat = bucket.flat
         if flat.is_sparse:
             return self._channel.all_reduce(flat.div_(self._channel.size)).wait()
-        averaged = _run(self._compressor.rounds(flat, bucket.layout, self._state_of(bucket), self._channel))
-        return flat if averaged.mean is flat else flat.copy_(averaged.mean)
+        _run(self._compressor.rounds(flat, bucket.layout, self._state_of(bucket), self._channel))
+        return flat
 
     def _state_of(self, bucket: _Bucket) -> State:
         if bucket.index in self._states:
@@ -194,11 +195,9 @@ def attach_comm_hook(
     return hook
 
 
-def _run(rounds: Rounds) -> Averaged:
+def _run(rounds: Rounds) -> None:
     """Drives ``rounds`` to its end, one collective after another."""
-    try:
+    with contextlib.suppress(StopIteration):
         pending = next(rounds)
         while True:
             pending = rounds.send(pending.wait())
-    except StopIteration as stop:
-        return stop.value

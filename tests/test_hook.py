@@ -30,9 +30,11 @@ class _WaitsForBackward(Compressor):
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         return {}
 
-    def rounds(self, flat: Tensor, layout: Layout, state: State, channel: Channel) -> Rounds:
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
         assert _BACKWARD_REACHED_THE_INPUT.wait(20), "backward stood still while a bucket was exchanged"
-        return (yield from AllReduce().rounds(flat, layout, {}, channel))
+        yield from AllReduce().rounds(flat, layout, {}, channel)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         return AllReduce().wire_bytes(layout, world_size)
@@ -94,11 +96,13 @@ class _FailsOnce(Compressor):
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         return {"step": step}
 
-    def rounds(self, flat: Tensor, layout: Layout, state: State, channel: Channel) -> Rounds:
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
         state["step"] += 1
         if dist.get_rank() == 1 and state["step"] == 3 and torch.Size([32, 32]) in layout.shapes:
             raise ArithmeticError("no luck")
-        return (yield from AllReduce().rounds(flat, layout, {}, channel))
+        yield from AllReduce().rounds(flat, layout, {}, channel)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         return 0

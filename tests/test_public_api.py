@@ -10,6 +10,7 @@ from typer.main import get_command
 
 import lightning_commopt
 import lightning_commopt.fabric
+from lightning_commopt import compressors
 from lightning_commopt.cli import app
 from lightning_commopt.compressors import Compressor, compressor_names
 from lightning_commopt.plan import plan_options
@@ -38,8 +39,9 @@ def test_names() -> None:
 
 def test_comm_hook_names() -> None:
     """If it fails, a name that configurations use has come or gone."""
-    wrappers = ["low_rank", "error_feedback", "after_steps", "by_size"]
-    assert compressor_names() == ["none", "all_reduce", "bf16", "fp16", "powersgd", *wrappers]
+    algorithms = ["all_reduce", "bf16", "fp16", "powersgd", "alternating_powersgd"]
+    parts = ["low_rank", "alternating_low_rank", "error_feedback", "after_steps", "by_size"]
+    assert compressor_names() == ["none", *algorithms, *parts]
 
 
 def test_commands() -> None:
@@ -69,7 +71,7 @@ def test_every_option_of_a_plan_is_a_documented_keyword(ours: type) -> None:
 
 def test_compressors_are_frozen_and_keyword_only() -> None:
     """If it fails, a setting can change under a running compressor, or depends on the order of its arguments."""
-    for cls in Compressor.__subclasses__():
-        if cls.__module__.startswith("lightning_commopt"):
+    for cls in vars(compressors).values():
+        if isinstance(cls, type) and issubclass(cls, Compressor) and cls is not Compressor:
             assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
             assert all(field.kw_only for field in dataclasses.fields(cls))  # type: ignore[arg-type]

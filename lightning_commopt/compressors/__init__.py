@@ -1,7 +1,8 @@
 """Ways to average a gradient bucket over ranks; one algorithm a file."""
 
 from lightning_commopt.compressors.all_reduce import AllReduce
-from lightning_commopt.compressors.base import Averaged, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.alternating import AlternatingLowRank, AlternatingPowerSGD
+from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.cast import Cast
 from lightning_commopt.compressors.powersgd import LowRank, PowerSGD
 from lightning_commopt.compressors.registry import compressor_from_config, compressor_names, compressor_to_config
@@ -10,7 +11,8 @@ from lightning_commopt.compressors.wrappers import AfterSteps, BySize, ErrorFeed
 __all__ = [
     "AfterSteps",
     "AllReduce",
-    "Averaged",
+    "AlternatingLowRank",
+    "AlternatingPowerSGD",
     "BySize",
     "Cast",
     "Compressor",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.base import Averaged, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 
 if TYPE_CHECKING:
     from lightning_commopt.channel import Channel
@@ -23,10 +23,15 @@ class AllReduce(Compressor):
         """Returns an empty state."""
         return {}
 
-    def rounds(self, flat: Tensor, layout: Layout, state: State, channel: Channel) -> Rounds:
-        """Averages in place, in one round."""
-        mean = yield channel.all_reduce(flat.mul_(1 / channel.size))
-        return Averaged(mean, own=None)
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Averages in place, in one round, after which nothing is owed."""
+        if residual is not None:
+            flat.add_(residual)
+        yield channel.all_reduce(flat.mul_(1 / channel.size))
+        if residual is not None:
+            residual.masked_fill_(flat.isfinite().all(), 0)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns the bytes of the bucket."""

@@ -6,10 +6,11 @@ Shapes: ``n`` elements in a bucket, ``W`` ranks. Sizes on the wire are in bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,25 @@ class Layout:
         """Elements of the whole bucket, ``n``."""
         return sum(self.numels)
 
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each gradient begins in the bucket."""
+        return tuple(accumulate(self.numels, initial=0))[:-1]
+
+    @cached_property
+    def matrix_sides(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of each gradient as a matrix: its outermost dimension in memory by all the others.
+
+        So that every matrix is a contiguous part of the bucket, whatever its strides. A convolution's kernel is
+        output channels by the rest, also in the channels-last format. ``(numel, 1)`` below two dimensions.
+        """
+        sides = []
+        for shape, stride, numel in zip(self.shapes, self.strides, self.numels, strict=True):
+            outermost = max(range(len(shape)), key=lambda dim: (shape[dim] > 1, stride[dim]), default=0)
+            rows = shape[outermost] if len(shape) > 1 and numel else numel
+            sides.append((rows, numel // rows if rows else 1))
+        return tuple(sides)
+
     def split(self, flat: Tensor) -> list[Tensor]:
         """Returns one view of ``flat`` ``(n,)`` for each gradient, in its shape."""
         parts = zip(flat.split(self.numels), self.shapes, self.strides, strict=True)
@@ -68,21 +88,7 @@ def _bucket_stride(x: Tensor) -> tuple[int, ...]:
     return x.stride()
 
 
-class Averaged(NamedTuple):
-    """What one exchange gives.
-
-    Attributes:
-        mean: ``(n,)`` the average over ranks as every rank decodes it; the same bits on all ranks, as far as their
-            processors and libraries compute alike.
-        own: returns ``(n,)``, this rank's share of the average as its peers decode it;
-            None where the exchange loses nothing, so that the share is what was handed in.
-    """
-
-    mean: Tensor
-    own: Callable[[], Tensor] | None
-
-
-Rounds = Generator["Pending", Tensor, Averaged]
+Rounds = Generator["Pending", Tensor, None]
 
 
 class Compressor(ABC):
@@ -102,16 +108,22 @@ class Compressor(ABC):
         """
 
     @abstractmethod
-    def rounds(self, flat: Tensor, layout: Layout, state: State, channel: Channel) -> Rounds:
-        """Yields one collective at a time, receives its result, and returns the average.
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Replaces gradients by their average over the ranks; yields one collective at a time, receives its result.
 
-        Every rank must yield the same collectives in the same order, whatever its gradients are.
+        Every rank must yield the same collectives in the same order, whatever its gradients are. Afterwards all
+        ranks hold the same bits, as far as their processors and libraries compute alike.
 
         Args:
-            flat: ``(n,)`` this rank's gradients. Left as it was, unless the returned ``own`` is None.
+            flat: ``(n,)`` this rank's gradients; holds the average afterwards.
             layout: what ``flat`` holds.
             state: from `init`; updated in place.
             channel: the ranks to exchange with.
+            residual: ``(n,)`` what this rank owes from earlier steps; may have another floating-point dtype. It is
+                added to the gradients, and then holds what this exchange in turn left out of this rank's share. As
+                before, up to rounding, where the average is not finite. None if what is left out is to be dropped.
         """
 
     @abstractmethod

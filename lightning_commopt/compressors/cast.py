@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.base import Averaged, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.settings import check_choice
+from lightning_commopt.kernels.cast import keep_rest, narrow
 
 if TYPE_CHECKING:
     from lightning_commopt.channel import Channel
@@ -19,41 +21,73 @@ _DTYPES = (torch.bfloat16, torch.float16)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cast(Compressor):
-    """Rounds to ``dtype``, all-reduces, and widens again: half the bytes of float32.
+    """Rounds to ``dtype``, averages, and widens again: half the bytes of float32.
 
-    Lossy: each gradient is rounded once, and partial sums are rounded to ``dtype`` too, once a hop. The share
-    of each rank is divided by the number of ranks before it is rounded, so that float16 cannot overflow in the
-    sum; a gradient beyond 65504 times the number of ranks still becomes infinite in it.
+    Lossy: each gradient is rounded once, and what then happens in the sum is up to ``accumulate``. The share of each
+    rank is divided by the number of ranks before it is rounded, so that float16 cannot overflow in the sum; a gradient
+    beyond 65504 times the number of ranks still becomes infinite in it.
 
     Attributes:
         dtype: ``torch.bfloat16`` (float32's range, 8 bits of precision) or ``torch.float16`` (11 bits).
+        accumulate: None for an all-reduce in ``dtype``, which rounds partial sums too, once a hop. "float32" for an
+            all-to-all, a sum in float32 on the rank that owns the shard, and an all-gather: as many bytes, and one
+            more rounding however many ranks there are.
 
     Raises:
-        ValueError: ``dtype`` is neither.
+        ValueError: a setting is none of these.
     """
 
     dtype: torch.dtype
+    accumulate: str | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {self.dtype!r}")
+        check_choice("dtype", self.dtype, _DTYPES)
+        check_choice("accumulate", self.accumulate, (None, "float32"))
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns an empty state."""
         return {}
 
-    def rounds(self, flat: Tensor, layout: Layout, state: State, channel: Channel) -> Rounds:
-        """Averages in one round; a bucket that is narrow already is sent as it is."""
-        scale = 1 / channel.size
-        if layout.dtype.itemsize <= self.dtype.itemsize:
-            return Averaged((yield channel.all_reduce(flat.mul_(scale))), own=None)
-        total = yield channel.all_reduce((flat * scale).to(self.dtype))
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Averages in one round, or in two with ``accumulate``. A bucket that is narrow already is not narrowed."""
+        if self.accumulate is not None:
+            return (yield from self._two_rounds(flat, layout, channel, residual))
+        scale, dtype = 1 / channel.size, self._wire_dtype(layout)
+        if residual is None and dtype == layout.dtype:
+            yield channel.all_reduce(flat.mul_(scale))
+            return None
+        message = flat.new_empty(flat.numel(), dtype=dtype)
+        narrow(flat, residual, scale, message)
+        mean = yield channel.all_reduce(message)
+        if residual is not None:
+            keep_rest(flat, residual, scale, dtype, mean.isfinite().all())
+        flat.copy_(mean)
+        return None
 
-        def own() -> Tensor:
-            return (flat * scale).to(self.dtype).to(flat.dtype).mul_(channel.size)
-
-        return Averaged(total.to(flat.dtype), own)
+    def _two_rounds(self, flat: Tensor, layout: Layout, channel: Channel, residual: Tensor | None) -> Rounds:
+        """Shapes: ``W`` shards of ``s`` elements; the last ones may be padded, or padding only."""
+        scale, dtype, n = 1 / channel.size, self._wire_dtype(layout), flat.numel()
+        s = -(-n // channel.size)
+        message = flat.new_zeros(channel.size * s, dtype=dtype)
+        narrow(flat, residual, scale, message[:n])
+        received = yield channel.all_to_all(message.view(channel.size, s))
+        mean = received.sum(0, dtype=torch.promote_types(layout.dtype, torch.float32))
+        rounded = mean.to(dtype)
+        gathered = (yield channel.all_gather(rounded)).view(-1)[:n]
+        if residual is not None:
+            finite = gathered.isfinite().all()
+            keep_rest(flat, residual, scale, dtype, finite)
+            mine = residual[channel.rank * s : (channel.rank + 1) * s]
+            lost = mean.sub_(rounded).mul_(channel.size).masked_fill_(~finite, 0)
+            mine.add_(lost[: mine.numel()])
+        flat.copy_(gathered)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns two bytes an element."""
-        return layout.numel * min(self.dtype.itemsize, layout.dtype.itemsize)
+        padded = layout.numel if self.accumulate is None else -(-layout.numel // world_size) * world_size
+        return padded * self._wire_dtype(layout).itemsize
+
+    def _wire_dtype(self, layout: Layout) -> torch.dtype:
+        return self.dtype if self.dtype.itemsize < layout.dtype.itemsize else layout.dtype

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_commopt.compressors.all_reduce import AllReduce
+from lightning_commopt.compressors.alternating import AlternatingLowRank, AlternatingPowerSGD
 from lightning_commopt.compressors.base import Compressor
 from lightning_commopt.compressors.cast import Cast
 from lightning_commopt.compressors.powersgd import LowRank, PowerSGD
@@ -29,7 +30,9 @@ _BY_NAME: dict[str, _Entry] = {
     "bf16": _Entry(Cast, {"dtype": torch.bfloat16}),
     "fp16": _Entry(Cast, {"dtype": torch.float16}),
     "powersgd": _Entry(PowerSGD, {}),
+    "alternating_powersgd": _Entry(AlternatingPowerSGD, {}),
     "low_rank": _Entry(LowRank, {}),
+    "alternating_low_rank": _Entry(AlternatingLowRank, {}),
     "error_feedback": _Entry(ErrorFeedback, {}),
     "after_steps": _Entry(AfterSteps, {}),
     "by_size": _Entry(BySize, {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -24,3 +25,24 @@ def check_switch(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Checks one of several values.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_power_of_two(name: str, value: Any, at_least: int, at_most: int) -> None:
+    """Checks a power of two.
+
+    Raises:
+        ValueError: it is no integer, none that is a power of two, or out of range.
+    """
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or not at_least <= value <= at_most or value & (value - 1):
+        raise ValueError(f"{name} must be a power of two from {at_least} to {at_most}, got {value!r}")

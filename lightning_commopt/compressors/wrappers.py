@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import AllReduce
-from lightning_commopt.compressors.base import Averaged, Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.settings import check_integer
+from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.settings import check_choice, check_integer
+from lightning_commopt.kernels.chunks import wide_dtype
 
 if TYPE_CHECKING:
     from lightning_commopt.channel import Channel
@@ -35,36 +36,36 @@ class ErrorFeedback(Compressor):
 
     Attributes:
         inner: the lossy compressor.
+        residual_dtype: "float32", or "bfloat16" for half the memory; what that rounds off is lost.
 
     Raises:
-        ValueError: ``inner`` is not a compressor.
+        ValueError: ``inner`` is not a compressor, or ``residual_dtype`` is neither.
 
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019,
     algorithm 2, before the optimizer instead of after it (as in PowerSGD's algorithm 2).
     """
 
     inner: Compressor
+    residual_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         _check_inner(self.inner)
+        check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns a residual of zero and the state of ``inner``."""
-        residual = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        dtype = wide_dtype(layout.dtype) if self.residual_dtype == "float32" else torch.bfloat16
+        residual = torch.zeros(layout.numel, dtype=dtype, device=device)
         return {"residual": residual, "inner": self.inner.init(layout, device, step)}
 
-    def rounds(self, flat: Tensor, layout: Layout, state: State, channel: Channel) -> Rounds:
-        """Runs the rounds of ``inner`` on the gradients plus the residual."""
-        residual = state["residual"]
-        corrected = flat + residual
-        averaged = yield from self.inner.rounds(corrected, layout, state["inner"], channel)
-        kept = averaged.mean.isfinite().all()  # the same on every rank, as the mean is
-        if averaged.own is None:
-            state["residual"] = torch.where(kept, torch.zeros_like(residual), residual)
-            return Averaged(averaged.mean, lambda: flat + residual)
-        share = averaged.own()
-        state["residual"] = torch.where(kept, corrected.sub_(share), residual)
-        return Averaged(averaged.mean, lambda: share)
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Runs the rounds of ``inner`` with the residual; one from outside is sent along."""
+        if residual is not None:
+            state["residual"].add_(residual)
+            residual.zero_()
+        yield from self.inner.rounds(flat, layout, state["inner"], channel, state["residual"])
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what ``inner`` sends."""
@@ -104,13 +105,16 @@ class AfterSteps(Compressor):
         """Returns the count of exchanges and the state of ``inner``."""
         return {"step": step, "inner": self.inner.init(layout, device, step)}
 
-    def rounds(self, flat: Tensor, layout: Layout, state: State, channel: Channel) -> Rounds:
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
         """Runs either the uncompressed round or those of ``inner``."""
         started = state["step"] >= self.start_step
         state["step"] += 1
         if started:
-            return (yield from self.inner.rounds(flat, layout, state["inner"], channel))
-        return (yield from _UNCOMPRESSED.rounds(flat, layout, {}, channel))
+            yield from self.inner.rounds(flat, layout, state["inner"], channel, residual)
+        else:
+            yield from _UNCOMPRESSED.rounds(flat, layout, {}, channel, residual)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what ``inner`` sends."""
@@ -149,23 +153,24 @@ class BySize(Compressor):
         """Returns the state of ``inner`` for the large gradients."""
         return {"inner": self.inner.init(layout.select(self._is_large(layout)), device, step)}
 
-    def rounds(self, flat: Tensor, layout: Layout, state: State, channel: Channel) -> Rounds:
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
         """Runs the rounds of ``inner`` on the large gradients, then one for the small."""
         is_large = self._is_large(layout)
         if all(is_large):
-            return (yield from self.inner.rounds(flat, layout, state["inner"], channel))
-        own_of_large = large_mean = None
-        if any(is_large):
-            large = _gather(flat, layout, is_large)
-            large_mean, own_of_large = yield from self.inner.rounds(
-                large, layout.select(is_large), state["inner"], channel
-            )
-        small = _gather(flat, layout, [not yes for yes in is_large])
-        small_mean = yield channel.all_reduce(small * (1 / channel.size))
-        mean = _scatter(layout, is_large, large_mean, small_mean)
-        if own_of_large is None:
-            return Averaged(mean, own=None)
-        return Averaged(mean, lambda: _scatter(layout, is_large, own_of_large(), small))
+            return (yield from self.inner.rounds(flat, layout, state["inner"], channel, residual))
+        is_small = [not yes for yes in is_large]
+        parts = [(is_large, self.inner, state["inner"]), (is_small, _UNCOMPRESSED, {})]
+        for mask, compressor, its_state in parts:
+            if any(mask):
+                gradients = _gather(flat, layout, mask)
+                owed = None if residual is None else _gather(residual, layout, mask)
+                yield from compressor.rounds(gradients, layout.select(mask), its_state, channel, owed)
+                _scatter(gradients, flat, layout, mask)
+                if residual is not None and owed is not None:
+                    _scatter(owed, residual, layout, mask)
+        return None
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what ``inner`` sends for the large gradients and the bytes of the small ones."""
@@ -179,8 +184,9 @@ class BySize(Compressor):
         of_large = self.inner.residual(layout.select(is_large), state["inner"])
         if of_large is None:
             return None
-        nothing = of_large.new_zeros(layout.select([not yes for yes in is_large]).numel)
-        return _scatter(layout, is_large, of_large, nothing)
+        residual = of_large.new_zeros(layout.numel)
+        _scatter(of_large, residual, layout, is_large)
+        return residual
 
     def take_over(self, layout: Layout, state: State, owed: Tensor) -> bool:
         """Adds what is owed for the large gradients to the residual of ``inner``."""
@@ -196,8 +202,8 @@ def _gather(flat: Tensor, layout: Layout, mask: list[bool]) -> Tensor:
     return torch.cat([flat[:0], *(part for part, yes in zip(flat.split(layout.numels), mask, strict=True) if yes)])
 
 
-def _scatter(layout: Layout, mask: list[bool], selected: Tensor | None, others: Tensor) -> Tensor:
-    """Returns ``(n,)`` the bucket whose selected gradients, and the others, these are."""
-    of_selected = iter(selected.split(layout.select(mask).numels) if selected is not None else ())
-    of_others = iter(others.split(layout.select([not yes for yes in mask]).numels))
-    return torch.cat([next(of_selected if yes else of_others) for yes in mask])
+def _scatter(selected: Tensor, flat: Tensor, layout: Layout, mask: list[bool]) -> None:
+    """Writes the selected gradients of a bucket back."""
+    places = [part for part, yes in zip(flat.split(layout.numels), mask, strict=True) if yes]
+    for place, values in zip(places, selected.split([len(place) for place in places]), strict=True):
+        place.copy_(values)

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compressors import (
     AfterSteps,
     AllReduce,
+    AlternatingLowRank,
+    AlternatingPowerSGD,
     BySize,
     Cast,
     Compressor,
@@ -27,6 +29,7 @@ from lightning_commopt.hook import CommHook, attach_comm_hook
 from ranks import run_ranks
 
 BF16 = Cast(dtype=torch.bfloat16)
+BF16_IN_FLOAT32 = Cast(dtype=torch.bfloat16, accumulate="float32")
 LOSSLESS = {"all_reduce": AllReduce(), "after_steps_never": AfterSteps(inner=BF16, start_step=1000)}
 WITH_FEEDBACK = {
     "error_feedback_bf16": ErrorFeedback(inner=BF16),
@@ -34,6 +37,11 @@ WITH_FEEDBACK = {
     "powersgd_rank_2": PowerSGD(matrix_rank=2),
     "powersgd_rank_2_cold": PowerSGD(matrix_rank=2, warm_start=False),
     "powersgd_late": PowerSGD(start_step=2),
+    "powersgd_refreshed": PowerSGD(matrix_rank=2, refresh_steps=3),
+    "powersgd_bf16_residual": PowerSGD(residual_dtype="bfloat16"),
+    "alternating_rank_1": AlternatingPowerSGD(),
+    "alternating_rank_2": AlternatingPowerSGD(matrix_rank=2, refresh_steps=5),
+    "error_feedback_bf16_in_float32": ErrorFeedback(inner=BF16_IN_FLOAT32),
     "powersgd_large_only": BySize(inner=PowerSGD(), min_numel=100),
     "feedback_around_by_size": ErrorFeedback(inner=BySize(inner=BF16, min_numel=100)),
 }
@@ -41,8 +49,11 @@ COMPRESSORS: dict[str, Compressor] = {
     **LOSSLESS,
     **WITH_FEEDBACK,
     "bf16": BF16,
+    "bf16_in_float32": BF16_IN_FLOAT32,
+    "fp16_in_float32": Cast(dtype=torch.float16, accumulate="float32"),
     "fp16": Cast(dtype=torch.float16),
     "low_rank": LowRank(matrix_rank=2),
+    "alternating_low_rank": AlternatingLowRank(matrix_rank=2),
     "large_only_bf16": BySize(inner=BF16, min_numel=100),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,7 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 NUM_STEPS = 16
 # A bf16 all-reduce rounds inside its sum, which no residual sees.
-TELESCOPING_TOLERANCE = {"error_feedback_bf16": 0.1, "feedback_around_by_size": 0.1}
+TELESCOPING_TOLERANCE = {"error_feedback_bf16": 0.1, "feedback_around_by_size": 0.1, "powersgd_bf16_residual": 0.5}
 
 
 class Net(nn.Module):
@@ -114,7 +125,7 @@ def _run_steps(name: str, options: dict[str, Any], num_steps: int, scale: float 
         "sent": np.stack(sent),
         "received": np.stack(received),
         "residual": _flat(residual),
-        "bytes": byte_counts[-1] - byte_counts[-2],
+        "bytes": (byte_counts[-1] - byte_counts[-3]) / 2,  # the alternating ones send P and Q in turn
         "expected_bytes": [COMPRESSORS[name].wire_bytes(layout, dist.get_world_size()) for layout in layouts],
     }
 
@@ -244,7 +255,7 @@ def _one_bad_step_of(name: str, bad: float) -> dict[str, Any]:
             for value in gradients.values():
                 value.view(-1)[0] = bad
         outcome.append(_flat(_backward(model, gradients)))
-    return {"received": outcome, "residual": {key: value.numpy() for key, value in hook.close().items()}}
+    return {"received": outcome, "residual": {key: value.float().numpy() for key, value in hook.close().items()}}
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

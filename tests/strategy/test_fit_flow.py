@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
-from lightning_commopt.compressors import Averaged, Compressor, Layout, LowRank, Rounds, State
+from lightning_commopt.compressors import Compressor, Layout, LowRank, Rounds, State
 from ranks import run_ranks, run_ranks_or_raise
 
 _BYTES = sum(parameter.numel() * 4 for parameter in Tiny().parameters())
@@ -306,13 +306,14 @@ class Fails(Compressor):
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         return {"steps": 0}
 
-    def rounds(self, flat: Tensor, layout: Layout, state: State, channel: Any) -> Rounds:
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Any, residual: Tensor | None = None
+    ) -> Rounds:
         state["steps"] += 1
         is_second_bucket = torch.Size([24, FEATURES]) in layout.shapes
         if dist.get_rank() == 1 and is_second_bucket and state["steps"] == 3:
             raise ArithmeticError("broken on purpose")
-        mean = yield channel.all_reduce(flat.mul_(1 / channel.size))
-        return Averaged(mean, own=None)
+        yield channel.all_reduce(flat.mul_(1 / channel.size))
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         return layout.numel * layout.dtype.itemsize

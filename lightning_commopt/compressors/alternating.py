@@ -1,0 +1,158 @@
+"""Alternating power iteration (ACP-SGD): one round a step.
+
+Shapes: a gradient as a matrix ``M`` ``(m, k)``; its factors, stored transposed, ``P`` ``(r, m)`` and ``Q`` ``(r, k)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.all_reduce import AllReduce
+from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.composed import Composed
+from lightning_commopt.compressors.low_rank import (
+    DEFAULT_EPSILON,
+    PowerIteration,
+    orthonormal,
+    put_others,
+    take_others,
+    views,
+)
+from lightning_commopt.compressors.settings import check_switch
+from lightning_commopt.compressors.wrappers import AfterSteps, ErrorFeedback
+from lightning_commopt.kernels.chunks import wide_dtype
+from lightning_commopt.kernels.low_rank import multiply_columns, multiply_rows, settle
+
+if TYPE_CHECKING:
+    from lightning_commopt.channel import Channel
+
+_UNCOMPRESSED = AllReduce()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AlternatingLowRank(PowerIteration):
+    """Half a step of power iteration for every matrix of the bucket: ``P`` in one step, ``Q`` in the next.
+
+    The factor that is not sent is the orthonormal basis that came out of the step before, the same on all ranks. One
+    message a step, half the arithmetic and about half the bytes of `LowRank`; the subspace follows the gradient half
+    as fast. Lossy; meant to stand inside `ErrorFeedback`.
+
+    Attributes:
+        matrix_rank: columns of the factors, ``r``; a matrix with a shorter side gets as many as that side.
+        min_compression_rate: a matrix is compressed if ``m * k > min_compression_rate * r * (m + k)``.
+        refresh_steps: exchanges after which the iteration begins again with random factors; None for never.
+        epsilon: added to the norm of a column, in units of its largest element, when it is normalised; for
+            ``matrix_rank`` 1 only, as a QR decomposition needs none.
+        seed: of the random factors, the same on all ranks.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Source: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS
+    2023, algorithm 2. For ``refresh_steps`` see `LowRank`.
+    """
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Returns the count of exchanges and random bases for every matrix."""
+        self._say_what_is_clamped(layout)
+        return {"step": step, **self._random_bases(layout, device, step)}
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Averages ``P`` in even steps and ``Q`` in odd ones, with the uncompressed gradients."""
+        parts, step = self._cut(layout), state["step"]
+        if not parts.matrices:
+            return (yield from _UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
+        if step and self.refresh_steps is not None and step % self.refresh_steps == 0:
+            state.update(self._random_bases(layout, flat.device, step))
+        state["step"] += 1
+        bucket = flat.to(wide_dtype(layout.dtype))  # itself, unless it is narrow
+        sends_q = step % 2 == 1
+        sent, kept, shapes = ("qs", "ps", parts.q_shapes) if sends_q else ("ps", "qs", parts.p_shapes)
+
+        num_factors = sum(rank * side for rank, side in shapes)
+        message = bucket.new_empty(num_factors + parts.num_others)
+        means = views(message, shapes)
+        multiply = multiply_columns if sends_q else multiply_rows
+        multiply(bucket, residual, parts.matrices, state[kept], means)
+        own = views(message[:num_factors].clone(), shapes)
+        take_others(bucket, residual, parts, message[num_factors:])
+        yield channel.all_reduce(message.mul_(1 / channel.size))
+        finite = message.isfinite().all()
+
+        def pairs(factors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+            ps, qs = (state[kept], factors) if sends_q else (factors, state[kept])
+            return list(zip(ps, qs, strict=True))
+
+        settle(bucket, residual, parts.matrices, pairs(own), pairs(means), finite)
+        put_others(bucket, residual, parts, message[num_factors:], finite)
+        state[sent] = [
+            torch.where(finite, orthonormal(torch.where(finite, mean, 0), old, self.epsilon), old)
+            for mean, old in zip(means, state[sent], strict=True)
+        ]
+        if bucket is not flat:
+            flat.copy_(bucket)
+        return None
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns the bytes of a step on average over two, in float32 at least."""
+        parts = self._cut(layout)
+        if not parts.matrices:
+            return _UNCOMPRESSED.wire_bytes(layout, world_size)
+        num_factors = sum(rank * side for rank, side in [*parts.p_shapes, *parts.q_shapes])
+        return (num_factors + 2 * parts.num_others) * wide_dtype(layout.dtype).itemsize // 2
+
+    def _random_bases(self, layout: Layout, device: torch.device, step: int) -> dict[str, list[Tensor]]:
+        parts = self._cut(layout)
+        both = self._random_factors([*parts.p_shapes, *parts.q_shapes], device, wide_dtype(layout.dtype), step)
+        return {"ps": both[: len(parts.matrices)], "qs": both[len(parts.matrices) :]}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AlternatingPowerSGD(Composed):
+    """Alternating PowerSGD as it is used: `AlternatingLowRank` with `ErrorFeedback`, `AfterSteps` of exact averages.
+
+    Attributes:
+        matrix_rank: columns of the factors, ``r``; more is more exact and sends more.
+        start_step: exchanges that are made uncompressed first.
+        min_compression_rate: a matrix of ``(m, k)`` is compressed if ``m * k > min_compression_rate * r * (m + k)``.
+        error_feedback: send later what a step dropped. Without it the gradient is biased.
+        residual_dtype: of what is sent later, "float32" or "bfloat16".
+        refresh_steps: exchanges after which the factors become random again; None for never.
+        epsilon: added to the norm of a column when it is normalised (``matrix_rank`` 1 only).
+        seed: of the random factors, the same on all ranks.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Source: see `AlternatingLowRank`.
+    """
+
+    matrix_rank: int = 1
+    start_step: int = 0
+    min_compression_rate: float = 2.0
+    error_feedback: bool = True
+    residual_dtype: str = "float32"
+    refresh_steps: int | None = None
+    epsilon: float = DEFAULT_EPSILON
+    seed: int = 0
+
+    def _compose(self) -> Compressor:
+        check_switch("error_feedback", self.error_feedback)
+        inner: Compressor = AlternatingLowRank(
+            matrix_rank=self.matrix_rank,
+            min_compression_rate=self.min_compression_rate,
+            refresh_steps=self.refresh_steps,
+            epsilon=self.epsilon,
+            seed=self.seed,
+        )
+        if self.error_feedback:
+            inner = ErrorFeedback(inner=inner, residual_dtype=self.residual_dtype)
+        return AfterSteps(inner=inner, start_step=self.start_step)

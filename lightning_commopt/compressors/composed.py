@@ -1,0 +1,53 @@
+"""Compressors that are nothing but others, put together under one name."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+
+if TYPE_CHECKING:
+    from lightning_commopt.channel import Channel
+
+
+class Composed(Compressor):
+    """Does what the compressor does that its settings stand for."""
+
+    def __post_init__(self) -> None:
+        self.composed  # noqa: B018 - builds the parts, which check their settings
+
+    @abstractmethod
+    def _compose(self) -> Compressor:
+        """Returns wrappers and algorithm."""
+
+    @cached_property
+    def composed(self) -> Compressor:
+        """The wrappers and the algorithm that these settings stand for."""
+        return self._compose()
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Returns the state of the composition."""
+        return self.composed.init(layout, device, step)
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Runs the rounds of the composition."""
+        return (yield from self.composed.rounds(flat, layout, state, channel, residual))
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns what is sent once the compression has started."""
+        return self.composed.wire_bytes(layout, world_size)
+
+    def residual(self, layout: Layout, state: State) -> Tensor | None:
+        """Returns the residual of the error feedback, if there is one."""
+        return self.composed.residual(layout, state)
+
+    def take_over(self, layout: Layout, state: State, owed: Tensor) -> bool:
+        """Adds what is owed to the residual of the error feedback, if there is one."""
+        return self.composed.take_over(layout, state, owed)

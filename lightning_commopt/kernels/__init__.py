@@ -1,0 +1,1 @@
+"""Memory-bound arithmetic of the compressors: each operation in plain torch and, for CUDA, in Triton."""

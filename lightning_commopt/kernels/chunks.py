@@ -1,0 +1,34 @@
+"""How the kernels are dispatched, and the size of the parts in which they go through a bucket on CPU."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+CHUNK_NUMEL = 2**18
+"""Elements: two chunks of float32 fit into a core's second-level cache of 2 MiB."""
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Returns whether the fused form of a kernel runs for ``tensor``: on CUDA, where Triton is installed."""
+    return tensor.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype to calculate in: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def add_up(values: Tensor, residual: Tensor | None, out: Tensor) -> Tensor:
+    """Returns ``values + residual`` in ``out``, rounded to no dtype but that of ``out``."""
+    if residual is None:
+        return out.copy_(values)
+    return torch.add(values, residual, out=out) if values.dtype == out.dtype else out.copy_(values).add_(residual)
