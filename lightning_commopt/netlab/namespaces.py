@@ -1,0 +1,199 @@
+"""Linux namespaces that live as long as a process of ours does, and what this machine needs for them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+_LIMIT_S = 30
+_CLOSE_S = 10
+_PACKAGES = {
+    "iproute2": ("ip", "tc"),
+    "util-linux": ("mount", "nsenter", "setpriv", "taskset", "unshare"),
+    "coreutils": ("cat", "true"),
+}
+# Root needs no user namespace; others are root in one of their own, where the kernel lets them.
+_WAYS: tuple[tuple[str, ...], ...] = ((), ("--user", "--map-root-user"))
+_NETWORK = ("--mount", "--net")
+_PROCESSES = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+_DEVICES = {
+    "a pair of network devices (veth)": "ip link add eth0 type veth peer name eth1",
+    "a network bridge": "ip link add bridge0 type bridge",
+    "a limit to the rate (tbf)": "tc qdisc add dev lo root tbf rate 1mbit burst 256kb latency 50ms",
+    "a mount of its own": "mount -t tmpfs tmpfs /run",
+}
+
+
+class LabError(RuntimeError):
+    """This machine cannot make the network lab; the message says what is missing."""
+
+
+def why_not() -> str | None:
+    """Returns why the network lab does not work on this machine, None where it does."""
+    try:
+        find_way()
+    except LabError as error:
+        return str(error)
+    return None
+
+
+def find_way() -> tuple[str, ...]:
+    """Finds out how namespaces can be made here, by making some.
+
+    Returns:
+        Options for ``unshare``: none for root, those for a user namespace otherwise.
+
+    Raises:
+        LabError: there is no way.
+    """
+    if sys.platform != "linux":
+        raise LabError(f"the network lab needs Linux, this is {sys.platform}")
+    for package, names in _PACKAGES.items():
+        for name in names:
+            if program(name) is None:
+                raise LabError(f"the network lab needs the program {name!r}: install the package {package}")
+    refusals = []
+    for way in _WAYS:
+        refusal = _refusal(way, ("true",))
+        if refusal is None:
+            break
+        refusals.append(refusal)
+    else:
+        raise LabError(
+            "the network lab needs root with CAP_SYS_ADMIN and CAP_NET_ADMIN, or a kernel that allows unprivileged "
+            f"user namespaces; both are refused: {'; '.join(refusals)}"
+        )
+    for what, command in _DEVICES.items():
+        refusal = _refusal(way, command.split())
+        if refusal is not None:
+            raise LabError(f"the network lab needs {what}, which is refused here: {refusal}")
+    return way
+
+
+def program(name: str) -> str | None:
+    """Returns the path of a program, None where it is missing; ``ip`` is often in a folder for root only."""
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
+
+
+def run_program(*command: str) -> None:
+    """Runs a short command to its end.
+
+    Raises:
+        LabError: it failed; the message has what it said.
+    """
+    refusal = _said_in_failing(command)
+    if refusal is not None:
+        raise LabError(f"could not set up the network lab: {' '.join(command)}: {refusal}")
+
+
+class Keeper:
+    """Keeps new namespaces alive until it is closed, or until the thread that made it ends, even by SIGKILL.
+
+    It is ``cat``, so that nothing is left to our own code: it answers when the namespaces are there, its input ends
+    when we do, and the kernel kills it when the thread is gone, should a fork of ours still hold that input. The
+    namespaces have no name outside and go with their last process.
+
+    Args:
+        way: how namespaces are made, from `find_way`.
+        within: the keeper whose namespaces the new ones lie in, if any.
+
+    Attributes:
+        pid: a process in the namespaces.
+
+    Raises:
+        LabError: the namespaces could not be made.
+    """
+
+    def __init__(self, way: Sequence[str], within: Keeper | None = None) -> None:
+        self._way = tuple(way)
+        self._has_processes = within is not None
+        make = (*way, *_NETWORK) if within is None else (*within.enter(), *_path("unshare"), *_PROCESSES)
+        prefix = () if within is not None else _path("unshare")
+        command = (*_path("setpriv"), "--pdeathsig", "KILL", *prefix, *make, *_path("cat"))
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # no Ctrl-C for it: ours ends it, after the ranks
+        )
+        self.pid = self._process.pid
+        try:
+            self._await_answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def enter(self, host: str | None = None, folder: str | None = None) -> tuple[str, ...]:
+        """Returns what to put before a command to run it in these namespaces.
+
+        Args:
+            host: the network namespace of this name; None for the one in which hosts were made.
+            folder: where it runs; None for the root folder.
+        """
+        root = f"/proc/{self.pid}/root"
+        network = "--net" if host is None else f"--net={root}/run/netns/{host}"
+        user = ("--user", "--preserve-credentials") if self._way else ()
+        processes = (f"--pid=/proc/{self.pid}/ns/pid_for_children",) if self._has_processes else ()
+        where = () if folder is None else (f"--wd={root}{folder}",)
+        return (*_path("nsenter"), "--target", str(self.pid), *user, "--mount", *processes, network, *where, "--")
+
+    def close(self) -> None:
+        """Ends the namespaces; returns when no process of theirs is left, those that others started included."""
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+        try:
+            # The first process ends with its input, and the kernel ends all others before its parent hears of it.
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _await_answer(self) -> None:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        if process.stdout.readline() != b"\n":
+            said = process.stderr.read().decode(errors="replace").strip()
+            raise LabError(f"could not set up the network lab: {said or 'its first process ended at once'}")
+
+
+def _refusal(way: Sequence[str], command: Sequence[str]) -> str | None:
+    """Returns what was said when a command failed in new namespaces of every kind, None if it worked."""
+    namespaces = tuple(dict.fromkeys((*_NETWORK, *_PROCESSES)))
+    return _said_in_failing((*_path("unshare"), *way, *namespaces, "--", *_path(command[0]), *command[1:]))
+
+
+def _said_in_failing(command: Sequence[str]) -> str | None:
+    try:
+        answer = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_LIMIT_S} s"
+    if answer.returncode == 0:
+        return None
+    return answer.stderr.strip() or f"ended with status {answer.returncode}"
+
+
+def _path(name: str) -> tuple[str]:
+    found = program(name)
+    assert found is not None, f"{name} was there when the lab was opened"
+    return (found,)

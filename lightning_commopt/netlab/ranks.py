@@ -1,0 +1,133 @@
+"""Follows the processes of ranks until all have ended, one has failed or time is up."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+_POLL_S = 0.05
+_CHUNK_BYTES = 65536
+_LINES_IN_MESSAGE = 40
+
+
+class RankError(RuntimeError):
+    """A rank failed, or ranks still ran when time was up; the message has the rank's last output.
+
+    Attributes:
+        rank: the first that failed, or the lowest that still ran.
+        status: its exit status, negative for the signal that ended it; None when time was up.
+        outputs: what every rank said, in the order of ranks.
+    """
+
+    def __init__(self, message: str, rank: int, status: int | None, outputs: list[str]) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.status = status
+        self.outputs = outputs
+
+
+class RankProcess:
+    """One rank: a process and what it has said so far.
+
+    Args:
+        rank: its number.
+        command: program and arguments.
+        environment: all of it.
+        on_output: receives the rank's number and its standard output and error as they come.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        on_output: Callable[[int, bytes], None] | None,
+    ) -> None:
+        self.rank = rank
+        self._on_output = on_output
+        self._said = bytearray()
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def pipe(self) -> int:
+        """The descriptor that its output comes from."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    @property
+    def output(self) -> str:
+        """What it has said so far."""
+        return self._said.decode(errors="replace")
+
+    def read(self) -> bool:
+        """Waits for output and takes it in; returns whether there can be more."""
+        chunk = os.read(self.pipe, _CHUNK_BYTES)
+        self._said += chunk
+        if chunk and self._on_output is not None:
+            self._on_output(self.rank, chunk)
+        return bool(chunk)
+
+    def close(self) -> None:
+        """Takes in the rest of the output; nothing may be left that could write to it."""
+        assert self.process.stdout is not None
+        try:
+            while self.read():
+                pass
+        finally:
+            self.process.stdout.close()
+            self.process.wait()
+
+
+def watch(ranks: Sequence[RankProcess], timeout_s: float | None) -> RankProcess | None:
+    """Takes in the output of ranks until there is a reason to stop.
+
+    Args:
+        ranks: all of them, running.
+        timeout_s: seconds they may take; None for no limit.
+
+    Returns:
+        None when all have ended well, else the first that failed, or the lowest that still runs as time is up.
+    """
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.pipe, selectors.EVENT_READ, rank)
+        while True:
+            for key, _ in selector.select(_POLL_S):
+                if not key.data.read():
+                    selector.unregister(key.fd)
+            running = [rank for rank in ranks if rank.process.poll() is None]
+            failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
+            if failed:
+                return failed[0]
+            if not running:
+                return None
+            if end is not None and time.monotonic() > end:
+                return running[0]
+
+
+def error_of(
+    stopped: RankProcess, status: int | None, timeout_s: float | None, ranks: Sequence[RankProcess]
+) -> RankError:
+    """Returns the error to raise for the rank that `watch` returned.
+
+    Args:
+        stopped: that rank.
+        status: its exit status as `watch` returned; None when it still ran.
+        timeout_s: the limit that it ran under.
+        ranks: all of them, closed.
+    """
+    how = f"still ran after {timeout_s:g} s" if status is None else f"ended with status {status}"
+    tail = "\n".join(stopped.output.splitlines()[-_LINES_IN_MESSAGE:])
+    outputs = [rank.output for rank in ranks]
+    return RankError(f"rank {stopped.rank} {how}; its last output:\n{tail}", stopped.rank, status, outputs)
