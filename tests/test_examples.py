@@ -19,7 +19,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR"
 
 def _start(folder: Path, *command: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
@@ -35,6 +35,11 @@ def _finish(process: subprocess.Popen[str]) -> str:
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
         left = _wait_for_the_end(process.pid)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # every process says where it stands
+        output, _ = process.communicate()
+        lines = [line for line in output.splitlines() if len(line) < 300]  # without lists of modules
+        pytest.fail(f"no end after {LIMIT_S} s; the last lines:\n" + "\n".join(lines[-150:]))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
