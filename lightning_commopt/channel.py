@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -10,10 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 # By the default group that they came after.
-_twins: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-# No twin is ever freed: a gloo group's threads may still hold tensors for a moment and need the GIL to let go of them,
-# while the destructor of the group waits for its threads with the GIL held.
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+# No group is ever freed: gloo's threads may still hold tensors for a moment and need the GIL to let go of them, while
+# the destructor of the group waits for its threads with the GIL held.
 _kept: list[dist.ProcessGroup] = []
+
+
+def leave_process_group() -> None:
+    """Destroys the default group, so that another can be made."""
+    if dist.is_initialized():
+        _kept.append(_default_group())
+        dist.destroy_process_group()
 
 
 def twin_group(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
@@ -25,33 +33,57 @@ def twin_group(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.Proc
         group: whose ranks.
         timeout: after which a collective raises; None for the backend's default.
     """
+    return _subgroup(dist.get_process_group_ranks(group), timeout)
+
+
+def node_channel(group: dist.ProcessGroup, ranks_per_node: int, timeout: timedelta | None) -> Channel:
+    """Returns a channel over ``group`` that is cut into nodes of consecutive ranks. All ranks must call it.
+
+    Args:
+        group: whose ranks.
+        ranks_per_node: divides the number of ranks.
+        timeout: see `twin_group`.
+    """
+    ranks, place = dist.get_process_group_ranks(group), dist.get_rank(group)
+    first = place - place % ranks_per_node
+    within = _subgroup(ranks[first : first + ranks_per_node], timeout)
+    across = _subgroup(ranks[place % ranks_per_node :: ranks_per_node], timeout)
+    return Channel(group, Channel(within), Channel(across))
+
+
+def _subgroup(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    subgroups = _subgroups.setdefault(_default_group(), {})
+    key = (*ranks, timeout)
+    if key not in subgroups:
+        is_world = len(ranks) == dist.get_world_size()
+        subgroup = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not is_world)
+        assert isinstance(subgroup, dist.ProcessGroup)
+        subgroups[key] = subgroup
+        _kept.append(subgroup)
+    return subgroups[key]
+
+
+def _default_group() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
-    twins = _twins.setdefault(world, {})
-    ranks = dist.get_process_group_ranks(group)
-    key = (*ranks, timeout)
-    if key not in twins:
-        is_world = len(ranks) == dist.get_world_size()
-        twin = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not is_world)
-        assert isinstance(twin, dist.ProcessGroup)
-        twins[key] = twin
-        _kept.append(twin)
-    return twins[key]
-
-
-def forget_twin(twin: dist.ProcessGroup) -> None:
-    """Sees to it that a group whose ranks are out of step is not given out again."""
-    for twins in _twins.values():
-        for key in [key for key, group in twins.items() if group is twin]:
-            del twins[key]
+    return world
 
 
 class Pending:
-    """A collective under way."""
+    """A collective under way.
 
-    def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
+    Args:
+        tensor: where its result arrives.
+        work: to wait for.
+        finish: makes the result from what has arrived; None if it is the result.
+    """
+
+    def __init__(
+        self, tensor: Tensor, work: dist.Work | None, finish: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         self._tensor = tensor
         self._work = work
+        self._finish = finish
 
     def wait(self) -> Tensor:
         """Returns the result.
@@ -61,7 +93,7 @@ class Pending:
         """
         if self._work is not None:
             self._work.wait()
-        return self._tensor
+        return self._tensor if self._finish is None else self._finish(self._tensor)
 
 
 class Channel:
@@ -86,10 +118,17 @@ class Channel:
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has handed to collectives so far, in terms of an all-reduce.
 
-        An all-to-all and an all-gather move half of what an all-reduce of the same size moves: they count half.
+        The two halves of an all-reduce (reduce-scatter or all-to-all, and all-gather) move half as much as it does:
+        they count half. What stays within a node is not counted here, but in ``within``.
         """
-        parts = sum(part.bytes_sent for part in (self.within, self.across) if part is not None)
-        return self._half_bytes_sent // 2 + parts
+        return self._half_bytes_sent // 2 + (self.across.bytes_sent if self.across is not None else 0)
+
+    def forget(self) -> None:
+        """Sees to it that groups whose ranks may be out of step are not given out again."""
+        for channel in (self, self.within, self.across):
+            for subgroups in _subgroups.values():
+                for key in [key for key, group in subgroups.items() if channel and group is channel._group]:
+                    del subgroups[key]
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Starts to sum ``tensor`` over the ranks, in place.
@@ -100,6 +139,19 @@ class Channel:
         values = tensor._values() if tensor.is_sparse else tensor
         self._half_bytes_sent += 2 * values.nbytes
         return Pending(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def reduce_scatter(self, message: Tensor) -> Pending:
+        """Starts to sum ``message`` over the ranks; the result ``(s,)`` is the row of this rank.
+
+        Args:
+            message: ``(W, s)`` of a dtype that the group's backend sums, contiguous.
+        """
+        if dist.get_backend(self._group) != "nccl":  # gloo has no such collective in all versions
+            pending = self.all_to_all(message)
+            return Pending(pending._tensor, pending._work, lambda received: received.sum(0))
+        self._half_bytes_sent += message.nbytes
+        row = message.new_empty(message.shape[1])
+        return Pending(row, dist.reduce_scatter_tensor(row, message, group=self._group, async_op=True))
 
     def all_to_all(self, message: Tensor) -> Pending:
         """Starts to send row ``i`` of ``message`` to rank ``i``; its row ``i`` becomes the result's row of this rank.

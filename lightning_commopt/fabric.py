@@ -110,7 +110,7 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
             return module
         wrapped = super().setup_module(module)
         if self._plan.comm_hook is not None:
-            hook = attach_comm_hook(wrapped, self._plan.comm_hook, self._timeout)
+            hook = attach_comm_hook(wrapped, self._plan.comm_hook, self._timeout, local_world_size=self.num_processes)
             weakref.finalize(wrapped, hook.close).atexit = False
             self._hooks.append(hook)
         return wrapped

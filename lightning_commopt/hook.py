@@ -5,6 +5,7 @@ DDP compares the annotations of a hook by identity and reads its ``__qualname__`
 """
 
 import contextlib
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.channel import Channel, forget_twin, twin_group
+from lightning_commopt.channel import Channel, node_channel, twin_group
 from lightning_commopt.compressors import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.hierarchical import placed_on_nodes
+from lightning_commopt.compressors.settings import say_once
 from lightning_commopt.drivers import Driver, SideStream, WorkerThread
 from lightning_commopt.plan import OptionError
 
@@ -40,18 +43,17 @@ class CommHook:
 
     Args:
         compressor: averages the buckets.
-        group: the process group to exchange over.
+        channel: the ranks to exchange with.
         names: of the parameters, by ``id``.
         driver: runs the exchanges, in the order of the buckets.
         step: exchanges of whole gradients that were made before this hook came.
     """
 
     def __init__(
-        self, compressor: Compressor, group: dist.ProcessGroup, names: dict[int, str], driver: Driver, step: int = 0
+        self, compressor: Compressor, channel: Channel, names: dict[int, str], driver: Driver, step: int = 0
     ) -> None:
         self._compressor = compressor
-        self._group = group
-        self._channel = Channel(group)
+        self._channel = channel
         self._names = names
         self._driver = driver
         self._step = step
@@ -99,7 +101,7 @@ class CommHook:
             an exchange has failed.
         """
         if not self._driver.close():
-            forget_twin(self._group)
+            self._channel.forget()
             return {}
         self._retire_states()
         owed, self._owed = self._owed, {}
@@ -123,10 +125,15 @@ class CommHook:
             self._step += 1
         self._last_index = bucket.index
         flat = bucket.flat
-        if flat.is_sparse:
-            return self._channel.all_reduce(flat.div_(self._channel.size)).wait()
+        if flat.is_sparse or not flat.is_floating_point():
+            return self._uncompressed(bucket)
         _run(self._compressor.rounds(flat, bucket.layout, self._state_of(bucket), self._channel))
         return flat
+
+    def _uncompressed(self, bucket: _Bucket) -> Tensor:
+        kind = "sparse" if bucket.flat.is_sparse else str(bucket.flat.dtype).removeprefix("torch.")
+        say_once(f"comm_hook averages {kind} gradients as they are: it compresses dense floating-point ones.")
+        return self._channel.all_reduce(bucket.flat.div_(self._channel.size)).wait()
 
     def _state_of(self, bucket: _Bucket) -> State:
         if bucket.index in self._states:
@@ -161,7 +168,11 @@ class CommHook:
 
 
 def attach_comm_hook(
-    model: DistributedDataParallel, compressor: Compressor, timeout: timedelta | None, step: int = 0
+    model: DistributedDataParallel,
+    compressor: Compressor,
+    timeout: timedelta | None,
+    step: int = 0,
+    local_world_size: int | None = None,
 ) -> CommHook:
     """Makes DDP average its gradients by ``compressor``. All ranks must call it.
 
@@ -174,23 +185,29 @@ def attach_comm_hook(
         compressor: averages the buckets.
         timeout: after which a collective of the thread's group raises; None for the backend's default.
         step: exchanges of whole gradients that were made before.
+        local_world_size: ranks on each node; None for what torchrun says, else all ranks.
 
     Raises:
-        OptionError: the model is on another kind of device, or has complex parameters.
+        OptionError: the model is on another kind of device, or nodes cannot be made of the ranks.
     """
     if model.device_type not in ("cpu", "cuda"):
         raise OptionError(f"comm_hook works on cpu and cuda, but the model is on {model.device_type}")
-    parameters = dict(model.module.named_parameters())
-    for name, parameter in parameters.items():
-        if parameter.is_complex():
-            raise OptionError(f"comm_hook cannot compress complex gradients: {name} is {parameter.dtype}")
     group: dist.ProcessGroup = model.process_group
+    world_size = dist.get_world_size(group)
+    if local_world_size is None:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    try:
+        compressor, ranks_per_node = placed_on_nodes(compressor, world_size, local_world_size)
+    except ValueError as error:
+        raise OptionError(f"comm_hook: {error}") from error
     driver: Driver
     if model.device_type == "cpu":
         group, driver = twin_group(group, timeout), WorkerThread()
     else:
         driver = SideStream(model.device)
-    hook = CommHook(compressor, group, {id(parameter): name for name, parameter in parameters.items()}, driver, step)
+    channel = Channel(group) if ranks_per_node is None else node_channel(group, ranks_per_node, timeout)
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    hook = CommHook(compressor, channel, names, driver, step)
     model.register_comm_hook(None, hook.reduce)
     return hook
 

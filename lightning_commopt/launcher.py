@@ -11,13 +11,14 @@ import re
 import subprocess
 import sys
 
-import torch.distributed as dist
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_original_cwd, to_absolute_path
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from omegaconf import OmegaConf
+
+from lightning_commopt.channel import leave_process_group
 
 _RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -40,8 +41,7 @@ def forget_previous_job() -> None:
     global _launched_job_dir
     if _launched_job_dir is None or multirun_job_dir() in (None, _launched_job_dir):
         return
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_process_group()
     for name, value in _variables_before_launch.items():
         if value is None:
             os.environ.pop(name, None)

@@ -251,7 +251,9 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
             assert isinstance(self.model, DistributedDataParallel)
             if self._plan.find_unused_parameters:
                 warn_of_unused_residuals(self._plan.comm_hook)
-            self._hook = attach_comm_hook(self.model, self._plan.comm_hook, self._timeout, self._num_exchanges)
+            self._hook = attach_comm_hook(
+                self.model, self._plan.comm_hook, self._timeout, self._num_exchanges, self.num_processes
+            )
         elif self._ddp_comm_hook is not None and self.root_device.type != "cuda":
             self._register_torch_hook_off_cuda()
         else:

@@ -4,6 +4,7 @@ from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.compressors.alternating import AlternatingLowRank, AlternatingPowerSGD
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.cast import Cast
+from lightning_commopt.compressors.hierarchical import Hierarchical
 from lightning_commopt.compressors.powersgd import LowRank, PowerSGD
 from lightning_commopt.compressors.registry import compressor_from_config, compressor_names, compressor_to_config
 from lightning_commopt.compressors.wrappers import AfterSteps, BySize, ErrorFeedback
@@ -17,6 +18,7 @@ __all__ = [
     "Cast",
     "Compressor",
     "ErrorFeedback",
+    "Hierarchical",
     "Layout",
     "LowRank",
     "PowerSGD",

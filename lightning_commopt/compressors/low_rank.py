@@ -13,15 +13,13 @@ from numbers import Real
 from typing import NamedTuple
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout
-from lightning_commopt.compressors.settings import check_integer
+from lightning_commopt.compressors.settings import check_integer, say_once
 from lightning_commopt.kernels.low_rank import Matrix
 
 DEFAULT_EPSILON = 1e-12
-_said: set[str] = set()
 
 
 class Parts(NamedTuple):
@@ -130,13 +128,6 @@ class PowerIteration(Compressor):
         if device.type != "cuda":
             return [x.to(device) for x in rows]
         return [x.pin_memory().to(device, non_blocking=True) for x in rows]  # no wait for the device
-
-
-def say_once(message: str) -> None:
-    """Warns on rank 0, once for each message."""
-    if message not in _said:
-        _said.add(message)
-        rank_zero_warn(message)
 
 
 def take_others(flat: Tensor, residual: Tensor | None, parts: Parts, out: Tensor) -> None:

@@ -12,6 +12,7 @@ from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.compressors.alternating import AlternatingLowRank, AlternatingPowerSGD
 from lightning_commopt.compressors.base import Compressor
 from lightning_commopt.compressors.cast import Cast
+from lightning_commopt.compressors.hierarchical import Hierarchical
 from lightning_commopt.compressors.powersgd import LowRank, PowerSGD
 from lightning_commopt.compressors.wrappers import AfterSteps, BySize, ErrorFeedback
 
@@ -31,6 +32,7 @@ _BY_NAME: dict[str, _Entry] = {
     "fp16": _Entry(Cast, {"dtype": torch.float16}),
     "powersgd": _Entry(PowerSGD, {}),
     "alternating_powersgd": _Entry(AlternatingPowerSGD, {}),
+    "hierarchical": _Entry(Hierarchical, {}),
     "low_rank": _Entry(LowRank, {}),
     "alternating_low_rank": _Entry(AlternatingLowRank, {}),
     "error_feedback": _Entry(ErrorFeedback, {}),

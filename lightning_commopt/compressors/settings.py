@@ -1,10 +1,14 @@
-"""Checks of the settings of compressors."""
+"""Checks of the settings of compressors, and what is said of those that have no effect."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+_said: set[str] = set()
 
 
 def check_integer(name: str, value: Any, at_least: int) -> None:
@@ -46,3 +50,10 @@ def check_power_of_two(name: str, value: Any, at_least: int, at_most: int) -> No
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or not at_least <= value <= at_most or value & (value - 1):
         raise ValueError(f"{name} must be a power of two from {at_least} to {at_most}, got {value!r}")
+
+
+def say_once(message: str) -> None:
+    """Warns on rank 0, once for each message."""
+    if message not in _said:
+        _said.add(message)
+        rank_zero_warn(message)

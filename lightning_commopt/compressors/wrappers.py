@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 _UNCOMPRESSED = AllReduce()
 
 
-def _check_inner(inner: Compressor) -> None:
+def check_inner(inner: Compressor) -> None:
+    """Checks that a compressor is one.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if not isinstance(inner, Compressor):
         raise ValueError(f"inner must be a compressor, got {inner!r}")
 
@@ -49,7 +54,7 @@ class ErrorFeedback(Compressor):
     residual_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        _check_inner(self.inner)
+        check_inner(self.inner)
         check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
@@ -98,7 +103,7 @@ class AfterSteps(Compressor):
     start_step: int
 
     def __post_init__(self) -> None:
-        _check_inner(self.inner)
+        check_inner(self.inner)
         check_integer("start_step", self.start_step, at_least=0)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
@@ -146,7 +151,7 @@ class BySize(Compressor):
     min_numel: int
 
     def __post_init__(self) -> None:
-        _check_inner(self.inner)
+        check_inner(self.inner)
         check_integer("min_numel", self.min_numel, at_least=1)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:

@@ -1,0 +1,182 @@
+"""Full precision within a node, any compressor across nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.settings import check_integer, say_once
+from lightning_commopt.compressors.wrappers import check_inner
+
+if TYPE_CHECKING:
+    from lightning_commopt.channel import Channel
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Hierarchical(Compressor):
+    """Averages within each node without loss, and then with ``inner`` across nodes, each rank a part of the bucket.
+
+    A reduce-scatter within the node, ``inner`` among the ranks that have the same place in their nodes, and an
+    all-gather within the node. Each rank sends only its part to other nodes: the traffic across nodes falls by the
+    ranks per node even without compression. The parts are cut between rows of matrices, so that those stay matrices.
+    With one node only there is nothing to compress, and nothing is lost.
+
+    Attributes:
+        inner: the compressor across nodes.
+        ranks_per_node: consecutive ranks that make a node; None for as many as the launcher started on each.
+
+    Raises:
+        ValueError: ``inner`` is not a compressor, or ``ranks_per_node`` is below 1.
+
+    Source: hierarchical all-reduce as in Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4.1; they send
+    uncompressed sums across nodes.
+    """
+
+    inner: Compressor
+    ranks_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        check_inner(self.inner)
+        if self.ranks_per_node is not None:
+            check_integer("ranks_per_node", self.ranks_per_node, at_least=1)
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Returns an empty state: which part is this rank's, only the channel knows."""
+        return {"step": step}
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Runs a reduce-scatter within the node, the rounds of ``inner``, and an all-gather within the node."""
+        within, across = channel.within, channel.across
+        assert within is not None
+        assert across is not None
+        if residual is not None:
+            flat.add_(residual)
+        parts = shards(layout, within.size)
+        start, mine_layout = parts[within.rank]
+        if "inner" not in state:
+            state["rank_in_node"], state["ranks_per_node"] = within.rank, within.size
+            state["inner"] = self.inner.init(mine_layout, flat.device, state["step"])
+        state["step"] += 1
+
+        longest = max(part.numel for _, part in parts)
+        message = flat.new_zeros(within.size, longest)
+        for row, (begin, part) in zip(message, parts, strict=True):
+            row[: part.numel].copy_(flat[begin : begin + part.numel])
+        row = yield within.reduce_scatter(message.mul_(1 / within.size))
+        mine = row[: mine_layout.numel]
+        dropped = None if residual is None else torch.zeros_like(mine)
+        if across.size > 1:
+            yield from self.inner.rounds(mine, mine_layout, state["inner"], across, dropped)
+        gathered = yield within.all_gather(row)
+        for row, (begin, part) in zip(gathered, parts, strict=True):
+            flat[begin : begin + part.numel].copy_(row[: part.numel])
+        if residual is not None and dropped is not None:
+            finite = flat.isfinite().all()
+            residual.masked_fill_(finite, 0)
+            owed = dropped.mul_(within.size).masked_fill_(~finite, 0)  # it counts once in the mean over a node
+            residual[start : start + mine_layout.numel].add_(owed)
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns what the rank with the largest part sends across nodes."""
+        num_nodes = world_size // self._known_ranks_per_node()
+        parts = shards(layout, self._known_ranks_per_node())
+        return max(self.inner.wire_bytes(part, num_nodes) for _, part in parts)
+
+    def residual(self, layout: Layout, state: State) -> Tensor | None:
+        """Returns the residual of ``inner`` in this rank's part, as the mean over all ranks counts it."""
+        if "inner" not in state:
+            return None
+        start, part = shards(layout, state["ranks_per_node"])[state["rank_in_node"]]
+        of_part = self.inner.residual(part, state["inner"])
+        if of_part is None:
+            return None
+        residual = of_part.new_zeros(layout.numel)
+        residual[start : start + part.numel] = of_part * state["ranks_per_node"]
+        return residual
+
+    def _known_ranks_per_node(self) -> int:
+        if self.ranks_per_node is None:
+            raise ValueError("ranks_per_node must be given to know what crosses nodes without a running training")
+        return self.ranks_per_node
+
+
+def placed_on_nodes(compressor: Compressor, world_size: int, local_world_size: int) -> tuple[Compressor, int | None]:
+    """Tells a `Hierarchical`, wherever it stands in the composition, how many ranks there are on a node.
+
+    Args:
+        compressor: perhaps with a `Hierarchical` in it.
+        world_size: number of ranks.
+        local_world_size: ranks that the launcher started on each node.
+
+    Returns:
+        The compressor, and the ranks per node, None if there is no `Hierarchical` in it.
+
+    Raises:
+        ValueError: nodes of that many ranks cannot be made of all ranks.
+    """
+    if isinstance(compressor, Hierarchical):
+        ranks_per_node = compressor.ranks_per_node or local_world_size
+        if world_size % ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node must divide the number of ranks, {world_size}, got {ranks_per_node}"
+                f"{'' if compressor.ranks_per_node else ' (the ranks of this node)'}"
+            )
+        if ranks_per_node == world_size:
+            say_once("comm_hook: 'hierarchical' compresses nothing here: all ranks are on one node.")
+        return dataclasses.replace(compressor, ranks_per_node=ranks_per_node), ranks_per_node
+    inner = getattr(compressor, "inner", None)
+    if not isinstance(inner, Compressor):
+        return compressor, None
+    placed, found = placed_on_nodes(inner, world_size, local_world_size)
+    return (dataclasses.replace(compressor, inner=placed) if found else compressor), found  # type: ignore[type-var]
+
+
+@lru_cache(maxsize=1024)
+def shards(layout: Layout, num: int) -> tuple[tuple[int, Layout], ...]:
+    """Cuts a bucket into parts of about the same size, between rows of its matrices.
+
+    Args:
+        layout: of the bucket.
+        num: of parts.
+
+    Returns:
+        The first element of each part, and its layout.
+    """
+    cuts = [0, *(_nearest_row(layout, layout.numel * i // num) for i in range(1, num)), layout.numel]
+    return tuple((start, _between(layout, start, end)) for start, end in pairwise(cuts))
+
+
+def _nearest_row(layout: Layout, element: int) -> int:
+    """Returns the first element of the matrix row that begins nearest to an element."""
+    if element >= layout.numel:
+        return layout.numel
+    index = bisect_right(layout.offsets, element) - 1
+    k = max(1, layout.matrix_sides[index][1])
+    offset = layout.offsets[index]
+    return offset + round((element - offset) / k) * k
+
+
+def _between(layout: Layout, start: int, end: int) -> Layout:
+    """Returns the layout of a stretch of a bucket that begins and ends between rows."""
+    shapes: list[torch.Size] = []
+    strides: list[tuple[int, ...]] = []
+    for offset, numel, (_, k), shape, stride in zip(
+        layout.offsets, layout.numels, layout.matrix_sides, layout.shapes, layout.strides, strict=True
+    ):
+        size = min(end, offset + numel) - max(start, offset)
+        if size > 0:
+            whole = size == numel
+            shapes.append(shape if whole else torch.Size((size // k, k)))
+            strides.append(stride if whole else (k, 1))
+    return Layout(tuple(shapes), tuple(strides), layout.dtype)
