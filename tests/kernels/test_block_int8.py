@@ -1,0 +1,288 @@
+"""What the int8 arithmetic loses, against float64, and that its two forms agree."""
+
+import itertools
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_commopt.kernels import block_int8
+
+BOUND = 0.50005  # of a scale, for one rounding
+NUMELS = [1, 15, 64, 1000, 4099]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+BLOCK_SIZES = [16, 32, 64, 128, 256]
+
+
+def gradients(numel: int, world_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(world_size)]
+
+
+def empty_message(numel: int, world_size: int, block_size: int, device: str = "cpu") -> Tensor:
+    width = block_int8.shard_bytes(numel, world_size, block_size)
+    return torch.full((world_size, width), 0xAB, dtype=torch.uint8, device=device)
+
+
+def shard_of(residual: Tensor, rank: int, world_size: int, block_size: int) -> Tensor:
+    size = block_int8.shard_numel(residual.numel(), world_size, block_size)
+    return residual[rank * size : (rank + 1) * size]
+
+
+def decoded(message: Tensor, block_size: int) -> np.ndarray:
+    """What a message stands for, in float64, with what fills it up."""
+    codes, scales = (part.numpy().astype(np.float64) for part in block_int8.split(message, block_size))
+    return (codes * scales[..., None]).ravel()
+
+
+def scale_of_each(message: Tensor, block_size: int) -> np.ndarray:
+    return block_int8.split(message, block_size).scales.numpy().astype(np.float64).ravel().repeat(block_size)
+
+
+def padded(flat: Tensor, message: Tensor, block_size: int) -> np.ndarray:
+    whole = np.zeros(block_int8.split(message, block_size).codes.numel())
+    whole[: flat.numel()] = flat.double().numpy()
+    return whole
+
+
+class Step:
+    """One average among ranks in this process; the collectives are done by hand."""
+
+    def __init__(self, flats: list[Tensor], residuals: list[Tensor] | None, block_size: int) -> None:
+        self.flats, self.residuals, self.block_size = flats, residuals, block_size
+        self.world_size, numel, device = len(flats), flats[0].numel(), flats[0].device.type
+        self.sent = [empty_message(numel, self.world_size, block_size, device) for _ in flats]
+        for rank, flat in enumerate(flats):
+            block_int8.encode(flat, residuals[rank] if residuals else None, self.sent[rank], block_size)
+        self.encoded_residuals = [owed.clone() for owed in residuals or []]
+        self.received = [torch.stack([row[rank] for row in self.sent]) for rank in range(self.world_size)]
+        self.gathered = empty_message(numel, self.world_size, block_size, device)
+        for rank, received in enumerate(self.received):
+            block_int8.reduce(received, self.gathered[rank], self.shard(rank), block_size)
+        self.mean = torch.full_like(flats[0], 7)
+        block_int8.decode(self.gathered, self.mean, block_size)
+        self.finite = block_int8.is_finite(self.gathered, block_size)
+
+    def shard(self, rank: int) -> Tensor | None:
+        return shard_of(self.residuals[rank], rank, self.world_size, self.block_size) if self.residuals else None
+
+    def undo(self, finite: Tensor) -> None:
+        assert self.residuals
+        for rank, residual in enumerate(self.residuals):
+            shard = shard_of(residual, rank, self.world_size, self.block_size)
+            block_int8.undo_reduce(self.received[rank], self.gathered[rank], shard, finite, self.block_size)
+            block_int8.undo(self.flats[rank], residual, self.sent[rank], finite, self.block_size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("numel", NUMELS)
+def test_each_rounding_is_within_half_a_scale_of_float64(numel: int, block_size: int, dtype: torch.dtype) -> None:
+    for world_size in range(1, 5):
+        flats = gradients(numel, world_size, dtype)
+        before = [flat.clone() for flat in flats]
+        step = Step(flats, None, block_size)
+        shares = []
+        for flat, message in zip(flats, step.sent, strict=True):
+            c, scale = padded(flat.float(), message, block_size), scale_of_each(message, block_size)
+            top = np.abs(c).reshape(-1, block_size).max(1)
+            np.testing.assert_allclose(scale[::block_size], top / 127, rtol=1e-6)
+            assert block_int8.split(message, block_size).codes.min() >= -127
+            shares.append(decoded(message, block_size))
+            assert (np.abs(shares[-1] - c) <= BOUND * scale).all()
+            assert not shares[-1][numel:].any()
+        mean = np.mean(shares, axis=0)
+        got = decoded(step.gathered, block_size)
+        assert (np.abs(got - mean) <= BOUND * scale_of_each(step.gathered, block_size)).all()
+        torch.testing.assert_close(step.mean, torch.from_numpy(got[:numel]).float().to(dtype), rtol=0, atol=0)
+        assert step.finite
+        assert all(torch.equal(flat, old) for flat, old in zip(flats, before, strict=True))
+
+
+@pytest.mark.parametrize("outliers", [0, 10])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_mean_is_within_one_percent(world_size: int, outliers: int) -> None:
+    flats = gradients(300_000, world_size)
+    places = torch.arange(outliers) * 29_989 + 7
+    for flat in flats:
+        flat[places] = 1e4
+    exact = torch.stack(flats).double().mean(0)
+    error = Step(flats, None, 256).mean.double() - exact
+    assert error.norm() <= 0.01 * exact.norm()
+    small = torch.ones(300_000, dtype=torch.bool)
+    small[places] = False
+    # Two scales of a block without an outlier: what is smaller may well be rounded to zero.
+    zeroed = (error == -exact) & small & (exact.abs() > 0.05)
+    assert zeroed.sum() <= 0.01 * small.sum()
+    for place in places:
+        small[place // 256 * 256 :][:256] = False
+    assert error[small].norm() <= 0.01 * exact[small].norm()
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-3)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_what_was_sent_and_the_mean_residual_are_the_mean_gradient(
+    world_size: int, dtype: torch.dtype, atol: float
+) -> None:
+    """If this fails, part of a gradient is lost for good, or sent twice."""
+    residuals = [torch.zeros(1500, dtype=dtype) for _ in range(world_size)]
+    sent, given = torch.zeros(2, 1500, dtype=torch.float64)
+    for seed in range(20):
+        flats = gradients(1500, world_size, seed=seed)
+        given += torch.stack(flats).double().mean(0)
+        sent += Step(flats, residuals, 64).mean
+        owed = torch.stack(residuals).double().mean(0)
+        torch.testing.assert_close(sent + owed, given, rtol=0, atol=(seed + 1) * atol)
+    assert owed.abs().max() < 0.1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_that_is_not_finite_is_seen_by_all_and_undone(bad: float, dtype: torch.dtype) -> None:
+    flats = gradients(1000, 3, seed=1)
+    flats[1][500] = bad
+    residuals = [flat.mul(0.01).to(dtype) for flat in gradients(1000, 3, seed=2)]
+    before = [owed.clone() for owed in residuals]
+    block = slice(500 // 64 * 64, 500 // 64 * 64 + 64)
+
+    step = Step(flats, residuals, 64)
+
+    outside = torch.ones(1000, dtype=torch.bool)
+    outside[block] = False
+    assert not step.finite
+    assert not step.mean[block].isfinite().any()
+    assert step.mean[outside].isfinite().all()
+    assert torch.equal(step.encoded_residuals[1][block], before[1][block])
+    assert all(owed.isfinite().all() for owed in residuals)
+    step.undo(step.finite)
+    # In bfloat16 what `encode` and `reduce` left was rounded to 8 bits.
+    for owed, old in zip(residuals, before, strict=True):
+        torch.testing.assert_close(owed, old, rtol=0, atol=1e-6 if dtype == torch.float32 else 4e-4)
+
+
+def test_a_finite_step_is_not_undone() -> None:
+    residuals = gradients(1000, 2, seed=2)
+    step = Step(gradients(1000, 2), residuals, 64)
+    after = [owed.clone() for owed in residuals]
+    step.undo(step.finite)
+    assert all(torch.equal(owed, old) for owed, old in zip(residuals, after, strict=True))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-41, 1e-38, 1e-37, 1e-36, 1e-30, 1e30, 3e38, 3.4028234e38])
+def test_extreme_magnitudes_stay_finite_and_in_proportion(size: float) -> None:
+    flats = [torch.linspace(-1, 1, 257).mul(size) for _ in range(3)]
+    residuals = [torch.zeros(257) for _ in range(3)]
+    step = Step(flats, residuals, 32)
+    assert step.finite
+    assert all(owed.isfinite().all() for owed in residuals)
+    scale = scale_of_each(step.gathered, 32)[:257]
+    assert scale.max() <= max(size / 127 * (1 + 1e-6), 2.0**-126)
+    assert size or not scale.any()
+    # A block whose codes are all 0 has none, and what was lost of it was below the smallest.
+    scale = np.maximum(scale, 2.0**-126)
+    error = step.mean.double().numpy() - flats[0].double().numpy()
+    assert (np.abs(error) <= 2 * BOUND * scale * (1 + 1e-5)).all()
+
+
+def test_float64_beyond_float32_counts_as_infinite() -> None:
+    step = Step([torch.tensor([1e300, 1.0], dtype=torch.float64)], None, 16)
+    assert not step.finite
+
+
+def test_the_worked_example() -> None:
+    flat, residual = torch.tensor([1, -0.5, 0.1, 0]), torch.zeros(4)
+    message = empty_message(4, 1, 4)
+    block_int8.encode(flat, residual, message, 4)
+    assert block_int8.split(message, 4).codes.tolist() == [[[127, -64, 13, 0]]]
+    mean = torch.empty(4)
+    block_int8.decode(message, mean, 4)
+    torch.testing.assert_close(mean, torch.tensor([1, -0.5039, 0.1024, 0]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(residual, torch.tensor([0, 0.0039, -0.0024, 0]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_are_as_the_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Small buckets fit into one part; if this fails, large ones are wrong."""
+    steps = []
+    for stretch, chunk in ((2**20, 2**19), (512, 128), (64, 64)):
+        monkeypatch.setattr(block_int8, "_STRETCH_NUMEL", stretch)
+        monkeypatch.setattr(block_int8, "_CHUNK_NUMEL", chunk)
+        flats = gradients(5001, 2, seed=1)
+        flats[0][900] = float("nan")
+        residuals = [owed.to(dtype) for owed in gradients(5001, 2, seed=2)]
+        step = Step(flats, residuals, 64)
+        step.undo(step.finite)
+        steps.append([step.mean, *step.encoded_residuals, *residuals])
+    for other in steps[1:]:
+        torch.testing.assert_close(other, steps[0], rtol=0, atol=0, equal_nan=True)
+
+
+def fuses() -> bool:
+    """Whether torch rounds once in addcmul on this processor, as Triton's form does; else codes may differ by one."""
+    a = torch.full((64,), 1 + 2**-12)
+    return bool((torch.addcmul(-a * a, a, a) != 0).all())
+
+
+def results(
+    fused: bool, device: str, numel: int, world_size: int, block_size: int, dtype: torch.dtype, owed: torch.dtype | None
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The messages, the mean and the residuals of a step that is not finite if it has 1500 elements."""
+    flats = [flat.to(device) for flat in gradients(numel, world_size, dtype)]
+    flats[0][numel // 2] = float("nan") if numel == 1500 else 0
+    residuals = None
+    if owed is not None:
+        residuals = [x.mul(0.01).to(device, owed) for x in gradients(numel, world_size, seed=1)]
+    with mock.patch.object(block_int8, "use_triton", return_value=fused):
+        step = Step(flats, residuals, block_size)
+        after = [x.clone() for x in residuals or []]
+        if residuals:
+            step.undo(step.finite)
+    owes = [*step.encoded_residuals, *after, *(residuals or [])]
+    return [x.cpu() for x in (*step.sent, step.gathered)], [step.mean.cpu()], [x.cpu() for x in owes]
+
+
+def both_forms_agree(device: str, bfloat16_error: float) -> None:
+    """Compares every result of a step in Triton, on ``device``, to those in plain torch on CPU."""
+    owed_dtypes = (None, torch.float32, torch.bfloat16)
+    sizes = ((1, 1, 16), (300, 3, 16), (300, 2, 256), (1500, 3, 64))
+    for size, dtype, owed in itertools.product(sizes, DTYPES, owed_dtypes):
+        case = (*size, dtype, owed)
+        messages, mean, owes = results(False, "cpu", *case)
+        fused_messages, fused_mean, fused_owes = results(True, device, *case)
+        for message, fused in zip(messages, fused_messages, strict=True):
+            codes, scales = block_int8.split(message, case[2])
+            fused_codes, fused_scales = block_int8.split(fused, case[2])
+            torch.testing.assert_close(fused_scales, scales, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(fused_codes[scales.isfinite()], codes[scales.isfinite()])
+        mean_rtol = bfloat16_error if case[3] == torch.bfloat16 else 0
+        torch.testing.assert_close(fused_mean, mean, rtol=mean_rtol, atol=0, equal_nan=True)
+        owed_atol = 1e-3 if case[4] == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(fused_owes, owes, rtol=0, atol=owed_atol)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(not fuses(), reason="this processor rounds twice in addcmul")
+def test_triton_gives_the_bits_of_plain_torch_in_its_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "agree\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not fuses(), reason="this processor rounds twice in addcmul")
+def test_triton_gives_the_bits_of_plain_torch_on_cuda() -> None:
+    both_forms_agree("cuda", bfloat16_error=0)
+
+
+if __name__ == "__main__":
+    # The interpreter cuts bfloat16 off where devices round to nearest.
+    both_forms_agree("cpu", bfloat16_error=2**-7)
+    print("agree")
