@@ -193,8 +193,8 @@ class TestOpenLab:
 
     def test_time_runs_out(self):
         with NetLab(2) as lab:
-            with pytest.raises(RankError, match=r"rank 1 still ran after 2 s; its last output:\nNAMESPACES") as caught:
-                lab.run(["sh", "-c", f"{SAY_NAMESPACES}; [ $RANK = 0 ] || sleep 600"], timeout_s=2)
+            with pytest.raises(RankError, match=r"rank 1 still ran after 5 s; its last output:\nNAMESPACES") as caught:
+                lab.run(["sh", "-c", f"{SAY_NAMESPACES}; [ $RANK = 0 ] || sleep 600"], timeout_s=5)
             assert not processes_in({name for name in namespaces_in(caught.value.outputs[1]) if "pid" in name})
         assert caught.value.status is None
 
