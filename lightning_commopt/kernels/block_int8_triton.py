@@ -39,7 +39,7 @@ def reduce(shares: Parts, mean: Parts, residual_shard: Tensor | None) -> None:
     """Averages ``shares`` and quantises that to ``mean``."""
     owed = mean.scales if residual_shard is None else residual_shard
     numel = 0 if residual_shard is None else residual_shard.numel()
-    _launch(_reduce, mean, *shares, len(shares.codes), owed, numel)
+    _launch(_reduce, mean, *shares, owed, numel, WORLD_SIZE=len(shares.codes))
 
 
 def decode(parts: Parts, flat: Tensor) -> None:
@@ -54,10 +54,11 @@ def undo(flat: Tensor, residual: Tensor, parts: Parts, finite: Tensor) -> None:
 
 def undo_reduce(shares: Parts, mean: Parts, residual_shard: Tensor, finite: Tensor) -> None:
     """Takes back what `reduce` added, unless ``finite``."""
-    _launch(_undo_reduce, mean, *shares, len(shares.codes), residual_shard, residual_shard.numel(), finite)
+    numel, world_size = residual_shard.numel(), len(shares.codes)
+    _launch(_undo_reduce, mean, *shares, residual_shard, numel, finite, WORLD_SIZE=world_size)
 
 
-def _launch(kernel: Any, parts: Parts, *args: Any, **flags: bool) -> None:
+def _launch(kernel: Any, parts: Parts, *args: Any, **flags: int) -> None:
     """Runs ``kernel`` over all blocks of ``parts``."""
     world_size, num_blocks, block_size = parts.codes.shape
     tile = max(_TILE_NUMEL // block_size, 1)
@@ -86,11 +87,11 @@ def _read(codes, scales, row, blocks, num_blocks, B: tl.constexpr):
 
 
 @triton.jit
-def _average(codes, scales, world_size, blocks, num_blocks, TILE: tl.constexpr, B: tl.constexpr):
+def _average(codes, scales, blocks, num_blocks, WORLD_SIZE: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr):
     """Returns the mean ``(TILE, B)`` over the rows of a message."""
     mean = tl.zeros((TILE, B), tl.float32)
-    num_ranks = tl.full((TILE, 1), 0, tl.float32) + world_size
-    for rank in range(world_size):
+    num_ranks = tl.full((TILE, 1), WORLD_SIZE, tl.float32)
+    for rank in range(WORLD_SIZE):
         code, scale = _read(codes, scales, tl.program_id(1) + rank, blocks, num_blocks, B)
         mean = tl.fma(code, tl.broadcast_to(tl.div_rn(scale, num_ranks), (TILE, B)), mean)
     return mean
@@ -131,12 +132,21 @@ def _encode(
 
 @triton.jit
 def _reduce(
-    codes, scales, num_blocks, all_codes, all_scales, world_size, residual, numel, B: tl.constexpr, TILE: tl.constexpr
+    codes,
+    scales,
+    num_blocks,
+    all_codes,
+    all_scales,
+    residual,
+    numel,
+    WORLD_SIZE: tl.constexpr,
+    B: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     blocks, elements, inside = _positions(num_blocks, numel, TILE, B)
-    mean = _average(all_codes, all_scales, world_size, blocks, num_blocks, TILE, B)
+    mean = _average(all_codes, all_scales, blocks, num_blocks, WORLD_SIZE, TILE, B)
     rest, finite = _quantize(mean, codes, scales, blocks, num_blocks, TILE, B)
-    _add(residual, elements, rest * world_size, inside & finite)
+    _add(residual, elements, rest * WORLD_SIZE, inside & finite)
 
 
 @triton.jit
@@ -165,19 +175,19 @@ def _undo_reduce(
     num_blocks,
     all_codes,
     all_scales,
-    world_size,
     residual,
     numel,
     finite,
+    WORLD_SIZE: tl.constexpr,
     B: tl.constexpr,
     TILE: tl.constexpr,
 ):
     if tl.load(finite) == 0:
         blocks, elements, inside = _positions(num_blocks, numel, TILE, B)
-        mean = _average(all_codes, all_scales, world_size, blocks, num_blocks, TILE, B)
+        mean = _average(all_codes, all_scales, blocks, num_blocks, WORLD_SIZE, TILE, B)
         code, scale = _read(codes, scales, tl.program_id(1), blocks, num_blocks, B)
         rest = tl.fma(-code, tl.broadcast_to(scale, (TILE, B)), mean)
-        _add(residual, elements, rest * -world_size, inside & (scale < float("inf")))
+        _add(residual, elements, rest * -WORLD_SIZE, inside & (scale < float("inf")))
 
 
 @triton.jit

@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from unittest import mock
 
@@ -247,8 +248,14 @@ def results(
     return [x.cpu() for x in (*step.sent, step.gathered)], [step.mean.cpu()], [x.cpu() for x in owes]
 
 
-def both_forms_agree(device: str, bfloat16_error: float) -> None:
-    """Compares every result of a step in Triton, on ``device``, to those in plain torch on CPU."""
+def both_forms_agree(device: str, error: float, bfloat16_error: float) -> None:
+    """Compares every result of a step in Triton, on ``device``, to those in plain torch on CPU.
+
+    Args:
+        device: where Triton runs.
+        error: by how much scales may differ, relatively.
+        bfloat16_error: by how much a mean in bfloat16 may, relatively.
+    """
     owed_dtypes = (None, torch.float32, torch.bfloat16)
     sizes = ((1, 1, 16), (300, 3, 16), (300, 2, 256), (1500, 3, 64))
     for size, dtype, owed in itertools.product(sizes, DTYPES, owed_dtypes):
@@ -258,9 +265,9 @@ def both_forms_agree(device: str, bfloat16_error: float) -> None:
         for message, fused in zip(messages, fused_messages, strict=True):
             codes, scales = block_int8.split(message, case[2])
             fused_codes, fused_scales = block_int8.split(fused, case[2])
-            torch.testing.assert_close(fused_scales, scales, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(fused_scales, scales, rtol=error, atol=0, equal_nan=True)
             assert torch.equal(fused_codes[scales.isfinite()], codes[scales.isfinite()])
-        mean_rtol = bfloat16_error if case[3] == torch.bfloat16 else 0
+        mean_rtol = bfloat16_error if case[3] == torch.bfloat16 else error
         torch.testing.assert_close(fused_mean, mean, rtol=mean_rtol, atol=0, equal_nan=True)
         owed_atol = 1e-3 if case[4] == torch.bfloat16 else 1e-6
         torch.testing.assert_close(fused_owes, owes, rtol=0, atol=owed_atol)
@@ -279,10 +286,11 @@ def test_triton_gives_the_bits_of_plain_torch_in_its_interpreter() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(not fuses(), reason="this processor rounds twice in addcmul")
 def test_triton_gives_the_bits_of_plain_torch_on_cuda() -> None:
-    both_forms_agree("cuda", bfloat16_error=0)
+    both_forms_agree("cuda", error=0, bfloat16_error=0)
 
 
 if __name__ == "__main__":
-    # The interpreter cuts bfloat16 off where devices round to nearest.
-    both_forms_agree("cpu", bfloat16_error=2**-7)
+    # Triton's interpreter rounds twice in an fma before 3.9, and cuts bfloat16 off where devices round to nearest.
+    rounds_once = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
+    both_forms_agree("cpu", error=0 if rounds_once else 2**-22, bfloat16_error=2**-7)
     print("agree")
