@@ -5,6 +5,7 @@ from lightning_commopt.compressors.alternating import AlternatingLowRank, Altern
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.cast import Cast
 from lightning_commopt.compressors.hierarchical import Hierarchical
+from lightning_commopt.compressors.int8 import BlockInt8, Int8
 from lightning_commopt.compressors.powersgd import LowRank, PowerSGD
 from lightning_commopt.compressors.registry import compressor_from_config, compressor_names, compressor_to_config
 from lightning_commopt.compressors.wrappers import AfterSteps, BySize, ErrorFeedback
@@ -14,11 +15,13 @@ __all__ = [
     "AllReduce",
     "AlternatingLowRank",
     "AlternatingPowerSGD",
+    "BlockInt8",
     "BySize",
     "Cast",
     "Compressor",
     "ErrorFeedback",
     "Hierarchical",
+    "Int8",
     "Layout",
     "LowRank",
     "PowerSGD",

@@ -76,7 +76,7 @@ class Hierarchical(Compressor):
         row = yield within.reduce_scatter(message.mul_(1 / within.size))
         mine = row[: mine_layout.numel]
         dropped = None if residual is None else torch.zeros_like(mine)
-        if across.size > 1:
+        if across.size > 1 and mine.numel():  # a small bucket leaves some ranks without a part
             yield from self.inner.rounds(mine, mine_layout, state["inner"], across, dropped)
         gathered = yield within.all_gather(row)
         for row, (begin, part) in zip(gathered, parts, strict=True):

@@ -13,6 +13,7 @@ from lightning_commopt.compressors.alternating import AlternatingLowRank, Altern
 from lightning_commopt.compressors.base import Compressor
 from lightning_commopt.compressors.cast import Cast
 from lightning_commopt.compressors.hierarchical import Hierarchical
+from lightning_commopt.compressors.int8 import BlockInt8, Int8
 from lightning_commopt.compressors.powersgd import LowRank, PowerSGD
 from lightning_commopt.compressors.wrappers import AfterSteps, BySize, ErrorFeedback
 
@@ -32,9 +33,11 @@ _BY_NAME: dict[str, _Entry] = {
     "fp16": _Entry(Cast, {"dtype": torch.float16}),
     "powersgd": _Entry(PowerSGD, {}),
     "alternating_powersgd": _Entry(AlternatingPowerSGD, {}),
+    "int8": _Entry(Int8, {}),
     "hierarchical": _Entry(Hierarchical, {}),
     "low_rank": _Entry(LowRank, {}),
     "alternating_low_rank": _Entry(AlternatingLowRank, {}),
+    "block_int8": _Entry(BlockInt8, {}),
     "error_feedback": _Entry(ErrorFeedback, {}),
     "after_steps": _Entry(AfterSteps, {}),
     "by_size": _Entry(BySize, {}),

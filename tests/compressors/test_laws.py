@@ -18,11 +18,13 @@ from lightning_commopt.compressors import (
     AllReduce,
     AlternatingLowRank,
     AlternatingPowerSGD,
+    BlockInt8,
     BySize,
     Cast,
     Compressor,
     ErrorFeedback,
     Hierarchical,
+    Int8,
     LowRank,
     PowerSGD,
 )
@@ -47,6 +49,9 @@ WITH_FEEDBACK = {
     "alternating_rank_1": AlternatingPowerSGD(),
     "alternating_rank_2": AlternatingPowerSGD(matrix_rank=2, refresh_steps=5),
     "error_feedback_bf16_in_float32": ErrorFeedback(inner=BF16_IN_FLOAT32),
+    "int8": Int8(),
+    "int8_small_blocks": Int8(block_size=16, residual_dtype="bfloat16"),
+    "hierarchical_int8": Hierarchical(inner=Int8(block_size=16)),
     "hierarchical_powersgd": Hierarchical(inner=PowerSGD()),
     "feedback_around_hierarchical": ErrorFeedback(inner=Hierarchical(inner=LowRank(matrix_rank=2))),
     "powersgd_large_only": BySize(inner=PowerSGD(), min_numel=100),
@@ -61,6 +66,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "fp16": Cast(dtype=torch.float16),
     "low_rank": LowRank(matrix_rank=2),
     "alternating_low_rank": AlternatingLowRank(matrix_rank=2),
+    "block_int8": BlockInt8(block_size=16),
     "large_only_bf16": BySize(inner=BF16, min_numel=100),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -70,7 +76,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 NUM_STEPS = 16
 # A bf16 all-reduce rounds inside its sum, which no residual sees.
-TELESCOPING_TOLERANCE = {"error_feedback_bf16": 0.1, "feedback_around_by_size": 0.1, "powersgd_bf16_residual": 0.5}
+TELESCOPING_TOLERANCE = {
+    "error_feedback_bf16": 0.1,
+    "feedback_around_by_size": 0.1,
+    "powersgd_bf16_residual": 0.5,
+    "int8_small_blocks": 0.05,
+}
 
 
 class Net(nn.Module):

@@ -1,0 +1,97 @@
+"""Averages in int8 with one scale a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.composed import Composed
+from lightning_commopt.compressors.settings import check_power_of_two, check_switch
+from lightning_commopt.compressors.wrappers import ErrorFeedback
+from lightning_commopt.kernels import block_int8
+
+if TYPE_CHECKING:
+    from lightning_commopt.channel import Channel
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BlockInt8(Compressor):
+    """Rounds to int8 with one float32 scale a block, twice: each rank's gradients, and their mean.
+
+    Each rank quantises one shard for every peer, receives its own shard from all, sums it in float32, quantises the
+    mean again, and sends that to all. Lossy: each rounding is off by at most half a scale, 1/254 of the largest
+    magnitude in the block; of Gaussian gradients the mean is off by about 0.9 % in the 2-norm. An outlier costs the
+    precision of its own block only. Meant to stand inside `ErrorFeedback`, which sees both roundings.
+
+    Attributes:
+        block_size: elements that share a scale, a power of two. Smaller is more exact and sends more: ``1 + 4 /
+            block_size`` bytes an element.
+
+    Raises:
+        ValueError: ``block_size`` is not a power of two from 16 to 256.
+
+    Source: see `lightning_commopt.kernels.block_int8`.
+    """
+
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        check_power_of_two("block_size", self.block_size, at_least=16, at_most=256)
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Returns an empty state."""
+        return {}
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Sends one shard to each rank, then the mean of the own shard to all."""
+        size, mine = self.block_size, None
+        row_bytes = block_int8.shard_bytes(flat.numel(), channel.size, size)
+        message = flat.new_empty(channel.size, row_bytes, dtype=torch.uint8)
+        block_int8.encode(flat, residual, message, size)
+        received = yield channel.all_to_all(message)
+        mean = torch.empty_like(received[0])
+        if residual is not None:
+            numel = block_int8.shard_numel(flat.numel(), channel.size, size)
+            mine = residual[channel.rank * numel : (channel.rank + 1) * numel]
+        block_int8.reduce(received, mean, mine, size)
+        gathered = yield channel.all_gather(mean)
+        if residual is not None and mine is not None:
+            finite = block_int8.is_finite(gathered, size)
+            block_int8.undo_reduce(received, mean, mine, finite, size)
+            block_int8.undo(flat, residual, message, finite, size)
+        block_int8.decode(gathered, flat, size)
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns one byte an element and four a block, with what fills up the last blocks."""
+        return world_size * block_int8.shard_bytes(layout.numel, world_size, self.block_size)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Int8(Composed):
+    """Int8 as it is used: `BlockInt8` with `ErrorFeedback`.
+
+    Attributes:
+        block_size: elements that share a scale, a power of two from 16 to 256.
+        error_feedback: send later what a step rounded off.
+        residual_dtype: of what is sent later, "float32" or "bfloat16".
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    block_size: int = 128
+    error_feedback: bool = True
+    residual_dtype: str = "float32"
+
+    def _compose(self) -> Compressor:
+        check_switch("error_feedback", self.error_feedback)
+        inner = BlockInt8(block_size=self.block_size)
+        return ErrorFeedback(inner=inner, residual_dtype=self.residual_dtype) if self.error_feedback else inner
