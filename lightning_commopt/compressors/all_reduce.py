@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.kernels.finite import all_finite
 
 if TYPE_CHECKING:
     from lightning_commopt.channel import Channel
@@ -31,7 +32,7 @@ class AllReduce(Compressor):
             flat.add_(residual)
         yield channel.all_reduce(flat.mul_(1 / channel.size))
         if residual is not None:
-            residual.masked_fill_(flat.isfinite().all(), 0)
+            residual.masked_fill_(all_finite(flat), 0)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns the bytes of the bucket."""

@@ -17,15 +17,15 @@ from lightning_commopt.compressors.composed import Composed
 from lightning_commopt.compressors.low_rank import (
     DEFAULT_EPSILON,
     PowerIteration,
-    orthonormal,
     put_others,
     take_others,
-    views,
 )
 from lightning_commopt.compressors.settings import check_switch
 from lightning_commopt.compressors.wrappers import AfterSteps, ErrorFeedback
 from lightning_commopt.kernels.chunks import wide_dtype
+from lightning_commopt.kernels.finite import all_finite
 from lightning_commopt.kernels.low_rank import multiply_columns, multiply_rows, settle
+from lightning_commopt.kernels.orthonormal import orthonormalize
 
 if TYPE_CHECKING:
     from lightning_commopt.channel import Channel
@@ -46,8 +46,8 @@ class AlternatingLowRank(PowerIteration):
         matrix_rank: columns of the factors, ``r``; a matrix with a shorter side gets as many as that side.
         min_compression_rate: a matrix is compressed if ``m * k > min_compression_rate * r * (m + k)``.
         refresh_steps: exchanges after which the iteration begins again with random factors; None for never.
-        epsilon: added to the norm of a column, in units of its largest element, when it is normalised; for
-            ``matrix_rank`` 1 only, as a QR decomposition needs none.
+        epsilon: added to the norm of a column, in units of that norm, when it is normalised; for ``matrix_rank`` 1
+            only.
         seed: of the random factors, the same on all ranks.
 
     Raises:
@@ -74,28 +74,24 @@ class AlternatingLowRank(PowerIteration):
         state["step"] += 1
         bucket = flat.to(wide_dtype(layout.dtype))  # itself, unless it is narrow
         sends_q = step % 2 == 1
-        sent, kept, shapes = ("qs", "ps", parts.q_shapes) if sends_q else ("ps", "qs", parts.p_shapes)
-
-        num_factors = sum(rank * side for rank, side in shapes)
-        message = bucket.new_empty(num_factors + parts.num_others)
-        means = views(message, shapes)
+        sent, kept, shapes = ("q", "p", parts.q_shapes) if sends_q else ("p", "q", parts.p_shapes)
         multiply = multiply_columns if sends_q else multiply_rows
-        multiply(bucket, residual, parts.matrices, state[kept], means)
-        own = views(message[:num_factors].clone(), shapes)
+
+        num_factors = sum(r * side for r, side in shapes)
+        message = bucket.new_empty(num_factors + parts.num_others)
+        mean = message[:num_factors]
+        multiply(bucket, residual, parts.matrices, state[kept], mean)
+        own = mean.clone()
         take_others(bucket, residual, parts, message[num_factors:])
         yield channel.all_reduce(message.mul_(1 / channel.size))
-        finite = message.isfinite().all()
+        finite = all_finite(message)
 
-        def pairs(factors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-            ps, qs = (state[kept], factors) if sends_q else (factors, state[kept])
-            return list(zip(ps, qs, strict=True))
+        def pair(factors: Tensor) -> tuple[Tensor, Tensor]:
+            return (state[kept], factors) if sends_q else (factors, state[kept])
 
-        settle(bucket, residual, parts.matrices, pairs(own), pairs(means), finite)
+        settle(bucket, residual, parts.matrices, pair(own), pair(mean), finite)
         put_others(bucket, residual, parts, message[num_factors:], finite)
-        state[sent] = [
-            torch.where(finite, orthonormal(torch.where(finite, mean, 0), old, self.epsilon), old)
-            for mean, old in zip(means, state[sent], strict=True)
-        ]
+        state[sent] = orthonormalize(mean, shapes, state[sent], self.epsilon, finite)
         if bucket is not flat:
             flat.copy_(bucket)
         return None
@@ -108,10 +104,11 @@ class AlternatingLowRank(PowerIteration):
         num_factors = sum(rank * side for rank, side in [*parts.p_shapes, *parts.q_shapes])
         return (num_factors + 2 * parts.num_others) * wide_dtype(layout.dtype).itemsize // 2
 
-    def _random_bases(self, layout: Layout, device: torch.device, step: int) -> dict[str, list[Tensor]]:
+    def _random_bases(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
         parts = self._cut(layout)
-        both = self._random_factors([*parts.p_shapes, *parts.q_shapes], device, wide_dtype(layout.dtype), step)
-        return {"ps": both[: len(parts.matrices)], "qs": both[len(parts.matrices) :]}
+        both = self._random_factors(parts.p_shapes + parts.q_shapes, device, wide_dtype(layout.dtype), step)
+        num_p = sum(r * m for r, m in parts.p_shapes)
+        return {"p": both[:num_p].clone(), "q": both[num_p:].clone()}
 
 
 @final

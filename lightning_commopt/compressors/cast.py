@@ -10,7 +10,9 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.settings import check_choice
-from lightning_commopt.kernels.cast import keep_rest, narrow
+from lightning_commopt.kernels.cast import add_lost, narrow, settle
+from lightning_commopt.kernels.chunks import wide_dtype
+from lightning_commopt.kernels.finite import all_finite
 
 if TYPE_CHECKING:
     from lightning_commopt.channel import Channel
@@ -61,28 +63,30 @@ class Cast(Compressor):
         message = flat.new_empty(flat.numel(), dtype=dtype)
         narrow(flat, residual, scale, message)
         mean = yield channel.all_reduce(message)
-        if residual is not None:
-            keep_rest(flat, residual, scale, dtype, mean.isfinite().all())
-        flat.copy_(mean)
+        if residual is None:
+            flat.copy_(mean)
+        else:
+            settle(flat, residual, mean, scale, all_finite(mean))
         return None
 
     def _two_rounds(self, flat: Tensor, layout: Layout, channel: Channel, residual: Tensor | None) -> Rounds:
         """Shapes: ``W`` shards of ``s`` elements; the last ones may be padded, or padding only."""
         scale, dtype, n = 1 / channel.size, self._wire_dtype(layout), flat.numel()
         s = -(-n // channel.size)
-        message = flat.new_zeros(channel.size * s, dtype=dtype)
+        message = flat.new_empty(channel.size * s, dtype=dtype)
+        message[n:].zero_()
         narrow(flat, residual, scale, message[:n])
         received = yield channel.all_to_all(message.view(channel.size, s))
-        mean = received.sum(0, dtype=torch.promote_types(layout.dtype, torch.float32))
+        mean = received.sum(0, dtype=wide_dtype(layout.dtype))
         rounded = mean.to(dtype)
         gathered = (yield channel.all_gather(rounded)).view(-1)[:n]
-        if residual is not None:
-            finite = gathered.isfinite().all()
-            keep_rest(flat, residual, scale, dtype, finite)
+        if residual is None:
+            flat.copy_(gathered)
+        else:
+            finite = all_finite(gathered)
+            settle(flat, residual, gathered, scale, finite)
             mine = residual[channel.rank * s : (channel.rank + 1) * s]
-            lost = mean.sub_(rounded).mul_(channel.size).masked_fill_(~finite, 0)
-            mine.add_(lost[: mine.numel()])
-        flat.copy_(gathered)
+            add_lost(mine, mean[: mine.numel()], rounded[: mine.numel()], channel.size, finite)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns two bytes an element."""

@@ -6,7 +6,6 @@ Shapes: a gradient as a matrix ``M`` ``(m, k)``; its factors, stored transposed,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout
 from lightning_commopt.compressors.settings import check_integer, say_once
-from lightning_commopt.kernels.low_rank import Matrix
+from lightning_commopt.kernels.low_rank import Matrix, p_shapes, q_shapes
+from lightning_commopt.kernels.orthonormal import orthonormal
 
 DEFAULT_EPSILON = 1e-12
 
@@ -27,28 +27,31 @@ class Parts(NamedTuple):
 
     Attributes:
         matrices: that are compressed.
-        ranks: columns of the factors of each, ``r``.
         others: begin and end of each stretch of the bucket that is sent as it is.
     """
 
     matrices: tuple[Matrix, ...]
-    ranks: tuple[int, ...]
     others: tuple[tuple[int, int], ...]
+
+    @property
+    def sizes_of_others(self) -> list[int]:
+        """Elements of each stretch that is sent as it is."""
+        return [end - start for start, end in self.others]
 
     @property
     def num_others(self) -> int:
         """Elements that are sent as they are."""
-        return sum(end - start for start, end in self.others)
+        return sum(self.sizes_of_others)
 
     @property
-    def p_shapes(self) -> list[tuple[int, int]]:
+    def p_shapes(self) -> tuple[tuple[int, int], ...]:
         """``(r, m)`` of each matrix."""
-        return [(rank, matrix.m) for rank, matrix in zip(self.ranks, self.matrices, strict=True)]
+        return p_shapes(self.matrices)
 
     @property
-    def q_shapes(self) -> list[tuple[int, int]]:
+    def q_shapes(self) -> tuple[tuple[int, int], ...]:
         """``(r, k)`` of each matrix."""
-        return [(rank, matrix.k) for rank, matrix in zip(self.ranks, self.matrices, strict=True)]
+        return q_shapes(self.matrices)
 
 
 @lru_cache(maxsize=1024)
@@ -61,18 +64,16 @@ def cut(layout: Layout, matrix_rank: int, min_compression_rate: float) -> Parts:
         min_compression_rate: ``m * k / (r * (m + k))`` from which on a matrix is compressed.
     """
     matrices: list[Matrix] = []
-    ranks: list[int] = []
     others: list[tuple[int, int]] = []
     for start, (m, k) in zip(layout.offsets, layout.matrix_sides, strict=True):
         rank, end = min(matrix_rank, m, k), start + m * k
         if min(m, k) > 1 and m * k > min_compression_rate * rank * (m + k):
-            matrices.append(Matrix(start, m, k))
-            ranks.append(rank)
+            matrices.append(Matrix(start, m, k, rank))
         elif others and others[-1][1] == start:
             others[-1] = others[-1][0], end
         else:
             others.append((start, end))
-    return Parts(tuple(matrices), tuple(ranks), tuple(others))
+    return Parts(tuple(matrices), tuple(others))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +84,8 @@ class PowerIteration(Compressor):
         matrix_rank: columns of the factors, ``r``; a matrix with a shorter side gets as many as that side.
         min_compression_rate: a matrix is compressed if ``m * k > min_compression_rate * r * (m + k)``.
         refresh_steps: exchanges after which the iteration begins again with random factors; None for never.
-        epsilon: added to the norm of a column, in units of its largest element, when it is normalised; for
-            ``matrix_rank`` 1 only, as a QR decomposition needs none.
+        epsilon: added to the norm of a column, in units of that norm, when it is normalised; for ``matrix_rank`` 1
+            only.
         seed: of the random factors, the same on all ranks.
     """
 
@@ -118,16 +119,17 @@ class PowerIteration(Compressor):
             )
 
     def _random_factors(
-        self, shapes: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype, step: int
-    ) -> list[Tensor]:
-        """Returns orthonormal rows; the same on every rank."""
+        self, shapes: tuple[tuple[int, int], ...], device: torch.device, dtype: torch.dtype, step: int
+    ) -> Tensor:
+        """Returns factors with orthonormal rows, one behind another; the same on every rank."""
         # Drawn on the CPU, whose generator gives the same numbers on every kind of machine.
         generator = torch.Generator().manual_seed(self.seed + step)
         drawn = [torch.randn(shape, generator=generator) for shape in shapes]
-        rows = [orthonormal(x, x, self.epsilon).to(dtype) for x in drawn]
+        rows = [orthonormal(x, x, self.epsilon).flatten() for x in drawn]
+        factors = torch.cat([torch.empty(0), *rows]).to(dtype)
         if device.type != "cuda":
-            return [x.to(device) for x in rows]
-        return [x.pin_memory().to(device, non_blocking=True) for x in rows]  # no wait for the device
+            return factors.to(device)
+        return factors.pin_memory().to(device, non_blocking=True)  # no wait for the device
 
 
 def take_others(flat: Tensor, residual: Tensor | None, parts: Parts, out: Tensor) -> None:
@@ -140,28 +142,9 @@ def take_others(flat: Tensor, residual: Tensor | None, parts: Parts, out: Tensor
 
 def put_others(flat: Tensor, residual: Tensor | None, parts: Parts, means: Tensor, finite: Tensor) -> None:
     """Writes the averages of what is not compressed; nothing of it is owed after a finite step."""
-    stretches = [flat[start:end] for start, end in parts.others]
-    for stretch, mean in zip(stretches, means.split([len(stretch) for stretch in stretches]), strict=True):
-        stretch.copy_(mean)
+    if not parts.others:
+        return
+    torch._foreach_copy_([flat[start:end] for start, end in parts.others], means.split(parts.sizes_of_others))
     if residual is not None:
-        for start, end in parts.others:
-            residual[start:end].masked_fill_(finite, 0)
-
-
-def views(message: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Returns views of these shapes, one behind the other, of the beginning of a message."""
-    sizes = [rows * columns for rows, columns in shapes]
-    parts = message[: sum(sizes)].split(sizes) if sizes else ()
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def orthonormal(x: Tensor, fallback: Tensor, epsilon: float = DEFAULT_EPSILON) -> Tensor:
-    """Returns an orthonormal basis of the rows of ``x`` ``(r, m)``; ``fallback`` for a single row of zeros.
-
-    By QR instead of Gram-Schmidt, so that a matrix of a rank below ``r`` keeps all its rows in use.
-    """
-    if len(x) > 1:
-        return torch.linalg.qr(x.T).Q.T.contiguous()
-    x = x / x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)  # the square of a large number overflows
-    norm = torch.linalg.vector_norm(x)
-    return torch.where(norm > 0, x / (norm + epsilon), fallback)
+        owed = [residual[start:end] for start, end in parts.others]
+        torch._foreach_mul_(owed, (~finite).to(residual.dtype))  # it is always finite itself

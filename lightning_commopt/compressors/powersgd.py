@@ -17,15 +17,15 @@ from lightning_commopt.compressors.composed import Composed
 from lightning_commopt.compressors.low_rank import (
     DEFAULT_EPSILON,
     PowerIteration,
-    orthonormal,
     put_others,
     take_others,
-    views,
 )
 from lightning_commopt.compressors.settings import check_switch
 from lightning_commopt.compressors.wrappers import AfterSteps, ErrorFeedback
 from lightning_commopt.kernels.chunks import wide_dtype
+from lightning_commopt.kernels.finite import all_finite
 from lightning_commopt.kernels.low_rank import multiply_columns, multiply_rows, settle
+from lightning_commopt.kernels.orthonormal import orthonormalize
 
 if TYPE_CHECKING:
     from lightning_commopt.channel import Channel
@@ -46,8 +46,8 @@ class LowRank(PowerIteration):
         matrix_rank: columns of the factors, ``r``; a matrix with a shorter side gets as many as that side.
         min_compression_rate: a matrix is compressed if ``m * k > min_compression_rate * r * (m + k)``.
         refresh_steps: exchanges after which the iteration begins again with random factors; None for never.
-        epsilon: added to the norm of a column, in units of its largest element, when it is normalised; for
-            ``matrix_rank`` 1 only, as a QR decomposition needs none.
+        epsilon: added to the norm of a column, in units of that norm, when it is normalised; for ``matrix_rank`` 1
+            only.
         seed: of the random ``Q``, the same on all ranks.
         warm_start: begin with the last step's ``Q``, so that the power iteration goes on from step to step; else
             with a new random one.
@@ -70,7 +70,7 @@ class LowRank(PowerIteration):
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the count of exchanges and a random ``Q`` for every matrix."""
         self._say_what_is_clamped(layout)
-        return {"step": step, "qs": self._random_qs(layout, device, step)}
+        return {"step": step, "q": self._random_q(layout, device, step)}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
@@ -80,34 +80,28 @@ class LowRank(PowerIteration):
         if not parts.matrices:
             return (yield from _UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
         if state["step"] and self._starts_anew(state["step"]):
-            state["qs"] = self._random_qs(layout, flat.device, state["step"])
+            state["q"] = self._random_q(layout, flat.device, state["step"])
         state["step"] += 1
+        matrices, q = parts.matrices, state["q"]
         bucket = flat.to(dtype)  # itself, unless it is narrow
 
-        num_p = sum(rank * m for rank, m in parts.p_shapes)
+        num_p = sum(r * m for r, m in parts.p_shapes)
         message = bucket.new_empty(num_p + parts.num_others)
-        ps = views(message, parts.p_shapes)
-        multiply_rows(bucket, residual, parts.matrices, state["qs"], ps)
+        multiply_rows(bucket, residual, matrices, q, message[:num_p])
         take_others(bucket, residual, parts, message[num_p:])
         yield channel.all_reduce(message.mul_(1 / channel.size))
-        finite = message.isfinite().all()
-        ps = [orthonormal(torch.where(finite, p, 0), torch.zeros_like(p), self.epsilon) for p in ps]
+        finite = all_finite(message)
+        p = orthonormalize(message[:num_p], parts.p_shapes, None, self.epsilon, finite)
 
-        own = [bucket.new_empty(shape) for shape in parts.q_shapes]
-        multiply_columns(bucket, None, parts.matrices, ps, own)
-        means = torch.cat([q.view(-1) for q in own])
-        yield channel.all_reduce(means.mul_(1 / channel.size))
-        finite = finite & means.isfinite().all()
-        qs = views(means, parts.q_shapes)
+        own_q = torch.empty_like(q)
+        multiply_columns(bucket, None, matrices, p, own_q)
+        mean_q = own_q * (1 / channel.size)
+        yield channel.all_reduce(mean_q)
+        finite = finite & all_finite(mean_q)
 
-        settle(
-            bucket, residual, parts.matrices, list(zip(ps, own, strict=True)), list(zip(ps, qs, strict=True)), finite
-        )
+        settle(bucket, residual, matrices, (p, own_q), (p, mean_q), finite)
         put_others(bucket, residual, parts, message[num_p:], finite)
-        state["qs"] = [
-            torch.where(finite, orthonormal(torch.where(finite, q, 0), old, self.epsilon), old)
-            for q, old in zip(qs, state["qs"], strict=True)
-        ]
+        state["q"] = orthonormalize(mean_q, parts.q_shapes, q, self.epsilon, finite)
         if bucket is not flat:
             flat.copy_(bucket)
         return None
@@ -123,7 +117,7 @@ class LowRank(PowerIteration):
     def _starts_anew(self, step: int) -> bool:
         return not self.warm_start or (self.refresh_steps is not None and step % self.refresh_steps == 0)
 
-    def _random_qs(self, layout: Layout, device: torch.device, step: int) -> list[Tensor]:
+    def _random_q(self, layout: Layout, device: torch.device, step: int) -> Tensor:
         return self._random_factors(self._cut(layout).q_shapes, device, wide_dtype(layout.dtype), step)
 
 

@@ -1,7 +1,11 @@
 """Rounding to a narrower dtype, and what that drops.
 
+With ``c = flat + residual``, what is sent of it is ``rounded(c * scale)``, and what stays behind for the next step is
+``c - rounded(c * scale) / scale``. Example in bfloat16, whose numbers above 0.5 are 2**-8 apart, with ``scale = 0.5``:
+``flat = [1]`` and ``residual = [2**-10]`` send ``[0.5]`` and keep ``[2**-10]``.
+
 Plain torch forms, which define the operations and run on CPU in chunks that stay in its cache, so that a bucket passes
-through memory once. On CUDA one fused kernel each.
+through memory once. On CUDA one fused kernel each, with the same bits.
 """
 
 from __future__ import annotations
@@ -34,26 +38,25 @@ def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> 
     return None
 
 
-def keep_rest(flat: Tensor, residual: Tensor, scale: float, dtype: torch.dtype, finite: Tensor) -> None:
-    """Replaces ``residual`` by what `narrow` dropped, if the step was finite.
-
-    ``c = flat + residual``; ``residual = c - widened(narrowed(c * scale)) / scale``.
+def settle(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Tensor) -> None:
+    """Replaces ``residual`` by what `narrow` dropped, if the step was finite, and then ``flat`` by the mean.
 
     Args:
-        flat: ``(n,)`` as `narrow` had it.
+        flat: ``(n,)`` as `narrow` had it; overwritten.
         residual: ``(n,)`` as `narrow` had it; updated in place.
+        mean: ``(n,)`` what came of all that was sent, in the dtype of ``out`` in `narrow`.
         scale: as `narrow` had it.
-        dtype: of ``out`` in `narrow`.
-        finite: 0-dim bool; if it is false, ``residual`` stays.
+        finite: 0-dim bool; if it is false, ``residual`` stays. On CUDA nobody waits for it.
     """
     if use_triton(flat):
         from lightning_commopt.kernels import cast_triton
 
-        return cast_triton.keep_rest(flat, residual, scale, dtype, finite)
+        return cast_triton.settle(flat, residual, mean, scale, finite)
     if not finite:
+        flat.copy_(mean)
         return None
     corrected, scaled = flat.new_empty(2, min(CHUNK_NUMEL, flat.numel()), dtype=wide_dtype(flat.dtype))
-    sent = torch.empty_like(scaled, dtype=dtype)
+    sent = torch.empty_like(scaled, dtype=mean.dtype)
     for start in range(0, flat.numel(), CHUNK_NUMEL):
         chunk = slice(start, start + CHUNK_NUMEL)
         part = flat[chunk]
@@ -61,4 +64,24 @@ def keep_rest(flat: Tensor, residual: Tensor, scale: float, dtype: torch.dtype, 
         whole = add_up(part, residual[chunk], corrected[:size])
         rounded = sent[:size].copy_(torch.mul(whole, scale, out=scaled[:size]))
         residual[chunk].copy_(whole.sub_(scaled[:size].copy_(rounded).mul_(1 / scale)))
+        part.copy_(mean[chunk])
+    return None
+
+
+def add_lost(residual: Tensor, values: Tensor, rounded: Tensor, factor: int, finite: Tensor) -> None:
+    """Adds ``(values - rounded) * factor`` to ``residual``, if the step was finite.
+
+    Args:
+        residual: ``(n,)`` floating point; updated in place.
+        values: ``(n,)`` float32 or float64; overwritten.
+        rounded: ``(n,)`` the same, rounded.
+        factor: how many times what is lost is owed.
+        finite: 0-dim bool; if it is false, ``residual`` stays. On CUDA nobody waits for it.
+    """
+    if use_triton(values):
+        from lightning_commopt.kernels import cast_triton
+
+        return cast_triton.add_lost(residual, values, rounded, factor, finite)
+    if finite:
+        residual.add_(values.sub_(rounded).mul_(factor))
     return None

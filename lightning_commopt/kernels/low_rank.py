@@ -1,7 +1,12 @@
 """Products of all matrices of a bucket with thin factors.
 
 Shapes: a matrix ``M`` ``(m, k)``, contiguous within the bucket; its factors, stored transposed, ``P`` ``(r, m)`` and
-``Q`` ``(r, k)``; the matrix that they stand for is ``P.T @ Q``.
+``Q`` ``(r, k)``; the matrix that they stand for is ``P.T @ Q``. The factors of all matrices of a bucket lie one behind
+another in one tensor: ``p`` ``(sum of r * m,)`` and ``q`` ``(sum of r * k,)``.
+
+Example: the bucket ``[1, 2, 3, 4, 5]`` holds ``Matrix(start=1, m=2, k=2, r=1)``, which is ``[[2, 3], [4, 5]]``. With
+``q = [1, 0]``, its first column, `multiply_rows` gives ``p = [2, 4]``; with ``p = [0, 1]`` `multiply_columns` gives its
+last row, ``q = [4, 5]``, and `settle` turns the bucket into ``[1, 0, 0, 4, 5]``, with ``[2, 3, 0, 0]`` in the residual.
 
 Plain torch forms, which define the operations and run on CPU in chunks that stay in its cache. On CUDA one fused kernel
 each, for all matrices at once.
@@ -19,74 +24,88 @@ from lightning_commopt.kernels.chunks import CHUNK_NUMEL, use_triton
 
 
 class Matrix(NamedTuple):
-    """Where a matrix lies in its bucket.
+    """Where a matrix lies in its bucket, and how thin its factors are.
 
     Attributes:
         start: its first element.
         m: rows.
         k: columns.
+        r: rows of each of its factors.
     """
 
     start: int
     m: int
     k: int
+    r: int
 
     def of(self, flat: Tensor) -> Tensor:
         """Returns the view ``(m, k)`` of a bucket."""
         return flat[self.start : self.start + self.m * self.k].view(self.m, self.k)
 
 
-def multiply_rows(
-    flat: Tensor, residual: Tensor | None, matrices: Sequence[Matrix], qs: Sequence[Tensor], ps: Sequence[Tensor]
-) -> None:
+def p_shapes(matrices: Sequence[Matrix]) -> tuple[tuple[int, int], ...]:
+    """Returns ``(r, m)`` of each matrix."""
+    return tuple((matrix.r, matrix.m) for matrix in matrices)
+
+
+def q_shapes(matrices: Sequence[Matrix]) -> tuple[tuple[int, int], ...]:
+    """Returns ``(r, k)`` of each matrix."""
+    return tuple((matrix.r, matrix.k) for matrix in matrices)
+
+
+def views(factors: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Returns views of these shapes of factors that lie one behind another."""
+    parts = factors.split([rows * columns for rows, columns in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def multiply_rows(flat: Tensor, residual: Tensor | None, matrices: tuple[Matrix, ...], q: Tensor, p: Tensor) -> None:
     """Sets ``P = Q @ M.T`` for every matrix, after adding the residual to it.
 
     Args:
         flat: ``(n,)`` the bucket, float32 or float64; ``residual`` is added to its matrices in place.
         residual: ``(n,)`` of any floating-point dtype, or None for zeros.
         matrices: of the bucket.
-        qs: ``(r, k)`` for each matrix, of the dtype of ``flat``.
-        ps: ``(r, m)`` for each matrix, of the same dtype; overwritten.
+        q: ``(sum of r * k,)``, of the dtype of ``flat``.
+        p: ``(sum of r * m,)``, of the same dtype; overwritten.
     """
     if use_triton(flat):
         from lightning_commopt.kernels import low_rank_triton
 
-        return low_rank_triton.multiply_rows(flat, residual, matrices, qs, ps)
-    for matrix, q, p in zip(matrices, qs, ps, strict=True):
+        return low_rank_triton.multiply_rows(flat, residual, matrices, q, p)
+    for matrix, its_q, its_p in zip(matrices, views(q, q_shapes(matrices)), views(p, p_shapes(matrices)), strict=True):
         for rows, part in _corrected_rows(flat, residual, matrix):
-            torch.mm(q, part.T, out=p[:, rows])
+            torch.mm(its_q, part.T, out=its_p[:, rows])
     return None
 
 
-def multiply_columns(
-    flat: Tensor, residual: Tensor | None, matrices: Sequence[Matrix], ps: Sequence[Tensor], qs: Sequence[Tensor]
-) -> None:
+def multiply_columns(flat: Tensor, residual: Tensor | None, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor) -> None:
     """Sets ``Q = P @ M`` for every matrix, after adding the residual to it.
 
     Args:
         flat: ``(n,)`` the bucket, float32 or float64; ``residual`` is added to its matrices in place.
         residual: ``(n,)`` of any floating-point dtype, or None for zeros.
         matrices: of the bucket.
-        ps: ``(r, m)`` for each matrix, of the dtype of ``flat``.
-        qs: ``(r, k)`` for each matrix, of the same dtype; overwritten.
+        p: ``(sum of r * m,)``, of the dtype of ``flat``.
+        q: ``(sum of r * k,)``, of the same dtype; overwritten.
     """
     if use_triton(flat):
         from lightning_commopt.kernels import low_rank_triton
 
-        return low_rank_triton.multiply_columns(flat, residual, matrices, ps, qs)
-    for matrix, p, q in zip(matrices, ps, qs, strict=True):
-        q.zero_()
+        return low_rank_triton.multiply_columns(flat, residual, matrices, p, q)
+    q.zero_()
+    for matrix, its_p, its_q in zip(matrices, views(p, p_shapes(matrices)), views(q, q_shapes(matrices)), strict=True):
         for rows, part in _corrected_rows(flat, residual, matrix):
-            q.addmm_(p[:, rows], part)
+            its_q.addmm_(its_p[:, rows], part)
     return None
 
 
 def settle(
     flat: Tensor,
     residual: Tensor | None,
-    matrices: Sequence[Matrix],
-    own: Sequence[tuple[Tensor, Tensor]],
-    mean: Sequence[tuple[Tensor, Tensor]],
+    matrices: tuple[Matrix, ...],
+    own: tuple[Tensor, Tensor],
+    mean: tuple[Tensor, Tensor],
     finite: Tensor,
 ) -> None:
     """Sets ``residual = M - P.T @ Q`` of this rank's factors, then ``M = P.T @ Q`` of the mean's.
@@ -95,19 +114,22 @@ def settle(
         flat: ``(n,)`` the bucket, with the residual added; its matrices are overwritten.
         residual: ``(n,)``, or None where it is not wanted; overwritten at the matrices.
         matrices: of the bucket.
-        own: ``P`` ``(r, m)`` and ``Q`` ``(r, k)`` of this rank, for each matrix.
+        own: ``(sum of r * m,)`` and ``(sum of r * k,)``, the factors of this rank.
         mean: those of the average.
-        finite: 0-dim bool; if it is false, ``residual`` stays and the matrices become NaN.
+        finite: 0-dim bool; if it is false, ``residual`` stays and the matrices become NaN. On CUDA nobody waits for it.
     """
     if use_triton(flat):
         from lightning_commopt.kernels import low_rank_triton
 
         return low_rank_triton.settle(flat, residual, matrices, own, mean, finite)
-    for matrix, (own_p, own_q), (p, q) in zip(matrices, own, mean, strict=True):
+    if not finite:
+        for matrix in matrices:
+            matrix.of(flat).fill_(torch.nan)
+        return None
+    own_ps, ps = (views(factors[0], p_shapes(matrices)) for factors in (own, mean))
+    own_qs, qs = (views(factors[1], q_shapes(matrices)) for factors in (own, mean))
+    for matrix, own_p, own_q, p, q in zip(matrices, own_ps, own_qs, ps, qs, strict=True):
         whole = matrix.of(flat)
-        if not finite:
-            whole.fill_(torch.nan)
-            continue
         owed = None if residual is None else matrix.of(residual)
         for rows in _row_chunks(matrix):
             part = whole[rows]
