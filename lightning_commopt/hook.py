@@ -6,7 +6,6 @@ DDP compares the annotations of a hook by identity and reads its ``__qualname__`
 
 import contextlib
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -15,27 +14,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.channel import Channel, node_channel, twin_group
+from lightning_commopt.comm_state import BucketStates, CommState, owed_by_name
 from lightning_commopt.compressors import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.hierarchical import placed_on_nodes
 from lightning_commopt.compressors.settings import say_once
 from lightning_commopt.drivers import Driver, SideStream, WorkerThread
 from lightning_commopt.plan import OptionError
+from lightning_commopt.relayout import Bucket, Kept, Relayout
 
 _NAMES_IN_MESSAGE = 8
 
 
 class CommHookError(RuntimeError):
     """An exchange failed; the message names the bucket and its parameters."""
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """One bucket as DDP hands it over. ``flat`` ``(n,)`` is both its input and its output."""
-
-    index: int
-    flat: Tensor
-    layout: Layout
-    names: tuple[str, ...]
 
 
 class CommHook:
@@ -57,10 +48,15 @@ class CommHook:
         self._names = names
         self._driver = driver
         self._step = step
-        self._last_index = -1
         self._layouts: dict[int, tuple[tuple[str, ...], Layout]] = {}
-        self._states: dict[int, tuple[tuple[str, ...], Layout, State]] = {}
+        self._states: BucketStates = {}
         self._owed: dict[str, Tensor] = {}
+        self._relayout: Relayout | None = None
+
+    @property
+    def compressor(self) -> Compressor:
+        """What averages the buckets, with what it has been told of the nodes."""
+        return self._compressor
 
     @property
     def bytes_sent(self) -> int:
@@ -82,8 +78,30 @@ class CommHook:
         names = tuple(self._names[id(parameter)] for parameter in parameters)
         if index not in self._layouts or self._layouts[index][0] != names:
             self._layouts[index] = names, Layout.of(parameters, flat.dtype)
-        job = _Bucket(index, flat, self._layouts[index][1], names)
-        return self._driver.submit(lambda: self._exchange_or_explain(job))
+        job, promise = Bucket(index, flat, self._layouts[index][1], names, self._step), self._driver.promise(flat)
+        if self._relayout is None or not self._relayout.keeps(job, promise):
+            self._driver.submit(lambda: self._exchange_or_explain(job), [promise])
+        if bucket.is_last():
+            self._step += 1
+            self._exchange_kept()
+        return promise.future
+
+    def state(self) -> CommState:
+        """Returns what the exchanges so far have left behind, not copied. Between two backwards only."""
+        return CommState(self._compressor, self._step, dict(self._states), dict(self._owed))
+
+    def resume(self, buckets: BucketStates, owed: dict[str, Tensor], step: int) -> None:
+        """Goes on where another hook was. Between two backwards only; all ranks must call it.
+
+        Args:
+            buckets: states of the same compressor, for this rank. They are used as they are, in the buckets that they
+                were made for, as long as DDP may still have others.
+            owed: by parameter name, what this rank owes its peers besides.
+            step: exchanges of whole gradients that were made before.
+        """
+        self._states, self._owed, self._step = dict(buckets), dict(owed), step
+        layouts = {index: (names, layout) for index, (names, layout, _) in buckets.items()}
+        self._relayout = Relayout(layouts) if layouts else None
 
     def owe(self, owed: dict[str, Tensor]) -> None:
         """Takes over what this rank owes its peers from another hook.
@@ -107,11 +125,26 @@ class CommHook:
         owed, self._owed = self._owed, {}
         return owed
 
-    def _exchange_or_explain(self, bucket: _Bucket) -> Tensor:
+    def _exchange_kept(self) -> None:
+        if self._relayout is None:
+            return
+        kept = self._relayout.end_backward()
+        if self._relayout.is_over:
+            self._relayout = None
+        if kept.buckets:
+            self._driver.submit(lambda: self._exchange_as_saved(kept), kept.promises)
+
+    def _exchange_as_saved(self, kept: Kept) -> None:
+        if not kept.saved:
+            self._retire_states()
+        for bucket in kept.laid_out_as_saved() if kept.saved else kept.buckets:
+            self._exchange_or_explain(bucket)
+
+    def _exchange_or_explain(self, bucket: Bucket) -> None:
         try:
             # Under manual optimization the thread that calls the hook has the user's autocast on.
             with torch.no_grad(), torch.autocast(bucket.flat.device.type, enabled=False):
-                return self._exchange(bucket)
+                self._exchange(bucket)
         except Exception as error:
             shown = ", ".join(bucket.names[:_NAMES_IN_MESSAGE])
             more = len(bucket.names) - _NAMES_IN_MESSAGE
@@ -120,42 +153,31 @@ class CommHook:
                 f"its parameters: {shown}{f' and {more} more' if more > 0 else ''}"
             ) from error
 
-    def _exchange(self, bucket: _Bucket) -> Tensor:
-        if bucket.index <= self._last_index:
-            self._step += 1
-        self._last_index = bucket.index
-        flat = bucket.flat
-        if flat.is_sparse or not flat.is_floating_point():
-            return self._uncompressed(bucket)
-        _run(self._compressor.rounds(flat, bucket.layout, self._state_of(bucket), self._channel))
-        return flat
-
-    def _uncompressed(self, bucket: _Bucket) -> Tensor:
+    def _exchange(self, bucket: Bucket) -> None:
+        if bucket.is_compressible:
+            _run(self._compressor.rounds(bucket.flat, bucket.layout, self._state_of(bucket), self._channel))
+            return
         kind = "sparse" if bucket.flat.is_sparse else str(bucket.flat.dtype).removeprefix("torch.")
         say_once(f"comm_hook averages {kind} gradients as they are: it compresses dense floating-point ones.")
-        return self._channel.all_reduce(bucket.flat.div_(self._channel.size)).wait()
+        self._channel.all_reduce(bucket.flat.div_(self._channel.size)).wait()
 
-    def _state_of(self, bucket: _Bucket) -> State:
+    def _state_of(self, bucket: Bucket) -> State:
         if bucket.index in self._states:
             names, layout, state = self._states[bucket.index]
             if names == bucket.names and layout == bucket.layout:
                 return state
             self._retire_states()  # DDP has laid out its buckets anew
-        state = self._compressor.init(bucket.layout, bucket.flat.device, self._step)
+        state = self._compressor.init(bucket.layout, bucket.flat.device, bucket.step)
         self._states[bucket.index] = bucket.names, bucket.layout, state
         self._hand_over_owed(bucket, state)
         return state
 
     def _retire_states(self) -> None:
         """Keeps of all states what is owed, by parameter."""
-        for names, layout, state in self._states.values():
-            residual = self._compressor.residual(layout, state)
-            if residual is not None:
-                for name, part in zip(names, layout.split(residual), strict=True):
-                    self._owed[name] = self._owed[name] + part if name in self._owed else part
+        self._owed = owed_by_name(self._compressor, self._states, self._owed)
         self._states.clear()
 
-    def _hand_over_owed(self, bucket: _Bucket, state: State) -> None:
+    def _hand_over_owed(self, bucket: Bucket, state: State) -> None:
         """Gives what is owed to the compressor, or to the gradients where the compressor never owes."""
         if not any(name in self._owed for name in bucket.names):
             return

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +44,12 @@ class Trainable:
         return not all(parameter.requires_grad for parameter in self._trainable)
 
 
+def is_within_batch(trainer: Trainer) -> bool:
+    """Returns whether a training batch has begun and not ended."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return batches.started > batches.processed  # type: ignore[attr-defined]
+
+
 @contextmanager
 def kept_buffers(module: Module) -> Generator[None, None, None]:
     """Gives the buffers of ``module`` back the values that they had before."""
@@ -68,24 +75,32 @@ def unwrap(model: DistributedDataParallel) -> Module:
     return model.module
 
 
-def add_to_next_gradients(module: Module, owed: dict[str, Tensor]) -> list[RemovableHandle]:
+class Additions:
     """Adds to the next gradient of each parameter what it is owed, once.
 
     Args:
-        module: whose parameters.
+        module: whose parameters; those that ask for no gradient are left out.
         owed: by the parameter's name; in its shape.
 
-    Returns:
-        Handles to remove, for the parameters that get no further gradient.
+    Attributes:
+        owed: what has not been added yet.
     """
-    parameters = dict(module.named_parameters())
-    return [_add_once(parameters[name], value) for name, value in owed.items() if parameters[name].requires_grad]
 
+    def __init__(self, module: Module, owed: dict[str, Tensor]) -> None:
+        parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.owed = {name: value for name, value in owed.items() if name in parameters}
+        self._handles = {name: self._add_once(name, parameters[name]) for name in self.owed}
 
-def _add_once(parameter: Parameter, owed: Tensor) -> RemovableHandle:
-    def add(gradient: Tensor) -> Tensor:
-        handle.remove()
-        return gradient + owed
+    def _add_once(self, name: str, parameter: Parameter) -> RemovableHandle:
+        def add(gradient: Tensor) -> Tensor:
+            self._handles.pop(name).remove()
+            return gradient + self.owed.pop(name).to(gradient)
 
-    handle = parameter.register_hook(add)
-    return handle
+        return parameter.register_hook(add)
+
+    def cancel(self) -> None:
+        """Adds nothing more."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self.owed.clear()

@@ -17,12 +17,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.checkpointing import SavesCommState
 from lightning_commopt.checks import (
     check_graph_is_static,
     check_none_unfrozen,
-    check_plans_agree,
     explain_unused_parameters,
     warn_if_never_compressed,
     warn_of_fp16_under_scaler,
@@ -30,14 +29,15 @@ from lightning_commopt.checks import (
     warn_of_unused_residuals,
 )
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.hook import CommHook, attach_comm_hook
+from lightning_commopt.hook import attach_comm_hook
 from lightning_commopt.launcher import MultirunLauncher, forget_previous_job, multirun_job_dir
-from lightning_commopt.plan import CommPlan, OptionError, plan_from_keywords, plan_options
-from lightning_commopt.planned import FollowsPlan, check_group_size, say_one_rank
-from lightning_commopt.rewrap import Trainable, add_to_next_gradients, gradient_bytes, kept_buffers, unwrap
+from lightning_commopt.plan import OptionError, plan_from_keywords, plan_options
+from lightning_commopt.plan_change import ChangesPlan
+from lightning_commopt.planned import check_group_size, say_one_rank
+from lightning_commopt.rewrap import Trainable, gradient_bytes
 
 
-class CommOptDDP(FollowsPlan, DDPStrategy):
+class CommOptDDP(ChangesPlan, SavesCommState):
     """Lightning's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
     Takes all that ``DDPStrategy`` takes, in the same order, so that its name can be replaced in any project. The
@@ -71,6 +71,8 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
         skip_all_reduce_unused_params: do not exchange what no rank used (torch >= 2.8).
         batched_grad_copy: copy gradients into buckets in batches (torch >= 2.12).
         lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
+        save_comm_state: keep in checkpoints, for all ranks, what ``comm_hook`` needs to go on exactly: with error
+            feedback 4 bytes a parameter and rank. No option of a plan.
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
@@ -107,12 +109,15 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
         skip_all_reduce_unused_params: bool | None = None,
         batched_grad_copy: bool | None = None,
         lazy_bucket_allocation: bool | None = None,
+        save_comm_state: bool = True,
         **kwargs: Any,
     ) -> None:
         keywords = {name: value for name, value in locals().items() if name in plan_options()}
         self._plan, ddp_kwargs = plan_from_keywords(keywords, kwargs)
         if ddp_comm_hook is not None and self._plan.comm_hook is not None:
             raise OptionError(f"comm_hook={comm_hook!r} and ddp_comm_hook exclude each other: DDP takes one hook")
+        if not isinstance(save_comm_state, bool):
+            raise OptionError(f"save_comm_state must be true or false, got {save_comm_state!r}")
         forget_previous_job()
         super().__init__(
             accelerator=accelerator,
@@ -129,15 +134,10 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
             start_method=start_method,
             **ddp_kwargs,
         )
-        self._hook: CommHook | None = None
-        self._next_plan: CommPlan | None = None
+        self._save_comm_state = save_comm_state
         self._static_graph_is_recorded = False
         self._gradient_bytes = 0
-        self._trainable: Trainable | None = None
-        self._num_exchanges = 0
-        self._pending_additions: list[RemovableHandle] = []
         self._native_bytes = 0
-        self._bytes_of_closed_hooks = 0
 
     @property
     def wire_bytes(self) -> int:
@@ -148,74 +148,6 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
         """
         sent = self._hook.bytes_sent if self._hook is not None else 0
         return sent + self._bytes_of_closed_hooks + self._native_bytes
-
-    def apply_plan(self, plan: CommPlan) -> None:
-        """Changes how gradients travel, in the middle of a fit if need be.
-
-        All ranks must call it, with equal plans. Called between two batches it takes effect at once; within a
-        batch, before the next one. Gradients that were accumulated so far are kept. Between lossless plans training
-        goes on as if nothing had happened; what a compressor's error feedback still owes is added to the next
-        gradients.
-
-        Args:
-            plan: the new plan.
-
-        Raises:
-            OptionError: the strategy has a ``ddp_comm_hook`` too, or the ranks' plans differ.
-        """
-        if plan.comm_hook is not None and self._ddp_comm_hook is not None:
-            raise OptionError("the plan's comm_hook and the strategy's ddp_comm_hook exclude each other")
-        if self._is_within_batch():
-            self._next_plan = plan
-        else:
-            self._change_plan(plan)
-
-    def _is_within_batch(self) -> bool:
-        if not isinstance(self.model, DistributedDataParallel) or self.lightning_module is None:
-            return False
-        batches = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current
-        return batches.started > batches.processed  # type: ignore[attr-defined]
-
-    def _change_plan(self, plan: CommPlan) -> None:
-        self._next_plan = None
-        is_wrapped = isinstance(self.model, DistributedDataParallel)
-        if is_wrapped:
-            check_plans_agree(plan)
-        for name in self._plan.ddp_kwargs():
-            self._ddp_kwargs.pop(name, None)
-        self._ddp_kwargs.update(plan.ddp_kwargs())
-        self._plan = plan
-        if is_wrapped:
-            self._wrap_again()
-
-    def _wrap_again(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
-        owed = self._close_hook()
-        module = self.model = unwrap(self.model)
-        with kept_buffers(module):  # wrapping sends those of rank 0 to the others
-            self._synchronize_device()  # Lightning wraps on a stream that does not wait for the last step
-            self.configure_ddp()
-            self._synchronize_device()
-        if self._hook is not None:
-            self._hook.owe(owed)
-        else:
-            self._pending_additions = add_to_next_gradients(module, owed)
-
-    def _synchronize_device(self) -> None:
-        if self.root_device.type == "cuda":
-            torch.cuda.synchronize(self.root_device)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Applies a plan that arrived within the last batch; wraps again where parameters were frozen or unfrozen."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self._next_plan is not None:
-            self._change_plan(self._next_plan)
-        module = self.lightning_module
-        if self._trainable is None or module is None or module._param_requires_grad_state:
-            return
-        may_be_frozen = self._plan.find_unused_parameters or not self._trainable.some_frozen()
-        if self._trainable.some_unfrozen() or not may_be_frozen:
-            self._wrap_again()
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -236,6 +168,7 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
         """Wraps the model, unless there is only one rank."""
         if self.world_size == 1:
             say_one_rank(comm_hook=self._plan.comm_hook, ddp_comm_hook=self._ddp_comm_hook)
+            self._resume()
             return
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
@@ -243,6 +176,7 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
         self._trainable = Trainable(self.model)
         self._static_graph_is_recorded = False
         self._pl_static_graph_delay_done = False
+        self._resume()
 
     def _register_ddp_hooks(self) -> None:
         if self._plan.comm_hook is not None:
@@ -318,23 +252,14 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
     def teardown(self) -> None:
         """Removes the wrapper, and ends the hook's worker and group."""
         try:
+            self._keep_state_of_fit()
             super().teardown()
         finally:
             if self._hook is not None:
                 warn_if_never_compressed(self._plan.comm_hook, self._num_exchanges)
             self._close_hook()
             self._trainable = None
+            self._restored = None
             self._num_exchanges = 0
         if self._next_plan is not None:
             self._change_plan(self._next_plan)
-
-    def _close_hook(self) -> dict[str, Tensor]:
-        for handle in self._pending_additions:
-            handle.remove()
-        self._pending_additions = []
-        if self._hook is None:
-            return {}
-        hook, self._hook = self._hook, None
-        owed = hook.close()
-        self._bytes_of_closed_hooks += hook.bytes_sent
-        return owed

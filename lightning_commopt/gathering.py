@@ -1,0 +1,151 @@
+"""Brings to rank 0 what each rank has for itself, without waiting for ever for ranks that do not come."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+_PIECE_BYTES = 2**23
+_POLL_S = 0.005
+
+# By the default group, whose store must not see a meeting's keys twice.
+_meetings: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """Stands for a tensor while its values are on their way."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
+    """Returns a copy of nested dicts and lists, with ``fn`` of every tensor.
+
+    Raises:
+        TypeError: there is something else than tensors, numbers, strings and None in it.
+    """
+    if isinstance(value, Tensor | _Spec):
+        return fn(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(fn, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_tensors(fn, item) for item in value]
+    if value is None or isinstance(value, int | float | str):
+        return value
+    raise TypeError(f"a state may hold tensors, numbers, strings, lists and dicts of them, not {value!r}")
+
+
+def all_come(position: str | None, patience_s: float, timeout_s: float) -> bool:
+    """Says on all ranks whether all have come to the same point of the training.
+
+    Goes through the store of the default group, as a collective that some ranks never enter would block the others
+    and leave the group unusable.
+
+    Args:
+        position: where this rank is; None if it cannot take part.
+        patience_s: how long rank 0, which decides, waits for the others.
+        timeout_s: how long the others wait for rank 0.
+    """
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    number = next(_meetings.setdefault(world, itertools.count()))
+    store = dist.PrefixStore(f"commopt/meeting/{number}", _get_default_store())
+    rank, keys = dist.get_rank(), [str(rank) for rank in range(dist.get_world_size())]
+    store.set(str(rank), position or "")
+    if rank:
+        return position is not None and _await(store, ["decision"], timeout_s) and store.get("decision") == b"go"
+    come = position is not None and _await(store, keys, patience_s)
+    agreed = come and all(store.get(key).decode() == position for key in keys)
+    store.set("decision", "go" if agreed else "stay")
+    for key in keys if come else ():
+        store.delete_key(key)
+    return agreed
+
+
+def _await(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
+    """Returns whether the keys have come in time. It polls, as a wait would block the store's other users."""
+    deadline = time.monotonic() + timeout_s
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
+    """Gathers nested dicts and lists of tensors and numbers over the default group. All ranks must call it.
+
+    The tensors travel in pieces, so that a device needs memory for one piece of each rank only.
+
+    Args:
+        value: of this rank; its tensors may be on any device.
+        device: whose tensors the group's backend can gather.
+
+    Returns:
+        On rank 0 the values of all ranks, copied to the CPU; None on the others.
+    """
+    tensors: list[Tensor] = []
+
+    def noted(tensor: Tensor) -> _Spec:
+        # Dense, with the strides it has: products over other strides may round otherwise.
+        dense = tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.contiguous()
+        tensors.append(dense)
+        return _Spec(tuple(dense.shape), dense.stride(), dense.dtype)
+
+    skeleton = map_tensors(noted, value)
+    world_size, is_receiver = dist.get_world_size(), dist.get_rank() == 0
+    skeletons: list[Any] | None = [None] * world_size if is_receiver else None
+    dist.gather_object(skeleton, skeletons)
+    received = [map_tensors(_empty, each) for each in skeletons or ()]
+    places = [_memory(each) for each in received]
+    own = [_as_bytes(tensor) for tensor in tensors]
+    longest = torch.tensor(sum(len(part) for part in own), device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    num_bytes = int(longest.item())
+    for start in range(0, num_bytes, _PIECE_BYTES):
+        piece = torch.empty(min(_PIECE_BYTES, num_bytes - start), dtype=torch.uint8, device=device)
+        for part, where in _overlaps(own, start, start + len(piece)):
+            piece[where].copy_(part)
+        pieces = [torch.empty_like(piece) for _ in range(world_size)] if is_receiver else None
+        dist.gather(piece, pieces)
+        for parts, came in zip(places, pieces or (), strict=True):
+            for part, where in _overlaps(parts, start, start + len(came)):
+                part.copy_(came[where])
+    return received if is_receiver else None
+
+
+def _empty(spec: _Spec) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+
+
+def _memory(value: Any) -> list[Tensor]:
+    parts: list[Tensor] = []
+    map_tensors(lambda tensor: parts.append(_as_bytes(tensor)), value)
+    return parts
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Returns a view of the memory of a dense tensor; ``(num_bytes,)``."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _overlaps(parts: Sequence[Tensor], start: int, end: int) -> Iterator[tuple[Tensor, slice]]:
+    """Gives what of ``parts``, one behind the other, lies in bytes ``start`` to ``end``, and where in there."""
+    offset = 0
+    for part in parts:
+        low, high = max(start, offset), min(end, offset + len(part))
+        if low < high:
+            yield part[low - offset : high - offset], slice(low - start, high - start)
+        offset += len(part)

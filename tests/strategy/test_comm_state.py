@@ -1,0 +1,453 @@
+"""The state of the exchanges in checkpoints: resumed exactly, or by the rules of docs/state.md."""
+
+import importlib
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from strategy_models import Params, assert_same, numbers, trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
+from lightning_commopt.comm_state import KEY
+from lightning_commopt.compressors import Compressor, ErrorFeedback, Hierarchical, LowRank
+from lightning_commopt.plan import OptionError
+from ranks import run_ranks, run_ranks_or_raise
+
+COMPRESSORS: dict[str, Compressor] = importlib.import_module("compressors.test_laws").COMPRESSORS
+HALF = 8
+OPTIONS: dict[str, dict[str, Any]] = {
+    "many_buckets": {"bucket_cap_mb": 0.002},
+    "static_view": {"bucket_cap_mb": 0.002, "static_graph": True, "gradient_as_bucket_view": True},
+}
+POWERSGD = PowerSGD(min_compression_rate=0.5)
+
+
+class Mixed(LightningModule):
+    """Registers its layers in another order than it uses them, so that DDP lays its buckets out anew.
+
+    Its data depend on the step and the rank only: the loader starts from the beginning when an epoch is resumed.
+    """
+
+    overflow_at = -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = nn.Linear(24, 1)
+        self.scale = nn.Parameter(torch.ones(24))
+        self.first = nn.Linear(32, 40)
+        self.image = nn.Conv2d(4, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.middle = nn.Linear(40, 24)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.global_step + self.global_rank)
+        x = torch.randn(4, 4, 2, 4, generator=generator)
+        hidden = self.first(self.image(x).reshape(8, 32)).tanh()
+        loss = (self.last((self.middle(hidden) * self.scale).tanh()) - x.mean()).square().mean()
+        return loss * float("inf") if self.global_step == self.overflow_at and self.global_rank == 1 else loss
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.zeros(5, 1))  # type: ignore[arg-type]  # a tensor serves as a data set
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Overflowing(Mixed):
+    """Has an infinite gradient on rank 1 in the step before the checkpoint."""
+
+    overflow_at = HALF - 2
+
+
+class Look(Callback):
+    """Saves at a step, perhaps after a change of plan, and looks at what is left behind when training ends."""
+
+    def __init__(self, path: Path | None = None, plan: CommPlan | None = None) -> None:
+        self.path = path
+        self.plan = plan
+        self.in_saved_buckets = False
+        self.owed: Params = {}
+        self.finished = False
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        hook = trainer.strategy._hook  # type: ignore[attr-defined]
+        self.in_saved_buckets = self.in_saved_buckets or (hook is not None and hook._relayout is not None)
+        if self.path is not None and trainer.global_step == HALF and not self.path.exists():
+            if self.plan is not None:
+                trainer.strategy.apply_plan(self.plan)  # type: ignore[attr-defined]
+            trainer.save_checkpoint(self.path)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        hook = trainer.strategy._hook  # type: ignore[attr-defined]
+        self.owed = {name: value.double().numpy() for name, value in hook.state().all_owed().items()} if hook else {}
+        self.finished = hook is None or hook._relayout is None
+
+
+def _fit(
+    module: LightningModule,
+    strategy: CommOptDDP,
+    path: Path | None,
+    num_steps: int,
+    resumes: bool = False,
+    last_plan: CommPlan | None = None,
+    **run: Any,
+) -> Look:
+    look = Look(None if resumes else path, last_plan)
+    run = {"max_steps": num_steps, "max_epochs": -1, "use_distributed_sampler": False, **run}
+    run["callbacks"] = [look, *run.get("callbacks", ())]
+    trainer(strategy, **run).fit(module, ckpt_path=path if resumes else None)
+    return look
+
+
+def _train(resumes: bool, folder: str, names: list[str], options: dict[str, Any], run: dict[str, Any]) -> Any:
+    outcome = {}
+    scaled = run.pop("scaled", False)
+    for name in names:
+        module = Overflowing() if scaled else Mixed()
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))]
+        strategy = CommOptDDP(comm_hook=COMPRESSORS[name], **options)
+        run_options = {**run, **({"plugins": plugins} if scaled else {})}
+        look = _fit(module, strategy, Path(folder, f"{name}.ckpt"), 2 * HALF, resumes, **run_options)
+        outcome[name] = numbers(module), look.owed, look.in_saved_buckets, look.finished, strategy.wire_bytes
+    return outcome
+
+
+@cache
+def _through_and_resumed(
+    folder: Path, world_size: int, options: str, names: tuple[str, ...], run: tuple[tuple[str, Any], ...] = ()
+) -> tuple[list[Any], list[Any]]:
+    """Trains with every compressor, saves on the way, and resumes in new processes."""
+    folder = folder / f"{world_size}_{options}_{run}"
+    folder.mkdir()
+    arguments = str(folder), list(names), OPTIONS[options], dict(run)
+    through = run_ranks(_train, False, *arguments, world_size=world_size)
+    return through, run_ranks(_train, True, *arguments, world_size=world_size)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def _assert_exact(through: list[Any], resumed: list[Any], name: str) -> None:
+    for before, after in zip(through, resumed, strict=True):
+        params, owed, _, _, _ = before[name]
+        assert_same(after[name][0], params)
+        assert_same(after[name][1], owed)
+        assert after[name][3], "the checkpoint's buckets are still not DDP's"
+    assert resumed[0][name][2], "DDP's first buckets were the checkpoint's: the test shows nothing"
+    assert all(np.isfinite(value).all() for value in resumed[0][name][0].values())
+
+
+@pytest.mark.parametrize(("world_size", "options"), [(2, "many_buckets"), (2, "static_view"), (3, "many_buckets")])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_resumed_training_goes_on_bit_for_bit(folder: Path, name: str, world_size: int, options: str) -> None:
+    """If it fails, a run that was killed and resumed ends with another model than one that was not."""
+    _assert_exact(*_through_and_resumed(folder, world_size, options, tuple(COMPRESSORS)), name)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "name", "run"),
+    [
+        (4, "many_buckets", "hierarchical_powersgd", {}),
+        (2, "many_buckets", "powersgd_rank_2", {"accumulate_grad_batches": 2}),
+        (2, "many_buckets", "powersgd_rank_2", {"scaled": True}),
+        (3, "static_view", "error_feedback_bf16", {"scaled": True}),
+    ],
+    ids=["four_ranks", "accumulation", "overflow", "overflow_static"],
+)
+def test_resumed_under_other_circumstances(
+    folder: Path, world_size: int, options: str, name: str, run: dict[str, Any]
+) -> None:
+    """If it fails, accumulation, a gradient scaler's skipped step or nodes make resuming inexact."""
+    through, resumed = _through_and_resumed(folder, world_size, options, (name,), tuple(run.items()))
+    _assert_exact(through, resumed, name)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    if isinstance(value, list):
+        return [tensor for item in value for tensor in _tensors(item)]
+    assert value is None or isinstance(value, Tensor | int | float | str)
+    return [value] if isinstance(value, Tensor) else []
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_checkpoints_hold_plain_values(folder: Path, name: str) -> None:
+    """If it fails, a checkpoint cannot be read with weights_only=True, or a rank is missing in it."""
+    _through_and_resumed(folder, 2, "many_buckets", tuple(COMPRESSORS))
+    checkpoint = torch.load(folder / "2_many_buckets_()" / f"{name}.ckpt", weights_only=True)
+    saved = checkpoint[KEY]
+    assert saved["num_exchanges"] == HALF
+    assert len(saved["ranks"]) == 2
+    assert len(saved["ranks"][0]["buckets"]) >= 3
+    assert all(tensor.device.type == "cpu" for tensor in _tensors(saved))
+
+
+class Fed(LightningModule):
+    """Has chosen gradients, and sums them up in its parameters: those are all that was ever applied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterDict({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        fed = _fed(self.global_step, self.global_rank)
+        return torch.stack([(value * fed[name]).sum() for name, value in self.parts.items()]).sum()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.zeros(5, 1))  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+SHAPES = {"c": (12, 20), "a": (30, 8), "d": (7,), "b": (16, 16)}
+
+
+def _fed(step: int, rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def _fed_in_all(steps: range, world_size: int) -> Params:
+    gradients = [_fed(step, rank) for step in steps for rank in range(world_size)]
+    sums = {name: torch.stack([each[name].double() for each in gradients]).sum(0) for name in SHAPES}
+    return {f"parts.{name}": value.numpy() / world_size for name, value in sums.items()}
+
+
+def _feed(
+    resumes: bool, path: str, strategy: CommOptDDP, last_plan: CommPlan | None = None
+) -> tuple[Params, Params, Any]:
+    module = Fed()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        num_steps = 2 * HALF if resumes else HALF
+        look = _fit(module, strategy, Path(path), num_steps, resumes, last_plan)
+    said = [str(warning.message) for warning in caught if "comm_hook" in str(warning.message)]
+    return numbers(module), look.owed, said
+
+
+SMALL: dict[str, Any] = {"bucket_cap_mb": 0.001}
+CHANGES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
+    "nothing": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": POWERSGD}),
+    "more_ranks": (2, {"comm_hook": POWERSGD}, 3, {"comm_hook": POWERSGD}),
+    "fewer_ranks": (3, {"comm_hook": POWERSGD}, 2, {"comm_hook": POWERSGD}),
+    "one_rank": (2, {"comm_hook": POWERSGD}, 1, {"comm_hook": POWERSGD}),
+    "nodes": (4, {"comm_hook": Hierarchical(inner=POWERSGD, ranks_per_node=2)}, 2, {"comm_hook": POWERSGD}),
+    "compressor": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": "int8"}),
+    "settings": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": PowerSGD(matrix_rank=2, min_compression_rate=0.5)}),
+    "to_one_without_residual": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": "all_reduce"}),
+    "to_none": (2, {"comm_hook": POWERSGD}, 2, {}),
+    "from_none": (2, {}, 2, {"comm_hook": POWERSGD}),
+    "buckets": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": POWERSGD, "bucket_cap_mb": 0.002}),
+    "static_graph": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": POWERSGD, "static_graph": True}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_owed_outlives_a_change(change: str, tmp_path: Path) -> None:
+    """If it fails, gradients that error feedback held back are lost, or doubled, at resume."""
+    ranks_before, before, ranks_after, after = CHANGES[change]
+    path = str(tmp_path / "fed.ckpt")
+    first = run_ranks(_feed, False, path, CommOptDDP(**{**SMALL, **before}), world_size=ranks_before)
+    second = run_ranks(_feed, True, path, CommOptDDP(**{**SMALL, **after}), world_size=ranks_after)
+    fed_before, fed_after = _fed_in_all(range(HALF), ranks_before), _fed_in_all(range(HALF, 2 * HALF), ranks_after)
+    for params, _, said in second:
+        assert not said
+        for name, value in params.items():
+            owed = np.mean([owed.get(name, np.zeros_like(value)) for _, owed, _ in second], axis=0)
+            fed = fed_before[name] + fed_after[name]
+            np.testing.assert_allclose(-value + owed, fed, rtol=0, atol=1e-4, err_msg=name)
+    owed_before = max((np.abs(value).max() for _, owed, _ in first for value in owed.values()), default=0)
+    assert owed_before > 0.1 or change == "from_none"
+
+
+def _save_in_all_ways(folder: str) -> list[bool]:
+    paths = [Path(folder, name) for name in ("option_off", "weights_only", "after_fit")]
+    without = CommOptDDP(comm_hook=POWERSGD, save_comm_state=False)
+    run = partial(trainer, max_steps=HALF, max_epochs=-1, use_distributed_sampler=False)
+    run(without, callbacks=[Look(paths[0])]).fit(Fed())
+    fit = run(CommOptDDP(comm_hook=POWERSGD))
+    fit.fit(Fed())
+    fit.save_checkpoint(paths[1], weights_only=True)
+    fit.save_checkpoint(paths[2])
+    dist.barrier()
+    return [KEY in torch.load(path, weights_only=True) for path in paths]
+
+
+def test_checkpoints_without_the_state(tmp_path: Path) -> None:
+    """If it fails, the option has no effect, files of weights grow, or a checkpoint after a fit lacks the state."""
+    assert run_ranks(_save_in_all_ways, str(tmp_path)) == [[False, False, True]] * 2
+    for resumed, owed_is_kept in (("option_off", False), ("after_fit", True)):
+        second = run_ranks(_feed, True, str(tmp_path / resumed), CommOptDDP(comm_hook=POWERSGD))
+        fed = _fed_in_all(range(2 * HALF), 2)
+        for params, _, said in second:
+            assert not said
+            for name, value in params.items():
+                owed = np.mean([owed[name] for _, owed, _ in second], axis=0)
+                assert np.allclose(-value + owed, fed[name], atol=1e-4) == (owed_is_kept or name == "parts.d")
+
+
+@pytest.mark.parametrize("after", [{}, {"comm_hook": POWERSGD}], ids=["none", "powersgd"])
+def test_what_is_owed_when_the_compressor_was_just_taken_off(after: dict[str, Any], tmp_path: Path) -> None:
+    """If it fails, what `apply_plan` has not yet added to the gradients is missing in a checkpoint."""
+    path = str(tmp_path / "fed.ckpt")
+    run_ranks(_feed, False, path, CommOptDDP(comm_hook=POWERSGD), CommPlan())
+    second = run_ranks(_feed, True, path, CommOptDDP(**after))
+    fed = _fed_in_all(range(2 * HALF), 2)
+    for params, _, _ in second:
+        for name, value in params.items():
+            owed = np.mean([owed.get(name, np.zeros_like(value)) for _, owed, _ in second], axis=0)
+            np.testing.assert_allclose(-value + owed, fed[name], rtol=0, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("value", [None, "yes", 1])
+def test_option_is_checked(value: Any) -> None:
+    """If it fails, a misspelt value leaves the state out of checkpoints, or in them."""
+    with pytest.raises(OptionError, match="save_comm_state must be true or false"):
+        CommOptDDP(save_comm_state=value)
+
+
+def _unknown_version(saved: dict[str, Any]) -> None:
+    saved["version"] = 99
+
+
+def _unknown_compressor(saved: dict[str, Any]) -> None:
+    saved["compressor"] = '{"name": "from_the_future"}'
+
+
+def _without_names(saved: dict[str, Any]) -> None:
+    del saved["ranks"][1]["buckets"][0]["names"]
+
+
+def _without_states(saved: dict[str, Any]) -> None:
+    for rank in saved["ranks"]:
+        for bucket in rank["buckets"]:
+            bucket["state"] = {"something": "else"}
+
+
+def _of_another_parameter(saved: dict[str, Any]) -> None:
+    for rank in saved["ranks"]:
+        for bucket in rank["buckets"]:
+            bucket["names"] = [name.replace("parts.b", "parts.gone") for name in bucket["names"]]
+
+
+def _of_an_older_class(saved: dict[str, Any]) -> None:
+    for bucket in saved["ranks"][1]["buckets"]:
+        bucket["state"].pop("step")
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str | None]] = {
+    "version": (_unknown_version, "its version is 99"),
+    "compressor": (_unknown_compressor, "its compressor is not known"),
+    "one_rank": (_without_names, None),  # which says it where nobody sees it
+    "states": (_without_states, "it starts from zero"),
+    "parameter": (_of_another_parameter, "owed to 1 parameters of the checkpoint is dropped"),
+    "state_of_one_rank": (_of_an_older_class, None),
+}
+
+
+def _resume_damaged(folder: str) -> dict[str, Any]:
+    return {name: _feed(True, f"{folder}/{name}", CommOptDDP(comm_hook=POWERSGD, **SMALL)) for name in DAMAGES}
+
+
+def test_damaged_state_is_told_and_left(tmp_path: Path) -> None:
+    """If it fails, a checkpoint of another version ends a training in the middle, or makes ranks disagree."""
+    path = tmp_path / "intact"
+    run_ranks(_feed, False, str(path), CommOptDDP(comm_hook=POWERSGD, **SMALL))
+    for name, (damage, _) in DAMAGES.items():
+        checkpoint = torch.load(path, weights_only=True)
+        damage(checkpoint[KEY])
+        torch.save(checkpoint, tmp_path / name)
+    first, second = run_ranks(_resume_damaged, str(tmp_path))
+    for name, (_, message) in DAMAGES.items():
+        assert_same(second[name][0], first[name][0])
+        assert len(first[name][2]) == (message is not None), first[name][2]
+        assert message is None or message in first[name][2][0]
+
+
+def _validate_a_checkpoint(path: str) -> tuple[Params, Params]:
+    """Loads for validation, then trains from the start; and trains from the start without."""
+    results = []
+    for validates in (True, False):
+        run = trainer(CommOptDDP(comm_hook=POWERSGD), max_steps=HALF, max_epochs=-1, use_distributed_sampler=False)
+        if validates:
+            run.validate(Validated(), Fed().train_dataloader(), ckpt_path=path)
+        module = Validated()
+        run.fit(module)
+        results.append(numbers(module))
+    return results[0], results[1]
+
+
+class Validated(Fed):
+    """Can be validated."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def test_validation_does_not_take_the_state(tmp_path: Path) -> None:
+    """If it fails, a fit after validating a checkpoint begins with the residuals of another run."""
+    path = str(tmp_path / "fed.ckpt")
+    run_ranks(_feed, False, path, CommOptDDP(comm_hook=POWERSGD))
+    for after_validation, fresh in run_ranks(_validate_a_checkpoint, path):
+        assert_same(after_validation, fresh)
+
+
+class Breaks(Fed):
+    """Raises on one rank between two batches."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.global_rank == self.rank:
+            raise ArithmeticError("broken on purpose")
+
+
+def _save_while_broken(folder: str, rank: int) -> None:
+    strategy = CommOptDDP(comm_hook=POWERSGD, timeout=timedelta(seconds=3))
+    _fit(Breaks(rank), strategy, None, HALF, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(folder)])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_breaks_does_not_hang_the_checkpoint(rank: int, tmp_path: Path) -> None:
+    """If it fails, a checkpoint at an exception waits for ever for ranks that do not come, and is not written."""
+    answers = run_ranks_or_raise(_save_while_broken, str(tmp_path), rank, world_size=2, group_timeout_s=3, limit_s=60)
+    assert all(trace is not None for _, trace in answers)
+    checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 2
+    assert KEY not in checkpoint
+
+
+@pytest.mark.parametrize("compressor", [POWERSGD, ErrorFeedback(inner=LowRank())])
+def test_saving_disturbs_nothing(compressor: Compressor, tmp_path: Path) -> None:
+    """If it fails, saving a checkpoint changes the training or counts as traffic of gradients."""
+    saved, unsaved = (
+        run_ranks(_bytes_and_params, path, CommOptDDP(comm_hook=compressor)) for path in (str(tmp_path / "x"), None)
+    )
+    for (bytes_saved, params_saved), (num_bytes, params) in zip(saved, unsaved, strict=True):
+        assert bytes_saved == num_bytes
+        assert_same(params_saved, params)
+
+
+def _bytes_and_params(path: str | None, strategy: CommOptDDP) -> tuple[int, Params]:
+    module = Fed()
+    _fit(module, strategy, Path(path) if path else None, HALF + 2)
+    return strategy.wire_bytes, numbers(module)
