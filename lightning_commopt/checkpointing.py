@@ -113,7 +113,7 @@ class SavesCommState(DDPStrategy):
         try:
             return from_checkpoint(saved, self.global_rank, self.world_size, self._plan.comm_hook)
         except CheckpointError as error:
-            rank_zero_warn(f"The checkpoint's state of comm_hook cannot be used, it starts from zero: {error}.")
+            rank_zero_warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
             return CommState()
 
     def _resume(self) -> None:
@@ -132,7 +132,7 @@ class SavesCommState(DDPStrategy):
             obstacle = str(error)
         is_exact, self._num_exchanges = _agreed(state.num_exchanges, obstacle, sorted(buckets))
         if obstacle is not None:
-            rank_zero_info(f"comm_hook takes over from the checkpoint only what is owed, by parameter: {obstacle}.")
+            rank_zero_info(f"Of the checkpoint's state of comm_hook only what is owed is used, as {obstacle}.")
         owed = state.owed if is_exact and self._hook is not None else _told_owed(state)
         owed = _of_known_parameters(owed, module)
         if self._additions is not None:
@@ -163,7 +163,7 @@ def _told_owed(state: CommState) -> dict[str, Tensor]:
     try:
         return state.all_owed()
     except CheckpointError as error:
-        rank_zero_warn(f"The checkpoint's state of comm_hook cannot be used, it starts from zero: {error}.")
+        rank_zero_warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
         return {}
 
 

@@ -133,7 +133,7 @@ def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compress
             for name, owed in _from_plain(part, its_compressor, num_exchanges).all_owed().items():
                 share = owed.to(torch.promote_types(owed.dtype, torch.float32)) / len(parts)
                 mean[name] = mean[name] + share if name in mean else share
-    return CommState(None, num_exchanges, {}, mean)
+    return CommState(its_compressor, num_exchanges, {}, mean)
 
 
 def adopted(state: CommState, compressor: Compressor, module: Module) -> BucketStates:
@@ -142,14 +142,16 @@ def adopted(state: CommState, compressor: Compressor, module: Module) -> BucketS
     Raises:
         CheckpointError: they are of another compressor, of other parameters, or not as this version makes them.
     """
+    if state.compressor is None:
+        return {}
     if state.compressor != compressor:
-        raise CheckpointError(f"it is of {state.compressor}")
+        raise CheckpointError(f"it was saved with {state.compressor}")
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     buckets: BucketStates = {}
     for index, (names, layout, saved) in state.buckets.items():
         shapes = tuple(parameters[name].shape if name in parameters else None for name in names)
         if shapes != layout.shapes:
-            raise CheckpointError("it is of other parameters")
+            raise CheckpointError("it was saved with other parameters")
         device = parameters[names[0]].device
         with _damage_told():
             buckets[index] = names, layout, _fitted(saved, compressor.init(layout, device, state.num_exchanges), device)

@@ -81,7 +81,7 @@ class ChangesPlan(FollowsPlan, DDPStrategy):
             self._synchronize_device()
         if self._hook is not None:
             self._hook.owe(owed)
-        else:
+        elif owed:
             self._additions = Additions(module, owed)
 
     def _synchronize_device(self) -> None:

@@ -31,6 +31,7 @@ HALF = 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "many_buckets": {"bucket_cap_mb": 0.002},
     "static_view": {"bucket_cap_mb": 0.002, "static_graph": True, "gradient_as_bucket_view": True},
+    "unused": {"bucket_cap_mb": 0.002, "find_unused_parameters": True},
 }
 POWERSGD = PowerSGD(min_compression_rate=0.5)
 
@@ -70,6 +71,21 @@ class Overflowing(Mixed):
     """Has an infinite gradient on rank 1 in the step before the checkpoint."""
 
     overflow_at = HALF - 2
+
+
+class Sparse(Mixed):
+    """Has a table whose gradient is sparse, and so in no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 24, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = torch.tensor([self.global_step % 16, self.global_rank])
+        return super().training_step(batch, batch_idx) + self.table(rows).square().mean()
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 class Look(Callback):
@@ -114,13 +130,14 @@ def _fit(
 
 def _train(resumes: bool, folder: str, names: list[str], options: dict[str, Any], run: dict[str, Any]) -> Any:
     outcome = {}
-    scaled = run.pop("scaled", False)
+    module_class: type[Mixed] = run.pop("module", Mixed)
     for name in names:
-        module = Overflowing() if scaled else Mixed()
-        plugins = [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))]
+        module = module_class()
+        if module_class is Overflowing:
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+            run["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
         strategy = CommOptDDP(comm_hook=COMPRESSORS[name], **options)
-        run_options = {**run, **({"plugins": plugins} if scaled else {})}
-        look = _fit(module, strategy, Path(folder, f"{name}.ckpt"), 2 * HALF, resumes, **run_options)
+        look = _fit(module, strategy, Path(folder, f"{name}.ckpt"), 2 * HALF, resumes, **run)
         outcome[name] = numbers(module), look.owed, look.in_saved_buckets, look.finished, strategy.wire_bytes
     return outcome
 
@@ -130,7 +147,7 @@ def _through_and_resumed(
     folder: Path, world_size: int, options: str, names: tuple[str, ...], run: tuple[tuple[str, Any], ...] = ()
 ) -> tuple[list[Any], list[Any]]:
     """Trains with every compressor, saves on the way, and resumes in new processes."""
-    folder = folder / f"{world_size}_{options}_{run}"
+    folder = folder / f"{world_size}_{options}_{len(list(folder.iterdir())) if run else 'all'}"
     folder.mkdir()
     arguments = str(folder), list(names), OPTIONS[options], dict(run)
     through = run_ranks(_train, False, *arguments, world_size=world_size)
@@ -142,13 +159,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-def _assert_exact(through: list[Any], resumed: list[Any], name: str) -> None:
+def _assert_exact(through: list[Any], resumed: list[Any], name: str, has_other_buckets_first: bool = True) -> None:
     for before, after in zip(through, resumed, strict=True):
         params, owed, _, _, _ = before[name]
         assert_same(after[name][0], params)
         assert_same(after[name][1], owed)
         assert after[name][3], "the checkpoint's buckets are still not DDP's"
-    assert resumed[0][name][2], "DDP's first buckets were the checkpoint's: the test shows nothing"
+    assert resumed[0][name][2] == has_other_buckets_first, "else the test shows nothing"
     assert all(np.isfinite(value).all() for value in resumed[0][name][0].values())
 
 
@@ -164,17 +181,19 @@ def test_resumed_training_goes_on_bit_for_bit(folder: Path, name: str, world_siz
     [
         (4, "many_buckets", "hierarchical_powersgd", {}),
         (2, "many_buckets", "powersgd_rank_2", {"accumulate_grad_batches": 2}),
-        (2, "many_buckets", "powersgd_rank_2", {"scaled": True}),
-        (3, "static_view", "error_feedback_bf16", {"scaled": True}),
+        (2, "many_buckets", "powersgd_rank_2", {"module": Overflowing}),
+        (3, "static_view", "error_feedback_bf16", {"module": Overflowing}),
+        (2, "many_buckets", "int8", {"module": Sparse}),
+        (2, "unused", "powersgd_rank_2", {}),
     ],
-    ids=["four_ranks", "accumulation", "overflow", "overflow_static"],
+    ids=["four_ranks", "accumulation", "overflow", "overflow_static", "sparse", "unused"],
 )
 def test_resumed_under_other_circumstances(
     folder: Path, world_size: int, options: str, name: str, run: dict[str, Any]
 ) -> None:
-    """If it fails, accumulation, a gradient scaler's skipped step or nodes make resuming inexact."""
+    """If it fails, accumulation, a gradient scaler's skipped step, sparse gradients or nodes make resuming inexact."""
     through, resumed = _through_and_resumed(folder, world_size, options, (name,), tuple(run.items()))
-    _assert_exact(through, resumed, name)
+    _assert_exact(through, resumed, name, has_other_buckets_first=options != "unused")
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -190,7 +209,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def test_checkpoints_hold_plain_values(folder: Path, name: str) -> None:
     """If it fails, a checkpoint cannot be read with weights_only=True, or a rank is missing in it."""
     _through_and_resumed(folder, 2, "many_buckets", tuple(COMPRESSORS))
-    checkpoint = torch.load(folder / "2_many_buckets_()" / f"{name}.ckpt", weights_only=True)
+    checkpoint = torch.load(folder / "2_many_buckets_all" / f"{name}.ckpt", weights_only=True)
     saved = checkpoint[KEY]
     assert saved["num_exchanges"] == HALF
     assert len(saved["ranks"]) == 2
@@ -392,6 +411,37 @@ def _validate_a_checkpoint(path: str) -> tuple[Params, Params]:
         run.fit(module)
         results.append(numbers(module))
     return results[0], results[1]
+
+
+class GoBack(Callback):
+    """Goes back to an earlier step in the middle of a fit, as Lightning's learning rate finder does."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.owed: list[Params] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        step, strategy = trainer.global_step, trainer.strategy
+        if step == HALF - 3:
+            trainer.save_checkpoint(self.path)
+        elif step == HALF - 1:
+            strategy.load_checkpoint(self.path)
+        if step in (HALF - 3, HALF - 2, HALF - 1):
+            owed = strategy._hook.state().all_owed()  # type: ignore[attr-defined]
+            self.owed.append({name: value.double().numpy() for name, value in owed.items()})
+
+
+def _go_back(path: str) -> list[Params]:
+    look = GoBack(path)
+    _fit(Fed(), CommOptDDP(comm_hook=POWERSGD), None, HALF, callbacks=[look])
+    return look.owed
+
+
+def test_loading_in_the_middle_of_a_fit_takes_effect_at_once(tmp_path: Path) -> None:
+    """If it fails, the state of a checkpoint waits until the next change of plan, and then is a stale one."""
+    for saved, later, loaded in run_ranks(_go_back, str(tmp_path / "back.ckpt")):
+        assert_same(loaded, saved)
+        assert any((later[name] != value).any() for name, value in saved.items())
 
 
 class Validated(Fed):
