@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -74,15 +75,15 @@ class Pending:
 
     Args:
         tensor: where its result arrives.
-        work: to wait for.
+        works: to wait for.
         finish: makes the result from what has arrived; None if it is the result.
     """
 
     def __init__(
-        self, tensor: Tensor, work: dist.Work | None, finish: Callable[[Tensor], Tensor] | None = None
+        self, tensor: Tensor, works: Sequence[dist.Work | None], finish: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._tensor = tensor
-        self._work = work
+        self._works = works
         self._finish = finish
 
     def wait(self) -> Tensor:
@@ -91,8 +92,9 @@ class Pending:
         For CPU tensors it blocks until the collective is done. For CUDA tensors over NCCL it only makes the
         current stream wait.
         """
-        if self._work is not None:
-            self._work.wait()
+        for work in self._works:
+            if work is not None:
+                work.wait()
         return self._tensor if self._finish is None else self._finish(self._tensor)
 
 
@@ -113,6 +115,9 @@ class Channel:
         self.within = within
         self.across = across
         self._half_bytes_sent = 0
+        self._scratch: dict[str, Tensor] = {}
+        self._is_gloo = dist.get_backend(group) == "gloo"
+        self._global_ranks = dist.get_process_group_ranks(group)
 
     @property
     def bytes_sent(self) -> int:
@@ -130,6 +135,24 @@ class Channel:
                 for key in [key for key, group in subgroups.items() if channel and group is channel._group]:
                     del subgroups[key]
 
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for a message, with anything in it; the next exchange gets the same memory.
+
+        On CPU fresh memory would cost as much as a message's arithmetic: the system clears it page by page.
+
+        Args:
+            name: what it is for; an exchange may have one of each.
+            shape: of what is needed.
+            dtype: of its elements.
+            device: where.
+        """
+        if device.type != "cpu":  # torch keeps memory there by itself
+            return torch.empty(shape, dtype=dtype, device=device)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if name not in self._scratch or self._scratch[name].numel() < num_bytes:
+            self._scratch[name] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[name][:num_bytes].view(dtype).view(shape)
+
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Starts to sum ``tensor`` over the ranks, in place.
 
@@ -138,7 +161,7 @@ class Channel:
         """
         values = tensor._values() if tensor.is_sparse else tensor
         self._half_bytes_sent += 2 * values.nbytes
-        return Pending(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
+        return Pending(tensor, [dist.all_reduce(tensor, group=self._group, async_op=True)])
 
     def reduce_scatter(self, message: Tensor) -> Pending:
         """Starts to sum ``message`` over the ranks; the result ``(s,)`` is the row of this rank.
@@ -146,34 +169,60 @@ class Channel:
         Args:
             message: ``(W, s)`` of a dtype that the group's backend sums, contiguous.
         """
-        if dist.get_backend(self._group) != "nccl":  # gloo has no such collective in all versions
+        if self._is_gloo:  # which has no such collective in all versions
             pending = self.all_to_all(message)
-            return Pending(pending._tensor, pending._work, lambda received: received.sum(0))
+            return Pending(pending._tensor, pending._works, lambda received: received.sum(0))
         self._half_bytes_sent += message.nbytes
         row = message.new_empty(message.shape[1])
-        return Pending(row, dist.reduce_scatter_tensor(row, message, group=self._group, async_op=True))
+        return Pending(row, [dist.reduce_scatter_tensor(row, message, group=self._group, async_op=True)])
 
     def all_to_all(self, message: Tensor) -> Pending:
         """Starts to send row ``i`` of ``message`` to rank ``i``; its row ``i`` becomes the result's row of this rank.
 
         Args:
             message: ``(W, s)`` of any dtype, contiguous.
+
+        Returns:
+            In scratch memory, good until the next exchange.
         """
         self._half_bytes_sent += message.nbytes
-        received = torch.empty_like(message)
+        received = self.scratch("all_to_all", tuple(message.shape), message.dtype, message.device)
+        if self._is_gloo and not message.is_cuda:
+            return Pending(received, self._swap(list(message), list(received)))
         work = dist.all_to_all_single(_as_bytes(received), _as_bytes(message), group=self._group, async_op=True)
-        return Pending(received, work)
+        return Pending(received, [work])
 
     def all_gather(self, part: Tensor) -> Pending:
         """Starts to send ``part`` to all ranks; the result ``(W, s)`` has one row of each.
 
         Args:
             part: ``(s,)`` of any dtype, contiguous.
+
+        Returns:
+            In scratch memory, good until the next exchange.
         """
-        gathered = part.new_empty(self.size, part.numel())
+        gathered = self.scratch("all_gather", (self.size, part.numel()), part.dtype, part.device)
         self._half_bytes_sent += gathered.nbytes
+        if self._is_gloo and not part.is_cuda:
+            return Pending(gathered, self._swap([part] * self.size, list(gathered)))
         work = dist.all_gather_into_tensor(_as_bytes(gathered), _as_bytes(part), group=self._group, async_op=True)
-        return Pending(gathered, work)
+        return Pending(gathered, [work])
+
+    def _swap(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[dist.Work | None]:
+        """Sends to and receives from every rank at once.
+
+        gloo's own all-to-all and all-gather use a link in one direction at a time: a rank that sends before it has
+        asked for its peer's message asks only behind its own. Here all ask first.
+        """
+        incoming[self.rank].copy_(outgoing[self.rank])
+        works = []
+        for distance in range(1, self.size):
+            source = (self.rank - distance) % self.size
+            works.append(dist.irecv(_as_bytes(incoming[source]), self._global_ranks[source], group=self._group))
+        for distance in range(1, self.size):
+            target = (self.rank + distance) % self.size
+            works.append(dist.isend(_as_bytes(outgoing[target]), self._global_ranks[target], group=self._group))
+        return works
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

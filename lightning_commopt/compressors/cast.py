@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.settings import check_choice
-from lightning_commopt.kernels.cast import add_lost, narrow, settle
+from lightning_commopt.kernels.cast import add_lost, narrow, settle, sum_rows
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
 
@@ -60,7 +60,7 @@ class Cast(Compressor):
         if residual is None and dtype == layout.dtype:
             yield channel.all_reduce(flat.mul_(scale))
             return None
-        message = flat.new_empty(flat.numel(), dtype=dtype)
+        message = channel.scratch("message", (flat.numel(),), dtype, flat.device)
         narrow(flat, residual, scale, message)
         mean = yield channel.all_reduce(message)
         if residual is None:
@@ -73,12 +73,13 @@ class Cast(Compressor):
         """Shapes: ``W`` shards of ``s`` elements; the last ones may be padded, or padding only."""
         scale, dtype, n = 1 / channel.size, self._wire_dtype(layout), flat.numel()
         s = -(-n // channel.size)
-        message = flat.new_empty(channel.size * s, dtype=dtype)
+        message = channel.scratch("message", (channel.size * s,), dtype, flat.device)
         message[n:].zero_()
         narrow(flat, residual, scale, message[:n])
         received = yield channel.all_to_all(message.view(channel.size, s))
-        mean = received.sum(0, dtype=wide_dtype(layout.dtype))
-        rounded = mean.to(dtype)
+        mean = channel.scratch("mean", (s,), wide_dtype(layout.dtype), flat.device)
+        sum_rows(received, mean)
+        rounded = channel.scratch("rounded", (s,), dtype, flat.device).copy_(mean)
         gathered = (yield channel.all_gather(rounded)).view(-1)[:n]
         if residual is None:
             flat.copy_(gathered)

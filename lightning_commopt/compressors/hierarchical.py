@@ -70,7 +70,7 @@ class Hierarchical(Compressor):
         state["step"] += 1
 
         longest = max(part.numel for _, part in parts)
-        message = flat.new_zeros(within.size, longest)
+        message = within.scratch("message", (within.size, longest), flat.dtype, flat.device).zero_()
         for row, (begin, part) in zip(message, parts, strict=True):
             row[: part.numel].copy_(flat[begin : begin + part.numel])
         row = yield within.reduce_scatter(message.mul_(1 / within.size))

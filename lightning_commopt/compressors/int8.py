@@ -53,10 +53,10 @@ class BlockInt8(Compressor):
         """Sends one shard to each rank, then the mean of the own shard to all."""
         size, mine = self.block_size, None
         row_bytes = block_int8.shard_bytes(flat.numel(), channel.size, size)
-        message = flat.new_empty(channel.size, row_bytes, dtype=torch.uint8)
+        message = channel.scratch("message", (channel.size, row_bytes), torch.uint8, flat.device)
         block_int8.encode(flat, residual, message, size)
         received = yield channel.all_to_all(message)
-        mean = torch.empty_like(received[0])
+        mean = channel.scratch("mean", (row_bytes,), torch.uint8, flat.device)
         if residual is not None:
             numel = block_int8.shard_numel(flat.numel(), channel.size, size)
             mine = residual[channel.rank * numel : (channel.rank + 1) * numel]

@@ -38,6 +38,24 @@ def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> 
     return None
 
 
+def sum_rows(rows: Tensor, out: Tensor) -> None:
+    """Adds up the rows, first to last, in the dtype of ``out``.
+
+    Args:
+        rows: ``(W, s)`` floating point.
+        out: ``(s,)`` wider floating point; overwritten.
+    """
+    if rows.is_cuda:
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
+        return
+    scratch = out.new_empty(min(CHUNK_NUMEL, out.numel()))
+    for start in range(0, out.numel(), CHUNK_NUMEL):
+        part = out[start : start + CHUNK_NUMEL]
+        part.copy_(rows[0, start : start + CHUNK_NUMEL])
+        for row in rows[1:]:
+            part.add_(scratch[: part.numel()].copy_(row[start : start + CHUNK_NUMEL]))
+
+
 def settle(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Tensor) -> None:
     """Replaces ``residual`` by what `narrow` dropped, if the step was finite, and then ``flat`` by the mean.
 

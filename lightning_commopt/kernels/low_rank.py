@@ -135,7 +135,7 @@ def settle(
             part = whole[rows]
             if owed is not None:
                 _subtract_product(part, own_p[:, rows], own_q, out=owed[rows])
-            torch.mm(p[:, rows].T, q, out=part)
+            _write_product(p[:, rows], q, out=part)
     return None
 
 
@@ -162,3 +162,13 @@ def _subtract_product(part: Tensor, p: Tensor, q: Tensor, out: Tensor) -> None:
         rest.addcmul_(row_p.unsqueeze(1), row_q, value=-1)
     if rest is not out:
         out.copy_(rest)
+
+
+def _write_product(p: Tensor, q: Tensor, out: Tensor) -> None:
+    """Sets ``out = p.T @ q``; from rank 2 to 4 one row of the factors after another is faster on CPU."""
+    if not 1 < len(p) <= 4:
+        torch.mm(p.T, q, out=out)
+        return
+    torch.mul(p[0].unsqueeze(1), q[0], out=out)
+    for row_p, row_q in zip(p[1:], q[1:], strict=True):
+        out.addcmul_(row_p.unsqueeze(1), row_q)

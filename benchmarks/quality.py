@@ -1,0 +1,238 @@
+"""What each compressor costs in quality, and what it saves until the same quality: two hosts with a slow link.
+
+Trains the digits CNN and the small GPT for the same steps, from the same seeds and batches, with each compressor, on
+two hosts of the network lab. The metric is that of the validation set: accuracy of the digits, loss of the GPT. Its
+difference to the uncompressed run of the same seed is what the compressor costs. "Time to equal" is the training time,
+without validation, until the metric is as good as the uncompressed run's was at its end: what a user buys.
+
+python benchmarks/quality.py --output benchmarks/results/quality_HARDWARE_DATE.json
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from results_file import write_result
+from rich.console import Console
+from rich.table import Table
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.netlab import NetLab, why_not
+from lightning_commopt.workloads.digits import Digits, DigitsCNN
+from lightning_commopt.workloads.gpt import GPT, StdlibSources
+
+RESULT = "RESULT "
+REFERENCE = "none"
+HOOKS: dict[str, Any] = {
+    REFERENCE: None,
+    "bf16": "bf16",
+    "bf16, sum in float32": {"name": "bf16", "accumulate": "float32"},
+    "int8": "int8",
+    "powersgd rank 1": {"name": "powersgd"},
+    "powersgd rank 2": {"name": "powersgd", "matrix_rank": 2},
+    "powersgd rank 4": {"name": "powersgd", "matrix_rank": 4},
+    "powersgd rank 8": {"name": "powersgd", "matrix_rank": 8},
+    "powersgd rank 4, start 10 %": {"name": "powersgd", "matrix_rank": 4, "start_step": 0.1},
+    "powersgd rank 8, start 10 %": {"name": "powersgd", "matrix_rank": 8, "start_step": 0.1},
+    "alternating rank 4": {"name": "alternating_powersgd", "matrix_rank": 4},
+    "alternating rank 8": {"name": "alternating_powersgd", "matrix_rank": 8},
+    "alternating rank 8, start 10 %": {"name": "alternating_powersgd", "matrix_rank": 8, "start_step": 0.1},
+}
+TASKS = {
+    "digits": {"metric": "val_accuracy", "higher_is_better": True, "num_steps": 400, "check_every": 20},
+    "gpt": {"metric": "val_loss", "higher_is_better": False, "num_steps": 600, "check_every": 30},
+}
+
+
+class Curve(Callback):
+    """Collects the metric against steps and against seconds of training.
+
+    Args:
+        metric: name of what the model logs.
+    """
+
+    def __init__(self, metric: str) -> None:
+        self.metric = metric
+        self.points: list[tuple[int, float, float]] = []
+        self._seconds = 0.0
+        self._start = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Starts the clock."""
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Stops the clock."""
+        self._seconds += time.perf_counter() - self._start
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes the metric."""
+        value = trainer.callback_metrics[self.metric].item()
+        self.points.append((trainer.global_step, self._seconds, value))
+
+
+def model_and_data(task: str) -> tuple[LightningModule, LightningDataModule]:
+    """Returns what is trained, and on what."""
+    if task == "digits":
+        return DigitsCNN(), Digits()
+    return GPT(context=64), StdlibSources(context=64)
+
+
+def comm_hook(name: str, num_steps: int) -> Any:
+    """Returns a hook's configuration; a share as its ``start_step`` becomes a step."""
+    config = HOOKS[name]
+    if isinstance(config, dict) and "start_step" in config:
+        return {**config, "start_step": int(config["start_step"] * num_steps)}
+    return config
+
+
+def train(task: str, name: str, seed: int, num_hosts: int) -> dict[str, Any]:
+    """Makes one run on this rank; returns its curve and the bytes it sent in a step."""
+    settings = TASKS[task]
+    seed_everything(seed, workers=True, verbose=False)
+    model, data = model_and_data(task)
+    curve = Curve(str(settings["metric"]))
+    num_steps = int(settings["num_steps"])
+    strategy = CommOptDDP(
+        comm_hook=comm_hook(name, num_steps), bucket_cap_mb=25, static_graph=True, gradient_as_bucket_view=True
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=num_hosts,
+        strategy=strategy,
+        max_steps=num_steps,
+        max_epochs=-1,
+        val_check_interval=settings["check_every"],
+        check_val_every_n_epoch=None,
+        limit_val_batches=40,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[curve],
+    )
+    trainer.fit(model, datamodule=data)
+    return {"points": curve.points, "wire_bytes_per_step": strategy.wire_bytes / num_steps}
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Makes all runs of one seed in this process; rank 0 prints each as JSON."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for task in arguments.tasks:
+        for name in arguments.hooks:
+            run = train(task, name, arguments.worker, arguments.num_hosts)
+            if os.environ["RANK"] == "0":
+                print(RESULT + json.dumps({"task": task, "hook": name, "seed": arguments.worker, **run}), flush=True)
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Makes all runs, one seed after another, so that a drift of the machine hits all compressors."""
+    runs = []
+    for seed in range(arguments.num_seeds):
+        with NetLab(arguments.num_hosts, arguments.rate) as lab:
+            words = ["--worker", str(seed), "--num-hosts", str(arguments.num_hosts), "--tasks", *arguments.tasks]
+            command = [sys.executable, __file__, *words, "--hooks", *arguments.hooks]
+            said = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
+        lines = [line.removeprefix(RESULT) for line in said.splitlines() if line.startswith(RESULT)]
+        runs += [json.loads(line) for line in lines]
+        print(f"seed {seed}: {len(lines)} runs", flush=True)
+    return runs
+
+
+def time_to(points: list[tuple[int, float, float]], target: float, sign: int) -> float | None:
+    """Returns the seconds of training until the metric was first as good as ``target``; None if it never was."""
+    return next((seconds for _, seconds, value in points if sign * value >= sign * target), None)
+
+
+def summary(runs: list[dict[str, Any]], task: str) -> dict[str, dict[str, Any]]:
+    """Returns per compressor the final metric, its difference to the uncompressed run, and times."""
+    sign = 1 if TASKS[task]["higher_is_better"] else -1
+    by_hook: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in runs:
+        if run["task"] == task:
+            by_hook.setdefault(run["hook"], {})[run["seed"]] = run
+    references = by_hook[REFERENCE]
+    rows = {}
+    for name, of_hook in by_hook.items():
+        finals = [run["points"][-1][2] for run in of_hook.values()]
+        targets = {seed: run["points"][-1][2] for seed, run in references.items()}
+        times = [time_to(run["points"], targets[seed], sign) for seed, run in of_hook.items()]
+        rows[name] = {
+            "final": {"mean": float(np.mean(finals)), "min": min(finals), "max": max(finals)},
+            "difference": [run["points"][-1][2] - targets[seed] for seed, run in of_hook.items()],
+            "training_s": float(np.median([run["points"][-1][1] for run in of_hook.values()])),
+            "time_to_equal_s": None if None in times else float(np.median([t for t in times if t is not None])),
+            "reached": f"{sum(t is not None for t in times)} of {len(times)}",
+            "wire_bytes_per_step": float(np.mean([run["wire_bytes_per_step"] for run in of_hook.values()])),
+        }
+    return rows
+
+
+def print_table(rows: dict[str, dict[str, Any]], task: str) -> None:
+    """Prints one row a compressor."""
+    table = Table(title=f"{task}: {TASKS[task]['metric']} after {TASKS[task]['num_steps']} steps")
+    for heading in ("comm hook", "final", "min-max", "to none", "training s", "s to equal", "reached", "MB/step"):
+        table.add_column(heading, no_wrap=True)
+    reference = rows[REFERENCE]["final"]["mean"]
+    for name, row in rows.items():
+        final, difference = row["final"], float(np.mean(row["difference"]))
+        shown = f"{100 * difference:+.2f} points" if task == "digits" else f"{100 * difference / reference:+.2f} %"
+        equal = "-" if row["time_to_equal_s"] is None else f"{row['time_to_equal_s']:.1f}"
+        table.add_row(
+            name,
+            f"{final['mean']:.4f}",
+            f"{final['min']:.4f}-{final['max']:.4f}",
+            shown,
+            f"{row['training_s']:.1f}",
+            equal,
+            row["reached"],
+            f"{row['wire_bytes_per_step'] / 1e6:.3f}",
+        )
+    Console(width=max(120, Console().width)).print(table)
+
+
+def main() -> None:
+    """Trains, prints a table for each task and stores the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-hosts", type=int, default=2)
+    parser.add_argument("--rate", default="1gbit", help="of each host's link in each direction")
+    parser.add_argument("--num-seeds", type=int, default=3)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=list(HOOKS), metavar="HOOK")
+    parser.add_argument("--timeout-s", type=float, default=3600, help="for the runs of one seed")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        run_rank(arguments)
+        return
+    reason = why_not()
+    if reason is not None:
+        sys.exit(reason)
+    if REFERENCE not in arguments.hooks:
+        parser.error(f"--hooks must hold {REFERENCE!r}, to compare with")
+    load = os.getloadavg()[0]
+    runs = measure(arguments)
+    rows = {task: summary(runs, task) for task in arguments.tasks}
+    for task, of_task in rows.items():
+        print_table(of_task, task)
+    if arguments.output:
+        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
+        write_result(arguments.output, {"settings": settings, "tasks": TASKS, "summary": rows, "runs": runs}, load)
+
+
+if __name__ == "__main__":
+    main()

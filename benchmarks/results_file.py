@@ -1,0 +1,43 @@
+"""What every result file says of where it comes from."""
+
+import json
+import os
+import shlex
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_commopt.git_state import git_state
+from lightning_commopt.info import collect
+
+
+def write_result(path: Path, result: dict[str, Any], load_at_start: float) -> None:
+    """Stores a result with its command, date, commit, hardware and versions.
+
+    Args:
+        path: of the file.
+        result: what was measured, and with which settings.
+        load_at_start: other work on the machine: its load average before the measurement.
+    """
+    info = collect()
+    origin = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": date.today().isoformat(),
+        "git": git_state(Path(__file__).parent),
+        "hardware": f"{info.devices[0].name}, {len(os.sched_getaffinity(0))} cores",
+        "load_at_start": load_at_start,
+        "platform": info.platform,
+        "versions": info.versions,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(origin | result, indent=2) + "\n")
+
+
+def median_with_interval(values: list[float]) -> dict[str, float]:
+    """Returns the median and its bootstrap 95 % interval."""
+    draws = np.random.default_rng(0).integers(0, len(values), (10000, len(values)))
+    low, high = np.percentile(np.median(np.array(values)[draws], axis=1), [2.5, 97.5])
+    return {"median": float(np.median(values)), "low_95": float(low), "high_95": float(high)}
