@@ -66,7 +66,7 @@ class SavesCommState(DDPStrategy):
             return checkpoint
         self._restored = self._read(saved)
         if isinstance(self.model, DistributedDataParallel):  # in the middle of a fit, as the learning rate finder does
-            self._resume()
+            self._resume_restored()
         return checkpoint
 
     def _comm_state(self) -> CommState | None:
@@ -116,12 +116,14 @@ class SavesCommState(DDPStrategy):
             rank_zero_warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
             return CommState()
 
-    def _resume(self) -> None:
+    def _resume_restored(self) -> None:
         """Goes on with what a checkpoint had, once. All ranks must call it."""
         self._of_last_fit = None
-        if self._restored is None:
-            return
-        state, self._restored = self._restored, None
+        if self._restored is not None:
+            state, self._restored = self._restored, None
+            self._resume(state)
+
+    def _resume(self, state: CommState) -> None:
         module = self.lightning_module
         assert module is not None
         buckets, obstacle = {}, None

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 _PIECE_BYTES = 2**23
-_POLL_S = 0.005
+_FIRST_POLL_S = 0.001
+_LAST_POLL_S = 0.1
 
 # By the default group, whose store must not see a meeting's keys twice.
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -76,11 +77,12 @@ def all_come(position: str | None, patience_s: float, timeout_s: float) -> bool:
 
 def _await(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
     """Returns whether the keys have come in time. It polls, as a wait would block the store's other users."""
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
     while not store.check(keys):
         if time.monotonic() > deadline:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LAST_POLL_S)
     return True
 
 

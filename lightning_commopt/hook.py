@@ -86,6 +86,11 @@ class CommHook:
             self._exchange_kept()
         return promise.future
 
+    @property
+    def has_only_resumed(self) -> bool:
+        """Whether it has states from a checkpoint, and has not exchanged anything since."""
+        return self._relayout is not None and self._relayout.is_unused
+
     def state(self) -> CommState:
         """Returns what the exchanges so far have left behind, not copied. Between two backwards only."""
         return CommState(self._compressor, self._step, dict(self._states), dict(self._owed))

@@ -5,22 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.checkpointing import SavesCommState
 from lightning_commopt.checks import check_plans_agree
-from lightning_commopt.hook import CommHook
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.planned import FollowsPlan
 from lightning_commopt.rewrap import Additions, Trainable, is_within_batch, kept_buffers, unwrap
 
 
-class ChangesPlan(FollowsPlan, DDPStrategy):
+class ChangesPlan(FollowsPlan, SavesCommState):
     """Mixed into a strategy whose model can be wrapped again while it trains."""
 
-    _hook: CommHook | None = None
-    _additions: Additions | None = None
     _trainable: Trainable | None = None
     _next_plan: CommPlan | None = None
     _bytes_of_closed_hooks = 0
@@ -73,13 +70,16 @@ class ChangesPlan(FollowsPlan, DDPStrategy):
 
     def _wrap_again(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
+        resumed = self._hook.state() if self._hook is not None and self._hook.has_only_resumed else None
         owed = self._close_hook()
         module = self.model = unwrap(self.model)
         with kept_buffers(module):  # wrapping sends those of rank 0 to the others
             self._synchronize_device()  # Lightning wraps on a stream that does not wait for the last step
             self.configure_ddp()
             self._synchronize_device()
-        if self._hook is not None:
+        if resumed is not None:  # a callback has frozen parameters again that were frozen in the checkpoint
+            self._resume(resumed)
+        elif self._hook is not None:
             self._hook.owe(owed)
         elif owed:
             self._additions = Additions(module, owed)

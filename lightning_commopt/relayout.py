@@ -85,6 +85,11 @@ class Relayout:
         return kept
 
     @property
+    def is_unused(self) -> bool:
+        """Whether no backward has ended yet."""
+        return self._num_backwards == 0
+
+    @property
     def is_over(self) -> bool:
         """Whether DDP has the checkpoint's buckets by now, or is not going to have them."""
         return self._num_backwards >= _MAX_BACKWARDS

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.checkpointing import SavesCommState
 from lightning_commopt.checks import (
     check_graph_is_static,
     check_none_unfrozen,
@@ -37,7 +36,7 @@ from lightning_commopt.planned import check_group_size, say_one_rank
 from lightning_commopt.rewrap import Trainable, gradient_bytes
 
 
-class CommOptDDP(ChangesPlan, SavesCommState):
+class CommOptDDP(ChangesPlan):
     """Lightning's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
     Takes all that ``DDPStrategy`` takes, in the same order, so that its name can be replaced in any project. The
@@ -168,7 +167,7 @@ class CommOptDDP(ChangesPlan, SavesCommState):
         """Wraps the model, unless there is only one rank."""
         if self.world_size == 1:
             say_one_rank(comm_hook=self._plan.comm_hook, ddp_comm_hook=self._ddp_comm_hook)
-            self._resume()
+            self._resume_restored()
             return
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
@@ -176,7 +175,7 @@ class CommOptDDP(ChangesPlan, SavesCommState):
         self._trainable = Trainable(self.model)
         self._static_graph_is_recorded = False
         self._pl_static_graph_delay_done = False
-        self._resume()
+        self._resume_restored()
 
     def _register_ddp_hooks(self) -> None:
         if self._plan.comm_hook is not None:

@@ -88,6 +88,13 @@ class Sparse(Mixed):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class Freezing(Mixed):
+    """Freezes a layer when it has been wrapped, as fine-tuning callbacks do when they are resumed."""
+
+    def on_fit_start(self) -> None:
+        self.middle.requires_grad_(False)
+
+
 class Look(Callback):
     """Saves at a step, perhaps after a change of plan, and looks at what is left behind when training ends."""
 
@@ -184,9 +191,10 @@ def test_resumed_training_goes_on_bit_for_bit(folder: Path, name: str, world_siz
         (2, "many_buckets", "powersgd_rank_2", {"module": Overflowing}),
         (3, "static_view", "error_feedback_bf16", {"module": Overflowing}),
         (2, "many_buckets", "int8", {"module": Sparse}),
+        (2, "many_buckets", "powersgd_rank_2", {"module": Freezing}),
         (2, "unused", "powersgd_rank_2", {}),
     ],
-    ids=["four_ranks", "accumulation", "overflow", "overflow_static", "sparse", "unused"],
+    ids=["four_ranks", "accumulation", "overflow", "overflow_static", "sparse", "frozen", "unused"],
 )
 def test_resumed_under_other_circumstances(
     folder: Path, world_size: int, options: str, name: str, run: dict[str, Any]
