@@ -48,11 +48,11 @@ def _launch(kernel: Any, first: Tensor, *args: Any, **constants: Any) -> None:
 
 
 @triton.jit
-def rounded_to(values, DTYPE: tl.constexpr):
-    """Returns ``values`` in another dtype; float64 becomes float32 before it becomes anything narrower, as in torch."""
-    if DTYPE.primitive_bitwidth < 32:
+def rounded_for(pointer, values):
+    """Returns ``values`` as what ``pointer`` points to; on its way to 16 bits float64 becomes float32, as in torch."""
+    if pointer.dtype.element_ty != tl.float64:
         values = values.to(tl.float32)
-    return values.to(DTYPE)
+    return values.to(pointer.dtype.element_ty)
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _narrow(
     c = tl.load(flat + elements, inside, 0).to(WIDE)
     if HAS_RESIDUAL:
         c += tl.load(residual + elements, inside, 0).to(WIDE)
-    tl.store(out + elements, rounded_to(c * SCALE, out.dtype.element_ty), inside)
+    tl.store(out + elements, rounded_for(out, c * SCALE), inside)
 
 
 @triton.jit
@@ -96,10 +96,10 @@ def _settle(
     if tl.load(finite) != 0:
         c = tl.load(flat + elements, inside, 0).to(WIDE)
         c += tl.load(residual + elements, inside, 0).to(WIDE)
-        sent = rounded_to(c * SCALE, mean.dtype.element_ty).to(WIDE)
-        tl.store(residual + elements, rounded_to(c - sent * INVERSE, residual.dtype.element_ty), inside)
+        sent = rounded_for(mean, c * SCALE).to(WIDE)
+        tl.store(residual + elements, rounded_for(residual, c - sent * INVERSE), inside)
     average = tl.load(mean + elements, inside, 0)
-    tl.store(flat + elements, rounded_to(average, flat.dtype.element_ty), inside)
+    tl.store(flat + elements, rounded_for(flat, average), inside)
 
 
 @triton.jit
@@ -108,4 +108,4 @@ def _add_lost(numel, values, residual, rounded, finite, FACTOR: tl.constexpr, WI
         elements, inside = _elements(numel, BLOCK)
         lost = tl.load(values + elements, inside, 0).to(WIDE) - tl.load(rounded + elements, inside, 0).to(WIDE)
         owed = tl.load(residual + elements, inside, 0).to(WIDE) + lost * FACTOR
-        tl.store(residual + elements, rounded_to(owed, residual.dtype.element_ty), inside)
+        tl.store(residual + elements, rounded_for(residual, owed), inside)

@@ -29,6 +29,8 @@ def _find_bad(values, numel, finite, BLOCK: tl.constexpr):
     """Clears ``finite`` if this program's block holds a bad value; all that write to it write the same."""
     elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(values + elements, elements < numel, 0)
-    is_good = tl.abs(block.to(tl.float32) if block.dtype.primitive_bitwidth < 32 else block) < float("inf")
+    if block.dtype != tl.float64:
+        block = block.to(tl.float32)
+    is_good = tl.abs(block) < float("inf")
     if tl.min(is_good.to(tl.int32), 0) == 0:
         tl.store(finite, 0)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_commopt.kernels.cast_triton import rounded_to
+from lightning_commopt.kernels.cast_triton import rounded_for
 from lightning_commopt.kernels.low_rank import Matrix
 
 # Rows and columns of a tile. Wide where a row is summed up, tall where a column is: few partial sums.
@@ -257,7 +257,7 @@ def _settle(
                 thin_p = tl.load(own_p + p + i * m + rows, rows < m, 0)
                 thin_q = tl.load(own_q + q + i * k + columns, columns < k, 0)
                 rest -= thin_p[:, None] * thin_q[None, :]
-            tl.store(residual + elements, rounded_to(rest, residual.dtype.element_ty), inside)
+            tl.store(residual + elements, rounded_for(residual, rest), inside)
         for i in range(r):
             thin_p = tl.load(mean_p + p + i * m + rows, rows < m, 0)
             thin_q = tl.load(mean_q + q + i * k + columns, columns < k, 0)

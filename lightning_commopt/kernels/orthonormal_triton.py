@@ -2,8 +2,8 @@
 
 Gram-Schmidt by the scalar products of all rows alone, in float64: one kernel computes these products tile by tile, one
 finds for every factor the combinations of rows that are orthonormal, and one applies them. The squares of float32
-numbers neither overflow in float64 nor lose digits, so that rows are orthonormal to float32's precision even if what
-was left of them was as small as the rounding of the factor.
+numbers neither overflow in float64 nor lose digits, so that rows are orthonormal to 1e-5 even if only 2**-16 of their
+norm was left, the least that is not replaced, and to float32's precision if it was 2**-12.
 
 Candidates ``C`` ``(2 R, side)`` for the basis are the rows of ``X``, from row 0 on, and the old rows, from row ``R``
 on, where ``R`` is a power of two that is not below ``r``; what lies between is zero.
@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of the square of a row's norm: what is left beneath this is what rounding to float32 made.
-_TOLERANCE = tl.constexpr(2.0**-44)
+# Of the square of a row's norm: of what is left beneath this the products have too few digits.
+_TOLERANCE = tl.constexpr(2.0**-32)
 _TILE_NUMEL, _LONGEST_TILE = 8192, 1024
 _SUM_NUMEL, _MOST_SPLITS = 4096, 32
 
