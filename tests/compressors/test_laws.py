@@ -225,6 +225,66 @@ def test_traffic_across_nodes_falls_by_the_ranks_per_node(inner: Compressor) -> 
         assert across_nodes == flat / 2
 
 
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_nothing_is_lost_over_many_steps(name: str) -> None:
+    """If it fails, what error feedback holds back drifts away from what was not sent."""
+    ranks = [rank[name] for rank in _outcomes("many_buckets", 2, num_steps=50)]
+    sent = np.mean([rank["sent"].sum(0) for rank in ranks], axis=0)
+    owed = np.mean([rank["residual"] for rank in ranks], axis=0)
+    tolerance = 2 * TELESCOPING_TOLERANCE.get(name, 2e-4)
+    np.testing.assert_allclose(ranks[0]["received"].sum(0) + owed, sent, rtol=0, atol=tolerance)
+
+
+class Vectors(nn.Module):
+    """Nothing that is worth compressing, and a parameter that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.arange(7.0))
+        self.one = nn.Parameter(torch.ones(1))
+        self.unused = nn.Parameter(torch.ones(5, 300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a loss."""
+        return (self.bias * x).sum() + self.one.sum() * x.sum()
+
+
+def _small_and_unused() -> dict[str, dict[str, Any]]:
+    outcomes = {}
+    x = torch.arange(7.0) * (dist.get_rank() + 1)
+    for name, compressor in COMPRESSORS.items():
+        model = DistributedDataParallel(Vectors(), find_unused_parameters=True)
+        hook = attach_comm_hook(model, compressor, None)
+        for _ in range(3):
+            model.zero_grad()
+            model(x).backward()
+        sent = hook.bytes_sent
+        with model.no_sync():
+            model(x).backward()
+        gradients = {key: p.grad.numpy() for key, p in model.module.named_parameters() if p.grad is not None}
+        outcomes[name] = {"gradients": gradients, "sent_in_no_sync": hook.bytes_sent - sent}
+        hook.close()
+    return outcomes
+
+
+@cache
+def _small_outcomes() -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(_small_and_unused)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_small_and_unused_parameters(name: str) -> None:
+    """If it fails, vectors, one-element tensors or unused parameters break a compressor, or no_sync sends something."""
+    x = torch.arange(7.0)
+    for rank, outcome in enumerate(ranks[name] for ranks in _small_outcomes()):
+        mean, own = 1.5, rank + 1  # the last backward was not exchanged
+        gradients = outcome["gradients"]
+        np.testing.assert_allclose(gradients["bias"], (mean + own) * x, rtol=0.02, atol=0.1)
+        np.testing.assert_allclose(gradients["one"], (mean + own) * x.sum()[None], rtol=0.02)
+        assert not gradients.get("unused", np.zeros(1)).any()
+        assert outcome["sent_in_no_sync"] == 0
+
+
 @pytest.mark.parametrize(("name", "tolerance"), [("bf16", 2**-7), ("fp16", 2**-10)])
 def test_cast_error(name: str, tolerance: float) -> None:
     """If it fails, the cast rounds more than its dtype does."""

@@ -1,0 +1,88 @@
+"""What holds for low-rank compressors only."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.compressors import AlternatingPowerSGD, Compressor, Layout, PowerSGD
+from lightning_commopt.hook import attach_comm_hook
+from ranks import run_ranks
+
+NUM_STEPS = 100
+NUM_STEPS_ELSEWHERE = 6
+LEARNING_RATE = 0.1
+
+
+def _descend(compressor: Compressor) -> float:
+    """Returns how far gradient descent on a matrix is from its minimum, when the gradient's subspace changes once.
+
+    A quadratic function of one entry, 1 away from its minimum. In the first steps the gradient is in another entry:
+    the power iteration's subspace becomes exactly that entry's, and stays orthogonal to all that comes after.
+    """
+    model = DistributedDataParallel(nn.Linear(16, 16, bias=False))
+    hook = attach_comm_hook(model, compressor, None)
+    weight = model.module.weight
+    with torch.no_grad():
+        weight.zero_()[0, 0] = 1.0
+    model.module.forward = lambda: _Scalar.loss  # type: ignore[method-assign]
+    for step in range(NUM_STEPS):
+        _Scalar.loss = weight[1, 1] if step < NUM_STEPS_ELSEWHERE else 0.5 * weight[0, 0] ** 2
+        model.zero_grad()
+        model().backward()
+        with torch.no_grad():
+            weight[0, 0] -= LEARNING_RATE * weight.grad[0, 0]
+    hook.close()
+    return abs(weight[0, 0].item())
+
+
+def _descend_both(cls: type) -> tuple[float, float]:
+    return _descend(cls()), _descend(cls(refresh_steps=8))
+
+
+class _Scalar:
+    loss: Tensor
+
+
+@pytest.mark.parametrize("cls", [PowerSGD, AlternatingPowerSGD])
+def test_refreshing_the_subspace_lets_it_converge(cls: type) -> None:
+    """If it fails, refresh_steps does not cure what keeps PowerSGD from converging (PowerSGD+, arXiv 2509.11254)."""
+    without, cured = run_ranks(_descend_both, cls)[0]
+    assert cured < 0.01
+    if cls is PowerSGD:
+        assert without == 1
+
+
+@pytest.mark.parametrize("cls", [PowerSGD, AlternatingPowerSGD])
+def test_a_rank_above_the_matrix_is_said_once(cls: type) -> None:
+    """If it fails, a user does not learn that matrix_rank is clamped, or is told so for every bucket."""
+    layout = Layout.of([torch.empty(6, 40), torch.empty(4, 40)], torch.float32)
+    compressor = cls(matrix_rank=7 if cls is PowerSGD else 9)
+    with pytest.warns(UserWarning, match="matrix_rank=[79] is larger than the shorter side of some matrices"):
+        compressor.init(layout, torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compressor.init(layout, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("comm_hook", "message"),
+    [
+        ({"name": "powersgd", "refresh_steps": 0}, "refresh_steps must be an integer of at least 1, got 0"),
+        ({"name": "powersgd", "residual_dtype": "float16"}, "residual_dtype must be one of 'float32', 'bfloat16', got"),
+        ({"name": "alternating_powersgd", "matrix_rank": 0}, "matrix_rank must be an integer of at least 1, got 0"),
+        ({"name": "int8", "block_size": 100}, "block_size must be a power of two from 16 to 256, got 100"),
+        ({"name": "int8", "block_size": 512}, "block_size must be a power of two from 16 to 256, got 512"),
+        ({"name": "bf16", "accumulate": "float64"}, "accumulate must be one of None, 'float32', got 'float64'"),
+        ({"name": "hierarchical"}, "'hierarchical' needs the option 'inner'"),
+        ({"name": "hierarchical", "inner": "none"}, "inner must be a compressor, got None"),
+        ({"name": "hierarchical", "inner": "bf16", "ranks_per_node": 0}, "ranks_per_node must be an integer of at le"),
+    ],
+)
+def test_bad_options_are_refused(comm_hook: dict[str, object], message: str) -> None:
+    """If it fails, a bad option of a compressor is accepted, or the error does not say what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        CommOptDDP(comm_hook=comm_hook)
