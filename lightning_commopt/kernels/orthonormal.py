@@ -58,9 +58,10 @@ def orthonormal(x: Tensor, fallback: Tensor, epsilon: float) -> Tensor:
 
     By QR instead of Gram-Schmidt, so that a matrix of a rank below ``r`` keeps all its rows in use.
     """
-    x = x / x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)  # the square of a large number overflows
     if len(x) > 1:
         basis, triangle = torch.linalg.qr(x.T)
-        return (basis * torch.where(triangle.diagonal() < 0, -1, 1)).T  # else rows could change sides between steps
+        # Else rows could change sides from step to step.
+        return basis.mul_(torch.copysign(x.new_ones(()), triangle.diagonal())).T
+    x = x / x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)  # the square of a large number overflows
     norm = torch.linalg.vector_norm(x)
     return torch.where(norm > 0, x / (norm * (1 + epsilon)), fallback)
