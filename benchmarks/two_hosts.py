@@ -12,18 +12,18 @@ python benchmarks/two_hosts.py --model vit_tiny --num-repeats 1 --plans ddp torc
 import argparse
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import date, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from results_file import write_result
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -33,9 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer, get_model
 
 from lightning_commopt import CommPlan
-from lightning_commopt.git_state import git_state
 from lightning_commopt.hook import attach_comm_hook
-from lightning_commopt.info import collect
 from lightning_commopt.netlab import NetLab, RankError, parse_rate, why_not
 from lightning_commopt.netlab.lab import DEVICE
 
@@ -87,6 +85,7 @@ QUICK = {"static_graph": True, "gradient_as_bucket_view": True}
 COMM_HOOKS: dict[str, Any] = {
     "bf16": "bf16",
     "bf16_sum_float32": {"name": "bf16", "accumulate": "float32"},
+    "int8": "int8",
     **{f"powersgd_rank{r}": {"name": "powersgd", "matrix_rank": r} for r in (1, 4)},
     **{f"alternating_rank{r}": {"name": "alternating_powersgd", "matrix_rank": r} for r in (1, 4)},
 }
@@ -280,23 +279,10 @@ def main() -> None:
         print(f"{arguments.num_hosts} ranks share {num_cores} cores, which adds time that is not the network's")
     load = os.getloadavg()[0]
     plans = measure(arguments)
-    info = collect()
     settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker", "plans")}
     print_table(plans, f"{arguments.model}, {arguments.num_hosts} hosts, {arguments.rate}")
     if arguments.output:
-        result = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": date.today().isoformat(),
-            "git": git_state(Path(__file__).parent),
-            "hardware": f"{info.devices[0].name}, {num_cores} cores",
-            "load_at_start": load,
-            "platform": info.platform,
-            "versions": info.versions,
-            "settings": settings,
-            "plans": plans,
-        }
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+        write_result(arguments.output, {"settings": settings, "plans": plans}, load)
     if any("error" in plan for plan in plans.values()):
         sys.exit(1)
 

@@ -159,7 +159,7 @@ def test_one_rank_has_no_wrapper() -> None:
         params, is_wrapped, num_messages = run_ranks(_fit_alone, CommOptDDP(**options), world_size=1)[0]
         assert not is_wrapped
         assert num_messages == 1
-        assert_same(params, expected, rtol=1e-6)
+        assert_same(params, expected, rtol=1e-5)  # the order of sums depends on the processor
 
 
 def _more_ranks(options: dict[str, Any]) -> tuple[Params, Params]:
