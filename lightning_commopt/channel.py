@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +19,17 @@ _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.P
 # No group is ever freed: gloo's threads may still hold tensors for a moment and need the GIL to let go of them, while
 # the destructor of the group waits for its threads with the GIL held.
 _kept: list[dist.ProcessGroup] = []
+_LAST_MOMENT_S = 0.05
+
+
+@cache
+def let_gloo_finish_at_exit() -> None:
+    """Has the process wait a moment when it ends, once.
+
+    gloo's threads let go of the last collective's tensors a little after it is done, and need the GIL for that. A
+    thread that asks for it when the interpreter is already being taken down brings the process to an abort, or a halt.
+    """
+    atexit.register(time.sleep, _LAST_MOMENT_S)
 
 
 def leave_process_group() -> None:

@@ -19,7 +19,7 @@ from torch.nn import Module
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.hook import CommHook, attach_comm_hook
 from lightning_commopt.plan import plan_from_keywords, plan_options
-from lightning_commopt.planned import FollowsPlan, check_group_size, say_one_rank
+from lightning_commopt.planned import FollowsPlan, check_group, say_one_rank
 
 
 class CommOptDDP(FollowsPlan, DDPStrategy):
@@ -117,7 +117,7 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
 
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
-        check_group_size(self.world_size)
+        check_group(self.world_size)
 
 
 class _SyncControl(_DDPBackwardSyncControl):

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from typing_extensions import Self
 
+from lightning_commopt.channel import let_gloo_finish_at_exit
 from lightning_commopt.plan import CommPlan, plan_options
 
 
@@ -52,8 +53,8 @@ class FollowsPlan:
                 )
 
 
-def check_group_size(world_size: int) -> None:
-    """Refuses a process group that has more or fewer ranks than the strategy.
+def check_group(world_size: int) -> None:
+    """Refuses a process group that has more or fewer ranks than the strategy, and sees to a clean end of the process.
 
     Raises:
         MisconfigurationException: the sizes differ.
@@ -65,6 +66,7 @@ def check_group_size(world_size: int) -> None:
             " torch.distributed.destroy_process_group() and remove LOCAL_RANK and WORLD_SIZE from the environment"
             " after each run, or start every run in a process of its own (commopt-train does)."
         )
+    let_gloo_finish_at_exit()
 
 
 def say_one_rank(**hooks: Any) -> None:

@@ -32,7 +32,7 @@ from lightning_commopt.hook import attach_comm_hook
 from lightning_commopt.launcher import MultirunLauncher, forget_previous_job, multirun_job_dir
 from lightning_commopt.plan import OptionError, plan_from_keywords, plan_options
 from lightning_commopt.plan_change import ChangesPlan
-from lightning_commopt.planned import check_group_size, say_one_rank
+from lightning_commopt.planned import check_group, say_one_rank
 from lightning_commopt.rewrap import Trainable, gradient_bytes
 
 
@@ -161,7 +161,7 @@ class CommOptDDP(ChangesPlan):
             MisconfigurationException: the process group has more or fewer ranks than this strategy.
         """
         super().setup_distributed()
-        check_group_size(self.world_size)
+        check_group(self.world_size)
 
     def configure_ddp(self) -> None:
         """Wraps the model, unless there is only one rank."""

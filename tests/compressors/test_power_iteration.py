@@ -28,7 +28,7 @@ def _descend(compressor: Compressor) -> float:
     weight = model.module.weight
     with torch.no_grad():
         weight.zero_()[0, 0] = 1.0
-    model.module.forward = lambda: _Scalar.loss  # type: ignore[method-assign]
+    model.module.forward = lambda: _Scalar.loss
     for step in range(NUM_STEPS):
         _Scalar.loss = weight[1, 1] if step < NUM_STEPS_ELSEWHERE else 0.5 * weight[0, 0] ** 2
         model.zero_grad()
