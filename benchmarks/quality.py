@@ -39,6 +39,7 @@ HOOKS: dict[str, Any] = {
     "int8": "int8",
     "powersgd rank 1": {"name": "powersgd"},
     "powersgd rank 2": {"name": "powersgd", "matrix_rank": 2},
+    "powersgd rank 4": {"name": "powersgd", "matrix_rank": 4},
     "powersgd rank 8": {"name": "powersgd", "matrix_rank": 8},
     "powersgd rank 8, start 10 %": {"name": "powersgd", "matrix_rank": 8, "start_step": 0.1},
     "powersgd rank 32, start 10 %": {"name": "powersgd", "matrix_rank": 32, "start_step": 0.1},
