@@ -1,0 +1,124 @@
+"""What part of a step Lightning is in, from its hooks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.hooks import RemovableHandle
+
+
+class FollowsPhases(Callback):
+    """Turns Lightning's hooks into batches and phases; what they mean is up to the subclass.
+
+    The phases are those of `lightning_commopt.measure.record.PHASES`. A subclass that overrides a hook of Lightning's
+    which is defined here calls it.
+    """
+
+    _is_manual = False
+    _global_step = 0
+    _handles: tuple[RemovableHandle, ...] = ()
+
+    @abstractmethod
+    def _enter(self, phase: str | None) -> None:
+        """A phase begins, and the one before it is over; None: what comes now is no part of any step."""
+
+    @abstractmethod
+    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
+        """A batch is there; it comes before the phase "forward"."""
+
+    @abstractmethod
+    def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
+        """A batch is over; it comes before the next phase.
+
+        Args:
+            trainer: that trains.
+            batch: as the model got it.
+            has_stepped: whether an optimizer has stepped; several in one batch make one step.
+        """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Asks the optimizers to say when a step is over."""
+        self._is_manual = not pl_module.automatic_optimization
+        self._global_step = trainer.global_step
+        self._handles = tuple(
+            optimizer.register_step_post_hook(self._on_stepped)
+            for optimizer in trainer.optimizers
+            if hasattr(optimizer, "register_step_post_hook")
+        )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins to wait for the first batch."""
+        self._enter("data")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The batch is there, and goes through the model."""
+        self._start_batch(trainer, batch_idx)
+        self._enter("forward")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Backward begins."""
+        self._enter("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Backward is over, with all of the exchange that it waits for."""
+        self._enter(self._between)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """The optimizer's step begins, with clipping."""
+        self._enter("optimizer")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The batch is over; what comes now is waiting for the next one."""
+        has_stepped = trainer.global_step > self._global_step
+        self._global_step = trainer.global_step
+        self._end_batch(trainer, batch, has_stepped)
+        self._enter("data")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What comes now is no part of a step."""
+        if trainer.training or trainer.validating or trainer.sanity_checking:
+            self._enter(None)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Goes on waiting for the next batch."""
+        if not trainer.sanity_checking:
+            self._enter("data")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """What comes now is no part of a step."""
+        self._enter(None)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What comes now is no part of a step."""
+        self._enter(None)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets go of the optimizers."""
+        self._release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Lets go of the optimizers."""
+        self._release()
+
+    @property
+    def _between(self) -> str:
+        # Under manual optimization another forward may follow; otherwise hooks and schedulers do.
+        return "forward" if self._is_manual else "other"
+
+    def _on_stepped(self, *args: Any) -> None:
+        self._enter(self._between)
+
+    def _release(self) -> None:
+        self._enter(None)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+
+
+def step_of_loggers(trainer: Trainer) -> int:
+    """Returns the step number that Lightning gives to loggers in this batch: steps before this one."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -1,0 +1,92 @@
+"""Clocks: the host's for CPU, events in the streams for CUDA. Marking never waits for the device."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+
+class Clock(ABC):
+    """Makes marks, and says later when they were.
+
+    Attributes:
+        origin_unix_s: second 0 of this clock, in seconds since 1970 on this host's clock.
+    """
+
+    origin_unix_s: float
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """Returns a mark of now; with a device, of when it will have done what was enqueued so far."""
+
+    @abstractmethod
+    def has_passed(self, mark: Any) -> bool:
+        """Returns whether a mark lies in the past. Never waits."""
+
+    @abstractmethod
+    def seconds(self, mark: Any) -> float:
+        """Returns when a mark was, in seconds since the clock's origin. It must have passed."""
+
+
+class HostClock(Clock):
+    """The monotonic clock of the host."""
+
+    def __init__(self) -> None:
+        self._origin = time.perf_counter()
+        self.origin_unix_s = time.time()
+
+    def mark(self) -> float:
+        """Returns the time now."""
+        return time.perf_counter()
+
+    def has_passed(self, mark: float) -> bool:
+        """Returns true: a mark of the host is never ahead."""
+        return True
+
+    def seconds(self, mark: float) -> float:
+        """Returns the seconds since the origin."""
+        return mark - self._origin
+
+
+class CudaClock(Clock):
+    """Events in the current stream of a device; synchronises once, when it is made.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    # An event's distance comes in float32 milliseconds: 8 ms after an hour, hence a base that follows.
+    _BASE_LIFE_S = 10.0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base = self.mark()
+        self._base_s = 0.0
+        torch.cuda.synchronize(device)
+        self.origin_unix_s = time.time()
+
+    def mark(self) -> torch.cuda.Event:
+        """Returns an event that was recorded in the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
+        """Returns whether the device has reached the event."""
+        return mark.query()
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        """Returns the seconds from the origin to the event, to about a microsecond."""
+        since_base_s = self._base.elapsed_time(mark) / 1e3
+        at_s = self._base_s + since_base_s
+        if since_base_s > self._BASE_LIFE_S:
+            self._base, self._base_s = mark, at_s
+        return at_s
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Returns the clock that sees what the device does."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
