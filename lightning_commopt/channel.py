@@ -51,6 +51,14 @@ def twin_group(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.Proc
     return _subgroup(dist.get_process_group_ranks(group), timeout)
 
 
+def group_beside() -> dist.ProcessGroup:
+    """Returns a gloo group of all ranks for small messages of the host, which nothing else waits for.
+
+    All ranks must call it. The same group is given out as long as the default group lives.
+    """
+    return _subgroup(list(range(dist.get_world_size())), None, "gloo")
+
+
 def node_channel(group: dist.ProcessGroup, ranks_per_node: int, timeout: timedelta | None) -> Channel:
     """Returns a channel over ``group`` that is cut into nodes of consecutive ranks. All ranks must call it.
 
@@ -66,12 +74,12 @@ def node_channel(group: dist.ProcessGroup, ranks_per_node: int, timeout: timedel
     return Channel(group, Channel(within), Channel(across))
 
 
-def _subgroup(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+def _subgroup(ranks: list[int], timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
     subgroups = _subgroups.setdefault(_default_group(), {})
-    key = (*ranks, timeout)
+    key = (*ranks, timeout, backend)
     if key not in subgroups:
         is_world = len(ranks) == dist.get_world_size()
-        subgroup = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not is_world)
+        subgroup = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not is_world)
         assert isinstance(subgroup, dist.ProcessGroup)
         subgroups[key] = subgroup
         _kept.append(subgroup)

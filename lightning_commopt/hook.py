@@ -19,6 +19,7 @@ from lightning_commopt.compressors import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.hierarchical import placed_on_nodes
 from lightning_commopt.compressors.settings import say_once
 from lightning_commopt.drivers import Driver, SideStream, WorkerThread
+from lightning_commopt.measure.observer import BucketInfo, Exchange, Exchanges, Observers
 from lightning_commopt.plan import OptionError
 from lightning_commopt.relayout import Bucket, Kept, Relayout
 
@@ -38,16 +39,24 @@ class CommHook:
         names: of the parameters, by ``id``.
         driver: runs the exchanges, in the order of the buckets.
         step: exchanges of whole gradients that were made before this hook came.
+        observers: are told of every bucket.
     """
 
     def __init__(
-        self, compressor: Compressor, channel: Channel, names: dict[int, str], driver: Driver, step: int = 0
+        self,
+        compressor: Compressor,
+        channel: Channel,
+        names: dict[int, str],
+        driver: Driver,
+        step: int = 0,
+        observers: Observers | None = None,
     ) -> None:
         self._compressor = compressor
         self._channel = channel
         self._names = names
         self._driver = driver
         self._step = step
+        self._observers = observers if observers is not None else Observers()
         self._layouts: dict[int, tuple[tuple[str, ...], Layout]] = {}
         self._states: BucketStates = {}
         self._owed: dict[str, Tensor] = {}
@@ -78,7 +87,9 @@ class CommHook:
         names = tuple(self._names[id(parameter)] for parameter in parameters)
         if index not in self._layouts or self._layouts[index][0] != names:
             self._layouts[index] = names, Layout.of(parameters, flat.dtype)
-        job, promise = Bucket(index, flat, self._layouts[index][1], names, self._step), self._driver.promise(flat)
+        exchange = self._observers.ready(BucketInfo(index, _dense(flat).nbytes, names, bucket.is_last()))
+        job = Bucket(index, flat, self._layouts[index][1], names, self._step, exchange)
+        promise = self._driver.promise(flat)
         if self._relayout is None or not self._relayout.keeps(job, promise):
             self._driver.submit(lambda: self._exchange_or_explain(job), [promise])
         if bucket.is_last():
@@ -142,8 +153,19 @@ class CommHook:
     def _exchange_as_saved(self, kept: Kept) -> None:
         if not kept.saved:
             self._retire_states()
-        for bucket in kept.laid_out_as_saved() if kept.saved else kept.buckets:
+            for bucket in kept.buckets:
+                self._exchange_or_explain(bucket)
+            return
+        bytes_before = self._channel.bytes_sent
+        together = Exchanges([bucket.exchange for bucket in kept.buckets])
+        together.start()
+        together.send()
+        for bucket in kept.laid_out_as_saved():
             self._exchange_or_explain(bucket)
+        together.arrive()
+        for bucket in kept.buckets:
+            bucket.exchange.end(self._channel.bytes_sent - bytes_before)
+            bytes_before = self._channel.bytes_sent
 
     def _exchange_or_explain(self, bucket: Bucket) -> None:
         try:
@@ -159,12 +181,20 @@ class CommHook:
             ) from error
 
     def _exchange(self, bucket: Bucket) -> None:
+        bytes_before = self._channel.bytes_sent
+        bucket.exchange.start()
+        _run(self._rounds(bucket), bucket.exchange)
+        bucket.exchange.end(self._channel.bytes_sent - bytes_before)
+
+    def _rounds(self, bucket: Bucket) -> Rounds:
         if bucket.is_compressible:
-            _run(self._compressor.rounds(bucket.flat, bucket.layout, self._state_of(bucket), self._channel))
-            return
+            return self._compressor.rounds(bucket.flat, bucket.layout, self._state_of(bucket), self._channel)
         kind = "sparse" if bucket.flat.is_sparse else str(bucket.flat.dtype).removeprefix("torch.")
         say_once(f"comm_hook averages {kind} gradients as they are: it compresses dense floating-point ones.")
-        self._channel.all_reduce(bucket.flat.div_(self._channel.size)).wait()
+        return self._rounds_as_they_are(bucket.flat)
+
+    def _rounds_as_they_are(self, flat: Tensor) -> Rounds:
+        yield self._channel.all_reduce(flat.div_(self._channel.size))
 
     def _state_of(self, bucket: Bucket) -> State:
         if bucket.index in self._states:
@@ -200,6 +230,7 @@ def attach_comm_hook(
     timeout: timedelta | None,
     step: int = 0,
     local_world_size: int | None = None,
+    observers: Observers | None = None,
 ) -> CommHook:
     """Makes DDP average its gradients by ``compressor``. All ranks must call it.
 
@@ -213,6 +244,7 @@ def attach_comm_hook(
         timeout: after which a collective of the thread's group raises; None for the backend's default.
         step: exchanges of whole gradients that were made before.
         local_world_size: ranks on each node; None for what torchrun says, else all ranks.
+        observers: are told of every bucket.
 
     Raises:
         OptionError: the model is on another kind of device, or nodes cannot be made of the ranks.
@@ -234,14 +266,21 @@ def attach_comm_hook(
         driver = SideStream(model.device)
     channel = Channel(group) if ranks_per_node is None else node_channel(group, ranks_per_node, timeout)
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    hook = CommHook(compressor, channel, names, driver, step)
+    hook = CommHook(compressor, channel, names, driver, step, observers)
     model.register_comm_hook(None, hook.reduce)
     return hook
 
 
-def _run(rounds: Rounds) -> None:
+def _run(rounds: Rounds, exchange: Exchange) -> None:
     """Drives ``rounds`` to its end, one collective after another."""
     with contextlib.suppress(StopIteration):
         pending = next(rounds)
         while True:
-            pending = rounds.send(pending.wait())
+            exchange.send()
+            arrived = pending.wait()
+            exchange.arrive()
+            pending = rounds.send(arrived)
+
+
+def _dense(flat: Tensor) -> Tensor:
+    return flat._values() if flat.is_sparse else flat

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors import Layout
 from lightning_commopt.drivers import Promise
+from lightning_commopt.measure.observer import Exchange, Exchanges
 
 _MAX_BACKWARDS = 3
 
@@ -28,6 +29,7 @@ class Bucket:
         layout: of ``flat``.
         names: of the parameters.
         step: exchanges of whole gradients before this one.
+        exchange: is told how it goes on.
     """
 
     index: int
@@ -35,6 +37,7 @@ class Bucket:
     layout: Layout
     names: tuple[str, ...]
     step: int
+    exchange: Exchange
 
     @property
     def is_compressible(self) -> bool:
@@ -129,6 +132,7 @@ class Kept:
                 flat=torch.empty(layout.numel, dtype=layout.dtype, device=self.buckets[0].flat.device),
                 layout=layout,
                 names=names,
+                exchange=Exchanges([]),
             )
             for name, part in bucket.parts().items():
                 part.copy_(gradients[name])

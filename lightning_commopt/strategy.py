@@ -30,6 +30,7 @@ from lightning_commopt.checks import (
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.hook import attach_comm_hook
 from lightning_commopt.launcher import MultirunLauncher, forget_previous_job, multirun_job_dir
+from lightning_commopt.observing import observed_wrapper, observers_of, register_observed_all_reduce
 from lightning_commopt.plan import OptionError, plan_from_keywords, plan_options
 from lightning_commopt.plan_change import ChangesPlan
 from lightning_commopt.planned import check_group, say_one_rank
@@ -178,31 +179,34 @@ class CommOptDDP(ChangesPlan):
         self._resume_restored()
 
     def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        observers = observers_of(self)
         if self._plan.comm_hook is not None:
             if getattr(self.precision_plugin, "scaler", None) is not None:
                 warn_of_fp16_under_scaler(self._plan.comm_hook)
-            assert isinstance(self.model, DistributedDataParallel)
             if self._plan.find_unused_parameters:
                 warn_of_unused_residuals(self._plan.comm_hook)
             self._hook = attach_comm_hook(
-                self.model, self._plan.comm_hook, self._timeout, self._num_exchanges, self.num_processes
+                self.model, self._plan.comm_hook, self._timeout, self._num_exchanges, self.num_processes, observers
             )
-        elif self._ddp_comm_hook is not None and self.root_device.type != "cuda":
-            self._register_torch_hook_off_cuda()
-        else:
-            super()._register_ddp_hooks()
+        elif self._ddp_comm_hook is not None:
+            self._register_torch_hook(self.model)
+        elif observers:
+            register_observed_all_reduce(self.model, observers)
 
-    def _register_torch_hook_off_cuda(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
+    def _register_torch_hook(self, model: DistributedDataParallel) -> None:
         try:
             _register_ddp_comm_hook(
-                model=self.model,
+                model=model,
                 ddp_comm_state=self._ddp_comm_state,
                 ddp_comm_hook=self._ddp_comm_hook,
-                ddp_comm_wrapper=self._ddp_comm_wrapper,
+                ddp_comm_wrapper=observed_wrapper(self) if observers_of(self) else self._ddp_comm_wrapper,
             )
-            warn_of_torchs_powersgd(self._ddp_comm_hook)
+            if self.root_device.type != "cuda":
+                warn_of_torchs_powersgd(self._ddp_comm_hook)
         except TypeError as error:
+            if self.root_device.type == "cuda":
+                raise
             rank_zero_warn(f"ddp_comm_hook has no effect on {self.root_device.type}: torch refuses it ({error}).")
 
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -6,7 +6,10 @@ from abc import abstractmethod
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.hooks import RemovableHandle
+
+from lightning_commopt.observing import before_backward, observe_wrapped
 
 
 class FollowsPhases(Callback):
@@ -38,6 +41,10 @@ class FollowsPhases(Callback):
             has_stepped: whether an optimizer has stepped; several in one batch make one step.
         """
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes the exchanges of Lightning's own strategy visible, if anybody asked for that in ``setup``."""
+        observe_wrapped(trainer.strategy)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Asks the optimizers to say when a step is over."""
         self._is_manual = not pl_module.automatic_optimization
@@ -59,6 +66,7 @@ class FollowsPhases(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Backward begins."""
+        before_backward(trainer.strategy)
         self._enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -85,7 +93,7 @@ class FollowsPhases(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Goes on waiting for the next batch."""
-        if not trainer.sanity_checking:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._enter("data")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -122,3 +130,16 @@ class FollowsPhases(Callback):
 def step_of_loggers(trainer: Trainer) -> int:
     """Returns the step number that Lightning gives to loggers in this batch: steps before this one."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def batch_follows(trainer: Trainer) -> bool:
+    """Returns whether the loop goes on to wait for a batch; for ``on_train_batch_end`` and ``on_validation_end``.
+
+    It does not where the epoch or the fit is over, or where a validation comes first.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if loop.done:
+        return False
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    return trainer.validating or not loop._should_check_val_fx(fetcher)

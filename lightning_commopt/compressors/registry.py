@@ -110,3 +110,11 @@ def compressor_to_config(compressor: Compressor) -> dict[str, Any]:
                 options["inner"] = compressor_to_config(options["inner"])
             return {"name": name, **options}
     raise ValueError(f"{type(compressor).__name__} has no name in configurations; known names: {compressor_names()}")
+
+
+def compressor_name(compressor: Compressor) -> str:
+    """Returns the name that configurations use, or that of the class where there is none."""
+    try:
+        return str(compressor_to_config(compressor)["name"])
+    except ValueError:
+        return type(compressor).__name__

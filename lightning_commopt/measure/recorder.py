@@ -1,0 +1,145 @@
+"""Marks of phases and exchanges while a step runs, made into records when the device has passed them."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import Any, NamedTuple
+
+from lightning_commopt.measure.clock import Clock
+from lightning_commopt.measure.observer import BucketInfo, Exchange, ExchangeObserver
+from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
+
+
+class StepRecorder(ExchangeObserver):
+    """Records the steps of one rank. Marking never waits; the rest is done in `take`.
+
+    Args:
+        clock: of the device that trains.
+
+    Attributes:
+        layout: the buckets as they last came, by index.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.layout: dict[int, BucketInfo] = {}
+        self._clock = clock
+        self._phase: str | None = None
+        self._phase_began: Any = None
+        self._phases: list[tuple[str, Any, Any]] = []
+        self._exchanges: list[_RecordedExchange] = []
+        self._backward = 0
+        self._pending: deque[_Marks] = deque()
+
+    def enter(self, phase: str | None) -> None:
+        """Ends the phase before, and begins another; None for what is no part of a step."""
+        now = self._clock.mark()
+        if self._phase is not None:
+            self._phases.append((self._phase, self._phase_began, now))
+        self._phase, self._phase_began = phase, now
+
+    def ready(self, bucket: BucketInfo) -> Exchange:
+        """Marks that a bucket is ready."""
+        self.layout[bucket.index] = bucket
+        exchange = _RecordedExchange(self._clock, bucket, self._backward)
+        self._exchanges.append(exchange)
+        self._backward += bucket.is_last
+        return exchange
+
+    def end_step(self, step: int, num_samples: int) -> None:
+        """Ends a step; all marks since the one before are its own.
+
+        Args:
+            step: its number.
+            num_samples: that this rank trained on in it.
+        """
+        self.enter(None)
+        self._pending.append(_Marks(step, num_samples, self._phases, self._exchanges))
+        self._phases, self._exchanges, self._backward = [], [], 0
+
+    def has(self, num_steps: int) -> bool:
+        """Returns whether so many steps are over, for the device as well. Never waits."""
+        return len(self._pending) >= num_steps and self._clock.has_passed(self._pending[num_steps - 1].end)
+
+    def take(self, num_steps: int) -> list[StepRecord]:
+        """Returns the records of so many steps, the oldest first; the device must have passed them."""
+        records = [self._resolve(marks) for marks in islice(self._pending, num_steps)]
+        for _ in records:
+            self._pending.popleft()
+        return records
+
+    @property
+    def num_pending(self) -> int:
+        """Steps that have ended and were not taken."""
+        return len(self._pending)
+
+    def _resolve(self, marks: _Marks) -> StepRecord:
+        seconds = self._clock.seconds
+        return StepRecord(
+            step=marks.step,
+            num_samples=marks.num_samples,
+            phases=tuple(Phase(name, seconds(start), seconds(end)) for name, start, end in marks.phases),
+            buckets=tuple(exchange.span() for exchange in marks.exchanges if exchange.has_ended),
+        )
+
+
+class _Marks(NamedTuple):
+    """A step as it was marked."""
+
+    step: int
+    num_samples: int
+    phases: list[tuple[str, Any, Any]]
+    exchanges: list[_RecordedExchange]
+
+    @property
+    def end(self) -> Any:
+        return self.phases[-1][2]
+
+
+class _RecordedExchange(Exchange):
+    """Marks what happens to one bucket."""
+
+    __slots__ = ("_backward", "_bucket", "_clock", "_end", "_ready", "_start", "_wire", "_wire_bytes")
+
+    def __init__(self, clock: Clock, bucket: BucketInfo, backward: int) -> None:
+        self._clock = clock
+        self._bucket = bucket
+        self._backward = backward
+        self._ready = clock.mark()
+        self._start: Any = None
+        self._end: Any = None
+        self._wire: list[Any] = []
+        self._wire_bytes = 0
+
+    def start(self) -> None:
+        self._start = self._clock.mark()
+
+    def send(self) -> None:
+        self._wire.append(self._clock.mark())
+
+    def arrive(self) -> None:
+        self._wire.append(self._clock.mark())
+
+    def end(self, wire_bytes: int) -> None:
+        self._wire_bytes = wire_bytes
+        self._end = self._clock.mark()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is a whole span; after a failure there is none."""
+        return self._end is not None
+
+    def span(self) -> BucketSpan:
+        """Returns the marks as seconds."""
+        seconds = self._clock.seconds
+        wire = [seconds(mark) for mark in self._wire]
+        return BucketSpan(
+            index=self._bucket.index,
+            backward=self._backward,
+            gradient_bytes=self._bucket.gradient_bytes,
+            wire_bytes=self._wire_bytes,
+            ready_s=seconds(self._ready),
+            start_s=seconds(self._start),
+            end_s=seconds(self._end),
+            wire=tuple(zip(wire[::2], wire[1::2], strict=True)),
+        )

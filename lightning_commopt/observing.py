@@ -1,0 +1,183 @@
+"""Who may watch the exchanges of a strategy: ours, or Lightning's DDPStrategy.
+
+DDP compares the annotations of a hook by identity and reads its ``__qualname__``: hence no
+``from __future__ import annotations`` here, and a bound method as the hook.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.compressors.settings import say_once
+from lightning_commopt.measure.observer import BucketInfo, ExchangeObserver, Observers
+from lightning_commopt.planned import FollowsPlan
+
+DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
+
+_observers: WeakKeyDictionary[Strategy, Observers] = WeakKeyDictionary()
+_all_reduces: "WeakKeyDictionary[DistributedDataParallel, _AllReduceOfDDP]" = WeakKeyDictionary()
+
+
+def observers_of(strategy: Strategy) -> Observers:
+    """Returns who watches the exchanges of a strategy."""
+    return _observers.setdefault(strategy, Observers())
+
+
+def observe(strategy: Strategy, observer: ExchangeObserver) -> None:
+    """Lets ``observer`` watch the exchanges of a strategy. Call it before the strategy wraps the model.
+
+    Then call `observe_wrapped` when it has, and `before_backward` before every backward.
+
+    Without ``comm_hook`` DDP's own all-reduce is then made from Python, with the same arithmetic: the same bits, and
+    one pass over the gradients more. Where exchanges cannot be seen this is said once.
+
+    Args:
+        strategy: of the Trainer.
+        observer: is told of every bucket.
+    """
+    is_new = strategy not in _observers
+    observers = observers_of(strategy)
+    if is_new and isinstance(strategy, DDPStrategy) and not isinstance(strategy, FollowsPlan):
+        strategy._ddp_comm_wrapper = observed_wrapper(strategy)
+    observers.add(observer)
+
+
+def stop_observing(strategy: Strategy, observer: ExchangeObserver) -> None:
+    """Tells ``observer`` no more."""
+    observers_of(strategy).remove(observer)
+
+
+def observe_wrapped(strategy: Strategy) -> None:
+    """Does what is left to do when the strategy has wrapped the model and `observe` was called."""
+    model = strategy.model
+    if isinstance(strategy, FollowsPlan) or not observers_of(strategy):
+        return
+    if not isinstance(model, DistributedDataParallel):
+        if getattr(strategy, "world_size", 1) > 1:
+            say_once(f"the exchanges of {type(strategy).__name__} cannot be seen: only the phases of a step are timed.")
+        return
+    if not model._comm_hooks:
+        register_observed_all_reduce(model, observers_of(strategy))
+    elif not any(isinstance(getattr(hook, "__self__", None), ObservedHook) for hook, _ in model._comm_hooks):
+        say_once("a comm hook that the strategy does not know of cannot be seen: only the phases of a step are timed.")
+
+
+def observed_wrapper(strategy: DDPStrategy) -> Callable[[DDPHook], DDPHook]:
+    """Returns what wraps a hook of torch as the strategy would have it, and makes it visible."""
+    wrapper, observers = strategy._ddp_comm_wrapper, observers_of(strategy)
+
+    def observed(hook: DDPHook) -> DDPHook:
+        assert strategy.lightning_module is not None
+        return ObservedHook(wrapper(hook) if wrapper is not None else hook, strategy.lightning_module, observers).reduce
+
+    return observed
+
+
+def register_observed_all_reduce(model: DistributedDataParallel, observers: Observers) -> None:
+    """Makes DDP average its gradients as it does by itself, but visibly.
+
+    Args:
+        model: without a hook.
+        observers: are told of every bucket.
+    """
+    all_reduce = _all_reduces[model] = _AllReduceOfDDP(model)
+    model.register_comm_hook(None, ObservedHook(all_reduce.reduce, model.module, observers).reduce)
+
+
+def before_backward(strategy: Strategy) -> None:
+    """Must be called before every backward of a strategy that is observed."""
+    if isinstance(strategy.model, DistributedDataParallel) and strategy.model in _all_reduces:
+        _all_reduces[strategy.model].look_for_kept_gradients()
+
+
+class ObservedHook:
+    """Wraps a hook of DDP that knows nothing of observers; `reduce` is the hook.
+
+    What happens between the call and the result counts as on the wire: the hook does not say more.
+
+    Args:
+        hook: takes a state and a bucket, and returns a future.
+        module: that DDP wraps, for the names of its parameters.
+        observers: are told of every bucket.
+    """
+
+    def __init__(self, hook: DDPHook, module: Module, observers: Observers) -> None:
+        self._hook = hook
+        self._observers = observers
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Starts to average one bucket as the hook does.
+
+        Args:
+            state: of the hook.
+            bucket: this rank's gradients.
+
+        Returns:
+            A future of what the hook's future holds.
+        """
+        if not self._observers:
+            return self._hook(state, bucket).then(_single)
+        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        num_bytes = _payload_bytes(bucket.buffer())
+        exchange = self._observers.ready(BucketInfo(bucket.index(), num_bytes, names, bucket.is_last()))
+        exchange.start()
+        exchange.send()
+
+        def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
+            averaged = _single(done)
+            exchange.arrive()
+            exchange.end(num_bytes)
+            return averaged
+
+        return self._hook(state, bucket).then(finish)
+
+
+class _AllReduceOfDDP:
+    """What DDP does without a hook: every rank's gradients are divided by the number of ranks, then summed.
+
+    DDP multiplies by the reciprocal on the way into the bucket, and divides what is in the bucket already: gradients
+    that are views of it and were kept from earlier batches. The two differ where the reciprocal is rounded.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._group: dist.ProcessGroup = model.process_group
+        self._world_size = dist.get_world_size(self._group)
+        is_power_of_two = self._world_size & (self._world_size - 1) == 0
+        self._looks = model.gradient_as_bucket_view and not is_power_of_two
+        self._parameters = [p for p in model.module.parameters() if p.requires_grad]
+        self._kept: dict[int, int] = {}
+
+    def look_for_kept_gradients(self) -> None:
+        """Notes where gradients are before a backward, by parameter, if that makes a difference."""
+        if self._looks:
+            self._kept = {id(p): p.grad.data_ptr() for p in self._parameters if p.grad is not None}
+
+    def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+        flat = bucket.buffer()
+        if self._kept:
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if self._kept.get(id(parameter)) == gradient.data_ptr():
+                    gradient.div_(self._world_size)
+                else:
+                    gradient.mul_(1 / self._world_size)
+        elif self._world_size > 1:
+            flat.mul_(1 / self._world_size)
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+        return work.get_future()
+
+
+def _single(done: torch.futures.Future[Any]) -> torch.Tensor:
+    value = done.value()
+    return value[0] if isinstance(value, list) else value
+
+
+def _payload_bytes(flat: torch.Tensor) -> int:
+    return (flat._values() if flat.is_sparse else flat).nbytes

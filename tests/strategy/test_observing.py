@@ -1,0 +1,202 @@
+"""Watching exchanges: everything is seen, and nothing changes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from strategy_models import Embedded, Gan, Keeping, Manual, Params, Tiny, assert_same, loader, numbers, trainer
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from lightning_commopt import CommOptDDP, CommPlan
+from lightning_commopt.callbacks.phases import FollowsPhases
+from lightning_commopt.measure.clock import HostClock
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.observing import observe, observers_of, stop_observing
+from ranks import run_ranks
+
+SMALL = 0.001  # MiB: three buckets or more
+GRADIENT_BYTES = 4 * (6 * 24 + 24 + 24 * 24 + 24 + 24 + 1)
+
+
+class Watch(FollowsPhases):
+    """Records every step."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.recorder = StepRecorder(HostClock())
+        observe(trainer.strategy, self.recorder)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        stop_observing(trainer.strategy, self.recorder)
+
+    def _enter(self, phase: str | None) -> None:
+        self.recorder.enter(phase)
+
+    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
+        pass
+
+    def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
+        if has_stepped:
+            self.recorder.end_step(trainer.global_step - 1, len(batch[0]))
+
+
+class ChangePlan(FollowsPhases):
+    """Changes the plan before batch 2."""
+
+    def _enter(self, phase: str | None) -> None:
+        pass
+
+    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
+        if batch_idx == 2:
+            trainer.strategy.apply_plan(CommPlan(comm_hook="bf16", bucket_cap_mb=SMALL))
+
+    def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
+        pass
+
+
+def own(**options: Any) -> CommOptDDP:
+    return CommOptDDP(bucket_cap_mb=SMALL, **options)
+
+
+def stock(**options: Any) -> DDPStrategy:
+    return DDPStrategy(bucket_cap_mb=SMALL, **options)
+
+
+def torchs_powersgd() -> CommOptDDP:
+    state = PowerSGDState(None, start_powerSGD_iter=2)
+    return CommOptDDP(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
+
+
+STRATEGIES = {
+    "native": own,
+    "native static": lambda: own(static_graph=True, gradient_as_bucket_view=True),
+    "native unused": lambda: own(find_unused_parameters=True),
+    "all_reduce": lambda: own(comm_hook="all_reduce"),
+    "int8": lambda: own(comm_hook="int8"),
+    "powersgd": lambda: own(comm_hook={"name": "powersgd", "min_compression_rate": 1.1}),
+    "torch's all-reduce": lambda: own(ddp_comm_hook=allreduce_hook),
+    "torch's, wrapped": lambda: own(ddp_comm_hook=allreduce_hook, ddp_comm_wrapper=fp16_compress_wrapper),
+    "torch's PowerSGD": torchs_powersgd,
+    "Lightning's": stock,
+    "Lightning's static": lambda: stock(static_graph=True),
+}
+MODELS: dict[str, tuple[type[Tiny], dict[str, Any]]] = {
+    "automatic": (Tiny, {}),
+    "accumulating": (Tiny, {"accumulate_grad_batches": 3}),
+    "gradients kept": (Keeping, {}),
+    "manual": (Manual, {}),
+}
+
+
+def fit(strategy: Any, model: type[Tiny], options: dict[str, Any], *callbacks: Any) -> Params:
+    torch.manual_seed(0)
+    module = model()
+    trainer(strategy, callbacks=list(callbacks), **options).fit(module, loader())
+    return numbers(module)
+
+
+def fit_twice(strategy: str, model: str) -> tuple[Params, Params, list[StepRecord]]:
+    watch = Watch()
+    unwatched, watched = (fit(STRATEGIES[strategy](), *MODELS[model], *callbacks) for callbacks in ([], [watch]))
+    return unwatched, watched, watch.recorder.take(100)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_bucket_is_seen_and_no_bit_changes(strategy: str, model: str, world_size: int) -> None:
+    if model == "accumulating" and strategy == "Lightning's static":
+        pytest.skip("Lightning's strategy cannot do that")
+    answers = run_ranks(fit_twice, strategy, model, world_size=world_size)
+    for unwatched, watched, records in answers:
+        assert_same(watched, unwatched)
+        num_batches = 2 * (24 // world_size // 4)
+        accumulated = MODELS[model][1].get("accumulate_grad_batches", 1)
+        assert len(records) == 2 * -(-num_batches // 2 // accumulated)
+        for record in records[1:]:
+            assert record.gradient_bytes == GRADIENT_BYTES
+            assert_in_order(record)
+        assert len(records[-1].buckets) >= (1 if strategy == "torch's PowerSGD" else 2)
+
+
+def assert_in_order(record: StepRecord) -> None:
+    """Every bucket is ready, starts, is sent and ends within the step, and is waited for in backward."""
+    assert record.wire_bytes > 0
+    backwards = [phase for phase in record.phases if phase.name == "backward"]
+    for bucket in record.buckets:
+        times = [bucket.ready_s, bucket.start_s, *np.ravel(bucket.wire), bucket.end_s]
+        assert times == sorted(times)
+        assert any(phase.start_s <= bucket.ready_s <= bucket.end_s <= phase.end_s for phase in backwards)
+    assert 0 < record.exposed_s <= record.phase_s("backward")
+    assert 0 < record.wire_s <= record.exchange_s <= record.phase_s("backward")
+    assert [phase.name for phase in record.phases].count("optimizer") == 1
+
+
+def record_wire_bytes() -> tuple[int, int, list[StepRecord]]:
+    watch, strategy = Watch(), own(comm_hook="int8")
+    fit(strategy, Tiny, {}, watch)
+    return strategy.wire_bytes, len(list(observers_of(strategy))), watch.recorder.take(100)
+
+
+def test_bytes_are_those_that_the_channel_counted() -> None:
+    for counted, num_observers, records in run_ranks(record_wire_bytes):
+        assert sum(record.wire_bytes for record in records) == counted
+        assert num_observers == 0, "let go of in teardown"
+
+
+def fit_gan() -> list[StepRecord]:
+    watch = Watch()
+    fit(own(find_unused_parameters=True), Gan, {}, watch)
+    return watch.recorder.take(100)
+
+
+def test_each_backward_of_a_step_has_its_own_buckets() -> None:
+    for records in run_ranks(fit_gan):
+        for record in records:
+            assert {bucket.backward for bucket in record.buckets} == {0, 1}
+            names = [phase.name for phase in record.phases]
+            assert names[-5:] == ["forward", "backward", "forward", "optimizer", "forward"]
+            assert names.count("backward") == names.count("optimizer") == 2
+
+
+def fit_embedded() -> tuple[Params, Params, int]:
+    watch = Watch()
+    unwatched, watched = (fit(CommOptDDP(), Embedded, {}, *callbacks) for callbacks in ([], [watch]))
+    return unwatched, watched, len(watch.recorder.take(100)[-1].buckets)
+
+
+def test_sparse_gradients_are_seen() -> None:
+    for unwatched, watched, num_buckets in run_ranks(fit_embedded):
+        assert_same(watched, unwatched)
+        assert num_buckets == 2
+
+
+def fit_with_a_change() -> list[StepRecord]:
+    watch = Watch()
+    fit(own(), Tiny, {}, watch, ChangePlan())
+    return watch.recorder.take(100)
+
+
+def test_a_change_of_plan_is_followed() -> None:
+    for records in run_ranks(fit_with_a_change):
+        assert [record.wire_bytes for record in records[:4]] == [GRADIENT_BYTES] * 2 + [GRADIENT_BYTES // 2] * 2
+
+
+def fit_reused() -> tuple[int, int]:
+    watch, counts = Watch(), []
+    reused = trainer(stock(), callbacks=[watch], max_epochs=1)
+    for max_epochs in (1, 2):
+        reused.fit_loop.max_epochs = max_epochs
+        reused.fit(Tiny(), loader())
+        records = watch.recorder.take(100)
+        counts.append(sum(len(record.buckets) for record in records[1:]))
+    return counts[0], counts[1]
+
+
+def test_a_strategy_is_watched_again() -> None:
+    for first, second in run_ranks(fit_reused):
+        assert first == second > 0
