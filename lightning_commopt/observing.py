@@ -18,6 +18,13 @@ from lightning_commopt.compressors.settings import say_once
 from lightning_commopt.measure.observer import BucketInfo, ExchangeObserver, Observers
 from lightning_commopt.planned import FollowsPlan
 
+_HOOKS_THAT_CAST_TO_16_BITS = (
+    "fp16_compress_hook",
+    "fp16_compress_wrapper_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper_hook",
+)
+
 DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 _observers: WeakKeyDictionary[Strategy, Observers] = WeakKeyDictionary()
@@ -99,7 +106,8 @@ def before_backward(strategy: Strategy) -> None:
 class ObservedHook:
     """Wraps a hook of DDP that knows nothing of observers; `reduce` is the hook.
 
-    What happens between the call and the result counts as on the wire: the hook does not say more.
+    What happens between the call and the result counts as on the wire: the hook does not say more. How many bytes it
+    sends is known for torch's casts and its PowerSGD; of other hooks it is taken to be the gradients' size.
 
     Args:
         hook: takes a state and a bucket, and returns a future.
@@ -109,6 +117,7 @@ class ObservedHook:
 
     def __init__(self, hook: DDPHook, module: Module, observers: Observers) -> None:
         self._hook = hook
+        self._casts = getattr(hook, "__name__", "") in _HOOKS_THAT_CAST_TO_16_BITS
         self._observers = observers
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
@@ -125,10 +134,14 @@ class ObservedHook:
         if not self._observers:
             return self._hook(state, bucket).then(_single)
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
-        num_bytes = _payload_bytes(bucket.buffer())
-        exchange = self._observers.ready(BucketInfo(bucket.index(), num_bytes, names, bucket.is_last()))
+        values = _values(bucket.buffer())
+        exchange = self._observers.ready(BucketInfo(bucket.index(), values.nbytes, names, bucket.is_last()))
         exchange.start()
         exchange.send()
+        numel_before = _numel_after_compression(state)
+        future = self._hook(state, bucket)
+        numel = _numel_after_compression(state) - numel_before or values.numel()
+        num_bytes = numel * (2 if self._casts else values.element_size())
 
         def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
             averaged = _single(done)
@@ -136,7 +149,7 @@ class ObservedHook:
             exchange.end(num_bytes)
             return averaged
 
-        return self._hook(state, bucket).then(finish)
+        return future.then(finish)
 
 
 class _AllReduceOfDDP:
@@ -179,5 +192,9 @@ def _single(done: torch.futures.Future[Any]) -> torch.Tensor:
     return value[0] if isinstance(value, list) else value
 
 
-def _payload_bytes(flat: torch.Tensor) -> int:
-    return (flat._values() if flat.is_sparse else flat).nbytes
+def _values(flat: torch.Tensor) -> torch.Tensor:
+    return flat._values() if flat.is_sparse else flat
+
+
+def _numel_after_compression(state: object) -> int:
+    return getattr(state, "total_numel_after_compression", 0)  # PowerSGDState counts

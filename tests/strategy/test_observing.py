@@ -148,6 +148,21 @@ def test_bytes_are_those_that_the_channel_counted() -> None:
         assert num_observers == 0, "let go of in teardown"
 
 
+def bytes_of_torchs_hooks() -> list[int]:
+    found = []
+    for strategy in ("torch's all-reduce", "torch's, wrapped", "torch's PowerSGD"):
+        watch = Watch()
+        fit(STRATEGIES[strategy](), Tiny, {}, watch)
+        found.append(watch.recorder.take(100)[-1].wire_bytes)
+    return found
+
+
+def test_bytes_of_torchs_hooks_are_known() -> None:
+    factors = 4 * ((24 + 6) + (24 + 24) + (24 + 24 + 24 + 1))  # of two matrices; three biases and a single row
+    for found in run_ranks(bytes_of_torchs_hooks):
+        assert found == [GRADIENT_BYTES, GRADIENT_BYTES // 2, factors]
+
+
 def fit_gan() -> list[StepRecord]:
     watch = Watch()
     fit(own(find_unused_parameters=True), Gan, {}, watch)
