@@ -6,22 +6,15 @@ Shapes: a gradient as a matrix ``M`` ``(m, k)``; its factors, stored transposed,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.composed import Composed
-from lightning_commopt.compressors.low_rank import (
-    DEFAULT_EPSILON,
-    PowerIteration,
-    put_others,
-    take_others,
-)
-from lightning_commopt.compressors.settings import check_switch
-from lightning_commopt.compressors.wrappers import AfterSteps, ErrorFeedback
+from lightning_commopt.compressors.composed import Composed, with_feedback
+from lightning_commopt.compressors.low_rank import DEFAULT_EPSILON, Parts, PowerIteration, put_others, take_others
+from lightning_commopt.compressors.wrappers import AfterSteps
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
 from lightning_commopt.kernels.low_rank import multiply_columns, multiply_rows, settle
@@ -29,8 +22,6 @@ from lightning_commopt.kernels.orthonormal import orthonormalize
 
 if TYPE_CHECKING:
     from lightning_commopt.channel import Channel
-
-_UNCOMPRESSED = AllReduce()
 
 
 @final
@@ -40,39 +31,24 @@ class AlternatingLowRank(PowerIteration):
 
     The factor that is not sent is the orthonormal basis that came out of the step before, the same on all ranks. One
     message a step, half the arithmetic and about half the bytes of `LowRank`; the subspace follows the gradient half
-    as fast. Lossy; meant to stand inside `ErrorFeedback`.
-
-    Attributes:
-        matrix_rank: columns of the factors, ``r``; a matrix with a shorter side gets as many as that side.
-        min_compression_rate: a matrix is compressed if ``m * k > min_compression_rate * r * (m + k)``.
-        refresh_steps: exchanges after which the iteration begins again with random factors; None for never.
-        epsilon: added to the norm of a column, in units of that norm, when it is normalised; for ``matrix_rank`` 1
-            only.
-        seed: of the random factors, the same on all ranks.
-
-    Raises:
-        ValueError: a setting is out of range.
+    as fast. See `PowerIteration` for the settings, and for what is compressed.
 
     Source: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS
     2023, algorithm 2. For ``refresh_steps`` see `LowRank`.
     """
 
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the count of exchanges and random bases for every matrix."""
-        self._say_what_is_clamped(layout)
-        return {"step": step, **self._random_bases(layout, device, step)}
+    _steps_to_send_both: ClassVar[int] = 2
 
-    def rounds(
-        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    def _first_factors(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
+        parts = self._cut(layout)
+        both = self._random_factors(parts.p_shapes + parts.q_shapes, device, wide_dtype(layout.dtype), step)
+        num_p = sum(r * m for r, m in parts.p_shapes)
+        return {"p": both[:num_p].clone(), "q": both[num_p:].clone()}
+
+    def _iterate(
+        self, bucket: Tensor, parts: Parts, state: State, step: int, channel: Channel, residual: Tensor | None
     ) -> Rounds:
         """Averages ``P`` in even steps and ``Q`` in odd ones, with the uncompressed gradients."""
-        parts, step = self._cut(layout), state["step"]
-        if not parts.matrices:
-            return (yield from _UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
-        if step and self.refresh_steps is not None and step % self.refresh_steps == 0:
-            state.update(self._random_bases(layout, flat.device, step))
-        state["step"] += 1
-        bucket = flat.to(wide_dtype(layout.dtype))  # itself, unless it is narrow
         sends_q = step % 2 == 1
         sent, kept, shapes = ("q", "p", parts.q_shapes) if sends_q else ("p", "q", parts.p_shapes)
         multiply = multiply_columns if sends_q else multiply_rows
@@ -92,23 +68,6 @@ class AlternatingLowRank(PowerIteration):
         settle(bucket, residual, parts.matrices, pair(own), pair(mean), finite)
         put_others(bucket, residual, parts, message[num_factors:], finite)
         state[sent] = orthonormalize(mean, shapes, state[sent], self.epsilon, finite)
-        if bucket is not flat:
-            flat.copy_(bucket)
-        return None
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns the bytes of a step on average over two, in float32 at least."""
-        parts = self._cut(layout)
-        if not parts.matrices:
-            return _UNCOMPRESSED.wire_bytes(layout, world_size)
-        num_factors = sum(rank * side for rank, side in [*parts.p_shapes, *parts.q_shapes])
-        return (num_factors + 2 * parts.num_others) * wide_dtype(layout.dtype).itemsize // 2
-
-    def _random_bases(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
-        parts = self._cut(layout)
-        both = self._random_factors(parts.p_shapes + parts.q_shapes, device, wide_dtype(layout.dtype), step)
-        num_p = sum(r * m for r, m in parts.p_shapes)
-        return {"p": both[:num_p].clone(), "q": both[num_p:].clone()}
 
 
 @final
@@ -142,14 +101,6 @@ class AlternatingPowerSGD(Composed):
     seed: int = 0
 
     def _compose(self) -> Compressor:
-        check_switch("error_feedback", self.error_feedback)
-        inner: Compressor = AlternatingLowRank(
-            matrix_rank=self.matrix_rank,
-            min_compression_rate=self.min_compression_rate,
-            refresh_steps=self.refresh_steps,
-            epsilon=self.epsilon,
-            seed=self.seed,
-        )
-        if self.error_feedback:
-            inner = ErrorFeedback(inner=inner, residual_dtype=self.residual_dtype)
+        algorithm = AlternatingLowRank(**self._settings_for(AlternatingLowRank))
+        inner = with_feedback(algorithm, self.error_feedback, self.residual_dtype)
         return AfterSteps(inner=inner, start_step=self.start_step)

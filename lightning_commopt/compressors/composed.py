@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.settings import check_switch
+from lightning_commopt.compressors.wrappers import ErrorFeedback
 
 if TYPE_CHECKING:
     from lightning_commopt.channel import Channel
+
+
+def with_feedback(inner: Compressor, error_feedback: bool, residual_dtype: str) -> Compressor:
+    """Returns ``inner`` in `ErrorFeedback`, or as it is where no ``error_feedback`` is wanted.
+
+    Raises:
+        ValueError: ``error_feedback`` is no truth value, or ``residual_dtype`` is out of range.
+    """
+    check_switch("error_feedback", error_feedback)
+    return ErrorFeedback(inner=inner, residual_dtype=residual_dtype) if error_feedback else inner
 
 
 class Composed(Compressor):
@@ -24,6 +37,10 @@ class Composed(Compressor):
     @abstractmethod
     def _compose(self) -> Compressor:
         """Returns wrappers and algorithm."""
+
+    def _settings_for(self, part: type[Compressor]) -> dict[str, Any]:
+        """Returns the values of all settings of ``part``, each of which this compressor has under the same name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(part)}  # type: ignore[arg-type]
 
     @cached_property
     def composed(self) -> Compressor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.composed import Composed
-from lightning_commopt.compressors.settings import check_power_of_two, check_switch
-from lightning_commopt.compressors.wrappers import ErrorFeedback
+from lightning_commopt.compressors.composed import Composed, with_feedback
+from lightning_commopt.compressors.settings import check_power_of_two
 from lightning_commopt.kernels import block_int8
 
 if TYPE_CHECKING:
@@ -92,6 +91,4 @@ class Int8(Composed):
     residual_dtype: str = "float32"
 
     def _compose(self) -> Compressor:
-        check_switch("error_feedback", self.error_feedback)
-        inner = BlockInt8(block_size=self.block_size)
-        return ErrorFeedback(inner=inner, residual_dtype=self.residual_dtype) if self.error_feedback else inner
+        return with_feedback(BlockInt8(block_size=self.block_size), self.error_feedback, self.residual_dtype)

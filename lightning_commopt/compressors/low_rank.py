@@ -6,20 +6,28 @@ Shapes: a gradient as a matrix ``M`` ``(m, k)``; its factors, stored transposed,
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.base import Compressor, Layout
+from lightning_commopt.compressors.all_reduce import AllReduce
+from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.settings import check_integer, say_once
+from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.low_rank import Matrix, p_shapes, q_shapes
 from lightning_commopt.kernels.orthonormal import orthonormal
 
+if TYPE_CHECKING:
+    from lightning_commopt.channel import Channel
+
 DEFAULT_EPSILON = 1e-12
+
+_UNCOMPRESSED = AllReduce()
 
 
 class Parts(NamedTuple):
@@ -53,6 +61,11 @@ class Parts(NamedTuple):
         """``(r, k)`` of each matrix."""
         return q_shapes(self.matrices)
 
+    @property
+    def num_factors(self) -> int:
+        """Elements of all ``P`` and ``Q``."""
+        return sum(rank * side for rank, side in [*self.p_shapes, *self.q_shapes])
+
 
 @lru_cache(maxsize=1024)
 def cut(layout: Layout, matrix_rank: int, min_compression_rate: float) -> Parts:
@@ -78,7 +91,10 @@ def cut(layout: Layout, matrix_rank: int, min_compression_rate: float) -> Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class PowerIteration(Compressor):
-    """Settings and steps of a power iteration on every matrix of the bucket.
+    """Steps of a power iteration on every matrix of the bucket, whose factors travel instead of it.
+
+    A gradient of more than two dimensions is a matrix of its outermost dimension in memory by the rest. Vectors, and
+    matrices that would not shrink enough, are sent as they are. Lossy; meant to stand inside `ErrorFeedback`.
 
     Attributes:
         matrix_rank: columns of the factors, ``r``; a matrix with a shorter side gets as many as that side.
@@ -87,7 +103,13 @@ class PowerIteration(Compressor):
         epsilon: added to the norm of a column, in units of that norm, when it is normalised; for ``matrix_rank`` 1
             only.
         seed: of the random factors, the same on all ranks.
+
+    Raises:
+        ValueError: a setting is out of range.
     """
+
+    _steps_to_send_both: ClassVar[int]
+    """Exchanges in which both factors travel once."""
 
     matrix_rank: int = 1
     min_compression_rate: float = 2.0
@@ -106,6 +128,47 @@ class PowerIteration(Compressor):
             raise ValueError(f"epsilon must be a number of at least 0, got {self.epsilon!r}")
         if self.matrix_rank > 1 and self.epsilon != DEFAULT_EPSILON:
             warnings.warn(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}", stacklevel=3)
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Returns the count of exchanges and random factors for every matrix."""
+        self._say_what_is_clamped(layout)
+        return {"step": step, **self._first_factors(layout, device, step)}
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Averages factors and the uncompressed gradients; a bucket without matrices as it is."""
+        parts, step = self._cut(layout), state["step"]
+        if not parts.matrices:
+            return (yield from _UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
+        if step and self._starts_anew(step):
+            state.update(self._first_factors(layout, flat.device, step))
+        state["step"] += 1
+        bucket = flat.to(wide_dtype(layout.dtype))  # itself, unless it is narrow
+        yield from self._iterate(bucket, parts, state, step, channel, residual)
+        if bucket is not flat:
+            flat.copy_(bucket)
+        return None
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns the bytes of a step on average, in float32 at least."""
+        parts, num_steps = self._cut(layout), self._steps_to_send_both
+        if not parts.matrices:
+            return _UNCOMPRESSED.wire_bytes(layout, world_size)
+        return (parts.num_factors + num_steps * parts.num_others) * wide_dtype(layout.dtype).itemsize // num_steps
+
+    @abstractmethod
+    def _first_factors(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
+        """Returns the random factors to begin with, by their names in the state."""
+
+    @abstractmethod
+    def _iterate(
+        self, bucket: Tensor, parts: Parts, state: State, step: int, channel: Channel, residual: Tensor | None
+    ) -> Rounds:
+        """Replaces a ``bucket`` ``(n,)`` in a wide dtype by its average, in exchange ``step``, counted from 0."""
+
+    def _starts_anew(self, step: int) -> bool:
+        return self.refresh_steps is not None and step % self.refresh_steps == 0
 
     def _cut(self, layout: Layout) -> Parts:
         return cut(layout, self.matrix_rank, self.min_compression_rate)

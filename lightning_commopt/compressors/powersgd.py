@@ -6,22 +6,16 @@ Shapes: a gradient as a matrix ``M`` ``(m, k)``; its factors, stored transposed,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.composed import Composed
-from lightning_commopt.compressors.low_rank import (
-    DEFAULT_EPSILON,
-    PowerIteration,
-    put_others,
-    take_others,
-)
+from lightning_commopt.compressors.composed import Composed, with_feedback
+from lightning_commopt.compressors.low_rank import DEFAULT_EPSILON, Parts, PowerIteration, put_others, take_others
 from lightning_commopt.compressors.settings import check_switch
-from lightning_commopt.compressors.wrappers import AfterSteps, ErrorFeedback
+from lightning_commopt.compressors.wrappers import AfterSteps
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
 from lightning_commopt.kernels.low_rank import multiply_columns, multiply_rows, settle
@@ -30,25 +24,16 @@ from lightning_commopt.kernels.orthonormal import orthonormalize
 if TYPE_CHECKING:
     from lightning_commopt.channel import Channel
 
-_UNCOMPRESSED = AllReduce()
-
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class LowRank(PowerIteration):
     """One step of power iteration for every matrix of the bucket, in two rounds.
 
-    All ``P`` of a bucket travel in one message together with what is not compressed (vectors, and matrices that
-    would not shrink enough), all ``Q`` in a second one. A gradient of more than two dimensions is a matrix of its
-    outermost dimension by the rest. Lossy; meant to stand inside `ErrorFeedback`.
+    All ``P`` of a bucket travel in one message together with what is not compressed, all ``Q`` in a second one. See
+    `PowerIteration` for the other settings, and for what is compressed.
 
     Attributes:
-        matrix_rank: columns of the factors, ``r``; a matrix with a shorter side gets as many as that side.
-        min_compression_rate: a matrix is compressed if ``m * k > min_compression_rate * r * (m + k)``.
-        refresh_steps: exchanges after which the iteration begins again with random factors; None for never.
-        epsilon: added to the norm of a column, in units of that norm, when it is normalised; for ``matrix_rank`` 1
-            only.
-        seed: of the random ``Q``, the same on all ranks.
         warm_start: begin with the last step's ``Q``, so that the power iteration goes on from step to step; else
             with a new random one.
 
@@ -61,30 +46,26 @@ class LowRank(PowerIteration):
     take it from a singular value decomposition, we from a random matrix, as that costs nothing.
     """
 
+    _steps_to_send_both: ClassVar[int] = 1
+
     warm_start: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_switch("warm_start", self.warm_start)
 
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the count of exchanges and a random ``Q`` for every matrix."""
-        self._say_what_is_clamped(layout)
-        return {"step": step, "q": self._random_q(layout, device, step)}
+    def _first_factors(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
+        shapes = self._cut(layout).q_shapes
+        return {"q": self._random_factors(shapes, device, wide_dtype(layout.dtype), step)}
 
-    def rounds(
-        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    def _starts_anew(self, step: int) -> bool:
+        return not self.warm_start or super()._starts_anew(step)
+
+    def _iterate(
+        self, bucket: Tensor, parts: Parts, state: State, step: int, channel: Channel, residual: Tensor | None
     ) -> Rounds:
         """Averages ``P`` and the uncompressed gradients, then ``Q``."""
-        parts, dtype = self._cut(layout), wide_dtype(layout.dtype)
-        if not parts.matrices:
-            return (yield from _UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
-        if state["step"] and self._starts_anew(state["step"]):
-            state["q"] = self._random_q(layout, flat.device, state["step"])
-        state["step"] += 1
         matrices, q = parts.matrices, state["q"]
-        bucket = flat.to(dtype)  # itself, unless it is narrow
-
         num_p = sum(r * m for r, m in parts.p_shapes)
         message = bucket.new_empty(num_p + parts.num_others)
         multiply_rows(bucket, residual, matrices, q, message[:num_p])
@@ -102,23 +83,6 @@ class LowRank(PowerIteration):
         settle(bucket, residual, matrices, (p, own_q), (p, mean_q), finite)
         put_others(bucket, residual, parts, message[num_p:], finite)
         state["q"] = orthonormalize(mean_q, parts.q_shapes, q, self.epsilon, finite)
-        if bucket is not flat:
-            flat.copy_(bucket)
-        return None
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns the bytes of the factors and of what is not compressed, in float32 at least."""
-        parts = self._cut(layout)
-        if not parts.matrices:
-            return _UNCOMPRESSED.wire_bytes(layout, world_size)
-        num_factors = sum(rank * side for rank, side in [*parts.p_shapes, *parts.q_shapes])
-        return (num_factors + parts.num_others) * wide_dtype(layout.dtype).itemsize
-
-    def _starts_anew(self, step: int) -> bool:
-        return not self.warm_start or (self.refresh_steps is not None and step % self.refresh_steps == 0)
-
-    def _random_q(self, layout: Layout, device: torch.device, step: int) -> Tensor:
-        return self._random_factors(self._cut(layout).q_shapes, device, wide_dtype(layout.dtype), step)
 
 
 @final
@@ -155,15 +119,6 @@ class PowerSGD(Composed):
     seed: int = 0
 
     def _compose(self) -> Compressor:
-        check_switch("error_feedback", self.error_feedback)
-        inner: Compressor = LowRank(
-            matrix_rank=self.matrix_rank,
-            min_compression_rate=self.min_compression_rate,
-            refresh_steps=self.refresh_steps,
-            epsilon=self.epsilon,
-            seed=self.seed,
-            warm_start=self.warm_start,
-        )
-        if self.error_feedback:
-            inner = ErrorFeedback(inner=inner, residual_dtype=self.residual_dtype)
+        algorithm = LowRank(**self._settings_for(LowRank))
+        inner = with_feedback(algorithm, self.error_feedback, self.residual_dtype)
         return AfterSteps(inner=inner, start_step=self.start_step)

@@ -172,9 +172,10 @@ class BySize(Compressor):
                 gradients = _gather(flat, layout, mask)
                 owed = None if residual is None else _gather(residual, layout, mask)
                 yield from compressor.rounds(gradients, layout.select(mask), its_state, channel, owed)
-                _scatter(gradients, flat, layout, mask)
-                if residual is not None and owed is not None:
-                    _scatter(owed, residual, layout, mask)
+                if _run(layout, mask) is None:
+                    _scatter(gradients, flat, layout, mask)
+                    if residual is not None and owed is not None:
+                        _scatter(owed, residual, layout, mask)
         return None
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
@@ -202,9 +203,23 @@ class BySize(Compressor):
         return [numel >= self.min_numel for numel in layout.numels]
 
 
+def _run(layout: Layout, mask: list[bool]) -> slice | None:
+    """Returns where the selected gradients are, if in the bucket they lie one behind the other; else None."""
+    selected = [index for index, yes in enumerate(mask) if yes]
+    if not selected:
+        return slice(0, 0)
+    first, last = selected[0], selected[-1]
+    if last - first >= len(selected):
+        return None
+    return slice(layout.offsets[first], layout.offsets[last] + layout.numels[last])
+
+
 def _gather(flat: Tensor, layout: Layout, mask: list[bool]) -> Tensor:
-    """Returns the selected gradients of a bucket, one behind the other; a copy."""
-    return torch.cat([flat[:0], *(part for part, yes in zip(flat.split(layout.numels), mask, strict=True) if yes)])
+    """Returns the selected gradients of a bucket, one behind the other: a view where they lie so, else a copy."""
+    run = _run(layout, mask)
+    if run is not None:
+        return flat[run]
+    return torch.cat([part for part, yes in zip(flat.split(layout.numels), mask, strict=True) if yes])
 
 
 def _scatter(selected: Tensor, flat: Tensor, layout: Layout, mask: list[bool]) -> None:

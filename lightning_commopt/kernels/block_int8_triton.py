@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_commopt.kernels.block_int8 import ROUNDING_MAGIC, SCALE_OF_TOP, SMALLEST_SCALE, Parts
+from lightning_commopt.kernels.block_int8_stretches import ROUNDING_MAGIC, SCALE_OF_TOP, SMALLEST_SCALE, Parts
 
 _SCALE_OF_TOP = tl.constexpr(SCALE_OF_TOP)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_commopt.kernels import block_int8
+from lightning_commopt.kernels import block_int8, block_int8_stretches
 
 BOUND = 0.50005  # of a scale, for one rounding
 NUMELS = [1, 15, 64, 1000, 4099]
@@ -212,8 +212,8 @@ def test_parts_are_as_the_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
     """Small buckets fit into one part; if this fails, large ones are wrong."""
     steps = []
     for stretch, chunk in ((2**20, 2**19), (512, 128), (64, 64)):
-        monkeypatch.setattr(block_int8, "_STRETCH_NUMEL", stretch)
-        monkeypatch.setattr(block_int8, "_CHUNK_NUMEL", chunk)
+        monkeypatch.setattr(block_int8_stretches, "STRETCH_NUMEL", stretch)
+        monkeypatch.setattr(block_int8_stretches, "CHUNK_NUMEL", chunk)
         flats = gradients(5001, 2, seed=1)
         flats[0][900] = float("nan")
         residuals = [owed.to(dtype) for owed in gradients(5001, 2, seed=2)]

@@ -1,6 +1,5 @@
 """The state of the exchanges in checkpoints: resumed exactly, or by the rules of docs/state.md."""
 
-import importlib
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from every_compressor import COMPRESSORS
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -26,7 +26,6 @@ from lightning_commopt.compressors import Compressor, ErrorFeedback, Hierarchica
 from lightning_commopt.plan import OptionError
 from ranks import run_ranks, run_ranks_or_raise
 
-COMPRESSORS: dict[str, Compressor] = importlib.import_module("compressors.test_laws").COMPRESSORS
 HALF = 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "many_buckets": {"bucket_cap_mb": 0.002},
