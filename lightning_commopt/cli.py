@@ -1,6 +1,10 @@
 """The console command ``commopt``: each tool is one command here, which parses, calls and prints."""
 
 import json as json_text
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_commopt import info as _info
+from lightning_commopt import nsys as _nsys
+from lightning_commopt.measure import trace as _trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,6 +42,70 @@ def info(
     for table in (_versions_table(found), _devices_table(found), _backends_table(found), _options_table(found)):
         console.print(table)
     console.print(f"comm_hook: {', '.join(found.comm_hooks)}", highlight=False)
+
+
+@app.command()
+def trace(
+    run_dir: Annotated[
+        Path, typer.Argument(help="Directory that has comm_time, where CommTimeLogger saved its steps.")
+    ],
+    output: Annotated[Path | None, typer.Option(help="The file; by default comm_time/trace.json in RUN_DIR.")] = None,
+    first_step: Annotated[
+        int | None, typer.Option(min=0, help="Where to begin; by default at the first step that was saved.")
+    ] = None,
+    num_steps: Annotated[int, typer.Option(min=1, help="Steps from there on.")] = _trace.DEFAULT_NUM_STEPS,
+) -> None:
+    """Writes a trace of the steps of all ranks, for https://ui.perfetto.dev or chrome://tracing."""
+    with _errors_in_a_line():
+        written = _trace.write_trace(run_dir, output, first_step, num_steps)
+    for notice in written.notices:
+        typer.echo(f"commopt: {notice}", err=True)
+    typer.echo(
+        f"{written.path}: steps {written.first_step} to {written.last_step} of {written.num_ranks} rank(s);"
+        f" {written.num_steps_recorded} steps were saved. Open it in https://ui.perfetto.dev"
+    )
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def nsys(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="COMMAND", help="Starts one rank, such as python train.py; or begins with torchrun."),
+    ],
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on this machine; by default one for each CUDA device, at least 1.")
+    ] = None,
+    output_dir: Annotated[Path, typer.Option(help="Where the reports go, as rank_<rank>.nsys-rep.")] = Path("nsys"),
+    print_only: Annotated[bool, typer.Option("--print", help="Print the shell command, and run nothing.")] = False,
+    nsys_args: Annotated[
+        str, typer.Option(help="Further options of nsys profile, as in a shell; they replace ours of the same name.")
+    ] = "",
+) -> None:
+    """Runs COMMAND on every rank under Nsight Systems, from cudaProfilerStart to cudaProfilerStop.
+
+    An nsys older than 2026.1 may not know the trace nccl: --nsys-args=--trace=cuda,nvtx,osrt leaves it out.
+    Several windows: --nsys-args=--capture-range-end=repeat:2.
+    """
+    with _errors_in_a_line():
+        ranks = _nsys.nsys_command(command, nproc_per_node=nproc_per_node, output_dir=output_dir, nsys_args=nsys_args)
+        if print_only:
+            typer.echo(shlex.join(ranks))
+            return
+        _nsys.make_ready(output_dir, nsys_args)
+        status = _nsys.run(ranks)
+    reports = ", ".join(map(str, _nsys.reports(output_dir)))
+    typer.echo(f"commopt: reports: {reports}" if reports else f"commopt: {_nsys.NO_REPORTS}", err=True)
+    raise typer.Exit(status)
+
+
+@contextmanager
+def _errors_in_a_line() -> Iterator[None]:
+    """Makes a mistake of the user one line and exit status 1; whatever else goes wrong keeps its traceback."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        typer.echo(f"commopt: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _versions_table(found: _info.Info) -> Table:

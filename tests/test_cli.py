@@ -60,8 +60,13 @@ def test_info_shows_the_nccl_version_where_there_is_nccl() -> None:
 
 def test_no_command_shows_the_commands() -> None:
     result = CliRunner().invoke(app, [])
-    assert "info" in result.output
-    assert "commopt-train" in result.output
+    for name in ("info", "nsys", "trace", "commopt-train"):
+        assert name in result.output
+
+
+@pytest.mark.parametrize("command", ["info", "nsys", "trace"])
+def test_every_command_explains_itself(command: str) -> None:
+    assert "Usage: " in _run(command, "--help")
 
 
 def test_unknown_command_is_an_error_that_names_it() -> None:

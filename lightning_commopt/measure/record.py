@@ -18,9 +18,11 @@ Backward covered the first two, as it had nothing left to compute when the last 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
@@ -105,12 +107,12 @@ class StepRecord:
     @property
     def exchange_s(self) -> float:
         """Time in which at least one bucket was being compressed or sent."""
-        return covered_s((bucket.start_s, bucket.end_s) for bucket in self.buckets)
+        return covered_s([(bucket.start_s, bucket.end_s) for bucket in self.buckets])
 
     @property
     def wire_s(self) -> float:
         """Time in which at least one collective was under way. What a rank waits for its peers is in it."""
-        return covered_s(interval for bucket in self.buckets for interval in bucket.wire)
+        return covered_s([interval for bucket in self.buckets for interval in bucket.wire])
 
     @property
     def compression_s(self) -> float:
@@ -124,47 +126,52 @@ class StepRecord:
         Nothing is left to compute then: it is what the step waits for.
         """
         exposed = 0.0
-        for _, group in groupby(self.buckets, lambda bucket: bucket.backward):
+        for _, group in groupby(self.buckets, attrgetter("backward")):
             buckets = list(group)
-            exposed += max(bucket.end_s for bucket in buckets) - max(bucket.ready_s for bucket in buckets)
+            exposed += max([bucket.end_s for bucket in buckets]) - max([bucket.ready_s for bucket in buckets])
         return exposed
 
     @property
     def overlapped_share(self) -> float | None:
         """The part of `exchange_s` that backward covers, 0 to 1; None without an exchange."""
-        exchange_s = self.exchange_s
-        return max(0.0, 1 - self.exposed_s / exchange_s) if exchange_s > 0 else None
+        return _overlapped_share(self.exchange_s, self.exposed_s)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of all gradients that were exchanged."""
-        return sum(bucket.gradient_bytes for bucket in self.buckets)
+        return sum([bucket.gradient_bytes for bucket in self.buckets])
 
     @property
     def wire_bytes(self) -> int:
         """Payload that this rank handed to collectives, in terms of an all-reduce."""
-        return sum(bucket.wire_bytes for bucket in self.buckets)
+        return sum([bucket.wire_bytes for bucket in self.buckets])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what a line of JSON holds: phases and buckets, and in front of them what is derived."""
-        derived = {
-            "step_s": self.step_s,
-            **{f"{name}_s": self.phase_s(name) for name in PHASES},
-            "exchange_s": self.exchange_s,
-            "wire_s": self.wire_s,
-            "compression_s": self.compression_s,
-            "exposed_s": self.exposed_s,
-            "overlapped_share": self.overlapped_share,
-            "gradient_bytes": self.gradient_bytes,
-            "wire_bytes": self.wire_bytes,
-        }
-        return {
-            "step": self.step,
-            "num_samples": self.num_samples,
-            **{name: round(value, 7) if isinstance(value, float) else value for name, value in derived.items()},
-            "phases": [[name, round(start_s, 7), round(end_s, 7)] for name, start_s, end_s in self.phases],
-            "buckets": [_bucket_to_dict(bucket) for bucket in self.buckets],
-        }
+        values: dict[str, Any] = json.loads(self.to_json())
+        return values
+
+    def to_json(self) -> str:
+        """Returns the same as one line of JSON, times to a tenth of a microsecond.
+
+        It is written while training runs, and takes a fraction of what `json.dumps` of a dict does.
+        """
+        phases = dict.fromkeys(PHASES, 0.0)
+        for name, start_s, end_s in self.phases:
+            phases[name] += end_s - start_s
+        exchange_s, wire_s, exposed_s = self.exchange_s, self.wire_s, self.exposed_s
+        share = _overlapped_share(exchange_s, exposed_s)
+        return (
+            f'{{"step":{self.step},"num_samples":{self.num_samples},"step_s":{sum(phases.values()):.7f},'
+            + "".join([f'"{name}_s":{phase_s:.7f},' for name, phase_s in phases.items()])
+            + f'"exchange_s":{exchange_s:.7f},"wire_s":{wire_s:.7f},"compression_s":{exchange_s - wire_s:.7f},'
+            f'"exposed_s":{exposed_s:.7f},"overlapped_share":{"null" if share is None else round(share, 7)},'
+            f'"gradient_bytes":{self.gradient_bytes},"wire_bytes":{self.wire_bytes},"phases":['
+            + ",".join([f'["{name}",{start_s:.7f},{end_s:.7f}]' for name, start_s, end_s in self.phases])
+            + '],"buckets":['
+            + ",".join([_bucket_to_json(bucket) for bucket in self.buckets])
+            + "]}"
+        )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StepRecord:
@@ -191,22 +198,23 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
     """
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
-        covered += max(0, end - max(start, reached))
-        reached = max(reached, end)
+        if end > reached:
+            covered += end - (start if start > reached else reached)
+            reached = end
     return covered
 
 
-def _bucket_to_dict(bucket: BucketSpan) -> dict[str, Any]:
-    return {
-        "index": bucket.index,
-        "backward": bucket.backward,
-        "gradient_bytes": bucket.gradient_bytes,
-        "wire_bytes": bucket.wire_bytes,
-        "ready_s": round(bucket.ready_s, 7),
-        "start_s": round(bucket.start_s, 7),
-        "end_s": round(bucket.end_s, 7),
-        "wire": [[round(start_s, 7), round(end_s, 7)] for start_s, end_s in bucket.wire],
-    }
+def _overlapped_share(exchange_s: float, exposed_s: float) -> float | None:
+    return max(0.0, 1 - exposed_s / exchange_s) if exchange_s > 0 else None
+
+
+def _bucket_to_json(bucket: BucketSpan) -> str:
+    wire = ",".join([f"[{start_s:.7f},{end_s:.7f}]" for start_s, end_s in bucket.wire])
+    return (
+        f'{{"index":{bucket.index},"backward":{bucket.backward},'
+        f'"gradient_bytes":{bucket.gradient_bytes},"wire_bytes":{bucket.wire_bytes},'
+        f'"ready_s":{bucket.ready_s:.7f},"start_s":{bucket.start_s:.7f},"end_s":{bucket.end_s:.7f},"wire":[{wire}]}}'
+    )
 
 
 def _bucket_from_dict(values: dict[str, Any]) -> BucketSpan:

@@ -11,18 +11,26 @@ from lightning_commopt.measure.observer import BucketInfo, Exchange, ExchangeObs
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 
 
+class RecordedStep(NamedTuple):
+    """A step, and what its buckets were.
+
+    Attributes:
+        record: of the step.
+        layout: its buckets by index.
+    """
+
+    record: StepRecord
+    layout: dict[int, BucketInfo]
+
+
 class StepRecorder(ExchangeObserver):
     """Records the steps of one rank. Marking never waits; the rest is done in `take`.
 
     Args:
         clock: of the device that trains.
-
-    Attributes:
-        layout: the buckets as they last came, by index.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self.layout: dict[int, BucketInfo] = {}
         self._clock = clock
         self._phase: str | None = None
         self._phase_began: Any = None
@@ -30,6 +38,11 @@ class StepRecorder(ExchangeObserver):
         self._exchanges: list[_RecordedExchange] = []
         self._backward = 0
         self._pending: deque[_Marks] = deque()
+
+    @property
+    def origin_unix_s(self) -> float:
+        """Second 0 of all records, in seconds since 1970."""
+        return self._clock.origin_unix_s
 
     def enter(self, phase: str | None) -> None:
         """Ends the phase before, and begins another; None for what is no part of a step."""
@@ -40,7 +53,6 @@ class StepRecorder(ExchangeObserver):
 
     def ready(self, bucket: BucketInfo) -> Exchange:
         """Marks that a bucket is ready."""
-        self.layout[bucket.index] = bucket
         exchange = _RecordedExchange(self._clock, bucket, self._backward)
         self._exchanges.append(exchange)
         self._backward += bucket.is_last
@@ -61,26 +73,27 @@ class StepRecorder(ExchangeObserver):
         """Returns whether so many steps are over, for the device as well. Never waits."""
         return len(self._pending) >= num_steps and self._clock.has_passed(self._pending[num_steps - 1].end)
 
-    def take(self, num_steps: int) -> list[StepRecord]:
-        """Returns the records of so many steps, the oldest first; the device must have passed them."""
-        records = [self._resolve(marks) for marks in islice(self._pending, num_steps)]
-        for _ in records:
+    def take(self, num_steps: int) -> list[RecordedStep]:
+        """Returns so many steps, the oldest first; the device must have passed them."""
+        steps = [self._resolve(marks) for marks in islice(self._pending, num_steps)]
+        for _ in steps:
             self._pending.popleft()
-        return records
+        return steps
 
     @property
     def num_pending(self) -> int:
         """Steps that have ended and were not taken."""
         return len(self._pending)
 
-    def _resolve(self, marks: _Marks) -> StepRecord:
+    def _resolve(self, marks: _Marks) -> RecordedStep:
         seconds = self._clock.seconds
-        return StepRecord(
+        record = StepRecord(
             step=marks.step,
             num_samples=marks.num_samples,
             phases=tuple(Phase(name, seconds(start), seconds(end)) for name, start, end in marks.phases),
             buckets=tuple(exchange.span() for exchange in marks.exchanges if exchange.has_ended),
         )
+        return RecordedStep(record, {exchange.bucket.index: exchange.bucket for exchange in marks.exchanges})
 
 
 class _Marks(NamedTuple):
@@ -99,11 +112,11 @@ class _Marks(NamedTuple):
 class _RecordedExchange(Exchange):
     """Marks what happens to one bucket."""
 
-    __slots__ = ("_backward", "_bucket", "_clock", "_end", "_ready", "_start", "_wire", "_wire_bytes")
+    __slots__ = ("_backward", "_clock", "_end", "_ready", "_start", "_wire", "_wire_bytes", "bucket")
 
     def __init__(self, clock: Clock, bucket: BucketInfo, backward: int) -> None:
         self._clock = clock
-        self._bucket = bucket
+        self.bucket = bucket
         self._backward = backward
         self._ready = clock.mark()
         self._start: Any = None
@@ -134,9 +147,9 @@ class _RecordedExchange(Exchange):
         seconds = self._clock.seconds
         wire = [seconds(mark) for mark in self._wire]
         return BucketSpan(
-            index=self._bucket.index,
+            index=self.bucket.index,
             backward=self._backward,
-            gradient_bytes=self._bucket.gradient_bytes,
+            gradient_bytes=self.bucket.gradient_bytes,
             wire_bytes=self._wire_bytes,
             ready_s=seconds(self._ready),
             start_s=seconds(self._start),

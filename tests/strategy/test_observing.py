@@ -33,6 +33,9 @@ class Watch(FollowsPhases):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         stop_observing(trainer.strategy, self.recorder)
 
+    def records(self) -> list[StepRecord]:
+        return [step.record for step in self.recorder.take(100)]
+
     def _enter(self, phase: str | None) -> None:
         self.recorder.enter(phase)
 
@@ -102,7 +105,7 @@ def fit(strategy: Any, model: type[Tiny], options: dict[str, Any], *callbacks: A
 def fit_twice(strategy: str, model: str) -> tuple[Params, Params, list[StepRecord]]:
     watch = Watch()
     unwatched, watched = (fit(STRATEGIES[strategy](), *MODELS[model], *callbacks) for callbacks in ([], [watch]))
-    return unwatched, watched, watch.recorder.take(100)
+    return unwatched, watched, watch.records()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -139,7 +142,7 @@ def assert_in_order(record: StepRecord) -> None:
 def record_wire_bytes() -> tuple[int, int, list[StepRecord]]:
     watch, strategy = Watch(), own(comm_hook="int8")
     fit(strategy, Tiny, {}, watch)
-    return strategy.wire_bytes, len(list(observers_of(strategy))), watch.recorder.take(100)
+    return strategy.wire_bytes, len(list(observers_of(strategy))), watch.records()
 
 
 def test_bytes_are_those_that_the_channel_counted() -> None:
@@ -153,7 +156,7 @@ def bytes_of_torchs_hooks() -> list[int]:
     for strategy in ("torch's all-reduce", "torch's, wrapped", "torch's PowerSGD"):
         watch = Watch()
         fit(STRATEGIES[strategy](), Tiny, {}, watch)
-        found.append(watch.recorder.take(100)[-1].wire_bytes)
+        found.append(watch.records()[-1].wire_bytes)
     return found
 
 
@@ -166,7 +169,7 @@ def test_bytes_of_torchs_hooks_are_known() -> None:
 def fit_gan() -> list[StepRecord]:
     watch = Watch()
     fit(own(find_unused_parameters=True), Gan, {}, watch)
-    return watch.recorder.take(100)
+    return watch.records()
 
 
 def test_each_backward_of_a_step_has_its_own_buckets() -> None:
@@ -181,7 +184,7 @@ def test_each_backward_of_a_step_has_its_own_buckets() -> None:
 def fit_embedded() -> tuple[Params, Params, int]:
     watch = Watch()
     unwatched, watched = (fit(CommOptDDP(), Embedded, {}, *callbacks) for callbacks in ([], [watch]))
-    return unwatched, watched, len(watch.recorder.take(100)[-1].buckets)
+    return unwatched, watched, len(watch.records()[-1].buckets)
 
 
 def test_sparse_gradients_are_seen() -> None:
@@ -193,7 +196,7 @@ def test_sparse_gradients_are_seen() -> None:
 def fit_with_a_change() -> list[StepRecord]:
     watch = Watch()
     fit(own(), Tiny, {}, watch, ChangePlan())
-    return watch.recorder.take(100)
+    return watch.records()
 
 
 def test_a_change_of_plan_is_followed() -> None:
@@ -207,7 +210,7 @@ def fit_reused() -> tuple[int, int]:
     for max_epochs in (1, 2):
         reused.fit_loop.max_epochs = max_epochs
         reused.fit(Tiny(), loader())
-        records = watch.recorder.take(100)
+        records = watch.records()
         counts.append(sum(len(record.buckets) for record in records[1:]))
     return counts[0], counts[1]
 

@@ -1,0 +1,280 @@
+"""A trace of a run's steps in Chrome's Trace Event Format, for https://ui.perfetto.dev and chrome://tracing.
+
+Every rank is a process with these rows: its steps, their phases, the buckets of gradients from being ready to holding
+the average, and what was on the wire. Rows hold slices that do not overlap: where buckets do, there are several rows.
+
+Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from lightning_commopt.measure.files import FOLDER, RankRecords, notices, read_run
+from lightning_commopt.measure.observer import BucketInfo
+from lightning_commopt.measure.record import BucketSpan, StepRecord
+
+DEFAULT_NUM_STEPS = 100
+_NAMES_SHOWN = 8
+
+# Viewers compute in binary fractions and draw a slice that ends after the next begins as its parent: eighths of a
+# microsecond are exact, so what adjoins in the records adjoins on the screen.
+_TICKS_PER_US = 8
+
+# The same thread number in two processes is one thread to Perfetto.
+_ROWS_PER_RANK = 10_000
+
+_ALIGNMENT = (
+    "Each rank's times are put on the clock of the first rank. Where both exchanged the same buckets, by the median"
+    " difference between the ends of each bucket's last collective, which nearly coincide on all ranks; elsewhere by"
+    " origin_unix_s of the files, as good as the hosts' clocks agree. clock_corrections_us says what the former adds to"
+    " the latter."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenTrace:
+    """A trace that was written, and from what.
+
+    Attributes:
+        path: of the file.
+        num_ranks: in it.
+        first_step: in it.
+        last_step: in it.
+        num_steps_recorded: of any rank, whether in it or not.
+        notices: lines and ranks that are missing.
+    """
+
+    path: Path
+    num_ranks: int
+    first_step: int
+    last_step: int
+    num_steps_recorded: int
+    notices: tuple[str, ...]
+
+
+def write_trace(
+    run_dir: str | Path,
+    output: str | Path | None = None,
+    first_step: int | None = None,
+    num_steps: int = DEFAULT_NUM_STEPS,
+) -> WrittenTrace:
+    """Writes the trace of a run's last fit.
+
+    Args:
+        run_dir: the directory that has ``comm_time``.
+        output: the file; None for ``trace.json`` in ``comm_time``.
+        first_step: where to begin; None for the first that was recorded.
+        num_steps: how many step numbers from there on.
+
+    Raises:
+        FileNotFoundError: the run has no records.
+        ValueError: it has none of these steps, or its files cannot be read.
+    """
+    ranks = read_run(run_dir)
+    recorded = {record.step for records in ranks for record in records.steps}
+    window = _window(recorded, first_step, num_steps, run_dir)
+    trace = to_trace(ranks, window)
+    path = Path(run_dir) / FOLDER / "trace.json" if output is None else Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
+    inside = recorded.intersection(window)
+    return WrittenTrace(
+        path=path,
+        num_ranks=len(ranks),
+        first_step=min(inside),
+        last_step=max(inside),
+        num_steps_recorded=len(recorded),
+        notices=tuple(notices(ranks)),
+    )
+
+
+def _window(recorded: set[int], first_step: int | None, num_steps: int, run_dir: str | Path) -> range:
+    if num_steps < 1:
+        raise ValueError(f"num_steps={num_steps}: must be at least 1")
+    if not recorded:
+        raise ValueError(f"{run_dir} has records of ranks, but of no whole step")
+    first = min(recorded) if first_step is None else first_step
+    window = range(first, first + num_steps)
+    if recorded.isdisjoint(window):
+        raise ValueError(
+            f"first_step={first}, num_steps={num_steps}: {run_dir} has steps {min(recorded)} to {max(recorded)}"
+        )
+    return window
+
+
+def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:
+    """Returns the JSON object of a trace.
+
+    Args:
+        ranks: at least one, in their order.
+        steps: the numbers of those to show.
+
+    Returns:
+        Complete events ("X") in rows that nest, counters ("C"), and metadata ("M"); times in microseconds from the
+        first thing that is shown. "otherData" says how the clocks of the ranks were aligned.
+    """
+    chosen = [_Chosen.of(records, steps) for records in ranks]
+    shifts_s = [_shift_s(chosen[0], rank) for rank in chosen]
+    rows = [_rows(rank, shift_s) for rank, shift_s in zip(chosen, shifts_s, strict=True)]
+    origin = min((piece.start for rank in rows for row in rank for piece in row.slices), default=0)
+    events = [event for rank, its_rows in zip(chosen, rows, strict=True) for event in _events(rank, its_rows, origin)]
+    corrections_us = {
+        str(rank.records.rank): round((shift_s - _origin_shift_s(chosen[0], rank)) * 1e6, 3)
+        for rank, shift_s in zip(chosen, shifts_s, strict=True)
+    }
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "source": "lightning_commopt",
+            "clock_alignment": _ALIGNMENT,
+            "clock_corrections_us": corrections_us,
+            "runs": {str(records.rank): dict(records.header) for records in ranks},
+        },
+    }
+
+
+class _Slice(NamedTuple):
+    """A stretch of a row, in ticks."""
+
+    name: str
+    start: int
+    end: int
+    args: Mapping[str, Any]
+
+
+class _Row(NamedTuple):
+    name: str
+    slices: list[_Slice]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A rank, and its steps that are to be shown."""
+
+    records: RankRecords
+    steps: list[tuple[StepRecord, Mapping[int, BucketInfo]]]
+
+    @classmethod
+    def of(cls, records: RankRecords, steps: range) -> _Chosen:
+        pairs = zip(records.steps, records.layouts, strict=True)
+        return cls(records, [(record, layout) for record, layout in pairs if record.step in steps])
+
+    def arrivals_s(self) -> dict[tuple[int, int, int], float]:
+        """Returns when each bucket's last collective was over, by step, backward and bucket."""
+        return {
+            (record.step, bucket.backward, bucket.index): bucket.wire[-1][1]
+            for record, _ in self.steps
+            for bucket in record.buckets
+            if bucket.wire
+        }
+
+
+def _shift_s(first: _Chosen, rank: _Chosen) -> float:
+    """Returns what to add to a rank's times to have them on the first rank's clock."""
+    of_first, of_rank = first.arrivals_s(), rank.arrivals_s()
+    differences = [of_first[key] - of_rank[key] for key in of_first.keys() & of_rank.keys()]
+    return median(differences) if differences else _origin_shift_s(first, rank)
+
+
+def _origin_shift_s(first: _Chosen, rank: _Chosen) -> float:
+    origins = (rank.records.origin_unix_s, first.records.origin_unix_s)
+    return 0.0 if origins[0] is None or origins[1] is None else origins[0] - origins[1]
+
+
+def _rows(rank: _Chosen, shift_s: float) -> list[_Row]:
+    """Returns the slices of a rank, row by row from the top."""
+
+    def piece(name: str, start_s: float, end_s: float, **args: Any) -> _Slice:
+        start, end = (round((at_s + shift_s) * 1e6 * _TICKS_PER_US) for at_s in (start_s, end_s))
+        return _Slice(name, start, max(start, end), args)
+
+    steps = [piece(f"step {r.step}", r.start_s, r.end_s, **_step_args(r)) for r, _ in rank.steps]
+    phases = [piece(phase.name, phase.start_s, phase.end_s, step=r.step) for r, _ in rank.steps for phase in r.phases]
+    buckets, wire = [], []
+    for record, layout in rank.steps:
+        for bucket in record.buckets:
+            args = _bucket_args(record, bucket, layout)
+            waits = piece(f"bucket {bucket.index} waits", min(bucket.ready_s, bucket.start_s), bucket.start_s, **args)
+            travels = piece(f"bucket {bucket.index}", bucket.start_s, bucket.end_s, **args)
+            buckets.append([waits, travels] if waits.end > waits.start else [travels])
+            for round_, (start_s, end_s) in enumerate(bucket.wire):
+                args = {"step": record.step, "bucket": bucket.index, "collective": round_}
+                wire.append([piece(f"bucket {bucket.index} on the wire", start_s, end_s, **args)])
+    return [_Row("steps", steps), _Row("phases", phases), *_lanes("buckets", buckets), *_lanes("wire", wire)]
+
+
+def _step_args(record: StepRecord) -> dict[str, Any]:
+    times_s = {"step": record.step_s, "exchange": record.exchange_s, "wire": record.wire_s, "exposed": record.exposed_s}
+    return {
+        "step": record.step,
+        "num_samples": record.num_samples,
+        **{f"{name}_ms": round(time_s * 1e3, 4) for name, time_s in times_s.items()},
+        "overlapped_share": record.overlapped_share,
+        "gradient_bytes": record.gradient_bytes,
+        "wire_bytes": record.wire_bytes,
+    }
+
+
+def _bucket_args(record: StepRecord, bucket: BucketSpan, layout: Mapping[int, BucketInfo]) -> dict[str, Any]:
+    info = layout.get(bucket.index)
+    # DDP lays buckets out anew after the first step, and records of both layouts may have been written together.
+    names = info.names if info is not None and info.gradient_bytes == bucket.gradient_bytes else ()
+    more = len(names) - _NAMES_SHOWN
+    return {
+        "step": record.step,
+        "index": bucket.index,
+        "backward": bucket.backward,
+        "gradient_bytes": bucket.gradient_bytes,
+        "wire_bytes": bucket.wire_bytes,
+        "names": [*names[:_NAMES_SHOWN], *([f"and {more} more"] if more > 0 else [])],
+    }
+
+
+def _lanes(name: str, groups: Iterable[list[_Slice]]) -> list[_Row]:
+    """Spreads groups of adjoining slices over as many rows as it takes for none to overlap."""
+    rows: list[_Row] = []
+    for group in sorted(groups, key=lambda slices: slices[0].start):
+        free = next((row for row in rows if row.slices[-1].end <= group[0].start), None)
+        if free is None:
+            free = _Row(f"{name} {len(rows) + 1}" if rows else name, [])
+            rows.append(free)
+        free.slices.extend(group)
+    return rows
+
+
+def _events(rank: _Chosen, rows: Sequence[_Row], origin: int) -> list[dict[str, Any]]:
+    """Returns the events of a rank, counted from the origin."""
+    pid = rank.records.rank
+    label = ",".join(str(rank.records.header[key]) for key in ("device", "backend") if rank.records.header.get(key))
+    about = {"process_name": {"name": f"rank {pid}"}, "process_sort_index": {"sort_index": pid}}
+    if label:
+        about["process_labels"] = {"labels": label}
+    first_tid = (pid + 1) * _ROWS_PER_RANK
+    events: list[dict[str, Any]] = [
+        {"name": name, "ph": "M", "pid": pid, "tid": first_tid, "args": args} for name, args in about.items()
+    ]
+    for tid, row in enumerate(rows, first_tid):
+        for name, key, value in (("thread_name", "name", row.name), ("thread_sort_index", "sort_index", tid)):
+            events.append({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {key: value}})
+        for piece in row.slices:
+            times = {"ts": _us(piece.start - origin), "dur": _us(piece.end - piece.start)}
+            category = row.name.split()[0]
+            named = {"name": piece.name, "cat": category, "ph": "X", "pid": pid, "tid": tid}
+            events.append({**named, **times, "args": dict(piece.args)})
+    steps = [piece for piece in rows[0].slices if piece.args["gradient_bytes"]]
+    exposed = [(piece.start, piece.args["exposed_ms"]) for piece in steps]
+    for at, exposed_ms in [*exposed, *[(piece.end, 0) for piece in steps[-1:]]]:
+        counter = {"name": "exposed communication", "cat": "steps", "ph": "C", "pid": pid, "tid": first_tid}
+        events.append({**counter, "ts": _us(at - origin), "args": {"ms": exposed_ms}})
+    return events
+
+
+def _us(ticks: int) -> float:
+    return ticks / _TICKS_PER_US

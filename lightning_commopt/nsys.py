@@ -1,0 +1,197 @@
+"""Starts the ranks of a training under Nsight Systems, each with a report of its own.
+
+Source: Nsight Systems User Guide, "CLI Profile Command Switch Options".
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+# "stop" lets the training go on when it has called cudaProfilerStop; nsys's default, "stop-shutdown", ends it.
+_OPTIONS = {
+    "--capture-range": "cudaProfilerApi",
+    "--capture-range-end": "stop",
+    "--trace": "cuda,nvtx,osrt,nccl",
+}
+_LONG_NAMES = {"-c": "--capture-range", "-t": "--trace", "-o": "--output", "-f": "--force-overwrite"}
+
+_MISSING = (
+    "nsys is not on PATH. Install Nsight Systems (NVIDIA's package nsight-systems-cli, or the CUDA toolkit's"
+    " cuda-nsight-systems), or add its directory to PATH, often /usr/local/cuda/bin. --print shows the command"
+    " without it."
+)
+
+NO_REPORTS = (
+    "there are no reports: nsys collects between cudaProfilerStart and cudaProfilerStop, which the training has to call"
+    " (in Python torch.cuda.profiler.start() and stop())."
+)
+"""What to say after a run without reports."""
+
+_LAUNCHER_MODULE = "torch.distributed.run"
+_OTHER_LAUNCHERS = ("accelerate", "deepspeed", "mpiexec", "mpirun", "srun")
+
+
+def nsys_command(
+    command: Sequence[str], *, nproc_per_node: int | None = None, output_dir: str | Path = "nsys", nsys_args: str = ""
+) -> list[str]:
+    """Returns the command that runs every rank of a training under ``nsys profile``.
+
+    nsys sits between torch's launcher and the program: around the launcher it would write one report of all ranks. It
+    collects what happens between ``cudaProfilerStart`` and ``cudaProfilerStop``, once.
+
+    Args:
+        command: starts one rank, and is given to torchrun; or begins with ``torchrun`` or
+            ``python -m torch.distributed.run`` and its options.
+        nproc_per_node: ranks on this machine; None for what the launcher in ``command`` says, else the number of CUDA
+            devices, at least 1.
+        output_dir: for the reports, ``rank_<rank>.nsys-rep``.
+        nsys_args: further options of ``nsys profile``, as in a shell. They replace ours of the same name.
+
+    Raises:
+        ValueError: the arguments contradict each other, or the launcher's options have no script after them.
+    """
+    nsys = ["nsys", "profile", *_nsys_options(output_dir, nsys_args)]
+    launcher, rest = _split_launcher(command)
+    if not launcher:
+        ranks = nproc_per_node or max(1, torch.cuda.device_count())
+        launcher = [sys.executable, "-m", _LAUNCHER_MODULE, "--standalone", "--nproc-per-node", str(ranks)]
+        return [*launcher, "--no-python", *nsys, *command]
+    if nproc_per_node is not None:
+        raise ValueError(
+            f"--nproc-per-node={nproc_per_node} is for a command without a launcher: give it to {shlex.join(launcher)}"
+        )
+    options, program = _split_options(rest)
+    return [*launcher, *options, "--no-python", *nsys, *program]
+
+
+def make_ready(output_dir: str | Path, nsys_args: str = "") -> None:
+    """Makes the directory of the reports, if nsys is there and can write them.
+
+    Args:
+        output_dir: as for `nsys_command`.
+        nsys_args: as for `nsys_command`.
+
+    Raises:
+        FileNotFoundError: there is no nsys.
+        FileExistsError: the directory has reports, and nsys is not told to replace them.
+    """
+    if shutil.which("nsys") is None:
+        raise FileNotFoundError(_MISSING)
+    found = reports(output_dir)
+    if found and "--force-overwrite" not in _option_names(shlex.split(nsys_args)):
+        raise FileExistsError(
+            f"{found[0]} exists, and nsys would not replace it: choose another --output-dir, or give"
+            " --nsys-args=--force-overwrite=true"
+        )
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+
+
+def reports(output_dir: str | Path) -> list[Path]:
+    """Returns the reports in a directory."""
+    return sorted(Path(output_dir).glob("rank_*.nsys-rep"))
+
+
+def run(command: Sequence[str]) -> int:
+    """Runs a command in the foreground, to its end also where we are told to stop.
+
+    Returns:
+        Its exit status; 128 and the signal's number if one has ended it, as in a shell.
+    """
+    process = subprocess.Popen(command)
+    with _signals_passed_on(process):
+        status = process.wait()
+    return 128 - status if status < 0 else status
+
+
+@contextmanager
+def _signals_passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Lets a process decide how it ends: nsys still writes its report then."""
+    # A terminal sends these to all of its processes, and a launcher that gets one twice drops its ranks.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _nsys_options(output_dir: str | Path, nsys_args: str) -> list[str]:
+    try:
+        given = shlex.split(nsys_args)
+    except ValueError as error:
+        raise ValueError(f"--nsys-args={nsys_args!r}: {error}") from None
+    names = _option_names(given)
+    if "--output" in names:
+        raise ValueError(f"--nsys-args={nsys_args!r}: the reports of the ranks go to --output-dir, leave --output out")
+    ours = [f"{name}={value}" for name, value in _OPTIONS.items() if name not in names]
+    folder = str(output_dir).replace("%", "%%")
+    return [*ours, f"--output={folder}/rank_%q{{RANK}}", *given]
+
+
+def _option_names(words: Sequence[str]) -> set[str]:
+    return {_LONG_NAMES.get(word[:2], word.partition("=")[0]) for word in words}
+
+
+def _split_launcher(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits torch's launcher from the rest of a command; it is empty if there is none."""
+    words = list(command)
+    program = Path(words[0]).name
+    if program in _OTHER_LAUNCHERS:
+        raise ValueError(
+            f"{program} starts the ranks by itself: put nsys between it and the program; commopt nsys --print --"
+            " PROGRAM shows with which options"
+        )
+    if program == "torchrun":
+        return words[:1], words[1:]
+    if program.startswith("python") and _LAUNCHER_MODULE in words:
+        end = words.index(_LAUNCHER_MODULE)
+        if words[end - 1] == "-m" and all(word.startswith("-") for word in words[1:end]):
+            return words[: end + 1], words[end + 1 :]
+    return [], words
+
+
+def _split_options(words: list[str]) -> tuple[list[str], list[str]]:
+    """Splits the launcher's options from the program, made one that runs without the launcher's Python."""
+    num_options, parsed = _parse_options(words)
+    options, program = words[:num_options], words[num_options:]
+    if getattr(parsed, "run_path", False):
+        raise ValueError("torchrun's --run-path starts no program that nsys could profile: leave it out")
+    if parsed.no_python:
+        return [word for word in options if word not in ("--no-python", "--no_python", "--")], program
+    python = [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if parsed.module else [])]
+    return [word for word in options if word not in ("-m", "--module", "--")], [*python, *program]
+
+
+def _parse_options(words: list[str]) -> tuple[int, argparse.Namespace]:
+    """Returns how many words stand before the script, and what they say to the launcher."""
+    parser, problem = _launcher_parser(), ""
+    for num_words in range(len(words) + 1):
+        try:
+            return num_words - 1, parser.parse_args(words[:num_words])
+        except ValueError as error:  # there is no script yet
+            problem = str(error)
+    raise ValueError(f"{shlex.join(['torchrun', *words])}: {problem}")
+
+
+def _launcher_parser() -> argparse.ArgumentParser:
+    from torch.distributed.run import get_args_parser
+
+    def fail(message: str) -> NoReturn:
+        raise ValueError(message)
+
+    parser: argparse.ArgumentParser = get_args_parser()
+    parser.error = fail  # type: ignore[method-assign]
+    return parser

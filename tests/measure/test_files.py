@@ -1,0 +1,237 @@
+"""The files of a run keep what was measured, whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import json
+import resource
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_steps import header, layout, step_record, write_run
+
+from lightning_commopt.measure.files import StepWriter, notices, rank_file, read_run
+from lightning_commopt.measure.record import PHASES, StepRecord
+
+STEPS = [step_record(step) for step in range(4)]
+
+
+def _assert_same(found: StepRecord, written: StepRecord) -> None:
+    """Equal but for the rounding to a tenth of a microsecond."""
+    assert (found.step, found.num_samples) == (written.step, written.num_samples)
+    assert [phase.name for phase in found.phases] == [phase.name for phase in written.phases]
+    for one, other in zip(found.phases, written.phases, strict=True):
+        assert one[1:] == pytest.approx(other[1:], abs=1e-7)
+    for bucket, other_bucket in zip(found.buckets, written.buckets, strict=True):
+        for field in fields(bucket):
+            values = [getattr(each, field.name) for each in (bucket, other_bucket)]
+            if field.name == "wire":
+                values = [[at_s for interval in wire for at_s in interval] for wire in values]
+            assert values[0] == pytest.approx(values[1], abs=1e-7)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_is_written_is_read(tmp_path):
+    written = write_run(tmp_path, num_steps=3)
+    ranks = read_run(tmp_path)
+    assert [(found.rank, found.world_size) for found in ranks] == [(0, 2), (1, 2)]
+    assert [found.origin_unix_s for found in ranks] == [1.7e9, 1.7e9 + 3601]
+    assert ranks[1].header["backend"] == "gloo"
+    assert ranks[1].path == tmp_path / "comm_time" / "rank_1.jsonl"
+    for found, records in zip(ranks, written, strict=True):
+        for one, other in zip(found.steps, records, strict=True):
+            _assert_same(one, other)
+        assert found.layouts == (layout(),) * 3
+        assert found.num_broken_lines == 0
+    assert notices(ranks) == []
+
+
+@pytest.mark.parametrize("num_buckets", [0, 1, 3])
+@pytest.mark.parametrize("num_rounds", [0, 1, 2])
+def test_a_line_has_what_the_record_derives(num_buckets, num_rounds):
+    """Reports read these keys from the lines: a name that changes breaks them."""
+    record = step_record(7, num_buckets=num_buckets, num_rounds=num_rounds)
+    values = json.loads(record.to_json())
+    assert values == record.to_dict()
+    derived = ["exchange_s", "wire_s", "compression_s", "exposed_s", "overlapped_share", "gradient_bytes", "wire_bytes"]
+    named = ["step", "num_samples", "step_s", *(f"{name}_s" for name in PHASES), *derived, "phases", "buckets"]
+    assert list(values) == named
+    for name in PHASES:
+        assert values[f"{name}_s"] == pytest.approx(record.phase_s(name), abs=1e-7)
+    for name in ("step", "num_samples", "step_s", *derived):
+        expected = getattr(record, name)
+        assert values[name] == (None if expected is None else pytest.approx(expected, abs=1e-7))
+    _assert_same(StepRecord.from_dict(values), record)
+
+
+def test_a_layout_is_written_when_it_changes(tmp_path):
+    writer = StepWriter(rank_file(tmp_path, 0), header(world_size=1))
+    writer.write(STEPS[:1], layout(2))
+    writer.write(STEPS[1:2], layout(3))
+    writer.write(STEPS[2:], dict(reversed(layout(3).items())))
+    types = [line["type"] for line in _lines(rank_file(tmp_path, 0))]
+    assert types == ["run", "layout", "step", "layout", "step", "step", "step"]
+    assert read_run(tmp_path)[0].layouts == (layout(2), layout(3), layout(3), layout(3))
+
+
+def test_without_steps_there_is_no_file(tmp_path):
+    StepWriter(rank_file(tmp_path, 0), header()).write([], {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_header_that_json_cannot_hold_is_told_before_training(tmp_path):
+    with pytest.raises(TypeError, match="set"):
+        StepWriter(rank_file(tmp_path, 0), header(plan={1, 2}))
+
+
+def test_of_a_resumed_run_the_last_fit_is_read(tmp_path):
+    StepWriter(rank_file(tmp_path, 0), header(world_size=1, plan="one")).write(STEPS[:3], layout(2))
+    StepWriter(rank_file(tmp_path, 0), header(world_size=1, plan="two")).write(STEPS[3:], {})
+    (last,), (first,) = read_run(tmp_path), read_run(tmp_path, fit=0)
+    assert (last.header["plan"], [record.step for record in last.steps]) == ("two", [3])
+    assert (first.header["plan"], [record.step for record in first.steps]) == ("one", [0, 1, 2])
+    assert last.layouts == ({},)
+    with pytest.raises(ValueError, match=r"fit=2: .* hold 2"):
+        read_run(tmp_path, fit=2)
+
+
+def test_a_file_that_is_cut_anywhere_gives_the_steps_before_the_cut(tmp_path):
+    path = rank_file(tmp_path, 0)
+    StepWriter(path, header(world_size=1)).write(STEPS, layout())
+    whole = path.read_bytes()
+    ends = [index + 1 for index, byte in enumerate(whole) if byte == ord("\n")]
+    for size in [*range(ends[0], len(whole), 41), *(end + by for end in ends[:-1] for by in (-1, 0, 1))][1:]:
+        path.write_bytes(whole[:size])
+        (found,) = read_run(tmp_path)
+        num_whole_lines = sum(end - 1 <= size for end in ends)
+        assert len(found.steps) == max(0, num_whole_lines - 2)
+        assert found.num_broken_lines == (size not in ends and size + 1 not in ends)
+        assert bool(notices([found])) == bool(found.num_broken_lines)
+    path.write_bytes(whole[: ends[0] - 5])
+    with pytest.raises(ValueError, match="line of type 'run'"):
+        read_run(tmp_path)
+
+
+def test_a_fit_after_a_killed_one_begins_on_a_new_line(tmp_path):
+    """Else the header would be lost with the line that was cut."""
+    path = rank_file(tmp_path, 0)
+    StepWriter(path, header(world_size=1)).write(STEPS[:2], layout())
+    path.write_bytes(path.read_bytes()[:-40])
+    StepWriter(path, header(world_size=1)).write(STEPS[2:], layout())
+    (last,), (first,) = read_run(tmp_path), read_run(tmp_path, fit=0)
+    assert [record.step for record in last.steps] == [2, 3]
+    assert last.num_broken_lines == 0
+    assert [record.step for record in first.steps] == [0]
+    assert first.num_broken_lines == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "null",
+        "[]",
+        "7",
+        '"type"',
+        "{}",
+        '{"type": "step"}',
+        '{"type": "layout", "buckets": 3}',
+        "\x00\x00",
+        "\xff",
+    ],
+)
+def test_a_broken_line_is_left_out_and_counted(tmp_path, line):
+    path = rank_file(tmp_path, 0)
+    StepWriter(path, header(world_size=1)).write(STEPS[:2], layout())
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:-1], line.encode("latin-1") + b"\n", lines[-1]]))
+    (found,) = read_run(tmp_path)
+    assert [record.step for record in found.steps] == [0, 1]
+    assert found.num_broken_lines == 1
+    assert notices([found]) == [f"{path}: 1 broken line(s) left out; killing a process cuts its last one"]
+
+
+@pytest.mark.parametrize("broken", ['{"type": "run"}', '{"type": "run", "format": 1, "rank": 0, "world_size": "?"}'])
+def test_steps_after_a_broken_header_are_of_no_fit(tmp_path, broken):
+    """They must not be taken for steps of the fit before."""
+    path = rank_file(tmp_path, 0)
+    StepWriter(path, header(world_size=1)).write(STEPS[:1], layout())
+    path.write_text(path.read_text() + broken + "\n" + '{"type":"step",' + STEPS[1].to_json()[1:] + "\n")
+    (found,) = read_run(tmp_path)
+    assert [record.step for record in found.steps] == [0]
+
+
+def test_lines_of_later_versions_are_passed_over(tmp_path):
+    path = rank_file(tmp_path, 0)
+    StepWriter(path, header(world_size=1, new_key=1)).write(STEPS[:1], layout())
+    path.write_text(path.read_text() + '{"type": "memory", "peak_bytes": 1}\n\n')
+    (found,) = read_run(tmp_path)
+    assert len(found.steps) == 1
+    assert found.num_broken_lines == 0
+
+
+def test_a_later_format_is_an_error(tmp_path):
+    write_run(tmp_path)
+    path = rank_file(tmp_path, 1)
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match=r"rank_1.jsonl has format 2, and this version reads up to 1"):
+        read_run(tmp_path)
+
+
+def test_without_files_the_error_names_what_was_expected(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no records of steps: expected .*comm_time/rank_0.jsonl"):
+        read_run(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist: expected"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_ranks_are_in_order_and_missing_ones_are_told(tmp_path):
+    for rank in (10, 9, 2):
+        StepWriter(rank_file(tmp_path, rank), header(rank, world_size=11)).write(STEPS, layout())
+    ranks = read_run(tmp_path)
+    assert [found.rank for found in ranks] == [2, 9, 10]
+    assert notices(ranks) == ["no records of rank(s) 0, 1, 3, 4, 5, 6, 7, 8, of 11 ranks"]
+
+
+def test_files_of_ranks_that_the_last_fit_has_not_are_left_out(tmp_path):
+    """A run on four ranks that is resumed on two leaves the files of ranks 2 and 3 behind."""
+    for rank in range(4):
+        StepWriter(rank_file(tmp_path, rank), header(rank, world_size=4)).write(STEPS, layout())
+    for rank in range(2):
+        StepWriter(rank_file(tmp_path, rank), header(rank, origin_unix_s=1.8e9)).write(STEPS[:1], layout())
+    ranks = read_run(tmp_path)
+    assert [found.rank for found in ranks] == [0, 1]
+    assert all(len(found.steps) == 1 for found in ranks)
+
+
+def test_a_disk_that_is_full_leaves_whole_lines_and_the_call_can_be_repeated(tmp_path):
+    path = rank_file(tmp_path, 0)
+    writer = StepWriter(path, header(world_size=1))
+    writer.write(STEPS[:1], layout())
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 500, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            writer.write(STEPS[1:], layout())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
+    writer.write(STEPS[1:], layout())
+    (found,) = read_run(tmp_path)
+    assert [record.step for record in found.steps] == [0, 1, 2, 3]
+    assert found.num_broken_lines == 0
+
+
+def test_a_directory_that_cannot_be_made_is_an_oserror(tmp_path):
+    (tmp_path / "comm_time").write_text("a file")
+    writer = StepWriter(rank_file(tmp_path, 0), header())
+    with pytest.raises(OSError, match="comm_time"):
+        writer.write(STEPS, layout())
+    (tmp_path / "comm_time").unlink()
+    writer.write(STEPS, layout())
+    assert [line["type"] for line in _lines(rank_file(tmp_path, 0))] == ["run", "layout", *["step"] * 4]
