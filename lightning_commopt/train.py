@@ -19,7 +19,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer, see
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_commopt.callbacks import Throughput
+from lightning_commopt.callbacks import CommTimeLogger, Throughput
 from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.git_state import git_state
 from lightning_commopt.info import devices, versions
@@ -195,6 +195,8 @@ def _results(trainer: Trainer, metrics: dict[str, float]) -> dict[str, Any]:
             results["samples_per_s"] = callback.samples_per_s
             results["num_timed_steps"] = callback.num_steps
             results["wire_bytes_per_step"] = callback.wire_bytes_per_step
+        elif isinstance(callback, CommTimeLogger):
+            results["exposed_share"] = callback.summary.get("exposed_share")
     return results
 
 

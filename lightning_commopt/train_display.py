@@ -111,7 +111,8 @@ def _split(override: str) -> tuple[str, str]:
 
 def _table(*first: str, has_status: bool) -> Table:
     table = Table(*first, box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("ranks", "steps/s", "samples/s", "MB on the wire\nper step", "final\nvalidation loss"):
+    columns = ("ranks", "steps/s", "samples/s", "MB on the wire\nper step", "exposed", "final\nvalidation loss")
+    for column in columns:
         table.add_column(column, justify="right")
     if has_status:
         table.add_column("status")
@@ -129,6 +130,7 @@ def _cells(record: RunRecord, settings: Sequence[str]) -> list[str]:
         _number(record.steps_per_s, 2),
         _number(record.samples_per_s, 1),
         _number(wire_mb, 3),
+        "-" if record.exposed_share is None else f"{100 * record.exposed_share:.1f} %",
         _number(record.val_loss, 4),
     ]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from process_groups import is_group_gone, living_members
 
+from lightning_commopt.measure.files import read_run
 from lightning_commopt.sweep.record import RunRecord
 from lightning_commopt.train import flags_first
 
@@ -20,6 +21,7 @@ TINY = (
     "trainer.limit_val_batches=1",
     "trainer.accelerator=cpu",
     "callbacks.throughput.num_warmup_steps=1",
+    "callbacks.comm_time.num_warmup_steps=1",
 )
 # Embeddings 256 x 16 and 64 x 16, one block, one norm: elements of the tiny model.
 TINY_NUMEL = 256 * 16 + 64 * 16 + (2 * 32 + 16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 + 64 + 64 * 16 + 16) + 32
@@ -47,6 +49,10 @@ def test_a_run_of_two_ranks_is_recorded(tmp_path):
     assert record.wire_bytes_per_step == 2 * TINY_NUMEL
     assert record.steps_per_s is not None
     assert record.samples_per_s == pytest.approx(4 * record.steps_per_s)
+    assert record.exposed_share is not None
+    assert 0 < record.exposed_share < 1
+    assert [len(records.steps) for records in read_run(tmp_path / "run")] == [4, 4]
+    assert "exposed" in run.stdout
     assert record.val_loss is not None
     assert 0 < record.val_loss < 10
     assert set(record.versions) >= {"python", "torch", "lightning", "hydra", "lightning_commopt"}

@@ -1,5 +1,8 @@
 """Lightning callbacks that measure."""
 
+from lightning_commopt.callbacks.comm_time import CommTimeLogger
+from lightning_commopt.callbacks.cuda_profiler import CUDAProfilerWindow
+from lightning_commopt.callbacks.nvtx_ranges import NVTXRanges
 from lightning_commopt.callbacks.throughput import Throughput
 
-__all__ = ["Throughput"]
+__all__ = ["CUDAProfilerWindow", "CommTimeLogger", "NVTXRanges", "Throughput"]

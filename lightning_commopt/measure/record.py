@@ -117,7 +117,7 @@ class StepRecord:
     @property
     def compression_s(self) -> float:
         """Time in which buckets were being worked on, and no collective was under way."""
-        return self.exchange_s - self.wire_s
+        return _compression_s(self.exchange_s, self.wire_s)
 
     @property
     def exposed_s(self) -> float:
@@ -160,11 +160,11 @@ class StepRecord:
         for name, start_s, end_s in self.phases:
             phases[name] += end_s - start_s
         exchange_s, wire_s, exposed_s = self.exchange_s, self.wire_s, self.exposed_s
-        share = _overlapped_share(exchange_s, exposed_s)
+        compression_s, share = _compression_s(exchange_s, wire_s), _overlapped_share(exchange_s, exposed_s)
         return (
             f'{{"step":{self.step},"num_samples":{self.num_samples},"step_s":{sum(phases.values()):.7f},'
             + "".join([f'"{name}_s":{phase_s:.7f},' for name, phase_s in phases.items()])
-            + f'"exchange_s":{exchange_s:.7f},"wire_s":{wire_s:.7f},"compression_s":{exchange_s - wire_s:.7f},'
+            + f'"exchange_s":{exchange_s:.7f},"wire_s":{wire_s:.7f},"compression_s":{compression_s:.7f},'
             f'"exposed_s":{exposed_s:.7f},"overlapped_share":{"null" if share is None else round(share, 7)},'
             f'"gradient_bytes":{self.gradient_bytes},"wire_bytes":{self.wire_bytes},"phases":['
             + ",".join([f'["{name}",{start_s:.7f},{end_s:.7f}]' for name, start_s, end_s in self.phases])
@@ -202,6 +202,10 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
             covered += end - (start if start > reached else reached)
             reached = end
     return covered
+
+
+def _compression_s(exchange_s: float, wire_s: float) -> float:
+    return max(0.0, exchange_s - wire_s)  # they are sums of different terms, and rounded apart
 
 
 def _overlapped_share(exchange_s: float, exposed_s: float) -> float | None:

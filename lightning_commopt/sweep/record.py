@@ -31,6 +31,7 @@ class RunRecord:
         samples_per_s: over all ranks.
         num_timed_steps: how many steps the two are taken from.
         wire_bytes_per_step: payload that one rank hands to collectives for its gradients.
+        exposed_share: share of a step that communication takes and nothing hides, 0 to 1.
         val_loss: at the end.
         val_accuracy: at the end.
         versions: of Python and packages.
@@ -51,6 +52,7 @@ class RunRecord:
     samples_per_s: float | None = None
     num_timed_steps: int | None = None
     wire_bytes_per_step: float | None = None
+    exposed_share: float | None = None
     val_loss: float | None = None
     val_accuracy: float | None = None
     versions: dict[str, str] = field(default_factory=dict)

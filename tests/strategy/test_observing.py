@@ -1,5 +1,6 @@
 """Watching exchanges: everything is seen, and nothing changes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,8 @@ class ChangePlan(FollowsPhases):
 
     def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
         if batch_idx == 2:
-            trainer.strategy.apply_plan(CommPlan(comm_hook="bf16", bucket_cap_mb=SMALL))
+            assert isinstance(trainer.strategy, CommOptDDP)
+            trainer.strategy.apply_plan(CommPlan.from_dict({"comm_hook": "bf16", "bucket_cap_mb": SMALL}))
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
         pass
@@ -74,7 +76,7 @@ def torchs_powersgd() -> CommOptDDP:
     return CommOptDDP(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
 
 
-STRATEGIES = {
+STRATEGIES: dict[str, Callable[[], Any]] = {
     "native": own,
     "native static": lambda: own(static_graph=True, gradient_as_bucket_view=True),
     "native unused": lambda: own(find_unused_parameters=True),

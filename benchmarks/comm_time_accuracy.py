@@ -1,0 +1,270 @@
+"""Whether CommTimeLogger tells the truth: exposed communication, and the rank that the others wait for.
+
+On hosts of the network lab, one rank on each, pinned to a core.
+
+Exposed: blocks of steps with an exchange and with a hook that exchanges nothing take turns. What the exchange adds to a
+step is known from outside; it is held against the exposed time that the callback measured within.
+
+Stragglers: in each trial, a window of steps, one rank drawn at random sleeps in every forward for a share of the step,
+or none does. Counted is how often the callback names the right rank, and how often one that is innocent.
+
+python benchmarks/comm_time_accuracy.py --output benchmarks/results/comm_time_accuracy_HARDWARE_DATE.json
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from results_file import write_result
+from rich.console import Console
+from rich.table import Table
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.callbacks import CommTimeLogger
+from lightning_commopt.netlab import NetLab, why_not
+from lightning_commopt.workloads.gpt import GPT, StdlibSources
+
+RESULT = "RESULT "
+PLANS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "none, buckets of 0.25 MiB": {"bucket_cap_mb": 0.25},
+    "bf16": {"comm_hook": "bf16", "bucket_cap_mb": 0.25},
+    "int8": {"comm_hook": "int8", "bucket_cap_mb": 0.25},
+    "powersgd, rank 2": {"comm_hook": {"name": "powersgd", "matrix_rank": 2}},
+}
+
+
+class Collected(Logger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows: list[dict[str, float]] = []
+
+    @property
+    def name(self) -> str:
+        """Of no use."""
+        return "collected"
+
+    @property
+    def version(self) -> int:
+        """Of no use."""
+        return 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Keeps a window of CommTimeLogger's."""
+        if "comm_time/step_s" in metrics:
+            self.windows.append(dict(metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Keeps nothing."""
+
+
+class Sleeps(Callback):
+    """Makes a rank slow for whole windows.
+
+    Args:
+        ranks: the slow rank of each window, or -1.
+        shares: of a step, that it sleeps.
+        num_steps: in a window.
+        step_s: of a quiet step.
+    """
+
+    def __init__(self, ranks: list[int], shares: list[float], num_steps: int, step_s: float) -> None:
+        self.ranks, self.shares, self.num_steps, self.step_s = ranks, shares, num_steps, step_s
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Sleeps, if it is this rank's turn."""
+        window = trainer.global_step // self.num_steps
+        if window < len(self.ranks) and self.ranks[window] == trainer.global_rank:
+            time.sleep(self.shares[window] * self.step_s)
+
+
+def fit(
+    arguments: argparse.Namespace, strategy: CommOptDDP, num_steps: int, comm_time: CommTimeLogger, *others: Any
+) -> list[dict[str, float]]:
+    """Trains, and returns what was logged of each window."""
+    collected = Collected()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=arguments.num_hosts,
+        strategy=strategy,
+        max_steps=num_steps,
+        max_epochs=-1,
+        limit_val_batches=0,
+        logger=collected,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[comm_time, *others],
+    )
+    torch.manual_seed(0)
+    trainer.fit(GPT(context=64), StdlibSources(context=64, batch_size=arguments.batch_size))
+    return collected.windows
+
+
+def keep(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Gives DDP its own gradients back."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def exposed_trials(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Returns for each plan and turn the seconds of a step with and without exchange, and what was called exposed."""
+    trials: dict[str, list[dict[str, float]]] = {name: [] for name in PLANS}
+
+    def block(strategy: CommOptDDP) -> dict[str, float]:
+        comm_time = CommTimeLogger(every_n_steps=10, save_records=False, print_summary=False)
+        fit(arguments, strategy, arguments.num_steps + 10, comm_time)
+        return comm_time.summary
+
+    for _ in range(arguments.num_turns):
+        for name, options in PLANS.items():
+            without = [block(CommOptDDP(ddp_comm_hook=keep, bucket_cap_mb=options.get("bucket_cap_mb")))]
+            with_exchange = block(CommOptDDP(**options))
+            without.append(block(CommOptDDP(ddp_comm_hook=keep, bucket_cap_mb=options.get("bucket_cap_mb"))))
+            trials[name].append(
+                {
+                    "with_s": with_exchange["step_s"],
+                    "without_s": float(np.mean([summary["step_s"] for summary in without])),
+                    "exposed_s": with_exchange["exposed_s"],
+                }
+            )
+    return trials
+
+
+def straggler_trials(arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """Returns for each window which rank was slow by which share, and which one was named."""
+    num_steps = arguments.num_steps_in_window
+
+    def comm_time() -> CommTimeLogger:
+        return CommTimeLogger(every_n_steps=num_steps, num_warmup_steps=0, save_records=False, print_summary=False)
+
+    quiet = fit(arguments, CommOptDDP(), 5 * num_steps, comm_time())
+    step_s = torch.tensor(float(np.median([window["comm_time/step_s"] for window in quiet[1:]])))
+    generator = np.random.default_rng(0)  # the same on all ranks
+    slow = [rank for rank in generator.integers(0, arguments.num_hosts, arguments.num_trials).tolist()]
+    ranks = [rank for pair in zip(slow, [-1] * len(slow), strict=True) for rank in pair]
+    shares = generator.uniform(0.2, 0.5, len(ranks)).tolist()
+    ranks, shares = [-1, *ranks], [0.0, *shares]  # the first window warms up
+    sleeps = Sleeps(ranks, shares, num_steps, step_s.item())
+    windows = fit(arguments, CommOptDDP(), len(ranks) * num_steps, comm_time(), sleeps)
+    return [
+        {
+            "slow": rank,
+            "share": share if rank >= 0 else 0.0,
+            "named": int(window["comm_time/straggler_rank"]),
+            "slowdown": window["comm_time/straggler_slowdown"],
+        }
+        for rank, share, window in list(zip(ranks, shares, windows, strict=True))[1:]
+    ]
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Makes all trials on this rank; rank 0 prints them as JSON."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    result = exposed_trials(arguments) if arguments.worker == "exposed" else straggler_trials(arguments)
+    if os.environ["RANK"] == "0":
+        print(RESULT + json.dumps(result), flush=True)
+
+
+def measure(part: str, rate: str, arguments: argparse.Namespace) -> Any:
+    """Runs the ranks of one part in a lab of their own."""
+    with NetLab(arguments.num_hosts, rate) as lab:
+        command = [sys.executable, __file__, "--worker", part, *sys.argv[1:]]
+        said = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
+    return json.loads(next(line for line in said.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+
+
+def exposed_summary(trials: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Returns the medians over turns, and of the ratio of what was measured within to what it is from outside."""
+    rows = {}
+    for name, turns in trials.items():
+        ratios = [turn["exposed_s"] / (turn["with_s"] - turn["without_s"]) for turn in turns]
+        rows[name] = {
+            **{key: float(np.median([turn[key] for turn in turns])) for key in turns[0]},
+            "ratio": float(np.median(ratios)),
+            "least_ratio": min(ratios),
+            "most_ratio": max(ratios),
+        }
+    return rows
+
+
+def print_exposed(rows: dict[str, dict[str, float]], rate: str) -> None:
+    """Prints one row a plan."""
+    table = Table(title=f"exposed communication, ms a step, {rate}")
+    for heading in ("plan", "step", "no exchange", "difference", "exposed", "exposed / difference", "min to max"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right", no_wrap=True)
+    for name, row in rows.items():
+        times = [row["with_s"], row["without_s"], row["with_s"] - row["without_s"], row["exposed_s"]]
+        spread = f"{row['least_ratio']:.3f} to {row['most_ratio']:.3f}"
+        table.add_row(name, *(f"{1e3 * seconds:.2f}" for seconds in times), f"{row['ratio']:.3f}", spread)
+    Console(width=max(110, Console().width)).print(table)
+
+
+def straggler_summary(trials: list[dict[str, float]]) -> dict[str, int]:
+    """Returns how many trials there were of each kind, and how many ended well."""
+    slow = [trial for trial in trials if trial["slow"] >= 0]
+    quiet = [trial for trial in trials if trial["slow"] < 0]
+    return {
+        "num_slow": len(slow),
+        "num_right": sum(trial["named"] == trial["slow"] for trial in slow),
+        "num_quiet": len(quiet),
+        "num_false_alarms": sum(trial["named"] >= 0 for trial in quiet),
+    }
+
+
+def main() -> None:
+    """Makes the trials, prints what came of them and stores the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-hosts", type=int, default=2)
+    parser.add_argument("--rate", default="200mbit", help="of each host's link where the exposed time is measured")
+    parser.add_argument("--straggler-rate", default="1gbit", help="of each host's link where stragglers are looked for")
+    parser.add_argument("--num-turns", type=int, default=5, help="blocks of each plan")
+    parser.add_argument("--num-steps", type=int, default=40, help="in a block, after 10 of warm-up")
+    parser.add_argument("--num-trials", type=int, default=200, help="windows with a slow rank, and as many without")
+    parser.add_argument("--num-steps-in-window", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences in a batch of one rank")
+    parser.add_argument("--parts", nargs="+", choices=("exposed", "stragglers"), default=["exposed", "stragglers"])
+    parser.add_argument("--timeout-s", type=float, default=3600, help="for one part")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--worker", choices=("exposed", "stragglers"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        run_rank(arguments)
+        return
+    reason = why_not()
+    if reason is not None:
+        sys.exit(reason)
+    load = os.getloadavg()[0]
+    result: dict[str, Any] = {}
+    if "exposed" in arguments.parts:
+        trials = measure("exposed", arguments.rate, arguments)
+        result["exposed"] = {"summary": exposed_summary(trials), "trials": trials}
+        print_exposed(result["exposed"]["summary"], arguments.rate)
+    if "stragglers" in arguments.parts:
+        trials = measure("stragglers", arguments.straggler_rate, arguments)
+        result["stragglers"] = {"summary": straggler_summary(trials), "trials": trials}
+        print(result["stragglers"]["summary"])
+    if arguments.output:
+        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
+        write_result(arguments.output, {"settings": settings, **result}, load)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""What CommTimeLogger measures against what torch.profiler sees of the same steps.
+
+Trains with both at once. Total: time in which a collective was under way. From the profiler's trace: the union of NCCL's
+kernels (CUDA) or of gloo's all-reduces (CPU). Exposed on CUDA: the part of NCCL's kernels that no other kernel covers; on
+CPU, from the start of a step's last all-reduce to the end of its last one.
+
+python benchmarks/comm_time_against_profiler.py --device cuda --output benchmarks/results/...
+torchrun's ranks on one GPU need --share-gpu: each pretends to be a host of its own.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
+from results_file import write_result
+from rich.console import Console
+from rich.table import Table
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.callbacks import CommTimeLogger
+from lightning_commopt.measure.files import read_run
+from lightning_commopt.measure.record import covered_s
+from lightning_commopt.workloads.gpt import GPT, StdlibSources
+
+RESULT = "RESULT "
+NUM_WARMUP_STEPS = 10
+Interval = tuple[float, float]
+
+
+class ProfiledSteps(Callback):
+    """Profiles the steps after the warm-up.
+
+    Args:
+        path: of the trace, written at the end of the fit.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Starts with the first step after the warm-up."""
+        if trainer.global_step == NUM_WARMUP_STEPS:
+            self._synchronize(trainer)
+            self._profiler.start()
+
+    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+        """Stops, and writes the trace."""
+        self._synchronize(trainer)
+        self._profiler.stop()
+        self._profiler.export_chrome_trace(str(self._path))
+
+    @staticmethod
+    def _synchronize(trainer: Trainer) -> None:
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Trains on this rank; rank 0 prints both pictures of the same steps as JSON."""
+    rank = int(os.environ["RANK"])
+    if arguments.share_gpu:
+        os.environ |= {"NCCL_HOSTID": f"host{rank}", "LOCAL_RANK": "0"}
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+    options: dict[str, Any] = {"bucket_cap_mb": arguments.bucket_cap_mb, "comm_hook": arguments.comm_hook}
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        comm_time = CommTimeLogger(dirpath=folder, print_summary=False)
+        trainer = Trainer(
+            accelerator=arguments.device,
+            devices=1 if arguments.share_gpu else int(os.environ["LOCAL_WORLD_SIZE"]),
+            num_nodes=int(os.environ["WORLD_SIZE"]) if arguments.share_gpu else 1,
+            strategy=CommOptDDP(**options),
+            max_steps=NUM_WARMUP_STEPS + arguments.num_steps,
+            max_epochs=-1,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[comm_time, ProfiledSteps(trace)],
+        )
+        trainer.fit(
+            GPT(context=64, width=arguments.width), StdlibSources(context=64, batch_size=arguments.batch_size)
+        )
+        records = read_run(folder)[0].steps[NUM_WARMUP_STEPS:]
+        profiled = from_trace(json.loads(trace.read_text())["traceEvents"], arguments.device, len(records))
+    if rank == 0:
+        ours = {
+            "total_s": sum(record.wire_s for record in records),
+            "exposed_s": sum(record.exposed_s for record in records),
+        }
+        print(RESULT + json.dumps({"ours": ours, "profiler": profiled, "num_steps": len(records)}), flush=True)
+
+
+def from_trace(events: list[dict[str, Any]], device: str, num_steps: int) -> dict[str, float]:
+    """Returns the seconds in which collectives were under way, and those that nothing covered.
+
+    Args:
+        events: of a Chrome trace.
+        device: "cpu" or "cuda".
+        num_steps: in the trace.
+    """
+    if device == "cuda":
+        kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        nccl = [interval(event) for event in kernels if "nccl" in event["name"].lower()]
+        others = [interval(event) for event in kernels if "nccl" not in event["name"].lower()]
+        both = covered_s([*nccl, *others])
+        return {"total_s": covered_s(nccl), "exposed_s": both - covered_s(others)}
+    gloo = sorted(interval(event) for event in events if event.get("name") == "gloo:all_reduce")
+    steps = np.array_split(np.array(gloo), num_steps)
+    return {
+        "total_s": covered_s(gloo),
+        "exposed_s": float(sum(step[:, 1].max() - step[:, 0].max() for step in steps)),
+    }
+
+
+def interval(event: dict[str, Any]) -> Interval:
+    """Returns begin and end of an event in seconds."""
+    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+
+
+def print_table(turns: list[dict[str, Any]]) -> None:
+    """Prints one row a turn."""
+    table = Table(title="ms a step")
+    for heading in ("turn", "total, ours", "profiler", "ratio", "exposed, ours", "profiler", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, turn in enumerate(turns):
+        cells = []
+        for key in ("total_s", "exposed_s"):
+            ours, profiled = (1e3 * turn[whose][key] / turn["num_steps"] for whose in ("ours", "profiler"))
+            cells += [f"{ours:.3f}", f"{profiled:.3f}", f"{ours / profiled:.3f}" if profiled else "-"]
+        table.add_row(str(number), *cells)
+    Console(width=max(100, Console().width)).print(table)
+
+
+def main() -> None:
+    """Runs all turns, prints a table and stores the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-turns", type=int, default=5)
+    parser.add_argument("--num-steps", type=int, default=30, help="profiled steps of a turn")
+    parser.add_argument("--num-ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256, help="of the GPT")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences in a batch of one rank")
+    parser.add_argument("--bucket-cap-mb", type=float, default=1.0)
+    parser.add_argument("--comm-hook", default="none")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks on GPU 0, as hosts of their own")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        run_rank(arguments)
+        return
+    load = os.getloadavg()[0]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.num_ranks)]
+    command = [sys.executable, *launcher, __file__, "--worker", *sys.argv[1:]]
+    turns = []
+    for _ in range(arguments.num_turns):
+        said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+        line = next(line for line in said.splitlines() if line.startswith(RESULT))
+        turns.append(json.loads(line.removeprefix(RESULT)))
+    print_table(turns)
+    if arguments.output:
+        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
+        write_result(arguments.output, {"settings": settings, "turns": turns}, load)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""A CUDA profiler that captures whole optimizer steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_commopt.callbacks.phases import batch_follows, step_of_loggers
+from lightning_commopt.compressors.settings import check_integer, say_once
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledWindow:
+    """What a captured range held, on this rank's clock.
+
+    Attributes:
+        start_step: its first optimizer step, as loggers count.
+        num_steps: whole steps in it; fewer than asked for where training ended inside.
+        num_samples: of all ranks, if the others had as many as this one; None where batches do not show their size.
+        seconds: that it took, with all that happened inside: waiting for data, and validation if one fell into it.
+    """
+
+    start_step: int
+    num_steps: int
+    num_samples: int | None
+    seconds: float
+
+    @property
+    def steps_per_s(self) -> float:
+        """Optimizer steps in a second."""
+        return self.num_steps / self.seconds
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples in a second, over all ranks."""
+        return None if self.num_samples is None else self.num_samples / self.seconds
+
+    def __str__(self) -> str:
+        samples = "" if self.samples_per_s is None else f", {self.samples_per_s:.5g} samples/s"
+        last = self.start_step + self.num_steps - 1
+        return f"steps {self.start_step} to {last} took {self.seconds:.4g} s: {self.steps_per_s:.4g} steps/s{samples}"
+
+
+class CUDAProfilerWindow(Callback):
+    """Starts and stops the CUDA profiler around optimizer steps, for ``nsys profile --capture-range=cudaProfilerApi``.
+
+    A window begins where the one before its first step is over, ahead of the wait for the first batch, and ends with
+    its last step. With accumulation it holds all batches of its steps. After a validation or an epoch it begins when
+    that is over. Only there the device is synchronised, on all ranks; they all time the window as well. A fit that
+    resumes in the middle of an epoch tells of its first batch when that is there: a window which begins with it does
+    not hold the wait.
+
+    ``nsys`` ends the training with the first window, unless it is told otherwise: ``--capture-range-end=stop`` lets it
+    go on, and ``--capture-range-end=repeat`` makes a report of every window.
+
+    Without CUDA nothing is profiled or timed; this is said once.
+
+    Args:
+        start_step: first optimizer step of the window, counted from 0 as loggers do, or of several windows.
+        num_steps: optimizer steps in each.
+        ranks: that profile; None for all.
+
+    Attributes:
+        results: the windows of the last fit, in the order of time.
+
+    Raises:
+        ValueError: a value is out of range, or windows overlap.
+    """
+
+    def __init__(
+        self, start_step: int | Sequence[int] = 10, num_steps: int = 3, ranks: Sequence[int] | None = None
+    ) -> None:
+        check_integer("num_steps", num_steps, at_least=1)
+        self._num_steps = num_steps
+        self._start_steps = _checked_starts(start_step, num_steps)
+        self._ranks = None if ranks is None else _checked_ranks(ranks)
+        self._captured: set[int] = set()
+        self.results: list[ProfiledWindow] = []
+        self._open: _OpenWindow | None = None
+        self._is_active = False
+        self._profiles = False
+        self._has_checked = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins anew.
+
+        Raises:
+            MisconfigurationException: a rank does not exist.
+        """
+        unknown = [rank for rank in self._ranks or () if rank >= trainer.world_size]
+        if unknown:
+            raise MisconfigurationException(
+                f"ranks must be below the number of ranks, {trainer.world_size}, got {', '.join(map(str, unknown))}"
+            )
+        self._stop(trainer)
+        self.results = []
+        self._has_checked = False
+        self._profiles = self._ranks is None or trainer.global_rank in self._ranks
+        self._is_active = _uses_cuda(trainer)
+        if not self._is_active:
+            say_once("CUDAProfilerWindow does nothing: there is no CUDA device in this training.")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the profiler if a window begins with the epoch."""
+        if not trainer.fit_loop.epoch_loop.restarting:  # else Lightning still corrects its count of steps
+            self._check_starts(trainer)
+            self._start(trainer, step_of_loggers(trainer))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Starts the profiler if a window begins with the first batch after a resume.
+
+        Raises:
+            MisconfigurationException: a window lies before the step at which training begins.
+        """
+        self._check_starts(trainer)
+        self._start(trainer, step_of_loggers(trainer))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stops the profiler after the last step of a window, and starts it before the first one of the next."""
+        step = _steps_after_batch(trainer)
+        if self._open is not None:
+            self._open.add(batch, trainer.world_size)
+            self._open.num_steps = step - self._open.start_step
+            if self._open.num_steps == self._num_steps:
+                self._stop(trainer)
+        if batch_follows(trainer):
+            self._start(trainer, step)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the profiler if a window begins after a validation."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and batch_follows(trainer):
+            self._start(trainer, _steps_after_batch(trainer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the profiler if training has ended inside a window."""
+        self._stop(trainer)
+        never = [start for start in self._start_steps if start not in self._captured]
+        if self._is_active and never:
+            rank_zero_warn(
+                f"start_step: training ended after {step_of_loggers(trainer)} steps; "
+                f"the CUDA profiler was never started at {', '.join(map(str, never))}."
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stops the profiler; what was captured in this window has no result."""
+        if self._open is not None:
+            self._open = None
+            self._stop_profiler()  # the device may be what failed: waiting for it could hide why
+
+    def _check_starts(self, trainer: Trainer) -> None:
+        if self._has_checked:
+            return
+        self._has_checked = True
+        step = step_of_loggers(trainer)
+        gone = [start for start in self._start_steps if start < step and start not in self._captured]
+        if gone:
+            raise MisconfigurationException(
+                f"start_step must be at least {step}, the step at which this training begins, "
+                f"got {', '.join(map(str, gone))}"
+            )
+        self._captured = {start for start in self._captured if start < step}
+
+    def _start(self, trainer: Trainer, step: int) -> None:
+        if not self._is_active or self._open is not None or step not in self._start_steps:
+            return
+        torch.cuda.synchronize(trainer.strategy.root_device)
+        if self._profiles:
+            torch.cuda.cudart().cudaProfilerStart()
+        self._captured.add(step)
+        self._open = _OpenWindow(step)
+
+    def _stop(self, trainer: Trainer) -> None:
+        if self._open is None:
+            return
+        torch.cuda.synchronize(trainer.strategy.root_device)
+        window = self._open.close()
+        self._open = None
+        self._stop_profiler()
+        if window is not None:
+            self.results.append(window)
+            rank_zero_info(f"CUDA profiler: {window}")
+
+    def _stop_profiler(self) -> None:
+        if self._profiles:
+            torch.cuda.cudart().cudaProfilerStop()
+
+
+class _OpenWindow:
+    """A window that is being captured; its clock runs from now.
+
+    Args:
+        start_step: its first step.
+    """
+
+    def __init__(self, start_step: int) -> None:
+        self.start_step = start_step
+        self.num_steps = 0
+        self._num_samples: int | None = 0
+        self._started = time.perf_counter()
+
+    def add(self, batch: Any, world_size: int) -> None:
+        if self._num_samples is None:
+            return
+        try:
+            self._num_samples += extract_batch_size(batch) * world_size
+        except MisconfigurationException:
+            self._num_samples = None
+
+    def close(self) -> ProfiledWindow | None:
+        """Returns what it held; None if that is not one step."""
+        seconds = time.perf_counter() - self._started
+        if not self.num_steps:
+            return None
+        return ProfiledWindow(
+            start_step=self.start_step, num_steps=self.num_steps, num_samples=self._num_samples, seconds=seconds
+        )
+
+
+def _uses_cuda(trainer: Trainer) -> bool:
+    """Returns whether this rank trains on a CUDA device."""
+    return trainer.strategy.root_device.type == "cuda"
+
+
+def _steps_after_batch(trainer: Trainer) -> int:
+    """Returns the steps of loggers when the batch that ends is counted; Lightning does so after validation."""
+    return step_of_loggers(trainer) + (not trainer.fit_loop.epoch_loop._should_accumulate())
+
+
+def _checked_starts(start_step: int | Sequence[int], num_steps: int) -> tuple[int, ...]:
+    is_several = isinstance(start_step, Sequence) and not isinstance(start_step, str)
+    starts: list[Any] = list(start_step) if is_several else [start_step]  # type: ignore[arg-type]
+    for start in starts:
+        check_integer("start_step", start, at_least=0)
+    if not starts:
+        raise ValueError(f"start_step must name at least one step, got {start_step!r}")
+    starts.sort()
+    for first, second in pairwise(starts):
+        if second - first < num_steps:
+            raise ValueError(
+                f"start_step: windows must be at least num_steps={num_steps} apart to not overlap, "
+                f"got {first} and {second}"
+            )
+    return tuple(map(int, starts))
+
+
+def _checked_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
+        raise ValueError(f"ranks must be a list of at least one rank, or None for all, got {ranks!r}")
+    for rank in ranks:
+        check_integer("ranks", rank, at_least=0)
+    return tuple(map(int, ranks))

@@ -1,0 +1,227 @@
+"""NVTX ranges of batches, of what they are made of, and of the exchange of every bucket."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from numbers import Integral
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_commopt.callbacks.phases import FollowsPhases, batch_follows
+from lightning_commopt.measure.nvtx_timeline import ExchangeRanges, Timeline, watched_domain
+from lightning_commopt.observing import observe, stop_observing
+
+COLORS = {
+    "blue": 0x0000FF,
+    "cyan": 0x00FFFF,
+    "darkgreen": 0x006400,
+    "green": 0x008000,
+    "orange": 0xFFA500,
+    "purple": 0x800080,
+    "rapids": 0x7400FF,
+    "red": 0xFF0000,
+    "white": 0xFFFFFF,
+    "yellow": 0xFFFF00,
+}
+"""The names of colours, and what they are as ARGB; those that nvtx knows."""
+
+RANGES = {
+    "Batch": "blue",
+    "get batch": "purple",
+    "forward": "green",
+    "backward": "red",
+    "optimizer step": "yellow",
+    "validation": "cyan",
+    "checkpoint": "white",
+    "bucket": "orange",
+}
+"""The ranges, and the colours that they have if nothing else is asked for."""
+
+_RANGE_OF_PHASE = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step", "other": None}
+
+
+class NVTXRanges(FollowsPhases):
+    """Marks what a fit does with NVTX ranges, for Nsight Systems and other tools.
+
+    ``Batch 0`` holds ``get batch``, ``forward``, ``backward`` and, where one happens, ``optimizer step``. Batches are
+    counted over all epochs; what other callbacks do at the end of a batch belongs to none. ``validation`` and
+    ``checkpoint`` stand between batches. ``bucket 0`` is one bucket's exchange, from its turn to its average, with the
+    bytes of its gradients as the payload; it lies beside the nested ranges, as it may end on another thread.
+
+    All of them are times of the host. ``backward`` ends when the autograd engine has returned, after DDP's wait for
+    the exchanges: with gloo that is their end, while with NCCL the host only queues it and the device is behind. A
+    tool that projects ranges onto the device takes the kernels that the range's own thread has launched. Those of
+    backward are launched by a thread of autograd, so that ``backward`` has no projection; there
+    ``nsys profile --pytorch=autograd-nvtx`` names the single operations.
+
+    Without a profiler this callback does nothing at all, nor are exchanges observed. With one it comes first in the
+    Trainer's callbacks, ``trainer.save_checkpoint`` is wrapped during the fit, and the names of all batches are kept.
+
+    Args:
+        domain: the NVTX domain of the ranges.
+        colors: colours of some ranges, by the names in `RANGES`: a name in `COLORS`, or an ARGB integer.
+
+    Raises:
+        ValueError: ``domain`` is no text, or a range or a colour is unknown.
+    """
+
+    def __init__(self, *, domain: str = "lightning_commopt", colors: Mapping[str, str | int] | None = None) -> None:
+        if not isinstance(domain, str) or not domain:
+            raise ValueError(f"domain must be a text that is not empty, got {domain!r}")
+        self._domain = domain
+        self._colors = {**{name: COLORS[color] for name, color in RANGES.items()}, **_checked_colors(colors)}
+        self._timeline: Timeline | None = None
+        self._exchanges: ExchangeRanges | None = None
+        self._opener: _OpensBatches | None = None
+        self._save: functools.partial[None] | None = None
+        self._batch_depth = 0
+        self._is_in_batch = False
+        self._is_saving = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Looks whether a profiler is there, and prepares the ranges if so."""
+        self._close(trainer)
+        domain = watched_domain(self._domain) if stage == TrainerFn.FITTING else None
+        if domain is None:
+            return
+        self._timeline = Timeline(domain, self._colors)
+        self._exchanges = ExchangeRanges(domain, self._colors["bucket"])
+        observe(trainer.strategy, self._exchanges)
+        # What other callbacks do between batches is no part of a batch; and where one of them starts or stops a
+        # profiler no range is open, of which it would see one end only.
+        self._opener = _OpensBatches(self._open_batch)
+        others = [callback for callback in _callbacks(trainer) if callback is not self]
+        trainer.callbacks = [self, *others, self._opener]  # type: ignore[attr-defined]
+        # Callbacks are not told when a checkpoint is written, and of one with weights only they are not told at all.
+        self._save = functools.partial(self._save_in_range, trainer.save_checkpoint)
+        trainer.save_checkpoint = self._save  # type: ignore[method-assign]
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ends what is open."""
+        self._close(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Ends what is open."""
+        super().on_exception(trainer, pl_module, exception)
+        self._close(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins the range of a validation."""
+        super().on_validation_start(trainer, pl_module)
+        if self._timeline is not None:
+            self._timeline.push("validation")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends the range of a validation."""
+        if self._timeline is not None:
+            self._timeline.pop_to(0)
+        super().on_validation_end(trainer, pl_module)
+
+    def _enter(self, phase: str | None) -> None:
+        if self._timeline is None or self._is_saving:
+            return
+        if phase is None or phase == "data":
+            self._timeline.pop_to(0)
+            self._batch_depth = 0
+            self._is_in_batch = False
+        elif self._is_in_batch:
+            self._timeline.pop_to(self._batch_depth)
+            name = _RANGE_OF_PHASE[phase]
+            if name is not None:
+                self._timeline.push(name)
+
+    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
+        self._is_in_batch = True
+        if self._batch_depth == 0:  # no hook tells that a fit that resumes in an epoch waits for its first batch
+            self._push_batch(trainer.fit_loop.total_batch_idx)
+
+    def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
+        pass
+
+    def _open_batch(self, trainer: Trainer) -> None:
+        self._push_batch(trainer.fit_loop.total_batch_idx + 1)
+        if self._timeline is not None:
+            self._timeline.push("get batch")
+
+    def _push_batch(self, index: int) -> None:
+        if self._timeline is not None:
+            self._timeline.push("Batch", index)
+            self._batch_depth = self._timeline.depth
+
+    def _save_in_range(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._timeline is None:
+            save(*args, **kwargs)
+            return
+        depth = self._timeline.depth
+        self._timeline.push("checkpoint")
+        self._is_saving = True
+        try:
+            save(*args, **kwargs)
+        finally:
+            self._is_saving = False
+            self._timeline.pop_to(depth)
+
+    def _close(self, trainer: Trainer) -> None:
+        if self._timeline is None or self._exchanges is None or self._save is None:
+            return
+        (wrapped,) = self._save.args
+        stop_observing(trainer.strategy, self._exchanges)
+        self._exchanges.close()
+        self._enter(None)
+        others = [callback for callback in _callbacks(trainer) if callback is not self._opener]
+        trainer.callbacks = others  # type: ignore[attr-defined]
+        if trainer.__dict__.get("save_checkpoint") is self._save:
+            del trainer.save_checkpoint
+            if trainer.save_checkpoint != wrapped:
+                trainer.save_checkpoint = wrapped  # type: ignore[method-assign]
+        self._timeline = self._exchanges = self._opener = self._save = None
+
+
+class _OpensBatches(Callback):
+    """Comes after all other callbacks, and says when the wait for a batch begins.
+
+    Args:
+        open_batch: is told.
+    """
+
+    def __init__(self, open_batch: Callable[[Trainer], None]) -> None:
+        self._open_batch = open_batch
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open_batch(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_follows(trainer):
+            self._open_batch(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking and batch_follows(trainer):
+            self._open_batch(trainer)
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined]
+
+
+def _checked_colors(colors: Mapping[str, str | int] | None) -> dict[str, int]:
+    if not isinstance(colors, Mapping | None):
+        raise ValueError(f"colors must be a mapping from ranges to colours, or None, got {colors!r}")
+    checked = {}
+    for name, color in (colors or {}).items():
+        if name not in RANGES:
+            raise ValueError(f"colors: a range must be one of {', '.join(map(repr, RANGES))}, got {name!r}")
+        if isinstance(color, str) and color in COLORS:
+            checked[name] = COLORS[color]
+        elif isinstance(color, Integral) and not isinstance(color, bool) and 0 <= color <= 0xFFFFFFFF:
+            checked[name] = int(color)
+        else:
+            raise ValueError(
+                f"colors: {name!r} must be one of {', '.join(map(repr, COLORS))}, "
+                f"or an ARGB integer from 0 to 0xFFFFFFFF, got {color!r}"
+            )
+    return checked

@@ -1,0 +1,127 @@
+"""Ranges in one NVTX domain: nested ones of one thread, and those of exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Lock
+from typing import Any
+
+import nvtx  # type: ignore[import-untyped]
+
+from lightning_commopt.measure.observer import BucketInfo, Exchange, ExchangeObserver
+
+
+def watched_domain(name: str) -> Any:
+    """Returns the NVTX domain of that name; None if no tool watches it."""
+    if not nvtx.enabled():
+        return None
+    domain = nvtx.get_domain(name)
+    # For this case nvtx has a domain that does nothing and gives no attributes. Its class is not public.
+    return domain if domain.get_event_attributes(name) is not None else None
+
+
+class Timeline:
+    """Nested ranges, all on one thread.
+
+    Args:
+        domain: from `watched_domain`.
+        colors: ARGB, by the names of the ranges.
+
+    Attributes:
+        depth: how many are open.
+    """
+
+    def __init__(self, domain: Any, colors: Mapping[str, int]) -> None:
+        self._domain = domain
+        self._colors = colors
+        self._attributes = {name: domain.get_event_attributes(name, color) for name, color in colors.items()}
+        self.depth = 0
+
+    def push(self, name: str, number: int | None = None) -> None:
+        """Begins a range in those that are open.
+
+        Args:
+            name: one of those that have a colour.
+            number: to tell it from others of this name. nvtx keeps every text that it was ever given.
+        """
+        attributes = self._attributes[name]
+        if number is not None:
+            attributes = self._domain.get_event_attributes(f"{name} {number}", self._colors[name])
+        self._domain.push_range(attributes)
+        self.depth += 1
+
+    def pop_to(self, depth: int) -> None:
+        """Ends the innermost ranges, until so many are open at most."""
+        while self.depth > depth:
+            self._domain.pop_range()
+            self.depth -= 1
+
+
+class ExchangeRanges(ExchangeObserver):
+    """Makes a range of every exchange, whichever threads it begins and ends on.
+
+    Args:
+        domain: from `watched_domain`.
+        color: ARGB.
+    """
+
+    def __init__(self, domain: Any, color: int) -> None:
+        self._domain = domain
+        self._color = color
+        self._attributes: dict[tuple[int, int], Any] = {}
+        self._lock = Lock()
+        self._open: set[int] = set()
+        self._is_closed = False
+
+    def ready(self, bucket: BucketInfo) -> Exchange:
+        """Prepares the range ``bucket <index>``, which has the bytes of the gradients as its payload."""
+        key = bucket.index, bucket.gradient_bytes
+        if key not in self._attributes:
+            self._attributes[key] = self._domain.get_event_attributes(
+                f"bucket {bucket.index}", self._color, payload=bucket.gradient_bytes
+            )
+        return _ExchangeRange(self, self._attributes[key])
+
+    def start(self, attributes: Any) -> int | None:
+        """Begins a range, and returns its number; None after `close`."""
+        with self._lock:
+            if self._is_closed:
+                return None
+            range_id: int = self._domain.start_range(attributes)
+            self._open.add(range_id)
+            return range_id
+
+    def end(self, range_id: int | None) -> None:
+        """Ends a range, unless `close` has."""
+        with self._lock:
+            if range_id in self._open:
+                self._open.remove(range_id)
+                self._domain.end_range(range_id)
+
+    def close(self) -> None:
+        """Ends the ranges of exchanges that failed, and begins no more."""
+        with self._lock:
+            self._is_closed = True
+            while self._open:
+                self._domain.end_range(self._open.pop())
+
+
+class _ExchangeRange(Exchange):
+    """The range of one exchange."""
+
+    def __init__(self, ranges: ExchangeRanges, attributes: Any) -> None:
+        self._ranges = ranges
+        self._attributes = attributes
+        self._range_id: int | None = None
+
+    def start(self) -> None:
+        self._range_id = self._ranges.start(self._attributes)
+
+    def send(self) -> None:
+        pass
+
+    def arrive(self) -> None:
+        pass
+
+    def end(self, wire_bytes: int) -> None:
+        self._ranges.end(self._range_id)

@@ -1,0 +1,117 @@
+"""The table that a fit ends with: where the time of a step went, what travelled, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lightning_commopt.measure.verdict import Verdict
+
+_PHASES = (
+    ("data", "data_s"),
+    ("forward", "forward_s"),
+    ("backward, with exposed", "backward_s"),
+    ("optimizer", "optimizer_s"),
+)
+_EXCHANGE = (
+    ("exchange", "exchange_s"),
+    ("  compression", "compression_s"),
+    ("  waiting for others", "wait_s"),
+    ("exposed", "exposed_s"),
+    ("  waiting for others", "exposed_wait_s"),
+)
+_COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
+_INDENT = (0, 0, 0, 2)
+_INDENT_BELOW = (1, 0, 0, 2)
+_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
+def summary_table(metrics: Mapping[str, float], verdict: Verdict) -> Group:
+    """Returns what a fit cost, to be printed; it fits into 80 columns.
+
+    Args:
+        metrics: what `StepStatistics.compute` gives.
+        verdict: on the same metrics.
+
+    Returns:
+        Times in milliseconds and as shares of the step, bytes and bandwidths, and the verdict. A number that cannot
+        be told is a dash.
+
+    Raises:
+        KeyError: a metric is missing.
+    """
+    has_exchange = metrics["exchange_s"] > 0
+    lines = [_speed(metrics), *([_bytes(metrics), _bandwidth(metrics)] if has_exchange else [])]
+    advice = Table.grid(padding=(0, 1))
+    for text in verdict.advice:
+        advice.add_row("-", Text(text))
+    return Group(
+        _times(metrics, [(("step", "step_s"),), _PHASES, *([_EXCHANGE] if has_exchange else [])]),
+        Padding(Text("\n".join(lines)), _INDENT),
+        Padding(Text(verdict.headline, style="bold"), _INDENT_BELOW),
+        *([Padding(advice, _INDENT)] if verdict.advice else []),
+    )
+
+
+def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, str]]]) -> Table:
+    table = Table(title="Time of a step, over steps and ranks", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("ms", no_wrap=True)
+    for heading in (*_COLUMNS, "of step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rows in sections:
+        for label, name in rows:
+            times = [_number(1e3 * metrics[f"{name}{suffix}"]) for suffix in _COLUMNS.values()]
+            share = metrics[name] / metrics["step_s"] if metrics["step_s"] > 0 else math.nan
+            table.add_row(label, *times, _percent(share))
+        table.add_section()
+    return table
+
+
+def _speed(metrics: Mapping[str, float]) -> str:
+    return f"{_number(metrics['steps_per_s'])} steps/s, {_number(metrics['samples_per_s'])} samples/s over all ranks"
+
+
+def _bytes(metrics: Mapping[str, float]) -> str:
+    return (
+        f"{_size(metrics['gradient_bytes'])} of gradients a step and rank, {_size(metrics['wire_bytes'])} on the wire:"
+        f" ratio {_number(metrics['compression_ratio'])}"
+    )
+
+
+def _bandwidth(metrics: Mapping[str, float]) -> str:
+    algorithm, bus = (_number(metrics[f"{kind}_bandwidth"] / _UNITS["GB"]) for kind in ("algorithm", "bus"))
+    return f"{algorithm} GB/s algorithm bandwidth, {bus} GB/s bus bandwidth"
+
+
+def _number(value: float) -> str:
+    """Returns at least three digits, and no exponent.
+
+    >>> [_number(value) for value in (12345.6, 99.96, 1.234, 0.01234, 0.0, math.nan)]
+    ['12346', '100.0', '1.23', '0.0123', '0', '-']
+    """
+    if not math.isfinite(value):
+        return "-"
+    if abs(value) < 1e-6:
+        return "0"
+    num_decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{num_decimals}f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if math.isfinite(share) else "-"
+
+
+def _size(num_bytes: float) -> str:
+    """Returns bytes in a unit in which they are at least one.
+
+    >>> [_size(num_bytes) for num_bytes in (12, 2.5e6, 1.224e9)]
+    ['12.0 B', '2.50 MB', '1.22 GB']
+    """
+    unit = max((name for name in _UNITS if _UNITS[name] <= num_bytes), key=_UNITS.__getitem__, default="B")
+    return f"{_number(num_bytes / _UNITS[unit])} {unit}"

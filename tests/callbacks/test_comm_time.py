@@ -1,0 +1,297 @@
+"""CommTimeLogger: what is logged, saved and said, and that training goes on whatever happens to it."""
+
+import csv
+import math
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.callbacks import CommTimeLogger
+from lightning_commopt.measure.files import rank_file, read_run
+from ranks import run_ranks
+
+NUM_STEPS = 10
+PARAMETERS = 8 * 16 + 16 + 16 * 4 + 4
+TIMES = [
+    "step_s",
+    "data_s",
+    "forward_s",
+    "backward_s",
+    "optimizer_s",
+    "exchange_s",
+    "exposed_s",
+    "compression_s",
+    "wait_s",
+]
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Kept(Logger):
+    """Keeps what is logged, or fails."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails = fails
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+        self.num_calls = 0
+
+    @property
+    def name(self) -> str:
+        return "kept"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.num_calls += 1
+        if self.fails:
+            raise ConnectionError("the server is gone")
+        self.logged.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Sleeps(Callback):
+    """Makes rank 1 slow by far more than anything else takes."""
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(0.05)
+
+
+class Breaks(Callback):
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            raise ArithmeticError("broken on purpose")
+
+
+def fit(comm_time: CommTimeLogger | None, strategy: Any = None, devices: int = 2, **options: Any) -> Net:
+    net = Net()
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(TensorDataset(torch.randn(12 * NUM_STEPS, 8, generator=generator)), batch_size=3)
+    callbacks = [comm_time] if comm_time is not None else []
+    ckpt_path = options.pop("ckpt_path", None)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy or "auto",
+        callbacks=[*callbacks, *options.pop("callbacks", [])],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_steps": NUM_STEPS, "max_epochs": -1, "logger": False, "enable_checkpointing": False, **options},
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?!CommTimeLogger)")  # Lightning's own
+        trainer.fit(net, loader, ckpt_path=ckpt_path)
+    return net
+
+
+def logged_windows(every_n_steps: int, comm_hook: str | None) -> tuple[list[Any], dict[str, float], str]:
+    kept, comm_time = Kept(), CommTimeLogger(every_n_steps=every_n_steps, num_warmup_steps=4)
+    fit(comm_time, CommOptDDP(comm_hook=comm_hook), logger=kept)
+    assert comm_time.verdict is not None
+    return kept.logged, comm_time.summary, comm_time.verdict.headline
+
+
+@pytest.mark.parametrize("comm_hook", [None, "bf16"])
+def test_every_window_is_logged_alike_on_all_ranks(comm_hook: str | None) -> None:
+    answers = run_ranks(logged_windows, 4, comm_hook)
+    for logged, summary, headline in answers:
+        assert [step for step, _ in logged] == [3, 7, 9]
+        for _, metrics in logged:
+            named = {key.removeprefix("comm_time/"): value for key, value in metrics.items()}
+            assert named.keys() == summary.keys()
+            assert named["gradient_bytes"] == 4 * PARAMETERS
+            assert named["wire_bytes"] == (2 if comm_hook else 4) * PARAMETERS
+            assert named["compression_ratio"] == (2 if comm_hook else 1)
+            for name in TIMES:
+                assert 0 <= named[name] <= named[f"{name}_max"] + 1e-12
+                assert named[f"{name}_p50"] <= named[f"{name}_p95"] <= named[f"{name}_max"]
+            assert 0 < named["exposed_s"] < named["backward_s"] < named["step_s"]
+            assert math.isclose(named["samples_per_s"], 6 * named["steps_per_s"])
+            assert named["bus_bandwidth"] == named["algorithm_bandwidth"] > 0  # two ranks: 2 (n - 1) / n = 1
+        assert headline
+    assert answers[0][0] == answers[1][0]
+    assert answers[0][1] == answers[1][1]
+
+
+def slow_rank() -> dict[str, float]:
+    comm_time = CommTimeLogger(every_n_steps=NUM_STEPS, num_warmup_steps=2)
+    fit(comm_time, CommOptDDP(), callbacks=[Sleeps()])
+    return comm_time.summary
+
+
+def test_the_rank_that_the_others_wait_for_is_named() -> None:
+    for summary in run_ranks(slow_rank):
+        assert summary["straggler_rank"] == 1
+        assert summary["wait_s_max"] >= 0.04  # rank 0's; rank 1 sleeps 0.05 s
+
+
+def save_steps(folder: str, options: dict[str, Any]) -> Net:
+    return fit(CommTimeLogger(every_n_steps=3, dirpath=folder), CommOptDDP(bucket_cap_mb=0.0001), **options)
+
+
+@pytest.mark.parametrize(("options", "num_batches"), [({}, 1), ({"accumulate_grad_batches": 2}, 2)])
+def test_every_step_is_saved(tmp_path: Path, options: dict[str, Any], num_batches: int) -> None:
+    run_ranks(save_steps, str(tmp_path), options)
+    ranks = read_run(tmp_path)
+    assert [records.rank for records in ranks] == [0, 1]
+    for records in ranks:
+        assert [record.step for record in records.steps] == list(range(NUM_STEPS))
+        assert records.header["comm_hook"] == "none"
+        assert records.num_broken_lines == 0
+        for record, layout in zip(records.steps[3:], records.layouts[3:], strict=True):
+            assert record.gradient_bytes == 4 * PARAMETERS
+            assert record.num_samples == 3 * num_batches
+            assert [phase.name for phase in record.phases].count("forward") == num_batches
+            assert sorted(name for info in layout.values() for name in info.names) == [
+                f"layers.{index}.{kind}" for index in (0, 2) for kind in ("bias", "weight")
+            ]
+
+
+def breaks(folder: str) -> str:
+    with pytest.raises(ArithmeticError):
+        save_steps(folder, {"callbacks": [Breaks()]})
+    return "raised"
+
+
+def test_steps_before_a_failure_are_saved(tmp_path: Path) -> None:
+    run_ranks(breaks, str(tmp_path))
+    for records in read_run(tmp_path):
+        assert [record.step for record in records.steps] == [0, 1, 2, 3, 4]
+
+
+def same_with_and_without(options: dict[str, Any]) -> bool:
+    runs = [fit(comm_time, CommOptDDP(**options)) for comm_time in (None, CommTimeLogger(every_n_steps=2))]
+    pairs = zip(*(net.state_dict().values() for net in runs), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("options", [{}, {"comm_hook": "int8"}, {"static_graph": True}])
+def test_no_bit_of_what_is_trained_changes(options: dict[str, Any]) -> None:
+    assert all(run_ranks(same_with_and_without, options))
+
+
+def test_one_process_has_no_exchange(tmp_path: Path) -> None:
+    kept, comm_time = Kept(), CommTimeLogger(every_n_steps=5, num_warmup_steps=0, dirpath=tmp_path)
+    fit(comm_time, devices=1, logger=kept)
+    assert len(kept.logged) == 2
+    for _, metrics in kept.logged:
+        assert metrics["comm_time/exchange_s"] == metrics["comm_time/exposed_s"] == 0
+        assert metrics["comm_time/step_s"] > metrics["comm_time/backward_s"] > 0
+        assert metrics["comm_time/straggler_rank"] == -1
+
+
+def warned(recorded: list[warnings.WarningMessage]) -> list[str]:
+    return [str(warning.message) for warning in recorded if "CommTimeLogger" in str(warning.message)]
+
+
+def test_a_logger_that_fails_does_not_end_training(tmp_path: Path) -> None:
+    broken, kept = Kept(fails=True), Kept()
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        fit(CommTimeLogger(every_n_steps=2, dirpath=tmp_path), devices=1, logger=[broken, kept])
+    assert len(kept.logged) == 5
+    assert broken.num_calls == 1
+    assert len(warned(recorded)) == 1
+    assert "the server is gone" in warned(recorded)[0]
+
+
+def test_a_disk_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        fit(CommTimeLogger(every_n_steps=2, dirpath=tmp_path / "file"), devices=1)
+    assert len(warned(recorded)) == 1
+
+
+def test_csv_logger_has_the_columns(tmp_path: Path) -> None:
+    fit(CommTimeLogger(every_n_steps=5), devices=1, logger=CSVLogger(str(tmp_path), name="", version="csv"))
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [4, 9]
+    assert all(float(row["comm_time/step_s"]) > 0 for row in rows)
+    assert rank_file(tmp_path / "csv", 0).exists()  # beside the logger's own file
+
+
+def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
+    comm_time = CommTimeLogger(every_n_steps=5, dirpath=tmp_path)
+    for num_fits in (1, 2):
+        fit(comm_time, devices=1)
+        assert len(read_run(tmp_path)[0].steps) == NUM_STEPS
+        assert len(read_run(tmp_path, fit=0)[0].steps) == NUM_STEPS
+        assert rank_file(tmp_path, 0).read_text().count('"type": "run"') == num_fits
+
+
+def test_a_short_fit_has_no_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    comm_time = CommTimeLogger(num_warmup_steps=NUM_STEPS, dirpath=tmp_path)
+    fit(comm_time, devices=1)
+    assert comm_time.summary == {}
+    assert comm_time.verdict is None
+
+
+def test_summary_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(CommTimeLogger(num_warmup_steps=0, dirpath=tmp_path), devices=1)
+    assert "forward" in capsys.readouterr().out
+    fit(CommTimeLogger(num_warmup_steps=0, dirpath=tmp_path, print_summary=False), devices=1)
+    assert capsys.readouterr().out == ""
+
+
+def resumed(folder: str) -> tuple[list[int | None], int]:
+    path = f"{folder}/half.ckpt"
+    first = CommTimeLogger(every_n_steps=5, save_records=False)
+
+    class Saves(Callback):
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trainer.save_checkpoint(path)
+
+    fit(first, DDPStrategy(), callbacks=[Saves()])
+    torch.load(path, weights_only=True)
+    kept = Kept()
+    fit(CommTimeLogger(every_n_steps=5, save_records=False), DDPStrategy(), logger=kept, max_steps=20, ckpt_path=path)
+    return [step for step, _ in kept.logged], len(first.metrics)
+
+
+def test_steps_are_counted_on_after_a_resume(tmp_path: Path) -> None:
+    for steps, num_metrics in run_ranks(resumed, str(tmp_path)):
+        assert steps == [14, 19]
+        assert num_metrics > len(TIMES)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps must be .* at least 1, got 0"),
+        ({"every_n_steps": 2.5}, "every_n_steps"),
+        ({"num_warmup_steps": -1}, "num_warmup_steps must be .* at least 0, got -1"),
+        ({"save_records": "yes"}, "save_records"),
+        ({"print_summary": None}, "print_summary"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CommTimeLogger(**options)

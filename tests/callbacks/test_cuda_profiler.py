@@ -1,0 +1,371 @@
+import contextlib
+import logging
+import pickle
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import nvtx  # type: ignore[import-untyped]
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from recorded_domain import RecordedDomain
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.callbacks import cuda_profiler
+from lightning_commopt.callbacks.cuda_profiler import CUDAProfilerWindow, ProfiledWindow
+from lightning_commopt.callbacks.nvtx_ranges import NVTXRanges
+from lightning_commopt.callbacks.phases import step_of_loggers
+from lightning_commopt.compressors import settings as compressor_settings
+from ranks import run_ranks
+
+START, STOP = ["wait", "start"], ["wait", "stop"]
+
+
+class Line(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().sum()
+
+    def validation_step(self, batch, batch_idx):
+        return None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class ByHand(Line):
+    """Steps twice in every other batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        for _ in range(2 * (batch_idx % 2)):
+            optimizer.step()
+
+
+class Events(Callback):
+    """Writes down what happens, beside what the profiler is told."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.events.append(batch_idx)
+
+    def on_validation_start(self, trainer, module):
+        self.events.append("validation")
+
+
+def fake_cuda(events):
+    """Lets the callback think that it trains on CUDA, and writes down what it asks of it."""
+    cudart = SimpleNamespace(
+        cudaProfilerStart=lambda: events.append("start"), cudaProfilerStop=lambda: events.append("stop")
+    )
+    vars(torch.cuda).update(cudart=lambda: cudart, synchronize=lambda device: events.append("wait"))
+    vars(cuda_profiler).update(_uses_cuda=lambda trainer: True)
+
+
+@pytest.fixture
+def events(monkeypatch):
+    for owner, name in [(torch.cuda, "cudart"), (torch.cuda, "synchronize"), (cuda_profiler, "_uses_cuda")]:
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # for the undoing
+    recorded: list[Any] = []
+    fake_cuda(recorded)
+    return recorded
+
+
+def loader(num_batches=4, num_ranks=1):
+    return DataLoader(TensorDataset(torch.ones(4 * num_batches * num_ranks, 3)), batch_size=4)
+
+
+def trainer_for(callbacks, **settings):
+    return Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "callbacks": callbacks,
+            "logger": False,
+            "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "max_epochs": 1,
+            "num_sanity_val_steps": 0,
+            "limit_val_batches": 0,
+            **settings,
+        }
+    )
+
+
+def fit(window, events, model=None, data=None, ckpt_path=None, callbacks=(), trainer=None, **settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = trainer or trainer_for([window, *callbacks, Events(events)], **settings)
+        data = loader() if data is None else data
+        trainer.fit(model or Line(), data, data, ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("window", "settings", "expected"),
+    [
+        ({"start_step": 1, "num_steps": 2}, {}, [0, *START, 1, 2, *STOP, 3]),
+        ({"start_step": 0, "num_steps": 4}, {}, [*START, 0, 1, 2, 3, *STOP]),
+        (
+            {"start_step": 1, "num_steps": 1},
+            {"accumulate_grad_batches": 2, "data": loader(5)},
+            [0, 1, *START, 2, 3, *STOP, 4],
+        ),
+        (
+            {"start_step": 2, "num_steps": 1},
+            {"accumulate_grad_batches": 2, "data": loader(5)},
+            [0, 1, 2, 3, *START, 4, *STOP],
+        ),
+        ({"start_step": (2, 0), "num_steps": 1}, {}, [*START, 0, *STOP, 1, *START, 2, *STOP, 3]),
+        ({"start_step": [0, 2], "num_steps": 2}, {}, [*START, 0, 1, *STOP, *START, 2, 3, *STOP]),
+        ({"start_step": 3, "num_steps": 2}, {"max_epochs": 2}, [0, 1, 2, *START, 3, 0, *STOP, 1, 2, 3]),
+        ({"start_step": 4, "num_steps": 1}, {"max_epochs": 2}, [0, 1, 2, 3, *START, 0, *STOP, 1, 2, 3]),
+        (
+            {"start_step": 2, "num_steps": 2},
+            {"limit_val_batches": 1, "val_check_interval": 2, "max_epochs": 1},
+            [0, 1, "validation", *START, 2, 3, *STOP, "validation"],
+        ),
+        (
+            {"start_step": 1, "num_steps": 2},
+            {"limit_val_batches": 1, "val_check_interval": 2, "num_sanity_val_steps": 1},
+            ["validation", 0, *START, 1, "validation", 2, *STOP, 3, "validation"],
+        ),
+        ({"start_step": 1, "num_steps": 2}, {"model": ByHand()}, [0, *START, 1, 2, *STOP, 3]),
+    ],
+)
+def test_a_window_holds_whole_steps_and_nothing_else_is_synchronised(events, window, settings, expected):
+    callback = CUDAProfilerWindow(**window)
+    fit(callback, events, **settings)
+    assert events == expected
+    starts = window["start_step"]
+    assert [result.start_step for result in callback.results] == sorted([starts] if isinstance(starts, int) else starts)
+    for result in callback.results:
+        assert result.num_steps == window["num_steps"]
+
+
+def test_what_a_window_reports(events, caplog, monkeypatch):
+    clock = iter([10.0, 12.0])
+    monkeypatch.setattr(cuda_profiler.time, "perf_counter", lambda: next(clock))
+    callback = CUDAProfilerWindow(start_step=1, num_steps=2)
+    with caplog.at_level(logging.INFO):
+        fit(callback, events, data=loader(6), accumulate_grad_batches=2)
+    assert callback.results == [ProfiledWindow(start_step=1, num_steps=2, num_samples=16, seconds=2.0)]
+    assert (callback.results[0].steps_per_s, callback.results[0].samples_per_s) == (1.0, 8.0)
+    said = [record.getMessage() for record in caplog.records if "CUDA profiler" in record.getMessage()]
+    assert said == ["CUDA profiler: steps 1 to 2 took 2 s: 1 steps/s, 8 samples/s"]
+
+
+def test_batches_that_do_not_show_their_size(events):
+    class Opaque(Line):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return SimpleNamespace(x=batch[0])
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch.x).sum()
+
+    callback = CUDAProfilerWindow(start_step=0, num_steps=1)
+    fit(callback, events, model=Opaque())
+    assert callback.results[0].samples_per_s is None
+    assert str(callback.results[0]).endswith(" steps/s")
+
+
+def test_training_that_ends_inside_a_window(events):
+    callback = CUDAProfilerWindow(start_step=2, num_steps=5)
+    fit(callback, events)
+    assert events == [0, 1, *START, 2, 3, *STOP]
+    assert [(result.start_step, result.num_steps) for result in callback.results] == [(2, 2)]
+
+
+def test_an_exception_inside_a_window_stops_the_profiler_and_waits_for_nothing(events):
+    class Failing(Line):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise RuntimeError("on purpose")
+            return super().training_step(batch, batch_idx)
+
+    callback = CUDAProfilerWindow(start_step=1, num_steps=3)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(callback, events, model=Failing())
+    assert events == [0, *START, 1, 2, "stop"]
+    assert callback.results == []
+    events.clear()
+    fit(callback, events)
+    assert events == [0, *START, 1, 2, 3, *STOP]
+
+
+def test_windows_that_training_does_not_reach(events):
+    window = CUDAProfilerWindow(start_step=[1, 4, 9])
+    said = []
+    for num_steps in (4, 1):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer_for([window], max_steps=num_steps).fit(Line(), loader())
+        said += [str(warning.message) for warning in caught if "start_step" in str(warning.message)]
+    assert said == [
+        "start_step: training ended after 4 steps; the CUDA profiler was never started at 4, 9.",
+        "start_step: training ended after 1 steps; the CUDA profiler was never started at 1, 4, 9.",
+    ]
+
+
+def test_a_trainer_that_goes_on(events):
+    """A window that was captured in the first fit is no mistake in the second."""
+    callback = CUDAProfilerWindow(start_step=[1, 5], num_steps=1)
+    trainer = fit(callback, events)
+    assert [result.start_step for result in callback.results] == [1]
+    trainer.fit_loop.max_epochs = 2
+    fit(callback, events, trainer=trainer)
+    assert events == [0, *START, 1, *STOP, 2, 3, 0, *START, 1, *STOP, 2, 3]
+    assert [result.start_step for result in callback.results] == [5]
+    assert pickle.loads(pickle.dumps(callback)).results == callback.results
+    assert callback.state_dict() == {}
+
+
+@pytest.mark.parametrize("saved_after", [2, 4])
+def test_resuming(events, tmp_path, saved_after):
+    """In the middle of an epoch and at its end: Lightning corrects its count of steps after the first hooks."""
+    saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    fit(CUDAProfilerWindow(start_step=0), events, callbacks=[saves], max_steps=saved_after)
+    resumed = {"ckpt_path": tmp_path / f"step={saved_after}.ckpt", "max_epochs": 2}
+    left = [0, 1, 2, 3, 0, 1, 2, 3][saved_after:]
+    for skipped in range(3):
+        events.clear()
+        window = CUDAProfilerWindow(start_step=saved_after + skipped, num_steps=1)
+        fit(window, events, **resumed)
+        assert events == [*left[:skipped], *START, left[skipped], *STOP, *left[skipped + 1 :]]
+        assert [(result.start_step, result.num_steps) for result in window.results] == [(saved_after + skipped, 1)]
+    message = f"start_step must be at least {saved_after}, the step .*begins, got {saved_after - 1}$"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(CUDAProfilerWindow(start_step=[saved_after - 1, saved_after + 1], num_steps=1), events, **resumed)
+
+
+def test_resuming_where_lightning_corrects_its_count_late(events, tmp_path):
+    """After the start of an epoch loggers skip a step, which is not yet known in the first hooks."""
+
+    class Saves(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    class Steps(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            events.append(step_of_loggers(trainer))
+
+    settings = {"limit_val_batches": 1, "val_check_interval": 2, "data": loader()}
+    fit(CUDAProfilerWindow(start_step=0), [], callbacks=[Saves()], max_epochs=2, **settings)
+    settings |= {"ckpt_path": tmp_path / "a.ckpt", "max_epochs": -1, "max_steps": 7}
+    for start in (4, 5):
+        events.clear()
+        window = CUDAProfilerWindow(start_step=start, num_steps=1)
+        with contextlib.suppress(MisconfigurationException):
+            fit(window, [], callbacks=[Steps()], **settings)
+        if "start" in events:
+            assert events[events.index("start") + 1] == start
+
+
+def on_two_ranks(strategy, ranks, with_window):
+    events: list[Any] = []
+    fake_cuda(events)
+    model = Line()
+    window = CUDAProfilerWindow(start_step=1, num_steps=1, ranks=ranks)
+    fit(
+        window if with_window else Callback(),
+        events,
+        model=model,
+        data=loader(num_ranks=2),
+        devices=2,
+        strategy={"ddp": DDPStrategy, "commopt": CommOptDDP}[strategy](),
+    )
+    return events, model.layer.weight.detach().numpy(), window.results
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "profiling"),
+    [("ddp", None, [True, True]), ("commopt", [1], [False, True]), ("ddp", (0,), [True, False])],
+)
+def test_ranks(strategy, ranks, profiling):
+    answers = run_ranks(on_two_ranks, strategy, ranks, True)
+    alone = run_ranks(on_two_ranks, strategy, ranks, False)
+    for (events, weight, (result,)), (_, expected, _), profiles in zip(answers, alone, profiling, strict=True):
+        kept = {"start", "stop"} if profiles else set()
+        all_events = [0, *START, 1, *STOP, 2, 3]
+        assert events == [event for event in all_events if event in kept or event not in ("start", "stop")]
+        assert (result.num_steps, result.num_samples) == (1, 8)
+        assert (weight == expected).all()
+
+
+def test_ranks_that_do_not_exist(events):
+    with pytest.raises(MisconfigurationException, match="ranks must be below the number of ranks, 1, got 1, 7"):
+        fit(CUDAProfilerWindow(ranks=[0, 1, 7]), events)
+
+
+def test_without_cuda_it_says_once_that_it_does_nothing(monkeypatch):
+    monkeypatch.setattr(compressor_settings, "_said", set())
+    events: list[Any] = []
+    window = CUDAProfilerWindow(start_step=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer_for([window, Events(events)]).fit(Line(), loader())
+    assert sum("does nothing" in str(warning.message) for warning in caught) == 1
+    assert events == [0, 1, 2, 3] * 2
+    assert window.results == []
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("window", [{"start_step": 1, "num_steps": 2}, {"start_step": 0, "num_steps": 2}])
+def test_the_captured_range_holds_whole_nvtx_ranges(events, monkeypatch, is_first, window):
+    """A tool that sees one end of a range only does not show it; the order of the callbacks must not matter."""
+    domain = RecordedDomain()
+    domain.events = events
+    monkeypatch.setattr(nvtx, "get_domain", lambda name: domain)
+    callbacks = [CUDAProfilerWindow(**window), NVTXRanges()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer_for(callbacks if is_first else callbacks[::-1]).fit(Line(), loader())
+    captured = events[events.index("start") + 1 : events.index("stop")]
+    batches = [event for event in captured if event[1].startswith("Batch")]
+    first = window["start_step"]
+    assert batches == [(what, f"Batch {index}") for index in (first, first + 1) for what in ("push", "pop")]
+    assert captured[0] == ("push", f"Batch {first}")
+    assert captured[1] == ("push", "get batch")
+    assert captured[-2:] == [("pop", f"Batch {first + 1}"), "wait"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"start_step": -1}, "start_step must be an integer of at least 0, got -1"),
+        ({"start_step": [3, -2]}, "start_step must be an integer of at least 0, got -2"),
+        ({"start_step": "10"}, "start_step must be an integer of at least 0, got '10'"),
+        ({"start_step": 1.5}, "start_step must be an integer of at least 0, got 1.5"),
+        ({"start_step": []}, r"start_step must name at least one step, got \[\]"),
+        ({"start_step": [20, 10, 12]}, "at least num_steps=3 apart to not overlap, got 10 and 12"),
+        ({"start_step": [5, 5], "num_steps": 1}, "at least num_steps=1 apart to not overlap, got 5 and 5"),
+        ({"num_steps": 0}, "num_steps must be an integer of at least 1, got 0"),
+        ({"num_steps": True}, "num_steps must be an integer of at least 1, got True"),
+        ({"ranks": [-1]}, "ranks must be an integer of at least 0, got -1"),
+        ({"ranks": []}, r"ranks must be a list of at least one rank, or None for all, got \[\]"),
+        ({"ranks": 0}, "ranks must be a list of at least one rank, or None for all, got 0"),
+        ({"ranks": "0"}, "ranks must be a list of at least one rank, or None for all, got '0'"),
+    ],
+)
+def test_wrong_settings_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        CUDAProfilerWindow(**values)

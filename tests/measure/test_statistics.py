@@ -1,0 +1,283 @@
+"""StepStatistics against numpy on the same numbers, and that it stays small, alike on all ranks, and silent."""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
+from lightning_commopt.measure.statistics import QUANTITIES, TIMES, StepStatistics, row
+
+SINGLE = [
+    "exposed_share",
+    "overlapped_share",
+    "gradient_bytes",
+    "wire_bytes",
+    "compression_ratio",
+    "algorithm_bandwidth",
+    "bus_bandwidth",
+    "steps_per_s",
+    "samples_per_s",
+    "straggler_rank",
+    "straggler_slowdown",
+]
+NAMES = [*(f"{name}{suffix}" for name in TIMES for suffix in ("", "_p50", "_p95", "_max")), *SINGLE]
+
+
+def random_steps(world_size: int, num_steps: int, seed: int = 0) -> Tensor:
+    """Makes steps in which every quantity is another one."""
+    values = torch.rand(world_size, num_steps, len(QUANTITIES), generator=torch.Generator().manual_seed(seed))
+    return values.double() + torch.arange(1, len(QUANTITIES) + 1)
+
+
+def steps_of(world_size: int, num_steps: int, **quantities: float) -> Tensor:
+    """Makes steps that are all alike, and 0 where nothing is given."""
+    one = [quantities.get(name, 0.0) for name in QUANTITIES]
+    return torch.tensor(one, dtype=torch.float64).expand(world_size, num_steps, -1).clone()
+
+
+def computed(*updates: Tensor) -> dict[str, float]:
+    statistics = StepStatistics()
+    for values in updates:
+        statistics.update(values)
+    return {name: value.item() for name, value in statistics.compute().items()}
+
+
+def column(values: Tensor, name: str) -> np.ndarray:
+    if name in ("wait_s", "exposed_wait_s"):
+        waited = column(values, "wire_s" if name == "wait_s" else "exposed_s")
+        return waited - waited.min(axis=0)
+    return values[:, :, QUANTITIES.index(name)].numpy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_times_over_steps_and_ranks(world_size: int) -> None:
+    values = random_steps(world_size, 40)
+    metrics = computed(values[:, :7], values[:, 7:7], values[:, 7:])
+    for name in TIMES:
+        expected = column(values, name)
+        assert metrics[name] == pytest.approx(expected.mean())
+        assert metrics[f"{name}_p50"] == pytest.approx(np.quantile(expected, 0.5))
+        assert metrics[f"{name}_p95"] == pytest.approx(np.quantile(expected, 0.95))
+        assert metrics[f"{name}_max"] == pytest.approx(expected.max())
+
+
+def test_shares_bytes_and_rates() -> None:
+    values = random_steps(4, 30)
+    metrics = computed(values)
+    total = {name: column(values, name).sum() for name in QUANTITIES}
+    assert metrics["exposed_share"] == pytest.approx(total["exposed_s"] / total["step_s"])
+    assert metrics["gradient_bytes"] == pytest.approx(total["gradient_bytes"] / 120)
+    assert metrics["wire_bytes"] == pytest.approx(total["wire_bytes"] / 120)
+    assert metrics["compression_ratio"] == pytest.approx(total["gradient_bytes"] / total["wire_bytes"])
+    least_wire_s = column(values, "wire_s").min(axis=0).sum()
+    assert metrics["algorithm_bandwidth"] == pytest.approx(total["wire_bytes"] / 4 / least_wire_s)
+    assert metrics["bus_bandwidth"] == pytest.approx(1.5 * metrics["algorithm_bandwidth"])
+    assert metrics["steps_per_s"] == pytest.approx(120 / total["step_s"])
+    assert metrics["samples_per_s"] == pytest.approx(total["num_samples"] / (total["step_s"] / 4))
+
+
+@pytest.mark.parametrize(("exposed_s", "share"), [(0.0, 1.0), (0.1, 0.75), (0.4, 0.0), (0.6, 0.0)])
+def test_overlapped_share(exposed_s: float, share: float) -> None:
+    metrics = computed(steps_of(2, 10, step_s=1.0, exchange_s=0.4, exposed_s=exposed_s))
+    assert metrics["overlapped_share"] == pytest.approx(share)
+
+
+def test_a_step_worked_out_by_hand() -> None:
+    """Rank 1 is 0.2 s late: rank 0 waits for it on the wire, in each of two steps, and all of that is exposed."""
+    values = steps_of(
+        2, 2, step_s=1.5, exchange_s=0.5, exposed_s=0.4, wire_s=0.4, wire_bytes=8e6, gradient_bytes=16e6, num_samples=3
+    )
+    for name in ("exchange_s", "exposed_s", "wire_s"):
+        values[0, :, QUANTITIES.index(name)] += 0.2
+    metrics = computed(values)
+    assert metrics["wait_s"] == pytest.approx(0.1)
+    assert metrics["wait_s_max"] == metrics["exposed_wait_s_max"] == pytest.approx(0.2)
+    assert metrics["algorithm_bandwidth"] == metrics["bus_bandwidth"] == pytest.approx(20e6)
+    assert metrics["compression_ratio"] == 2
+    assert metrics["samples_per_s"] == pytest.approx(4)
+
+
+def test_the_straggler_is_in_it() -> None:
+    values = steps_of(4, 20, step_s=1.5, exposed_s=0.5, wire_s=0.5)
+    values[:3, :, [QUANTITIES.index("exposed_s"), QUANTITIES.index("wire_s"), QUANTITIES.index("step_s")]] += 0.25
+    metrics = computed(values)
+    assert (metrics["straggler_rank"], metrics["straggler_slowdown"]) == (3, pytest.approx(0.25))
+    assert computed(steps_of(4, 20, step_s=1.5, wire_s=0.5, exposed_s=0.5))["straggler_rank"] == -1
+
+
+WITHOUT_EXCHANGE = [
+    [],
+    [torch.empty(2, 0, len(QUANTITIES))],
+    [steps_of(2, 3, step_s=1.0, num_samples=2)],
+    [steps_of(1, 3, step_s=1.0, num_samples=2)],
+]
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric StepStatistics was called before")
+@pytest.mark.parametrize("updates", WITHOUT_EXCHANGE)
+def test_names_are_always_the_same(updates: list[Tensor]) -> None:
+    """If it fails, a logger that fixes its columns in the first window loses the others."""
+    metrics = computed(*updates)
+    assert sorted(metrics) == sorted(NAMES)
+    assert list(metrics) == list(computed(random_steps(2, 20)))
+    for name in ("overlapped_share", "compression_ratio", "algorithm_bandwidth", "bus_bandwidth"):
+        assert math.isnan(metrics[name])
+    assert (metrics["straggler_rank"], metrics["straggler_slowdown"]) == (-1, 0)
+    has_steps = bool(updates) and updates[0].shape[1] > 0
+    assert all(math.isnan(metrics[name]) != has_steps for name in ("step_s", "step_s_p95", "step_s_max", "steps_per_s"))
+    assert not has_steps or (metrics["exposed_share"], metrics["wire_bytes"], metrics["steps_per_s"]) == (0, 0, 1)
+
+
+def test_scalars_of_double_precision() -> None:
+    statistics = StepStatistics()
+    statistics.update(random_steps(2, 20).float())
+    assert all(value.shape == () and value.dtype == torch.float64 for value in statistics.compute().values())
+
+
+def test_memory_is_bounded_and_means_stay_exact() -> None:
+    statistics = StepStatistics(max_kept_values=2 * 500 * (len(QUANTITIES) + 2))
+    all_values = [random_steps(2, 70, seed) for seed in range(100)]
+    for values in all_values:
+        statistics.update(values)
+        assert statistics.kept.shape[1] <= 500
+    metrics = {name: value.item() for name, value in statistics.compute().items()}
+    values = torch.cat(all_values, dim=1)
+    assert statistics.num_steps == 7000
+    assert metrics["step_s"] == pytest.approx(column(values, "step_s").mean())
+    assert metrics["wait_s"] == pytest.approx(column(values, "wait_s").mean())
+    assert metrics["step_s_max"] == column(values, "step_s").max()
+    assert metrics["step_s_p50"] == pytest.approx(np.quantile(column(values, "step_s"), 0.5), abs=0.05)
+    assert metrics["step_s_p95"] == pytest.approx(np.quantile(column(values, "step_s"), 0.95), abs=0.02)
+
+
+def test_the_sample_is_even() -> None:
+    """Early and late steps are kept alike, whole, with all ranks of a step."""
+    statistics = StepStatistics(max_kept_values=1)
+    values = steps_of(2, 20_000)
+    values[:, :, 0] = torch.arange(20_000)
+    for start in range(0, 20_000, 50):
+        statistics.update(values[:, start : start + 50])
+    kept = statistics.kept[:, :, 0]
+    assert kept.shape == (2, 64)
+    assert torch.equal(kept[0], kept[1])
+    assert kept[0].unique().numel() == 64
+    quarters = torch.bincount((kept[0] // 5_000).long(), minlength=4)
+    assert quarters.min() >= 6  # of 16 expected; the sample is the same in every run
+
+
+def test_all_is_kept_as_long_as_it_fits() -> None:
+    statistics = StepStatistics(max_kept_values=2 * 100 * (len(QUANTITIES) + 2))
+    values = random_steps(2, 100)
+    statistics.update(values[:, :60])
+    statistics.update(values[:, 60:])
+    assert torch.equal(statistics.kept[:, :, : len(QUANTITIES)], values)
+
+
+def test_what_was_handed_in_is_left_alone() -> None:
+    statistics = StepStatistics(max_kept_values=1)
+    values = random_steps(2, 64)
+    before = values.clone()
+    statistics.update(values)
+    for seed in range(20):
+        statistics.update(random_steps(2, 64, seed))
+    assert torch.equal(values, before)
+
+
+def test_ranks_agree_and_a_reset_begins_anew() -> None:
+    def run(statistics: StepStatistics) -> dict[str, Tensor]:
+        for seed in range(30):
+            statistics.update(random_steps(3, 20, seed))
+        return statistics.compute()
+
+    one, other = StepStatistics(max_kept_values=1), StepStatistics(max_kept_values=1)
+    torch.manual_seed(5)
+    first = run(one)
+    torch.manual_seed(6)
+    second = run(other)
+    one.reset()
+    assert one.num_steps == 0
+    assert first == second == run(one)
+
+
+def test_copies_go_on_alike() -> None:
+    statistics = StepStatistics(max_kept_values=1)
+    for seed in range(10):
+        statistics.update(random_steps(2, 20, seed))
+    copies = [copy.deepcopy(statistics), pickle.loads(pickle.dumps(statistics))]
+    for one in (statistics, *copies):
+        one.update(random_steps(2, 20, 10))
+    assert statistics.compute() == copies[0].compute() == copies[1].compute()
+
+
+def test_forward_gives_the_window_and_keeps_the_whole() -> None:
+    statistics = StepStatistics()
+    statistics(random_steps(2, 20, 0))
+    assert statistics(random_steps(2, 20, 1)) == StepStatistics()(random_steps(2, 20, 1))
+    both = torch.cat([random_steps(2, 20, 0), random_steps(2, 20, 1)], dim=1)
+    assert statistics.compute()["step_s"].item() == pytest.approx(computed(both)["step_s"])
+
+
+def test_nothing_of_it_goes_into_checkpoints() -> None:
+    statistics = StepStatistics()
+    statistics.update(random_steps(2, 20))
+    assert statistics.state_dict() == {}
+    assert not statistics.sync_on_compute
+    assert not statistics.dist_sync_on_step
+
+
+@pytest.mark.parametrize("shape", [(2, len(QUANTITIES)), (2, 3, len(QUANTITIES) - 1), (0, 3, len(QUANTITIES))])
+def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"values must be \(world_size, num_steps, 13\) .* got \(" + str(shape[0])):
+        StepStatistics().update(torch.zeros(shape))
+
+
+def test_another_number_of_ranks_is_refused() -> None:
+    statistics = StepStatistics()
+    statistics.update(random_steps(2, 3))
+    with pytest.raises(ValueError, match="values must be of 2 ranks as before, got 3"):
+        statistics.update(random_steps(3, 3))
+
+
+def test_the_bound_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="max_kept_values must be at least 1, got 0"):
+        StepStatistics(max_kept_values=0)
+
+
+def test_a_row_of_a_record() -> None:
+    span = BucketSpan(
+        index=0,
+        backward=0,
+        gradient_bytes=80,
+        wire_bytes=40,
+        ready_s=3.0,
+        start_s=3.0,
+        end_s=5.0,
+        wire=((3.5, 4.5),),
+    )
+    seconds = {"data": 0.5, "forward": 1.0, "backward": 3.5, "optimizer": 0.25, "other": 0.125}
+    phases, now = [], 0.0
+    for name, duration in seconds.items():
+        phases.append(Phase(name, now, now + duration))
+        now += duration
+    record = StepRecord(step=3, num_samples=16, phases=tuple(phases), buckets=(span,))
+    assert dict(zip(QUANTITIES, row(record), strict=True)) == {
+        "step_s": 5.375,
+        "data_s": 0.5,
+        "forward_s": 1.0,
+        "backward_s": 3.5,
+        "optimizer_s": 0.25,
+        "other_s": 0.125,
+        "exchange_s": 2.0,
+        "exposed_s": 2.0,
+        "wire_s": 1.0,
+        "compression_s": 1.0,
+        "gradient_bytes": 80,
+        "wire_bytes": 40,
+        "num_samples": 16,
+    }
+    assert all(isinstance(value, float) for value in row(record))

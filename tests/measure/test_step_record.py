@@ -1,0 +1,137 @@
+"""StepRecord: what is derived from a step's phases and buckets, and that JSON brings back what it was made of."""
+
+import dataclasses
+import itertools
+import json
+import random
+
+import pytest
+
+from lightning_commopt.measure.record import PHASES, BucketSpan, Phase, StepRecord, covered_s
+
+
+def bucket(ready: float, start: float, end: float, *wire: tuple[float, float], index: int = 0, backward: int = 0):
+    return BucketSpan(
+        index=index,
+        backward=backward,
+        gradient_bytes=400,
+        wire_bytes=200,
+        ready_s=ready,
+        start_s=start,
+        end_s=end,
+        wire=wire,
+    )
+
+
+def step(*buckets: BucketSpan, phases: tuple[Phase, ...] = (Phase("backward", 0.0, 10.0),)) -> StepRecord:
+    return StepRecord(step=7, num_samples=32, phases=phases, buckets=buckets)
+
+
+TWO_BACKWARDS = step(
+    bucket(1.5, 1.5, 2.0, (1.6, 1.9)),
+    bucket(2.0, 2.0, 2.75, (2.25, 2.5), (2.5, 2.75), index=1),
+    bucket(4.5, 4.5, 5.0, (4.5, 5.0), backward=1),
+    bucket(5.0, 5.125, 6.0, (5.25, 6.0), index=1, backward=1),
+    phases=(
+        Phase("data", 0.0, 0.5),
+        Phase("forward", 0.5, 1.0),
+        Phase("backward", 1.0, 3.0),
+        Phase("data", 3.0, 3.25),
+        Phase("forward", 3.25, 4.0),
+        Phase("backward", 4.0, 6.0),
+        Phase("optimizer", 6.5, 7.0),
+        Phase("other", 7.0, 7.5),
+    ),
+)
+
+
+def test_several_backwards_in_one_step() -> None:
+    """Each backward waits for its own last bucket; what validation takes in between is no part of the step."""
+    assert TWO_BACKWARDS.exposed_s == 0.75 + 1.0
+    assert TWO_BACKWARDS.exchange_s == 1.25 + 0.5 + 0.875
+    assert TWO_BACKWARDS.wire_s == pytest.approx(0.3 + 0.5 + 0.5 + 0.75)
+    assert TWO_BACKWARDS.compression_s == pytest.approx(TWO_BACKWARDS.exchange_s - TWO_BACKWARDS.wire_s)
+    assert TWO_BACKWARDS.overlapped_share == pytest.approx(1 - 1.75 / 2.625)
+    assert (TWO_BACKWARDS.start_s, TWO_BACKWARDS.end_s, TWO_BACKWARDS.step_s) == (0.0, 7.5, 7.0)
+    seconds = {name: TWO_BACKWARDS.phase_s(name) for name in PHASES}
+    assert seconds == {"data": 0.75, "forward": 1.25, "backward": 4.0, "optimizer": 0.5, "other": 0.5}
+    assert (TWO_BACKWARDS.gradient_bytes, TWO_BACKWARDS.wire_bytes) == (1600, 800)
+
+
+def test_exposed_ends_with_the_last_bucket_that_ends() -> None:
+    """Buckets may overtake each other: what counts is the last one to be ready, and the last one to end."""
+    assert step(bucket(1, 1, 9), bucket(4, 4, 6, index=1)).exposed_s == 5
+    assert step(bucket(4, 4, 6), bucket(1, 1, 9, index=1)).exposed_s == 5
+
+
+def test_a_wait_before_the_turn_is_exposed_but_no_exchange() -> None:
+    record = step(bucket(1, 3, 4, (3, 4)))
+    assert (record.exposed_s, record.exchange_s, record.overlapped_share) == (3, 1, 0)
+
+
+def test_without_buckets() -> None:
+    record = step()
+    assert record.exchange_s == record.wire_s == record.compression_s == record.exposed_s == 0
+    assert record.overlapped_share is None
+    assert record.gradient_bytes == record.wire_bytes == 0
+
+
+@pytest.mark.parametrize("record", [TWO_BACKWARDS, step(), step(bucket(1, 2, 3))])
+def test_json_brings_it_back(record: StepRecord) -> None:
+    text = json.dumps(record.to_dict())
+    assert StepRecord.from_dict(json.loads(text)) == record
+    assert StepRecord.from_dict(record.to_dict()).to_dict() == record.to_dict()
+
+
+def test_json_keeps_a_tenth_of_a_microsecond() -> None:
+    late = 86_400.123_456_789
+    record = step(bucket(late, late, late + 1e-6), phases=(Phase("backward", late, late + 1),))
+    back = StepRecord.from_dict(record.to_dict())
+    assert back.buckets[0].ready_s == pytest.approx(late, abs=1e-7)
+    assert back.buckets[0].end_s - back.buckets[0].ready_s == pytest.approx(1e-6, abs=2e-7)
+
+
+def test_json_has_what_is_derived() -> None:
+    values = TWO_BACKWARDS.to_dict()
+    for name in ("step_s", "exchange_s", "wire_s", "compression_s", "exposed_s", "gradient_bytes", "wire_bytes"):
+        assert values[name] == pytest.approx(getattr(TWO_BACKWARDS, name))
+    assert values["backward_s"] == 4.0
+    assert step().to_dict()["overlapped_share"] is None
+
+
+@pytest.mark.parametrize(("missing", "error"), [("phases", KeyError), ("step", KeyError)])
+def test_what_is_missing_is_an_error(missing: str, error: type[Exception]) -> None:
+    values = TWO_BACKWARDS.to_dict()
+    del values[missing]
+    with pytest.raises(error, match=missing):
+        StepRecord.from_dict(values)
+
+
+def test_a_record_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TWO_BACKWARDS.step = 8  # type: ignore[misc]
+
+
+def test_covered_time_against_brute_force() -> None:
+    """Counts the unit cells that any of some random intervals covers, empty and touching ones included."""
+    rng = random.Random(0)
+    for _ in range(500):
+        intervals = []
+        for _ in range(rng.randrange(8)):
+            start = rng.randrange(20)
+            intervals.append((start, start + rng.randrange(6)))
+        cells = {cell for start, end in intervals for cell in range(start, end)}
+        assert covered_s(intervals) == len(cells)
+        assert covered_s(iter(intervals)) == len(cells)
+
+
+def test_compression_is_never_negative() -> None:
+    """The wire is part of the exchange, and rounding must not make it more."""
+    rng = random.Random(0)
+    for _ in range(500):
+        marks = sorted(10 ** rng.uniform(-3, 0) for _ in range(4))
+        wire = itertools.pairwise(marks)
+        record = step(bucket(marks[0], marks[0], marks[-1], *wire))
+        assert record.compression_s >= 0
+        assert record.to_dict()["compression_s"] == 0
+        assert '"compression_s":-' not in record.to_json()
