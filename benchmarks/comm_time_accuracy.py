@@ -156,8 +156,8 @@ def straggler_trials(arguments: argparse.Namespace) -> list[dict[str, float]]:
     quiet = fit(arguments, CommOptDDP(), 5 * num_steps, comm_time())
     step_s = torch.tensor(float(np.median([window["comm_time/step_s"] for window in quiet[1:]])))
     generator = np.random.default_rng(0)  # the same on all ranks
-    slow = [rank for rank in generator.integers(0, arguments.num_hosts, arguments.num_trials).tolist()]
-    ranks = [rank for pair in zip(slow, [-1] * len(slow), strict=True) for rank in pair]
+    slow = generator.integers(0, arguments.num_hosts, arguments.num_trials).tolist()
+    ranks = [rank for slow_rank in slow for rank in (slow_rank, -1)]
     shares = generator.uniform(0.2, 0.5, len(ranks)).tolist()
     ranks, shares = [-1, *ranks], [0.0, *shares]  # the first window warms up
     sleeps = Sleeps(ranks, shares, num_steps, step_s.item())
@@ -214,7 +214,7 @@ def print_exposed(rows: dict[str, dict[str, float]], rate: str) -> None:
         times = [row["with_s"], row["without_s"], row["with_s"] - row["without_s"], row["exposed_s"]]
         spread = f"{row['least_ratio']:.3f} to {row['most_ratio']:.3f}"
         table.add_row(name, *(f"{1e3 * seconds:.2f}" for seconds in times), f"{row['ratio']:.3f}", spread)
-    Console(width=max(110, Console().width)).print(table)
+    Console(width=max(140, Console().width)).print(table)
 
 
 def straggler_summary(trials: list[dict[str, float]]) -> dict[str, int]:

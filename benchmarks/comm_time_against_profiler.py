@@ -1,8 +1,8 @@
 """What CommTimeLogger measures against what torch.profiler sees of the same steps.
 
-Trains with both at once. Total: time in which a collective was under way. From the profiler's trace: the union of NCCL's
-kernels (CUDA) or of gloo's all-reduces (CPU). Exposed on CUDA: the part of NCCL's kernels that no other kernel covers; on
-CPU, from the start of a step's last all-reduce to the end of its last one.
+Trains with both at once. Total: time in which a collective was under way. From the profiler's trace: the union of
+NCCL's kernels (CUDA) or of gloo's all-reduces (CPU). Exposed on CUDA: the part of NCCL's kernels that no other kernel
+covers; on CPU, from the start of a step's last all-reduce to the end of its last one.
 
 python benchmarks/comm_time_against_profiler.py --device cuda --output benchmarks/results/...
 torchrun's ranks on one GPU need --share-gpu: each pretends to be a host of its own.
@@ -92,9 +92,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
             enable_model_summary=False,
             callbacks=[comm_time, ProfiledSteps(trace)],
         )
-        trainer.fit(
-            GPT(context=64, width=arguments.width), StdlibSources(context=64, batch_size=arguments.batch_size)
-        )
+        trainer.fit(GPT(context=64, width=arguments.width), StdlibSources(context=64, batch_size=arguments.batch_size))
         records = read_run(folder)[0].steps[NUM_WARMUP_STEPS:]
         profiled = from_trace(json.loads(trace.read_text())["traceEvents"], arguments.device, len(records))
     if rank == 0:

@@ -1,10 +1,11 @@
 """What measuring costs: the step of a small GPT with our callbacks, with other profilers, and with none.
 
-Runs the variants in the same processes, in blocks of a fixed number of steps that take turns in every order, so that a
-drift of the machine hits all. The reference runs twice in each turn: its difference to itself is the noise of the
-measurement. A block counts with the 20th percentile of its steps, as other work on the machine only ever adds time.
-Prints and stores the medians of the paired differences per step with bootstrap 95 % intervals. No profiler is attached
-to the process; the window of CUDAProfilerWindow never opens.
+Our callbacks are switched on and off within one fit, in blocks of a few steps that take turns in every order; with each
+block the model is wrapped anew, as DDP's own all-reduce is made from a hook only where it is watched. Other profilers
+cannot be switched: they and the reference have fits of their own, which take turns. A block counts with the median of
+its steps. In both parts the reference comes twice: its difference to itself is the noise of the measurement. Prints and
+stores the medians of the differences to the reference of the same turn, with bootstrap 95 % intervals. No profiler is
+attached to the process; the window of CUDAProfilerWindow never opens.
 
 python benchmarks/measuring_overhead.py --output benchmarks/results/measuring_overhead_HARDWARE_DATE.json
 python benchmarks/measuring_overhead.py --device cuda --output ...
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from results_file import median_with_interval, write_result
@@ -31,96 +32,150 @@ from rich.table import Table
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeLogger, CUDAProfilerWindow, NVTXRanges
+from lightning_commopt.measure.observer import ExchangeObserver
+from lightning_commopt.observing import observe, observers_of, stop_observing
 from lightning_commopt.workloads.gpt import GPT, StdlibSources
 
 RESULT = "RESULT "
-REFERENCE = "off"
 NEVER = 10**9
-ALL_THREE = "all three callbacks"
-VARIANTS = (
-    REFERENCE,
-    "off, again",
-    ALL_THREE,
-    "CommTimeLogger",
-    "NVTXRanges",
-    "CUDAProfilerWindow",
-    "Lightning's SimpleProfiler",
-    "Lightning's AdvancedProfiler",
-    "torch.profiler",
-)
+REFERENCE = "off"
+OURS = (REFERENCE, "off, again", "all three callbacks", "CommTimeLogger")
+PEERS = (REFERENCE, "off, again", "Lightning's SimpleProfiler", "Lightning's AdvancedProfiler", "torch.profiler")
+NUM_SETTLING_STEPS = 4
+
+
+def now_s(trainer: Trainer) -> float:
+    """Returns the time when the device has done what it was given."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class StepTimes(Callback):
-    """Collects the seconds from one batch's end to the next one's.
+    """Collects the end of every batch in ``ends``."""
 
-    Args:
-        num_warmup_steps: that do not count.
-    """
-
-    def __init__(self, num_warmup_steps: int) -> None:
-        self.num_warmup_steps = num_warmup_steps
+    def __init__(self) -> None:
         self.ends: list[float] = []
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Takes the time."""
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
-
-    @property
-    def seconds(self) -> np.ndarray:
-        """``(steps,)`` without the warm-up."""
-        return np.diff(np.array(self.ends))[self.num_warmup_steps :]
+        self.ends.append(now_s(trainer))
 
 
-def callbacks_of(variant: str, folder: str) -> list[Callback]:
-    """Returns what measures in a variant."""
-    comm_time = CommTimeLogger(every_n_steps=10, dirpath=folder, print_summary=False)
-    ours = {
-        "CommTimeLogger": comm_time,
-        "NVTXRanges": NVTXRanges(),
-        "CUDAProfilerWindow": CUDAProfilerWindow(start_step=NEVER, num_steps=1),
-    }
-    return list(ours.values()) if variant == ALL_THREE else [ours[variant]] if variant in ours else []
+class Switch(Callback):
+    """Lets variants take turns, each with the callbacks that it has.
+
+    Args:
+        variants: callbacks by variant.
+        order: the variants in the order of blocks.
+        num_steps: in a block.
+    """
+
+    def __init__(self, variants: dict[str, list[Callback]], order: list[str], num_steps: int) -> None:
+        self.variants, self.order, self.num_steps = variants, order, num_steps
+        self.always: list[Callback] = []
+        self.watching: dict[str, list[ExchangeObserver]] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Finds out who watches exchanges in which variant."""
+        self.always = list(trainer.callbacks)  # type: ignore[attr-defined]
+        for name, callbacks in self.variants.items():
+            for callback in callbacks:
+                callback.setup(trainer, pl_module, stage)
+            self.watching[name] = list(observers_of(trainer.strategy))
+            for observer in self.watching[name]:
+                stop_observing(trainer.strategy, observer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prepares all callbacks, in the same order on all ranks."""
+        for callbacks in self.variants.values():
+            for callback in callbacks:
+                callback.on_train_start(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Changes the variant where a block begins."""
+        block, step = divmod(trainer.global_step, self.num_steps)
+        if step or block >= len(self.order):
+            return
+        strategy, name = trainer.strategy, self.order[block]
+        assert isinstance(strategy, CommOptDDP)
+        for observer in list(observers_of(strategy)):
+            stop_observing(strategy, observer)
+        for observer in self.watching[name]:
+            observe(strategy, observer)
+        strategy.apply_plan(strategy.plan)
+        trainer.callbacks = [*self.always, *self.variants[name]]  # type: ignore[attr-defined]
 
 
-def profiler_of(variant: str, folder: str) -> Any:
+def our_callbacks(variant: str, folder: str) -> list[Callback]:
+    """Returns what measures in a variant of ours."""
+    comm_time = CommTimeLogger(every_n_steps=10, dirpath=f"{folder}/{variant}", print_summary=False)
+    if variant == "CommTimeLogger":
+        return [comm_time]
+    if variant == "all three callbacks":
+        return [comm_time, NVTXRanges(), CUDAProfilerWindow(start_step=NEVER, num_steps=1)]
+    return []
+
+
+def peer(variant: str, folder: str) -> Any:
     """Returns what Lightning is to profile with in a variant."""
     if variant == "Lightning's SimpleProfiler":
         return SimpleProfiler(dirpath=folder, filename="simple")
     if variant == "Lightning's AdvancedProfiler":
         return AdvancedProfiler(dirpath=folder, filename="advanced")
     if variant == "torch.profiler":
-        return PyTorchProfiler(
-            dirpath=folder,
-            filename="torch",
-            export_to_chrome=False,
-            schedule=torch.profiler.schedule(wait=0, warmup=1, active=10_000),
-        )
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=NEVER)
+        return PyTorchProfiler(dirpath=folder, filename="torch", export_to_chrome=False, schedule=schedule)
     return None
 
 
-def block_seconds(variant: str, arguments: argparse.Namespace) -> float:
-    """Fits one block and returns the 20th percentile of its steps, in seconds."""
-    times = StepTimes(num_warmup_steps=5)
+def fit(arguments: argparse.Namespace, num_steps: int, folder: str, callbacks: list[Callback], profiler: Any) -> None:
+    """Trains for so many steps."""
+    trainer = Trainer(
+        accelerator=arguments.device,
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=CommOptDDP(),
+        max_steps=num_steps,
+        max_epochs=-1,
+        limit_val_batches=0,
+        logger=CSVLogger(folder, name="", version="csv"),
+        log_every_n_steps=10,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        profiler=profiler,
+        callbacks=callbacks,
+    )
+    trainer.fit(GPT(context=64), StdlibSources(context=64, batch_size=arguments.batch_size))
+
+
+def time_ours(arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """Returns for each turn the seconds of a step in each variant."""
+    generator = np.random.default_rng(0)  # the same on all ranks
+    order = [OURS[index] for _ in range(arguments.num_turns + 1) for index in generator.permutation(len(OURS))]
+    times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            accelerator=arguments.device,
-            devices=int(os.environ["WORLD_SIZE"]),
-            strategy=CommOptDDP(),
-            max_steps=arguments.num_steps + 6,
-            max_epochs=-1,
-            limit_val_batches=0,
-            logger=CSVLogger(folder, name="", version="csv"),
-            log_every_n_steps=10,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            profiler=profiler_of(variant, folder),
-            callbacks=[*callbacks_of(variant, folder), times],
-        )
-        trainer.fit(GPT(context=64), StdlibSources(context=64, batch_size=arguments.batch_size))
-    return float(np.percentile(times.seconds, 20))
+        switch = Switch({name: our_callbacks(name, folder) for name in OURS}, order, arguments.num_steps)
+        fit(arguments, len(order) * arguments.num_steps, folder, [switch, times], None)
+    seconds = np.diff(np.array(times.ends), prepend=np.nan).reshape(len(order), arguments.num_steps)
+    medians = np.median(seconds[:, NUM_SETTLING_STEPS:], axis=1).tolist()
+    size = len(OURS)
+    turns = [dict(zip(order[at : at + size], medians[at : at + size], strict=True)) for at in range(0, len(order), size)]
+    return turns[1:]
+
+
+def time_peers(arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """Returns for each turn the seconds of a step in each variant."""
+    generator = np.random.default_rng(0)
+    turns: list[dict[str, float]] = []
+    for _ in range(arguments.num_peer_turns):
+        turns.append({})
+        for index in generator.permutation(len(PEERS)):
+            times = StepTimes()
+            with tempfile.TemporaryDirectory() as folder:
+                fit(arguments, 40, folder, [times], peer(PEERS[index], folder))
+            turns[-1][PEERS[index]] = float(np.median(np.diff(times.ends)[NUM_SETTLING_STEPS:]))
+    return turns
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
@@ -130,37 +185,31 @@ def run_rank(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    seconds: dict[str, list[float]] = {variant: [] for variant in arguments.variants}
-    block_seconds(REFERENCE, arguments)  # warms the process up
-    generator = np.random.default_rng(0)  # the same on all ranks
-    for _ in range(arguments.num_turns):
-        for index in generator.permutation(len(arguments.variants)):
-            variant = arguments.variants[index]
-            seconds[variant].append(block_seconds(variant, arguments))
+    result = {"ours": time_ours(arguments), "peers": time_peers(arguments)}
     if rank == 0:
-        print(RESULT + json.dumps(seconds), flush=True)
+        print(RESULT + json.dumps(result), flush=True)
 
 
-def summary(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
-    """Returns for each variant the paired differences to the reference, in seconds and as a share of its step."""
-    reference = np.array(seconds[REFERENCE])
+def summary(turns: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
+    """Returns for each variant the seconds of a step, and what they are more than the reference's."""
     rows = {}
-    for variant, values in seconds.items():
-        differences = np.array(values) - reference
+    for variant in turns[0] if turns else ():
+        added = [turn[variant] - turn[REFERENCE] for turn in turns]
+        shares = [turn[variant] / turn[REFERENCE] - 1 for turn in turns]
         rows[variant] = {
-            "step_s": float(np.median(values)),
-            "added_s": median_with_interval(differences.tolist()),
-            "added_share": median_with_interval((differences / reference).tolist()),
+            "step_s": float(np.median([turn[variant] for turn in turns])),
+            "added_s": median_with_interval(added),
+            "added_share": median_with_interval(shares),
         }
     return rows
 
 
-def print_table(rows: dict[str, dict[str, Any]]) -> None:
+def print_table(rows: dict[str, dict[str, Any]], title: str) -> None:
     """Prints one row a variant."""
-    table = Table(title="added to each step, median of paired differences and 95 % interval")
+    table = Table(title=title)
     for heading in ("measuring with", "step, ms", "added, us", "95 %", "added, %", "95 %"):
         table.add_column(heading, justify="left" if heading == "measuring with" else "right", no_wrap=True)
-    for variant, row in rows.items():
+    for variant, row in sorted(rows.items(), key=lambda item: item[1]["step_s"]):
         cells = [variant, f"{1e3 * row['step_s']:.2f}"]
         for key, factor, digits in (("added_s", 1e6, 0), ("added_share", 100, 2)):
             median, low, high = (factor * row[key][part] for part in ("median", "low_95", "high_95"))
@@ -170,19 +219,17 @@ def print_table(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Runs all blocks, prints a table and stores the result."""
+    """Runs all blocks, prints a table for each part and stores the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-turns", type=int, default=20)
-    parser.add_argument("--num-steps", type=int, default=40, help="timed steps in a block")
+    parser.add_argument("--num-turns", type=int, default=100, help="blocks of each variant of ours")
+    parser.add_argument("--num-peer-turns", type=int, default=10, help="fits with each other profiler")
+    parser.add_argument("--num-steps", type=int, default=12, help=f"in a block; the first {NUM_SETTLING_STEPS} settle")
     parser.add_argument("--num-ranks", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences in a batch of one rank")
+    parser.add_argument("--batch-size", type=int, default=12, help="sequences in a batch of one rank")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if REFERENCE not in arguments.variants:
-        parser.error(f"--variants must hold {REFERENCE!r}, to compare with")
     if arguments.worker:
         run_rank(arguments)
         return
@@ -190,12 +237,13 @@ def main() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.num_ranks)]
     command = [sys.executable, *launcher, __file__, "--worker", *sys.argv[1:]]
     said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
-    seconds = json.loads(next(line for line in said.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
-    rows = summary(seconds)
-    print_table(rows)
+    turns = json.loads(next(line for line in said.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+    rows = {part: summary(turns[part]) for part in turns}
+    for part, of_part in rows.items():
+        print_table(of_part, f"{part}: added to each step")
     if arguments.output:
         settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
-        write_result(arguments.output, {"settings": settings, "summary": rows, "seconds": seconds}, load)
+        write_result(arguments.output, {"settings": settings, "summary": rows, "turns": turns}, load)
 
 
 if __name__ == "__main__":

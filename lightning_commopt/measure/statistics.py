@@ -40,7 +40,7 @@ TIMES = (
 """What comes as a mean under its own name, and with ``_p50``, ``_p95`` and ``_max`` behind it."""
 
 _MIN_KEPT_STEPS = 64
-_QUANTILES = {"_p50": 0.5, "_p95": 0.95}
+_SUFFIXES = ("", "_p50", "_p95", "_max")
 _COLUMNS = (*QUANTITIES, "wait_s", "exposed_wait_s")
 _AT = {name: index for index, name in enumerate(_COLUMNS)}
 
@@ -77,7 +77,7 @@ class StepStatistics(Metric):
     sums: Tensor
     maxima: Tensor
     least_wire_s: Tensor
-    kept: Tensor
+    places: Tensor
 
     def __init__(self, *, max_kept_values: int = 2**20) -> None:
         super().__init__(sync_on_compute=False, dist_sync_on_step=False)
@@ -88,7 +88,12 @@ class StepStatistics(Metric):
         self.add_state("sums", torch.zeros(len(_COLUMNS), dtype=torch.float64), dist_reduce_fx=None)
         self.add_state("maxima", torch.full((len(_COLUMNS),), -torch.inf, dtype=torch.float64), dist_reduce_fx=None)
         self.add_state("least_wire_s", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx=None)
-        self.add_state("kept", torch.empty(0, 0, len(_COLUMNS), dtype=torch.float64), dist_reduce_fx=None)
+        self.add_state("places", torch.empty(0, 0, len(_COLUMNS), dtype=torch.float64), dist_reduce_fx=None)
+
+    @property
+    def kept(self) -> Tensor:
+        """The steps that percentiles are taken from, ``(world_size, n, 15)``: `QUANTITIES`, then the two waits."""
+        return self.places[:, : int(self.num_steps)]
 
     def update(self, values: Tensor) -> None:
         """Takes in some steps of all ranks.
@@ -104,8 +109,8 @@ class StepStatistics(Metric):
                 f"values must be (world_size, num_steps, {len(QUANTITIES)}) with at least one rank,"
                 f" got {tuple(values.shape)}"
             )
-        if self.kept.shape[0] not in (0, values.shape[0]):
-            raise ValueError(f"values must be of {self.kept.shape[0]} ranks as before, got {values.shape[0]}")
+        if self.places.shape[0] not in (0, values.shape[0]):
+            raise ValueError(f"values must be of {self.places.shape[0]} ranks as before, got {values.shape[0]}")
         if not values.shape[1]:
             return
         values = values.to(self.sums)
@@ -141,21 +146,21 @@ class StepStatistics(Metric):
 
     def _of_times(self) -> dict[str, Tensor]:
         columns = torch.tensor([_AT[name] for name in TIMES], device=self.sums.device)
-        num_values = self.num_steps * self.kept.shape[0]
-        statistics = {"": (self.sums / num_values)[columns], "_max": self.maxima[columns]}
         kept = self.kept[:, :, columns].flatten(0, 1)
-        for suffix, q in _QUANTILES.items():
-            statistics[suffix] = kept.quantile(q, dim=0) if len(kept) else kept.new_full((len(TIMES),), torch.nan)
-        if not len(kept):
-            statistics["_max"] = statistics["_p50"]
+        if len(kept):
+            means = self.sums[columns] / (self.num_steps * self.places.shape[0])
+            quantiles = kept.quantile(kept.new_tensor([0.5, 0.95]), dim=0)
+            statistics = torch.cat([means[None], quantiles, self.maxima[columns][None]])
+        else:
+            statistics = kept.new_full((len(_SUFFIXES), len(TIMES)), torch.nan)
         return {
-            f"{name}{suffix}": statistics[suffix][index]
-            for index, name in enumerate(TIMES)
-            for suffix in ("", *_QUANTILES, "_max")
+            f"{name}{suffix}": value
+            for name, of_name in zip(TIMES, statistics.unbind(1), strict=True)
+            for suffix, value in zip(_SUFFIXES, of_name.unbind(), strict=True)
         }
 
     def _of_sums(self) -> dict[str, Tensor]:
-        world_size = self.kept.shape[0]
+        world_size = self.places.shape[0]
         total = dict(zip(_COLUMNS, self.sums, strict=True))
         num_values = self.num_steps * world_size
         algorithm_bandwidth = _ratio(total["wire_bytes"] / world_size, self.least_wire_s)
@@ -182,16 +187,17 @@ class StepStatistics(Metric):
 
     def _keep(self, steps: Tensor) -> None:
         """Keeps the first steps as they come, and of all that have come an even sample when there are too many."""
-        num_before = int(self.num_steps)
-        capacity = max(_MIN_KEPT_STEPS, self._max_kept_values // (steps.shape[0] * steps.shape[2]))
-        num_fitting = max(0, min(steps.shape[1], capacity - num_before))
-        if num_fitting:
-            kept = self.kept if num_before else steps[:, :0]
-            self.kept = torch.cat([kept, steps[:, :num_fitting]], dim=1)
-        for index in range(num_fitting, steps.shape[1]):
+        num_before, (world_size, num_new, num_columns) = int(self.num_steps), steps.shape
+        if not num_before:
+            capacity = max(_MIN_KEPT_STEPS, self._max_kept_values // (world_size * num_columns))
+            self.places = steps.new_empty(world_size, capacity, num_columns)
+        capacity = self.places.shape[1]
+        num_fitting = max(0, min(num_new, capacity - num_before))
+        self.places[:, num_before : num_before + num_fitting] = steps[:, :num_fitting]
+        for index in range(num_fitting, num_new):
             place = _draw(num_before + index)
             if place < capacity:
-                self.kept[:, place] = steps[:, index]
+                self.places[:, place] = steps[:, index]
 
 
 def _draw(index: int) -> int:

@@ -27,8 +27,9 @@ _EXCHANGE = (
     ("  waiting for others", "exposed_wait_s"),
 )
 _COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
-_INDENT = (0, 0, 0, 2)
-_INDENT_BELOW = (1, 0, 0, 2)
+_INDENT = (0, 0, 0, 1)
+_INDENT_BELOW = (1, 0, 0, 1)
+_MOST_DECIMALS = 4
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -60,7 +61,9 @@ def summary_table(metrics: Mapping[str, float], verdict: Verdict) -> Group:
 
 
 def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, str]]]) -> Table:
-    table = Table(title="Time of a step, over steps and ranks", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=" Time of a step, over steps and ranks", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     table.add_column("ms", no_wrap=True)
     for heading in (*_COLUMNS, "of step"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -85,21 +88,21 @@ def _bytes(metrics: Mapping[str, float]) -> str:
 
 
 def _bandwidth(metrics: Mapping[str, float]) -> str:
-    algorithm, bus = (_number(metrics[f"{kind}_bandwidth"] / _UNITS["GB"]) for kind in ("algorithm", "bus"))
-    return f"{algorithm} GB/s algorithm bandwidth, {bus} GB/s bus bandwidth"
+    algorithm, bus = (_size(metrics[f"{kind}_bandwidth"]) for kind in ("algorithm", "bus"))
+    return f"{algorithm}/s algorithm bandwidth, {bus}/s bus bandwidth"
 
 
 def _number(value: float) -> str:
-    """Returns at least three digits, and no exponent.
+    """Returns three digits or more, and no more than four decimals: a tenth of a microsecond, in milliseconds.
 
     >>> [_number(value) for value in (12345.6, 99.96, 1.234, 0.01234, 0.0, math.nan)]
     ['12346', '100.0', '1.23', '0.0123', '0', '-']
     """
     if not math.isfinite(value):
         return "-"
-    if abs(value) < 1e-6:
+    if abs(value) < 0.5 * 10**-_MOST_DECIMALS:
         return "0"
-    num_decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    num_decimals = min(_MOST_DECIMALS, max(0, 2 - math.floor(math.log10(abs(value)))))
     return f"{value:.{num_decimals}f}"
 
 
@@ -108,7 +111,7 @@ def _percent(share: float) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    """Returns bytes in a unit in which they are at least one.
+    """Returns bytes in the largest unit in which they are at least one.
 
     >>> [_size(num_bytes) for num_bytes in (12, 2.5e6, 1.224e9)]
     ['12.0 B', '2.50 MB', '1.22 GB']

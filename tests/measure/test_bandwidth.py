@@ -1,10 +1,12 @@
 """Bandwidths are nccl-tests': a wrong factor makes every comparison with a link's rate wrong."""
 
+from collections.abc import Callable
+
 import pytest
 
 from lightning_commopt.measure.bandwidth import COLLECTIVES, algorithm_bandwidth, bus_bandwidth, bus_factor
 
-FACTORS = {
+FACTORS: dict[str, dict[int, float]] = {
     "all_reduce": {1: 0, 2: 1, 4: 1.5, 8: 1.75, 32: 1.9375},
     "reduce_scatter": {1: 0, 2: 0.5, 4: 0.75, 8: 0.875, 32: 0.96875},
     "all_gather": {1: 0, 2: 0.5, 4: 0.75, 8: 0.875, 32: 0.96875},
@@ -52,6 +54,6 @@ def test_parts_of_an_all_reduce_have_its_bus_bandwidth() -> None:
         (lambda: algorithm_bandwidth(-1, 1.0), "num_bytes must be at least 0, got -1"),
     ],
 )
-def test_errors_name_the_value(call, message: str) -> None:
+def test_errors_name_the_value(call: Callable[[], float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -106,7 +106,8 @@ def test_the_straggler_is_in_it() -> None:
     values = steps_of(4, 20, step_s=1.5, exposed_s=0.5, wire_s=0.5)
     values[:3, :, [QUANTITIES.index("exposed_s"), QUANTITIES.index("wire_s"), QUANTITIES.index("step_s")]] += 0.25
     metrics = computed(values)
-    assert (metrics["straggler_rank"], metrics["straggler_slowdown"]) == (3, pytest.approx(0.25))
+    assert metrics["straggler_rank"] == 3
+    assert metrics["straggler_slowdown"] == pytest.approx(0.25)
     assert computed(steps_of(4, 20, step_s=1.5, wire_s=0.5, exposed_s=0.5))["straggler_rank"] == -1
 
 

@@ -10,7 +10,9 @@ import pytest
 from lightning_commopt.measure.record import PHASES, BucketSpan, Phase, StepRecord, covered_s
 
 
-def bucket(ready: float, start: float, end: float, *wire: tuple[float, float], index: int = 0, backward: int = 0):
+def bucket(
+    ready: float, start: float, end: float, *wire: tuple[float, float], index: int = 0, backward: int = 0
+) -> BucketSpan:
     return BucketSpan(
         index=index,
         backward=backward,
