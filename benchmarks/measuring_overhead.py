@@ -4,8 +4,9 @@ Our callbacks are switched on and off within one fit, in blocks of a few steps t
 block the model is wrapped anew, as DDP's own all-reduce is made from a hook only where it is watched. Other profilers
 cannot be switched: they and the reference have fits of their own, which take turns. A block counts with the median of
 its steps. In both parts the reference comes twice: its difference to itself is the noise of the measurement. Prints and
-stores the medians of the differences to the reference of the same turn, with bootstrap 95 % intervals. No profiler is
-attached to the process; the window of CUDAProfilerWindow never opens.
+stores the medians of the differences to the reference of the same turn, with bootstrap 95 % intervals. A median leaves
+out the step in which a window ends and is logged: what the host does at the ends of batches, these included, is timed
+apart. No profiler is attached to the process; the window of CUDAProfilerWindow never opens.
 
 python benchmarks/measuring_overhead.py --output benchmarks/results/measuring_overhead_HARDWARE_DATE.json
 python benchmarks/measuring_overhead.py --device cuda --output ...
@@ -49,6 +50,20 @@ def now_s(trainer: Trainer) -> float:
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+class TimedLogger(CommTimeLogger):
+    """Adds up in ``at_ends_s`` what the host spends at the ends of batches, in ``num_ends`` of them."""
+
+    at_ends_s = 0.0
+    num_ends = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Takes the time of what CommTimeLogger does."""
+        started = time.perf_counter()
+        super().on_train_batch_end(*args)
+        self.at_ends_s += time.perf_counter() - started
+        self.num_ends += 1
 
 
 class StepTimes(Callback):
@@ -109,7 +124,7 @@ class Switch(Callback):
 
 def our_callbacks(variant: str, folder: str) -> list[Callback]:
     """Returns what measures in a variant of ours."""
-    comm_time = CommTimeLogger(every_n_steps=10, dirpath=f"{folder}/{variant}", print_summary=False)
+    comm_time = TimedLogger(dirpath=f"{folder}/{variant}", print_summary=False)
     if variant == "CommTimeLogger":
         return [comm_time]
     if variant == "all three callbacks":
@@ -149,19 +164,26 @@ def fit(arguments: argparse.Namespace, num_steps: int, folder: str, callbacks: l
     trainer.fit(GPT(context=64), StdlibSources(context=64, batch_size=arguments.batch_size))
 
 
-def time_ours(arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Returns for each turn the seconds of a step in each variant."""
+def time_ours(arguments: argparse.Namespace) -> tuple[list[dict[str, float]], float]:
+    """Returns for each turn the seconds of a step in each variant, and those of the host at a batch's end."""
     generator = np.random.default_rng(0)  # the same on all ranks
     order = [OURS[index] for _ in range(arguments.num_turns + 1) for index in generator.permutation(len(OURS))]
     times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
-        switch = Switch({name: our_callbacks(name, folder) for name in OURS}, order, arguments.num_steps)
+        variants = {name: our_callbacks(name, folder) for name in OURS}
+        switch = Switch(variants, order, arguments.num_steps)
         fit(arguments, len(order) * arguments.num_steps, folder, [switch, times], None)
     seconds = np.diff(np.array(times.ends), prepend=np.nan).reshape(len(order), arguments.num_steps)
     medians = np.median(seconds[:, NUM_SETTLING_STEPS:], axis=1).tolist()
     size = len(OURS)
-    turns = [dict(zip(order[at : at + size], medians[at : at + size], strict=True)) for at in range(0, len(order), size)]
-    return turns[1:]
+    turns = [
+        dict(zip(order[at : at + size], medians[at : at + size], strict=True)) for at in range(0, len(order), size)
+    ]
+    loggers = [
+        callback for callbacks in variants.values() for callback in callbacks if isinstance(callback, TimedLogger)
+    ]
+    at_end_s = sum(logger.at_ends_s for logger in loggers) / sum(logger.num_ends for logger in loggers)
+    return turns[1:], at_end_s
 
 
 def time_peers(arguments: argparse.Namespace) -> list[dict[str, float]]:
@@ -185,7 +207,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    result = {"ours": time_ours(arguments), "peers": time_peers(arguments)}
+    ours, at_end_s = time_ours(arguments)
+    result = {"ours": ours, "at_end_s": at_end_s, "peers": time_peers(arguments)}
     if rank == 0:
         print(RESULT + json.dumps(result), flush=True)
 
@@ -221,9 +244,9 @@ def print_table(rows: dict[str, dict[str, Any]], title: str) -> None:
 def main() -> None:
     """Runs all blocks, prints a table for each part and stores the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-turns", type=int, default=100, help="blocks of each variant of ours")
+    parser.add_argument("--num-turns", type=int, default=40, help="blocks of each variant of ours")
     parser.add_argument("--num-peer-turns", type=int, default=10, help="fits with each other profiler")
-    parser.add_argument("--num-steps", type=int, default=12, help=f"in a block; the first {NUM_SETTLING_STEPS} settle")
+    parser.add_argument("--num-steps", type=int, default=24, help=f"in a block; the first {NUM_SETTLING_STEPS} settle")
     parser.add_argument("--num-ranks", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=12, help="sequences in a batch of one rank")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -237,13 +260,14 @@ def main() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.num_ranks)]
     command = [sys.executable, *launcher, __file__, "--worker", *sys.argv[1:]]
     said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
-    turns = json.loads(next(line for line in said.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
-    rows = {part: summary(turns[part]) for part in turns}
+    result = json.loads(next(line for line in said.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+    rows = {part: summary(result[part]) for part in ("ours", "peers")}
     for part, of_part in rows.items():
         print_table(of_part, f"{part}: added to each step")
+    print(f"CommTimeLogger at the end of a batch, windows included: {1e6 * result['at_end_s']:.0f} us of the host")
     if arguments.output:
         settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
-        write_result(arguments.output, {"settings": settings, "summary": rows, "turns": turns}, load)
+        write_result(arguments.output, {"settings": settings, "summary": rows, **result}, load)
 
 
 if __name__ == "__main__":

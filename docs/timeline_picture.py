@@ -67,7 +67,9 @@ def main() -> None:
     steps = range(arguments.first_step, arguments.first_step + arguments.num_steps)
     for axes, records in zip(rows[:, 0], ranks, strict=True):
         draw_rank(axes, records, steps)
-    rows[-1, 0].set_xlabel("ms; dark: on the wire, light: being compressed, hatched: exposed, the step waits for the link")
+    rows[-1, 0].set_xlabel(
+        "ms; dark: on the wire, light: being compressed, hatched: exposed, the step waits for the link"
+    )
     figure.tight_layout()
     figure.savefig(arguments.picture, dpi=120)
 

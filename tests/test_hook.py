@@ -13,8 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.channel import Channel
 from lightning_commopt.compressors import AllReduce, Compressor, Layout, PowerSGD, Rounds, State
 from lightning_commopt.hook import CommHook, attach_comm_hook
+from lightning_commopt.measure.clock import HostClock
+from lightning_commopt.measure.observer import Observers
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.measure.recorder import StepRecorder
 from ranks import run_ranks, run_ranks_or_raise
 
+_EXCHANGE_HAS_STARTED = threading.Event()
 _BACKWARD_REACHED_THE_INPUT = threading.Event()
 
 
@@ -33,6 +38,7 @@ class _WaitsForBackward(Compressor):
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
+        _EXCHANGE_HAS_STARTED.set()
         assert _BACKWARD_REACHED_THE_INPUT.wait(20), "backward stood still while a bucket was exchanged"
         yield from AllReduce().rounds(flat, layout, {}, channel)
 
@@ -40,21 +46,35 @@ class _WaitsForBackward(Compressor):
         return AllReduce().wire_bytes(layout, world_size)
 
 
-def _overlap() -> int:
+def _overlap() -> StepRecord:
     model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
-    hook = attach_comm_hook(model, _WaitsForBackward(), None)
-    model.module[0].weight.register_hook(lambda gradient: _BACKWARD_REACHED_THE_INPUT.set())
-    for _ in range(2):  # DDP makes its buckets after the first step
+    recorder, observers = StepRecorder(HostClock()), Observers()
+    observers.add(recorder)
+    hook = attach_comm_hook(model, _WaitsForBackward(), None, observers=observers)
+
+    def reach_the_input(gradient: Tensor) -> None:
+        assert _EXCHANGE_HAS_STARTED.wait(20), "no bucket was exchanged before the last one was ready"
+        _BACKWARD_REACHED_THE_INPUT.set()
+
+    model.module[0].weight.register_hook(reach_the_input)
+    for step in range(2):  # DDP makes its buckets after the first step
+        _EXCHANGE_HAS_STARTED.clear()
         _BACKWARD_REACHED_THE_INPUT.clear()
+        recorder.enter("backward")
         model(torch.randn(4, 32)).sum().backward()
-    num_buckets = len(hook._states)
+        recorder.end_step(step, 4)
     hook.close()
-    return num_buckets
+    return recorder.take(2)[-1].record
 
 
 def test_backward_goes_on_during_an_exchange() -> None:
     """If it fails, buckets are exchanged while backward waits, and overlap is lost."""
-    assert min(run_ranks(_overlap)) >= 3
+    for record in run_ranks(_overlap):
+        first, *others, last = record.buckets
+        assert len(others) >= 2
+        assert first.start_s < last.ready_s
+        assert all(bucket.ready_s < first.end_s for bucket in others)
+        assert record.exposed_s < record.exchange_s
 
 
 def _own_collectives() -> tuple[float, float]:

@@ -129,13 +129,15 @@ class CUDAProfilerWindow(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stops the profiler after the last step of a window, and starts it before the first one of the next."""
+        if not self._is_active:
+            return
         step = _steps_after_batch(trainer)
         if self._open is not None:
             self._open.add(batch, trainer.world_size)
             self._open.num_steps = step - self._open.start_step
             if self._open.num_steps == self._num_steps:
                 self._stop(trainer)
-        if batch_follows(trainer):
+        if step in self._start_steps and batch_follows(trainer):
             self._start(trainer, step)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

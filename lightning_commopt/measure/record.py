@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -104,12 +105,12 @@ class StepRecord:
         """Returns the seconds in one of `PHASES`."""
         return sum(phase.end_s - phase.start_s for phase in self.phases if phase.name == name)
 
-    @property
+    @cached_property
     def exchange_s(self) -> float:
         """Time in which at least one bucket was being compressed or sent."""
         return covered_s([(bucket.start_s, bucket.end_s) for bucket in self.buckets])
 
-    @property
+    @cached_property
     def wire_s(self) -> float:
         """Time in which at least one collective was under way. What a rank waits for its peers is in it."""
         return covered_s([interval for bucket in self.buckets for interval in bucket.wire])
@@ -119,7 +120,7 @@ class StepRecord:
         """Time in which buckets were being worked on, and no collective was under way."""
         return _compression_s(self.exchange_s, self.wire_s)
 
-    @property
+    @cached_property
     def exposed_s(self) -> float:
         """From a backward's last bucket being ready to all its buckets being done, summed over backwards.
 
