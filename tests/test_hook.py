@@ -57,8 +57,11 @@ def _overlap() -> StepRecord:
         _BACKWARD_REACHED_THE_INPUT.set()
 
     model.module[0].weight.register_hook(reach_the_input)
-    for step in range(2):  # DDP makes its buckets after the first step
-        _EXCHANGE_HAS_STARTED.clear()
+    for step in range(2):
+        if step == 0:  # DDP makes its buckets after the first step
+            _EXCHANGE_HAS_STARTED.set()
+        else:
+            _EXCHANGE_HAS_STARTED.clear()
         _BACKWARD_REACHED_THE_INPUT.clear()
         recorder.enter("backward")
         model(torch.randn(4, 32)).sum().backward()
