@@ -47,7 +47,7 @@ class _WaitsForBackward(Compressor):
 
 
 def _overlap() -> StepRecord:
-    model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
+    model = DistributedDataParallel(_model(), bucket_cap_mb=0.003)
     recorder, observers = StepRecorder(HostClock()), Observers()
     observers.add(recorder)
     hook = attach_comm_hook(model, _WaitsForBackward(), None, observers=observers)
