@@ -4,9 +4,12 @@ Our callbacks are switched on and off within one fit, in blocks of a few steps t
 block the model is wrapped anew, as DDP's own all-reduce is made from a hook only where it is watched. Other profilers
 cannot be switched: they and the reference have fits of their own, which take turns. A block counts with the median of
 its steps. In both parts the reference comes twice: its difference to itself is the noise of the measurement. Prints and
-stores the medians of the differences to the reference of the same turn, with bootstrap 95 % intervals. A median leaves
-out the step in which a window ends and is logged: what the host does at the ends of batches, these included, is timed
-apart. No profiler is attached to the process; the window of CUDAProfilerWindow never opens.
+stores the medians of the differences to the reference of the same turn, with bootstrap 95 % intervals.
+
+Other work on the machine may hide a few tenths of a millisecond. So a third part adds up the processor time that the
+main thread spends in our code: in the callbacks, the ends of windows included, and in DDP's hook, with the start of the
+all-reduce, which DDP would have to make as well. No profiler is attached to the process; the window of
+CUDAProfilerWindow never opens.
 
 python benchmarks/measuring_overhead.py --output benchmarks/results/measuring_overhead_HARDWARE_DATE.json
 python benchmarks/measuring_overhead.py --device cuda --output ...
@@ -19,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +39,7 @@ from rich.table import Table
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeLogger, CUDAProfilerWindow, NVTXRanges
 from lightning_commopt.measure.observer import ExchangeObserver
-from lightning_commopt.observing import observe, observers_of, stop_observing
+from lightning_commopt.observing import ObservedHook, observe, observers_of, stop_observing
 from lightning_commopt.workloads.gpt import GPT, StdlibSources
 
 RESULT = "RESULT "
@@ -43,6 +48,14 @@ REFERENCE = "off"
 OURS = (REFERENCE, "off, again", "all three callbacks", "CommTimeLogger")
 PEERS = (REFERENCE, "off, again", "Lightning's SimpleProfiler", "Lightning's AdvancedProfiler", "torch.profiler")
 NUM_SETTLING_STEPS = 4
+HOOKS = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+)
 
 
 def now_s(trainer: Trainer) -> float:
@@ -50,20 +63,6 @@ def now_s(trainer: Trainer) -> float:
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-class TimedLogger(CommTimeLogger):
-    """Adds up in ``at_ends_s`` what the host spends at the ends of batches, in ``num_ends`` of them."""
-
-    at_ends_s = 0.0
-    num_ends = 0
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Takes the time of what CommTimeLogger does."""
-        started = time.perf_counter()
-        super().on_train_batch_end(*args)
-        self.at_ends_s += time.perf_counter() - started
-        self.num_ends += 1
 
 
 class StepTimes(Callback):
@@ -124,7 +123,7 @@ class Switch(Callback):
 
 def our_callbacks(variant: str, folder: str) -> list[Callback]:
     """Returns what measures in a variant of ours."""
-    comm_time = TimedLogger(dirpath=f"{folder}/{variant}", print_summary=False)
+    comm_time = CommTimeLogger(dirpath=f"{folder}/{variant}", print_summary=False)
     if variant == "CommTimeLogger":
         return [comm_time]
     if variant == "all three callbacks":
@@ -164,8 +163,8 @@ def fit(arguments: argparse.Namespace, num_steps: int, folder: str, callbacks: l
     trainer.fit(GPT(context=64), StdlibSources(context=64, batch_size=arguments.batch_size))
 
 
-def time_ours(arguments: argparse.Namespace) -> tuple[list[dict[str, float]], float]:
-    """Returns for each turn the seconds of a step in each variant, and those of the host at a batch's end."""
+def time_ours(arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """Returns for each turn the seconds of a step in each variant."""
     generator = np.random.default_rng(0)  # the same on all ranks
     order = [OURS[index] for _ in range(arguments.num_turns + 1) for index in generator.permutation(len(OURS))]
     times = StepTimes()
@@ -179,11 +178,7 @@ def time_ours(arguments: argparse.Namespace) -> tuple[list[dict[str, float]], fl
     turns = [
         dict(zip(order[at : at + size], medians[at : at + size], strict=True)) for at in range(0, len(order), size)
     ]
-    loggers = [
-        callback for callbacks in variants.values() for callback in callbacks if isinstance(callback, TimedLogger)
-    ]
-    at_end_s = sum(logger.at_ends_s for logger in loggers) / sum(logger.num_ends for logger in loggers)
-    return turns[1:], at_end_s
+    return turns[1:]
 
 
 def time_peers(arguments: argparse.Namespace) -> list[dict[str, float]]:
@@ -200,6 +195,33 @@ def time_peers(arguments: argparse.Namespace) -> list[dict[str, float]]:
     return turns
 
 
+def time_host(arguments: argparse.Namespace) -> dict[str, float]:
+    """Returns the processor seconds of a step in each of our parts."""
+    spent_s: Counter[str] = Counter()
+
+    def time_method(owner: Any, name: str, label: str) -> None:
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent_s[label] += time.thread_time() - started
+
+        setattr(owner, name, timed)
+
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks = our_callbacks("all three callbacks", folder)
+        for callback in callbacks:
+            for name in HOOKS:
+                time_method(callback, name, type(callback).__name__)
+        time_method(ObservedHook, "reduce", "DDP's hook")
+        fit(arguments, arguments.num_host_steps, folder, callbacks, None)
+    return {label: seconds / arguments.num_host_steps for label, seconds in spent_s.items()}
+
+
 def run_rank(arguments: argparse.Namespace) -> None:
     """Runs all blocks on this rank; rank 0 prints the seconds as JSON."""
     rank = int(os.environ["LOCAL_RANK"])
@@ -207,8 +229,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    ours, at_end_s = time_ours(arguments)
-    result = {"ours": ours, "at_end_s": at_end_s, "peers": time_peers(arguments)}
+    result = {"ours": time_ours(arguments), "peers": time_peers(arguments), "host_s": time_host(arguments)}
     if rank == 0:
         print(RESULT + json.dumps(result), flush=True)
 
@@ -246,6 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-turns", type=int, default=40, help="blocks of each variant of ours")
     parser.add_argument("--num-peer-turns", type=int, default=10, help="fits with each other profiler")
+    parser.add_argument("--num-host-steps", type=int, default=400, help="whose processor time is added up")
     parser.add_argument("--num-steps", type=int, default=24, help=f"in a block; the first {NUM_SETTLING_STEPS} settle")
     parser.add_argument("--num-ranks", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=12, help="sequences in a batch of one rank")
@@ -264,7 +286,7 @@ def main() -> None:
     rows = {part: summary(result[part]) for part in ("ours", "peers")}
     for part, of_part in rows.items():
         print_table(of_part, f"{part}: added to each step")
-    print(f"CommTimeLogger at the end of a batch, windows included: {1e6 * result['at_end_s']:.0f} us of the host")
+    print("processor time, us a step:", {label: round(1e6 * seconds) for label, seconds in result["host_s"].items()})
     if arguments.output:
         settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
         write_result(arguments.output, {"settings": settings, "summary": rows, **result}, load)

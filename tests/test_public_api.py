@@ -11,7 +11,7 @@ from typer.main import get_command
 
 import lightning_commopt
 import lightning_commopt.fabric
-from lightning_commopt import compressors
+from lightning_commopt import callbacks, compressors
 from lightning_commopt.cli import app
 from lightning_commopt.compressors import Compressor, compressor_names
 from lightning_commopt.plan import plan_options
@@ -43,6 +43,11 @@ def test_comm_hook_names() -> None:
     algorithms = ["all_reduce", "bf16", "fp16", "powersgd", "alternating_powersgd", "int8", "hierarchical"]
     parts = ["low_rank", "alternating_low_rank", "block_int8", "error_feedback", "after_steps", "by_size"]
     assert compressor_names() == ["none", *algorithms, *parts]
+
+
+def test_callbacks() -> None:
+    """If it fails, a callback that projects use has come or gone."""
+    assert callbacks.__all__ == ["CUDAProfilerWindow", "CommTimeLogger", "NVTXRanges", "Throughput"]
 
 
 def test_commands() -> None:

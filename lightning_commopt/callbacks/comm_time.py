@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -186,7 +187,9 @@ class CommTimeLogger(FollowsPhases):
                 self._writer.write([step.record for step in group], layout)
         except OSError as error:
             self._writer = None
-            rank_zero_warn(f"CommTimeLogger: the steps cannot be saved any more ({error}); training goes on.")
+            warnings.warn(  # on every rank that it happens to
+                f"CommTimeLogger: the steps cannot be saved any more ({error}); training goes on.", stacklevel=2
+            )
 
     def _receive(self, trainer: Trainer, limit_s: float = 0.0) -> bool:
         """Logs a window that has come; returns false if one is under way still."""
@@ -196,7 +199,7 @@ class CommTimeLogger(FollowsPhases):
             values = self._all_ranks.take(limit_s)
         except RuntimeError as error:
             self._all_ranks = None
-            rank_zero_warn(f"CommTimeLogger: the ranks' times cannot be gathered any more ({error}).")
+            warnings.warn(f"CommTimeLogger: the ranks' times cannot be gathered any more ({error}).", stacklevel=2)
             return True
         if values is None:
             return False

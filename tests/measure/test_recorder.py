@@ -1,0 +1,129 @@
+"""StepRecorder: marks become records when the device has passed them, and nobody waits for it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.compressors import PowerSGD
+from lightning_commopt.hook import attach_comm_hook
+from lightning_commopt.measure.clock import Clock, CudaClock, HostClock
+from lightning_commopt.measure.observer import BucketInfo, Observers
+from lightning_commopt.measure.record import Phase
+from lightning_commopt.measure.recorder import StepRecorder
+from ranks import run_ranks
+
+
+class LateClock(Clock):
+    """A device that is at ``reached`` while marks are made at ``now``; both in seconds."""
+
+    origin_unix_s = 0.0
+
+    def __init__(self) -> None:
+        self.now, self.reached = 0.0, 0.0
+
+    def mark(self) -> float:
+        self.now += 1
+        return self.now
+
+    def has_passed(self, mark: float) -> bool:
+        return mark <= self.reached
+
+    def seconds(self, mark: float) -> float:
+        assert self.has_passed(mark), "it would have to wait"
+        return mark
+
+
+def bucket(index: int, is_last: bool) -> BucketInfo:
+    return BucketInfo(index, 8, (f"p{index}",), is_last)
+
+
+def test_a_step_is_recorded_when_the_device_has_passed_it() -> None:
+    clock = LateClock()
+    recorder = StepRecorder(clock)
+    recorder.enter("forward")
+    recorder.enter("backward")
+    first, last = recorder.ready(bucket(0, False)), recorder.ready(bucket(1, True))
+    for exchange in (first, last):
+        exchange.start()
+        exchange.send()
+        exchange.arrive()
+        exchange.end(4)
+    recorder.enter("optimizer")
+    recorder.end_step(7, 3)
+    assert recorder.num_pending == 1
+    assert not recorder.has(1)
+    clock.reached = clock.now - 1
+    assert not recorder.has(1)
+    clock.reached = clock.now
+    assert recorder.has(1)
+    assert not recorder.has(2)
+    (step,) = recorder.take(1)
+    record = step.record
+    assert (record.step, record.num_samples) == (7, 3)
+    assert record.phases == (Phase("forward", 1, 2), Phase("backward", 2, 13), Phase("optimizer", 13, 14))
+    spans = [(b.index, b.ready_s, b.start_s, b.wire, b.end_s, b.wire_bytes) for b in record.buckets]
+    assert spans == [(0, 3, 5, ((6, 7),), 8, 4), (1, 4, 9, ((10, 11),), 12, 4)]
+    assert step.layout == {0: bucket(0, False), 1: bucket(1, True)}
+    assert recorder.num_pending == 0
+
+
+def test_an_exchange_that_failed_is_left_out() -> None:
+    clock = LateClock()
+    clock.reached = 100
+    recorder = StepRecorder(clock)
+    recorder.enter("backward")
+    recorder.ready(bucket(0, False)).start()
+    recorder.end_step(0, 1)
+    assert recorder.take(1)[0].record.buckets == ()
+
+
+def test_what_is_between_phases_is_no_part_of_a_step() -> None:
+    clock = LateClock()
+    clock.reached = 100
+    recorder = StepRecorder(clock)
+    recorder.enter("forward")
+    recorder.enter(None)
+    clock.now = 50
+    recorder.enter("data")
+    recorder.end_step(0, 1)
+    assert recorder.take(1)[0].record.step_s == 2
+
+
+def test_the_hosts_clock_counts_from_its_origin() -> None:
+    clock = HostClock()
+    first, second = clock.mark(), clock.mark()
+    assert clock.has_passed(second)
+    assert 0 <= clock.seconds(first) <= clock.seconds(second) < 60
+
+
+def record_on_cuda() -> tuple[float, float, int]:
+    device = torch.device("cuda")
+    recorder, observers = StepRecorder(CudaClock(device)), Observers()
+    observers.add(recorder)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(device), bucket_cap_mb=0.3)
+    hook = attach_comm_hook(model, PowerSGD(), None, observers=observers)
+    for step in range(8):
+        if step == 4:  # the first steps make buckets and compile kernels
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        recorder.enter("forward")
+        loss = model(torch.ones(64, 256, device=device)).sum()
+        recorder.enter("backward")
+        loss.backward()
+        recorder.end_step(step, 64)
+        recorder.has(step + 1)
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert recorder.has(8)
+    record = recorder.take(8)[-1].record
+    hook.close()
+    return record.step_s, record.exchange_s, len(record.buckets)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_waits_for_the_device() -> None:
+    ((step_s, exchange_s, num_buckets),) = run_ranks(record_on_cuda, world_size=1)
+    assert 0 < exchange_s < step_s < 10
+    assert num_buckets >= 3
