@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 print(RESULT + json.dumps({"task": task, "hook": name, "seed": arguments.worker, **run}), flush=True)
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Makes all runs, one seed after another, so that a drift of the machine hits all compressors."""
-    runs = []
+def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Makes all runs, one seed after another, so that a drift of the machine hits all compressors.
+
+    Yields:
+        The runs so far, after each seed.
+    """
+    runs: list[dict[str, Any]] = []
     for seed in range(arguments.num_seeds):
         with NetLab(arguments.num_hosts, arguments.rate) as lab:
             words = ["--worker", str(seed), "--num-hosts", str(arguments.num_hosts), "--tasks", *arguments.tasks]
@@ -147,7 +152,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         lines = [line.removeprefix(RESULT) for line in said.splitlines() if line.startswith(RESULT)]
         runs += [json.loads(line) for line in lines]
         print(f"seed {seed}: {len(lines)} runs", flush=True)
-    return runs
+        yield runs
 
 
 def time_to(points: list[tuple[int, float, float]], target: float, sign: int) -> float | None:
@@ -207,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit", help="of each host's link in each direction")
-    parser.add_argument("--num-seeds", type=int, default=3)
+    parser.add_argument("--num-seeds", type=int, default=3, help="stored after each")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=list(HOOKS), metavar="HOOK")
     parser.add_argument("--timeout-s", type=float, default=3600, help="for the runs of one seed")
@@ -223,13 +228,13 @@ def main() -> None:
     if REFERENCE not in arguments.hooks:
         parser.error(f"--hooks must hold {REFERENCE!r}, to compare with")
     load = os.getloadavg()[0]
-    runs = measure(arguments)
-    rows = {task: summary(runs, task) for task in arguments.tasks}
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
+    for runs in measure(arguments):
+        rows = {task: summary(runs, task) for task in arguments.tasks}
+        if arguments.output:
+            write_result(arguments.output, {"settings": settings, "tasks": TASKS, "summary": rows, "runs": runs}, load)
     for task, of_task in rows.items():
         print_table(of_task, task)
-    if arguments.output:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
-        write_result(arguments.output, {"settings": settings, "tasks": TASKS, "summary": rows, "runs": runs}, load)
 
 
 if __name__ == "__main__":
