@@ -8,7 +8,7 @@ step is known from outside; it is held against the exposed time that the callbac
 Stragglers: in each trial, a window of steps, one rank drawn at random sleeps before every forward for a share of the
 step, or none does. Counted is how often the callback names the right rank, and how often one that does not sleep. A
 core may be slow for a second by itself, on a virtual machine above all: so the forward passes, in which no rank waits
-for another, are timed apart, and it is counted how often the rank that was named without sleeping was no slower in them.
+for another, are timed apart, and it is counted how often a rank that was named without sleeping was no slower in them.
 
 python benchmarks/comm_time_accuracy.py --output benchmarks/results/comm_time_accuracy_HARDWARE_DATE.json
 """
