@@ -101,7 +101,8 @@ def record_on_cuda() -> tuple[float, float, int]:
     device = torch.device("cuda")
     recorder, observers = StepRecorder(CudaClock(device)), Observers()
     observers.add(recorder)
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(device), bucket_cap_mb=0.3)
+    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(device)
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.3)
     hook = attach_comm_hook(model, PowerSGD(), None, observers=observers)
     for step in range(8):
         if step == 4:  # the first steps make buckets and compile kernels
