@@ -40,7 +40,7 @@ def draw_phases(axes: Axes, record: StepRecord, origin_s: float) -> None:
     for name, start_s, end_s in record.phases:
         draw_bar(axes, start_s - origin_s, end_s - origin_s, 0, COLORS[name])
         if name in ("forward", "backward"):
-            axes.text(1e3 * ((start_s + end_s) / 2 - origin_s), 0, name, ha="center", va="center", fontsize="small")
+            axes.text(1e3 * (start_s - origin_s), 0, f" {name}", ha="left", va="center", fontsize="small")
     if record.buckets:
         start_s = max(bucket.ready_s for bucket in record.buckets)
         end_s = max(bucket.end_s for bucket in record.buckets)
