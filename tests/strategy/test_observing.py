@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from strategy_models import Embedded, Gan, Keeping, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -17,7 +17,7 @@ from lightning_commopt.callbacks.phases import FollowsPhases
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.observing import observe, observers_of, stop_observing
+from lightning_commopt.observing import observe, observe_wrapped, observers_of, stop_observing
 from ranks import run_ranks
 
 SMALL = 0.001  # MiB: three buckets or more
@@ -220,3 +220,17 @@ def fit_reused() -> tuple[int, int]:
 def test_a_strategy_is_watched_again() -> None:
     for first, second in run_ranks(fit_reused):
         assert first == second > 0
+
+
+class Elsewhere(SingleDeviceStrategy):
+    """Exchanges gradients in ways of its own."""
+
+    world_size = 2
+
+
+def test_what_cannot_be_seen_is_said_once() -> None:
+    strategy = Elsewhere(torch.device("cpu"))
+    strategy._lightning_module = strategy.model = Tiny()
+    observe(strategy, StepRecorder(HostClock()))
+    with pytest.warns(UserWarning, match="exchanges of Elsewhere cannot be seen"):
+        observe_wrapped(strategy)
