@@ -225,12 +225,11 @@ def test_a_strategy_is_watched_again() -> None:
 class Elsewhere(SingleDeviceStrategy):
     """Exchanges gradients in ways of its own."""
 
-    world_size = 2
-
 
 def test_what_cannot_be_seen_is_said_once() -> None:
     strategy = Elsewhere(torch.device("cpu"))
-    strategy._lightning_module = strategy.model = Tiny()
+    strategy.model = Tiny()
+    strategy.world_size = 2
     observe(strategy, StepRecorder(HostClock()))
     with pytest.warns(UserWarning, match="exchanges of Elsewhere cannot be seen"):
         observe_wrapped(strategy)
