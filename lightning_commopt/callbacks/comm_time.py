@@ -117,7 +117,7 @@ class CommTimeLogger(FollowsPhases):
         self._reset()
         has_peers = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
         shape = (self._every_n_steps, len(QUANTITIES))
-        self._all_ranks = AllRanks(group_beside() if has_peers else None, shape)
+        self._all_ranks = AllRanks(_group_beside() if has_peers else None, shape)
         # All ranks must ask for log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
         if self._save_records and not getattr(trainer, "fast_dev_run", False):
@@ -245,6 +245,19 @@ class CommTimeLogger(FollowsPhases):
         )
         if self._print_summary and trainer.is_global_zero:
             Console().print(summary_table(self.summary, self.verdict))
+
+
+def _group_beside() -> dist.ProcessGroup | None:
+    """Returns a gloo group of all ranks; None, with a warning, where they cannot reach each other over gloo."""
+    try:
+        return group_beside()
+    except RuntimeError as error:
+        warnings.warn(
+            f"CommTimeLogger: the ranks cannot be gathered over gloo ({error}), so each logs its own times; perhaps"
+            " GLOO_SOCKET_IFNAME must name the network device.",
+            stacklevel=2,
+        )
+        return None
 
 
 def _header(trainer: Trainer) -> dict[str, Any]:

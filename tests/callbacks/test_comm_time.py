@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeLogger
+from lightning_commopt.callbacks import comm_time as comm_time_module
 from lightning_commopt.measure.files import rank_file, read_run
 from ranks import run_ranks
 
@@ -204,6 +205,25 @@ def test_one_process_has_no_exchange(tmp_path: Path) -> None:
         assert metrics["comm_time/exchange_s"] == metrics["comm_time/exposed_s"] == 0
         assert metrics["comm_time/step_s"] > metrics["comm_time/backward_s"] > 0
         assert metrics["comm_time/straggler_rank"] == -1
+
+
+def without_gloo() -> tuple[int, list[str]]:
+    def fail() -> None:
+        raise RuntimeError("connection refused")
+
+    comm_time_module.group_beside = fail  # type: ignore[assignment]
+    kept = Kept()
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        fit(CommTimeLogger(every_n_steps=5), CommOptDDP(), logger=kept)
+    return len(kept.logged), warned(recorded)
+
+
+def test_ranks_that_cannot_be_gathered_log_their_own_times() -> None:
+    for num_logged, said in run_ranks(without_gloo):
+        assert num_logged == 2
+        assert len(said) == 1
+        assert "connection refused" in said[0]
 
 
 def warned(recorded: list[warnings.WarningMessage]) -> list[str]:
