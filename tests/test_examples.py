@@ -85,6 +85,17 @@ def test_plain_differs_in_two_lines() -> None:
     assert len([line for line in lines if "commopt" in line.lower()]) == 2
 
 
+def test_measure(tmp_path: Path) -> None:
+    """If it fails, an existing project cannot be measured, or no trace comes of it."""
+    output = _run(tmp_path, "measure.py")
+    assert "of the step" in output
+    assert "steps/s" in output
+    command = [sys.executable, "-c", "from lightning_commopt.cli import app; app()", "trace", "measured"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
+    assert "87 steps were saved" in said
+    assert (tmp_path / "measured" / "comm_time" / "trace.json").stat().st_size > 10_000
+
+
 def test_fabric(tmp_path: Path) -> None:
     """If it fails, the Fabric example is broken or compresses nothing."""
     output = _run(tmp_path, "fabric.py")
