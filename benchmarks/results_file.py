@@ -23,8 +23,9 @@ def write_result(path: Path, result: dict[str, Any], load_at_start: float) -> No
         load_at_start: other work on the machine: its load average before the measurement.
     """
     info = collect()
+    words = [path.name if word == str(path) and path.is_absolute() else word for word in sys.argv]
     origin = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *words]),  # says nothing of this machine's folders
         "date": date.today().isoformat(),
         "git": git_state(Path(__file__).parent),
         "hardware": f"{info.devices[0].name}, {len(os.sched_getaffinity(0))} cores",
