@@ -31,11 +31,11 @@ from lightning.pytorch.loggers import Logger
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
+from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeLogger
 from lightning_commopt.netlab import NetLab, why_not
-from lightning_commopt.workloads.gpt import GPT, StdlibSources
 
 RESULT = "RESULT "
 SLOWER = 1.1
@@ -126,22 +126,17 @@ def fit(
 ) -> list[dict[str, float]]:
     """Trains, and returns what was logged of each window."""
     collected = Collected()
-    trainer = Trainer(
+    torch.manual_seed(0)
+    train_gpt(
+        num_steps=num_steps,
+        batch_size=arguments.batch_size,
         accelerator="cpu",
         devices=1,
         num_nodes=arguments.num_hosts,
         strategy=strategy,
-        max_steps=num_steps,
-        max_epochs=-1,
-        limit_val_batches=0,
         logger=collected,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[comm_time, *others],
     )
-    torch.manual_seed(0)
-    trainer.fit(GPT(context=64), StdlibSources(context=64, batch_size=arguments.batch_size))
     return collected.windows
 
 

@@ -23,12 +23,12 @@ from lightning.pytorch import Callback, Trainer
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
+from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeLogger
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.record import covered_s
-from lightning_commopt.workloads.gpt import GPT, StdlibSources
 
 RESULT = "RESULT "
 NUM_WARMUP_STEPS = 10
@@ -78,21 +78,16 @@ def run_rank(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         comm_time = CommTimeLogger(dirpath=folder, print_summary=False)
-        trainer = Trainer(
+        train_gpt(
+            num_steps=NUM_WARMUP_STEPS + arguments.num_steps,
+            batch_size=arguments.batch_size,
+            width=arguments.width,
             accelerator=arguments.device,
             devices=1 if arguments.share_gpu else int(os.environ["LOCAL_WORLD_SIZE"]),
             num_nodes=int(os.environ["WORLD_SIZE"]) if arguments.share_gpu else 1,
             strategy=CommOptDDP(**options),
-            max_steps=NUM_WARMUP_STEPS + arguments.num_steps,
-            max_epochs=-1,
-            limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[comm_time, ProfiledSteps(trace)],
         )
-        trainer.fit(GPT(context=64, width=arguments.width), StdlibSources(context=64, batch_size=arguments.batch_size))
         records = read_run(folder)[0].steps[NUM_WARMUP_STEPS:]
         profiled = from_trace(json.loads(trace.read_text())["traceEvents"], arguments.device)
     if rank == 0:

@@ -35,12 +35,12 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from results_file import median_with_interval, write_result
 from rich.console import Console
 from rich.table import Table
+from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeLogger, CUDAProfilerWindow, NVTXRanges
 from lightning_commopt.measure.observer import ExchangeObserver
 from lightning_commopt.observing import ObservedHook, observe, observers_of, stop_observing
-from lightning_commopt.workloads.gpt import GPT, StdlibSources
 
 RESULT = "RESULT "
 NEVER = 10**9
@@ -145,22 +145,17 @@ def peer(variant: str, folder: str) -> Any:
 
 def fit(arguments: argparse.Namespace, num_steps: int, folder: str, callbacks: list[Callback], profiler: Any) -> None:
     """Trains for so many steps."""
-    trainer = Trainer(
+    train_gpt(
+        num_steps=num_steps,
+        batch_size=arguments.batch_size,
         accelerator=arguments.device,
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=CommOptDDP(),
-        max_steps=num_steps,
-        max_epochs=-1,
-        limit_val_batches=0,
         logger=CSVLogger(folder, name="", version="csv"),
         log_every_n_steps=10,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         profiler=profiler,
         callbacks=callbacks,
     )
-    trainer.fit(GPT(context=64), StdlibSources(context=64, batch_size=arguments.batch_size))
 
 
 def time_ours(arguments: argparse.Namespace) -> list[dict[str, float]]:

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from rich.console import Console
+from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeLogger
 from lightning_commopt.measure.summary_table import summary_table
 from lightning_commopt.netlab import NetLab, why_not
-from lightning_commopt.workloads.gpt import GPT, StdlibSources
 
 PLANS: dict[str, Any] = {
     "none": None,
@@ -39,21 +38,15 @@ def run_rank(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     comm_time = CommTimeLogger(dirpath=arguments.output_dir / arguments.worker, print_summary=False)
-    trainer = Trainer(
+    train_gpt(
+        num_steps=arguments.num_steps,
+        batch_size=arguments.batch_size,
         accelerator="cpu",
         devices=1,
         num_nodes=arguments.num_hosts,
         strategy=CommOptDDP(comm_hook=PLANS[arguments.worker], bucket_cap_mb=arguments.bucket_cap_mb),
-        max_steps=arguments.num_steps,
-        max_epochs=-1,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[comm_time],
     )
-    trainer.fit(GPT(context=64), StdlibSources(context=64, batch_size=arguments.batch_size))
     if os.environ["RANK"] == "0":
         assert comm_time.verdict is not None
         Console(width=80).print(summary_table(comm_time.summary, comm_time.verdict))
