@@ -28,7 +28,7 @@ from lightning_commopt.strategy import CommOptDDP
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.sweep.launcher import SweepSettings, register_launcher
 from lightning_commopt.sweep.process import InterruptedRun
-from lightning_commopt.sweep.record import RunRecord
+from lightning_commopt.run_record import RunRecord
 from lightning_commopt.train_display import SweepDisplay, failures, run_table, sweep_table
 
 CONFIG_FILE = "config.yaml"

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_commopt.sweep.job import Job, JobResult, SweepObserver
-from lightning_commopt.sweep.record import RunRecord
+from lightning_commopt.run_record import RunRecord
 
 _BYTES_IN_MB = 1e6
 

@@ -9,7 +9,7 @@ import pytest
 from process_groups import is_group_gone, living_members
 
 from lightning_commopt.measure.files import read_run
-from lightning_commopt.sweep.record import RunRecord
+from lightning_commopt.run_record import RunRecord
 from lightning_commopt.train import flags_first
 
 LIMIT_S = 120

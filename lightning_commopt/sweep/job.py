@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_commopt.sweep.output import LineReader
 from lightning_commopt.sweep.process import InterruptedRun, run_in_group
-from lightning_commopt.sweep.record import RUN_FILE, RunRecord, write_json
+from lightning_commopt.run_record import RUN_FILE, RunRecord, write_json
 
 LOG_FILE = "job.log"
 SUMMARY_FILE = "sweep.json"

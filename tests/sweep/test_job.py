@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lightning_commopt.sweep.job import SUMMARY_FILE, Job, SweepObserver, run_job, save_summary
-from lightning_commopt.sweep.record import RunRecord
+from lightning_commopt.run_record import RunRecord
 
 # Written by hand, as the package takes seconds to import.
 WRITE = "import json; from pathlib import Path; Path('{folder}/run.json').write_text(json.dumps(dict(plan_name='p', "

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_commopt.sweep.record import RUN_FILE, RunRecord, write_json
+from lightning_commopt.run_record import RUN_FILE, RunRecord, write_json
 
 FULL = RunRecord(
     status="finished",
