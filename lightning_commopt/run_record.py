@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
+
+from lightning_commopt.git_state import git_state
+from lightning_commopt.info import devices, versions
 
 RUN_FILE = "run.json"
 
@@ -23,6 +28,7 @@ class RunRecord:
         plan_name: short name of the way the gradients travel.
         overrides: what the user set on the command line.
         strategy: class of the Lightning strategy.
+        device: that rank 0 trained on: the GPU's name, or "cpu".
         plan: the options of the `CommPlan`, if the strategy has one.
         world_size: number of ranks that trained.
         started_at: local time with its offset, ISO 8601.
@@ -32,8 +38,12 @@ class RunRecord:
         num_timed_steps: how many steps the two are taken from.
         wire_bytes_per_step: payload that one rank hands to collectives for its gradients.
         exposed_share: share of a step that communication takes and nothing hides, 0 to 1.
+        comm_time: the summary of `CommTimeLogger`, by its names; empty where there was none.
+        peak_memory_bytes: of the rank that needed most: on a GPU what was allocated, else what the process held.
+        num_parameters: of the model.
         val_loss: at the end.
         val_accuracy: at the end.
+        metrics: whatever the model logged, as it was at the end.
         versions: of Python and packages.
         hardware: the CPU and the GPUs, with names, memory and cores.
         git: commit, and whether files differed from it.
@@ -44,6 +54,7 @@ class RunRecord:
     plan_name: str
     overrides: tuple[str, ...] = ()
     strategy: str | None = None
+    device: str | None = None
     plan: dict[str, Any] | None = None
     world_size: int | None = None
     started_at: str | None = None
@@ -53,8 +64,12 @@ class RunRecord:
     num_timed_steps: int | None = None
     wire_bytes_per_step: float | None = None
     exposed_share: float | None = None
+    comm_time: dict[str, float] = field(default_factory=dict)
+    peak_memory_bytes: float | None = None
+    num_parameters: int | None = None
     val_loss: float | None = None
     val_accuracy: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     hardware: tuple[dict[str, Any], ...] = ()
     git: dict[str, Any] | None = None
@@ -70,12 +85,35 @@ class RunRecord:
 
         Raises:
             FileNotFoundError: there is none.
+            ValueError: the file holds something else.
         """
-        values = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        path = folder / RUN_FILE
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or not {"status", "plan_name"} <= values.keys():
+            raise ValueError(f"{path} is not the record of a run")
         known = {option.name for option in dataclasses.fields(cls)}
         kept = {name: value for name, value in values.items() if name in known}
         lists = {name: tuple(kept.get(name, ())) for name in ("overrides", "hardware")}
         return cls(**{**kept, **lists})
+
+
+def new_record(plan_name: str, overrides: Sequence[str], folder: Path) -> RunRecord:
+    """Returns the record of a run that begins now.
+
+    Args:
+        plan_name: short name of the way the gradients travel.
+        overrides: what the user set on the command line.
+        folder: within the repository that the run is made from, if there is one.
+    """
+    return RunRecord(
+        status="running",
+        plan_name=plan_name,
+        overrides=tuple(overrides),
+        started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+        versions=versions(),
+        hardware=tuple(dataclasses.asdict(device) for device in devices()),
+        git=git_state(folder),
+    )
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,177 @@
+"""What a report is made of. Terminal, JSON, CSV and page show these objects; none of them computes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_commopt.loss_curve import LossPoint
+from lightning_commopt.run_record import RunRecord
+
+Difference = Literal["faster", "slower", "no difference", "unknown"]
+"""Of a throughput from the reference's; unknown where a single run has no interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run as its directory has it.
+
+    Attributes:
+        folder: the directory.
+        record: what it was, and what came out.
+        config: resolved; empty where there is none.
+        overrides: of the command line, name to value.
+        repetition: counted from 0 among the runs of a setting.
+        losses: the curve; empty where there is none.
+    """
+
+    folder: Path
+    record: RunRecord
+    config: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    repetition: int = 0
+    losses: tuple[LossPoint, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The median of a number over the repetitions of a run, and where it may lie.
+
+    Attributes:
+        median: over repetitions.
+        low: lower end of the bootstrap 95 % interval of the median; None with a single value.
+        high: upper end; None with a single value.
+        num_values: repetitions.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+    num_values: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A figure of somebody else's, to stand beside ours.
+
+    Attributes:
+        label: what it says, with its unit: "8.91 steps/s on 8x L40S (PCIe)".
+        source: where it is from.
+        speedup: over the same reference as ours; None where it says something else.
+    """
+
+    label: str
+    source: str
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The runs that differ in nothing but repetition and seed.
+
+    Attributes:
+        name: short, and unique in its group: "bf16, 100 MB buckets, 4 ranks".
+        values: what the sweep varied, name to value.
+        plan_name: short name of the way the gradients travel.
+        world_size: ranks.
+        bucket_cap_mb: MiB in a bucket; None for DDP's default or several sizes.
+        config_lines: YAML to paste: what makes `commopt-train`, or ``CommOptDDP``, do the same.
+        runs: the finished ones, by repetition.
+        samples_per_s: over all ranks; what settings are compared by.
+        steps_per_s: optimizer steps.
+        speedup: of samples_per_s over the reference of the group, from pairs of the same repetition; None for the
+            reference itself.
+        difference: what `speedup` says beyond noise; None for the reference itself.
+        efficiency: speed-up over one rank, divided by the ranks; None without runs on one rank in the group.
+        step_s: seconds of a step, as all of the following from `CommTimeLogger`; None where it was not there.
+        exchange_s: of a step, communication.
+        exposed_s: of a step, communication that nothing hides.
+        exposed_share: of the step, 0 to 1.
+        wire_bytes: payload a step and rank.
+        peak_memory_bytes: of the rank that needed most.
+        val_loss: at the end.
+        val_accuracy: at the end, 0 to 1.
+        published: figures of others for the same setting.
+    """
+
+    name: str
+    values: Mapping[str, str]
+    plan_name: str
+    world_size: int
+    bucket_cap_mb: float | None
+    config_lines: tuple[str, ...]
+    runs: tuple[Run, ...]
+    samples_per_s: Interval | None
+    steps_per_s: Interval | None
+    speedup: Interval | None
+    difference: Difference | None
+    efficiency: float | None
+    step_s: Interval | None
+    exchange_s: Interval | None
+    exposed_s: Interval | None
+    exposed_share: Interval | None
+    wire_bytes: float | None
+    peak_memory_bytes: float | None
+    val_loss: Interval | None
+    val_accuracy: Interval | None
+    published: tuple[Published, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Throughput of one plan against ranks.
+
+    Attributes:
+        plan_name: of the settings, or what else they have in common.
+        num_ranks: in rising order.
+        speedups: over one rank.
+        serial_share: f of Amdahl's law, 1 / speed-up = f + (1 - f) / ranks, by least squares; None with less than two
+            points beyond one rank.
+    """
+
+    plan_name: str
+    num_ranks: tuple[int, ...]
+    speedups: tuple[Interval, ...]
+    serial_share: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Settings that can be compared: the same model, data and link.
+
+    Attributes:
+        name: what distinguishes it from the other groups; empty if it is the only one.
+        settings: in the order of the sweep.
+        reference: one of them, which the speed-ups are over.
+        fastest: by median throughput.
+        scalings: one for each plan that was run on several numbers of ranks; with the runs on one rank in each.
+        answer: sentences: the fastest plan, by how much, at which loss; or that there is no difference.
+    """
+
+    name: str
+    settings: tuple[Setting, ...]
+    reference: Setting
+    fastest: Setting
+    scalings: tuple[Scaling, ...]
+    answer: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that a report says.
+
+    Attributes:
+        title: of the page.
+        groups: in the order of the sweeps.
+        failed: runs without a result; their records say why.
+        problems: what could not be read or should be known, a line each.
+        conditions: hardware, versions, link, dates: name to value.
+    """
+
+    title: str
+    groups: tuple[Group, ...]
+    failed: tuple[Run, ...]
+    problems: tuple[str, ...]
+    conditions: Mapping[str, str]
