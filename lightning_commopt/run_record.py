@@ -79,6 +79,10 @@ class RunRecord:
         """Writes the record into the folder of its run, whole or not at all."""
         write_json(folder / RUN_FILE, dataclasses.asdict(self))
 
+    def failed(self, error: BaseException, seconds: float) -> RunRecord:
+        """Returns the record of the same run, which ``error`` has ended after so many seconds."""
+        return dataclasses.replace(self, status="failed", error=f"{type(error).__name__}: {error}", seconds=seconds)
+
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
         """Reads the record from the folder of its run.

@@ -7,9 +7,7 @@ import os
 import sys
 import time
 import warnings
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -19,16 +17,13 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer, see
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_commopt.callbacks import CommTimeLogger, Throughput
+from lightning_commopt.callbacks import RunRecorder
 from lightning_commopt.conf_path import conf_dir
-from lightning_commopt.git_state import git_state
-from lightning_commopt.info import devices, versions
 from lightning_commopt.run_config import check_config, plan_name, register_resolvers
-from lightning_commopt.strategy import CommOptDDP
+from lightning_commopt.run_record import RunRecord, new_record
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.sweep.launcher import SweepSettings, register_launcher
 from lightning_commopt.sweep.process import InterruptedRun
-from lightning_commopt.run_record import RunRecord
 from lightning_commopt.train_display import SweepDisplay, failures, run_table, sweep_table
 
 CONFIG_FILE = "config.yaml"
@@ -90,28 +85,18 @@ def train(config: DictConfig) -> float | None:
     """
     check_config(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    started = time.perf_counter()
-    record = RunRecord(
-        status="running",
-        plan_name=plan_name(config),
-        overrides=tuple(HydraConfig.get().overrides.task),
-        started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
-        versions=versions(),
-        hardware=tuple(dataclasses.asdict(device) for device in devices()),
-        git=git_state(Path(get_original_cwd())),
-    )
     if not _is_first_rank():
-        return _fit(config, record, folder).val_loss
+        return _fit(config, folder).get("val_loss")
+    started = time.perf_counter()
     OmegaConf.save(config, folder / CONFIG_FILE, resolve=True)
-    record.save(folder)
+    new_record(plan_name(config), HydraConfig.get().overrides.task, Path(get_original_cwd())).save(folder)
     try:
-        record = _fit(config, record, folder)
+        metrics = _fit(config, folder)
     except BaseException as error:
-        record = dataclasses.replace(record, status="failed", error=f"{type(error).__name__}: {error}")
+        RunRecord.load(folder).failed(error, time.perf_counter() - started).save(folder)
         raise
-    finally:
-        record = dataclasses.replace(record, seconds=time.perf_counter() - started)
-        record.save(folder)
+    record = _with_final_metrics(RunRecord.load(folder), metrics, time.perf_counter() - started)
+    record.save(folder)
     if OmegaConf.is_missing(HydraConfig.get().job, "num"):  # else a sweep shows all its jobs in one table
         Console().print(run_table(record))
     return record.val_loss
@@ -151,24 +136,23 @@ def _is_first_rank() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
 
 
-def _fit(config: DictConfig, record: RunRecord, folder: Path) -> RunRecord:
-    """Trains and validates, and returns the record with the results."""
+def _fit(config: DictConfig, folder: Path) -> dict[str, float]:
+    """Trains, leaves a record, and returns the metrics of a validation afterwards."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
-    seed_everything(config.seed, workers=True, verbose=False)
+    seed_everything(config.seed + config.repetition, workers=True, verbose=False)
     data: LightningDataModule = instantiate(config.data, _convert_="all")
     model: LightningModule = instantiate(config.model, _convert_="all")
     callbacks = [instantiate(callback, _convert_="all") for callback in config.callbacks.values() if callback]
     loggers = [instantiate(logger, _convert_="all") for logger in config.logger.values() if logger]
     trainer: Trainer = instantiate(config.trainer, _partial_=True, _convert_="all")(
         strategy=instantiate(config.strategy, _convert_="all"),
-        callbacks=callbacks,
+        callbacks=[*callbacks, RunRecorder(dirpath=folder)],
         logger=loggers or False,
         default_root_dir=str(folder),
     )
     trainer.fit(model, datamodule=data)
-    metrics = _validate(trainer, model, data)
-    return dataclasses.replace(record, **_results(trainer, metrics))
+    return _validate(trainer, model, data)
 
 
 def _validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
@@ -178,26 +162,14 @@ def _validate(trainer: Trainer, model: LightningModule, data: LightningDataModul
     return {name: float(value) for metrics in of_each_loader for name, value in metrics.items()}
 
 
-def _results(trainer: Trainer, metrics: dict[str, float]) -> dict[str, Any]:
-    """Returns the fields of the record that are known after the fit."""
-    strategy = trainer.strategy
-    results: dict[str, Any] = {
-        "status": "finished",
-        "strategy": type(strategy).__name__,
-        "plan": strategy.plan.to_dict() if isinstance(strategy, CommOptDDP) else None,
-        "world_size": trainer.world_size,
-        "val_loss": metrics.get("val_loss"),
-        "val_accuracy": metrics.get("val_accuracy"),
-    }
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, Throughput):
-            results["steps_per_s"] = callback.steps_per_s
-            results["samples_per_s"] = callback.samples_per_s
-            results["num_timed_steps"] = callback.num_steps
-            results["wire_bytes_per_step"] = callback.wire_bytes_per_step
-        elif isinstance(callback, CommTimeLogger):
-            results["exposed_share"] = callback.summary.get("exposed_share")
-    return results
+def _with_final_metrics(record: RunRecord, metrics: dict[str, float], seconds: float) -> RunRecord:
+    return dataclasses.replace(
+        record,
+        seconds=seconds,
+        metrics={**record.metrics, **metrics},
+        val_loss=metrics.get("val_loss", record.val_loss),
+        val_accuracy=metrics.get("val_accuracy", record.val_accuracy),
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ from wheels import REPOSITORY, build_wheel, install_wheel, run_checked
 
 from lightning_commopt import CommPlan, PowerSGD
 from lightning_commopt.compressors import compressor_from_config
+from lightning_commopt.loss_curve import read_losses
+from lightning_commopt.measure.files import read_run
+from lightning_commopt.run_record import RunRecord
 
 _YAML = {path.stem: path for path in (REPOSITORY / "conf" / "downstream" / "commopt").glob("*.yaml")}
 
@@ -122,13 +125,26 @@ def test_composes_at_another_place(project: ForeignProject) -> None:
     assert project.compose("+commopt@engine.fit=bf16").config.engine.fit.strategy.comm_hook == "bf16"
 
 
-def test_adds_one_group_to_a_project_and_no_other(project: ForeignProject) -> None:
+def test_adds_two_groups_to_a_project_and_no_other(project: ForeignProject) -> None:
     """Our model, data and trainer groups would else be options of every Hydra application on the machine."""
     shown = project.compose()
-    assert set(shown.groups) == {"commopt", "data", "experiment", "hydra", "model", "trainer"}
+    assert set(shown.groups) == {"commopt", "commopt_record", "data", "experiment", "hydra", "model", "trainer"}
     assert set(shown.options) == set(_YAML)
     (entry,) = [entry for entry in shown.search_path if entry.startswith("lightning-commopt ")]
     assert entry.endswith("conf/downstream")
+
+
+def test_composes_callbacks_that_record(project: ForeignProject) -> None:
+    targets = {
+        "lightning_commopt.callbacks.Throughput",
+        "lightning_commopt.callbacks.CommTimeLogger",
+        "lightning_commopt.callbacks.RunRecorder",
+    }
+    named = project.compose("+commopt_record=callbacks", "callbacks.commopt_run.val_loss=val/loss").config.callbacks
+    assert {callback._target_ for callback in named.values()} == targets
+    assert named.commopt_run.val_loss == "val/loss"
+    listed = project.compose("+commopt_record=trainer").config.trainer.callbacks
+    assert {callback._target_ for callback in listed} == targets
 
 
 def _assert_trained(record: dict[str, Any], environment: Path, plan: CommPlan, world_size: int = 2) -> None:
@@ -159,3 +175,18 @@ def test_sweep_over_devices_trains_each_job_with_its_own_world(project: ForeignP
     for job, world_size in enumerate((1, 2)):
         plan = CommPlan.from_dict({"comm_hook": "bf16"})
         _assert_trained(project.record(f"sweep/{job}"), environment, plan, world_size)
+
+
+def test_sweep_leaves_the_records_that_commopt_train_leaves(project: ForeignProject) -> None:
+    """If it fails, a report has nothing to read of other people's sweeps."""
+    more = ("trainer=ddp", "trainer.max_steps=14", "+commopt_record=trainer")
+    project.run("-m", *more, "+commopt=none,bf16", "hydra.sweep.dir=sweep")
+    for job, name in enumerate(("none", "bf16")):
+        folder = project.folder / "sweep" / str(job)
+        record = RunRecord.load(folder)
+        assert (record.status, record.plan_name, record.world_size) == ("finished", name, 2)
+        assert f"+commopt={name}" in record.overrides
+        assert record.num_timed_steps == 4
+        assert record.comm_time["exposed_share"] > 0
+        assert [point.step for point in read_losses(folder)] == list(range(1, 15))
+        assert [len(rank.steps) for rank in read_run(folder)] == [14, 14]

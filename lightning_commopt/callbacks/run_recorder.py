@@ -1,0 +1,181 @@
+"""RunRecorder: leaves what a run was, and what came out, in its directory; reports are made from that."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_original_cwd
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_commopt.callbacks.comm_time import CommTimeLogger
+from lightning_commopt.callbacks.throughput import Throughput
+from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.loss_curve import LossCurve, LossPoint, write_losses
+from lightning_commopt.planned import FollowsPlan
+from lightning_commopt.run_record import RunRecord, new_record
+
+_KIBIBYTE = 1 if sys.platform == "darwin" else 1024  # what getrusage counts memory in
+
+
+class RunRecorder(Callback):
+    """Writes ``run.json`` and ``loss.jsonl`` into the run's directory, which is what ``commopt report`` reads.
+
+    ``run.json`` is a `RunRecord`: the plan, versions, hardware and git state from the start of the fit on, and at its
+    end the results of the callbacks `Throughput` and `CommTimeLogger` where the Trainer has them, the metrics that the
+    model logged, and the peak memory. ``loss.jsonl`` is the loss against steps and seconds: of training, averaged over
+    ranks, and of validation. The device is never waited for in training; after the fit the ranks average once.
+
+    Args:
+        dirpath: the run's directory; None for that of the Hydra run, else the Trainer's ``default_root_dir``.
+        val_loss: name of the metric that is the loss in validation.
+        val_accuracy: name of the metric that is the accuracy in validation.
+    """
+
+    def __init__(
+        self, *, dirpath: str | Path | None = None, val_loss: str = "val_loss", val_accuracy: str = "val_accuracy"
+    ) -> None:
+        for option, name in (("val_loss", val_loss), ("val_accuracy", val_accuracy)):
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"{option} must be the name of a metric, got {name!r}")
+        self._dirpath = dirpath
+        self._names = {"val_loss": val_loss, "val_accuracy": val_accuracy}
+        self._record: RunRecord | None = None
+        self._curve = LossCurve()
+        self._validations: list[LossPoint] = []
+        self._num_parameters = 0
+        self._seconds = 0.0
+        self._started: float | None = None
+        self._created = time.perf_counter()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Notes that there is a run."""
+        if stage != "fit":
+            return
+        self._curve, self._validations = LossCurve(), []
+        self._seconds, self._started, self._created = 0.0, None, time.perf_counter()
+        self._num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())  # before FSDP shards them
+        if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
+            is_hydra = HydraConfig.initialized()
+            overrides = HydraConfig.get().overrides.task if is_hydra else ()
+            started_in = Path(get_original_cwd()) if is_hydra else Path.cwd()
+            self._record = new_record(_plan_name(trainer.strategy), overrides, started_in)
+            self._save(self._folder(trainer))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock."""
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Takes in the loss of the batch."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._curve.add(loss, trainer.global_step, self._training_s())
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the clock."""
+        self._seconds, self._started = self._training_s(), None
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes in the loss of the validation, and goes on."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        loss = trainer.callback_metrics.get(self._names["val_loss"])
+        if loss is not None:
+            point = LossPoint(kind="val", step=trainer.global_step, seconds=self._seconds, loss=float(loss))
+            self._validations.append(point)
+        self._started = time.perf_counter()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Averages the losses over ranks, and writes what came out."""
+        device = trainer.strategy.root_device
+        losses = trainer.strategy.reduce(self._curve.values(device), reduce_op="mean")
+        memory = trainer.strategy.reduce(
+            torch.tensor(_peak_memory_bytes(device), dtype=torch.float64, device=device), reduce_op="max"
+        )
+        if self._record is None:
+            return
+        folder = self._folder(trainer)
+        points = [*self._curve.points(losses), *self._validations]
+        results = self._results(trainer) | {"peak_memory_bytes": float(memory)}
+        self._record = dataclasses.replace(self._record, **results)
+        self._save(folder, sorted(points, key=lambda point: (point.step, point.seconds)))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Notes why the run has failed."""
+        if self._record is not None:
+            self._record = self._record.failed(exception, time.perf_counter() - self._created)
+            self._save(self._folder(trainer))
+
+    def _save(self, folder: Path, losses: Sequence[LossPoint] = ()) -> None:
+        assert self._record is not None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if losses:
+                write_losses(folder, losses)
+            self._record.save(folder)
+        except OSError as error:
+            rank_zero_warn(f"RunRecorder: the run cannot be recorded ({error}); training goes on.")
+
+    def _folder(self, trainer: Trainer) -> Path:
+        if self._dirpath is not None:
+            return Path(self._dirpath)
+        if HydraConfig.initialized():
+            return Path(HydraConfig.get().runtime.output_dir)
+        return Path(trainer.default_root_dir)
+
+    def _training_s(self) -> float:
+        return self._seconds + (0.0 if self._started is None else time.perf_counter() - self._started)
+
+    def _results(self, trainer: Trainer) -> dict[str, Any]:
+        """Returns the fields of the record that are known after the fit, on this rank."""
+        strategy = trainer.strategy
+        device = strategy.root_device
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        results: dict[str, Any] = {
+            "status": "finished",
+            "seconds": time.perf_counter() - self._created,
+            "strategy": type(strategy).__name__,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "plan": strategy.plan.to_dict() if isinstance(strategy, FollowsPlan) else None,
+            "world_size": trainer.world_size,
+            "num_parameters": self._num_parameters,
+            "metrics": metrics,
+            **{field: metrics.get(name) for field, name in self._names.items()},
+        }
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Throughput):
+                results["steps_per_s"] = callback.steps_per_s
+                results["samples_per_s"] = callback.samples_per_s
+                results["num_timed_steps"] = callback.num_steps
+                results["wire_bytes_per_step"] = callback.wire_bytes_per_step
+            elif isinstance(callback, CommTimeLogger):
+                results["exposed_share"] = callback.summary.get("exposed_share")
+                results["comm_time"] = dict(callback.summary)
+        return results
+
+
+def _plan_name(strategy: Strategy) -> str:
+    if not isinstance(strategy, FollowsPlan):
+        return type(strategy).__name__
+    comm_hook = strategy.plan.comm_hook
+    return "none" if comm_hook is None else compressor_name(comm_hook)
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIBIBYTE

@@ -1,0 +1,146 @@
+import json
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.callbacks import CommTimeLogger, RunRecorder, Throughput, run_recorder
+from lightning_commopt.loss_curve import LOSS_FILE, read_losses
+from lightning_commopt.run_record import RUN_FILE, RunRecord
+from ranks import run_ranks
+
+BATCH_SIZE = 4
+
+
+class RankLoss(LightningModule):
+    """Its loss is the number of the batch, plus ten times the rank; nothing is learnt."""
+
+    def __init__(self, fails_at=None):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        self.fails_at = fails_at
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.fails_at:
+            raise RuntimeError("no such luck")
+        return 0 * self.layer(batch[0]).sum() + batch_idx + 10 * self.global_rank
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 5.0 + self.global_step, sync_dist=True)
+        self.log("val/acc", 0.25, sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder, *, strategy="auto", devices=1, callbacks=(), recorder=None, model=None, **settings):
+    loader = DataLoader(TensorDataset(torch.ones(6 * devices * BATCH_SIZE, 3)), batch_size=BATCH_SIZE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=devices,
+            strategy=strategy,
+            callbacks=[*callbacks, recorder or RunRecorder(dirpath=folder)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **{"max_epochs": 1, **settings},
+        )
+        trainer.fit(model or RankLoss(), loader, loader)
+
+
+def two_ranks(folder):
+    callbacks = [Throughput(num_warmup_steps=2), CommTimeLogger(num_warmup_steps=2, print_summary=False)]
+    fit(folder, strategy=CommOptDDP(comm_hook="bf16"), devices=2, callbacks=callbacks)
+
+
+def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
+    run_ranks(two_ranks, tmp_path)
+    record = RunRecord.load(tmp_path)
+    assert (record.status, record.plan_name, record.strategy, record.device) == (
+        "finished",
+        "bf16",
+        "CommOptDDP",
+        "cpu",
+    )
+    assert record.plan == {"comm_hook": {"name": "bf16", "accumulate": None}}
+    assert (record.world_size, record.num_parameters, record.num_timed_steps) == (2, 8, 4)
+    assert record.wire_bytes_per_step == 2 * 8
+    assert record.comm_time["wire_bytes"] == 2 * 8
+    assert record.comm_time["exposed_share"] == record.exposed_share
+    assert record.val_loss == 5.0 + 6
+    assert record.metrics["val/acc"] == 0.25
+    assert record.peak_memory_bytes is not None
+    assert record.peak_memory_bytes > 1e7  # no Python with torch in it holds less
+    assert record.seconds is not None
+    assert set(record.versions) >= {"torch", "lightning"}
+
+
+def test_losses_are_averaged_over_ranks(tmp_path):
+    run_ranks(two_ranks, tmp_path)
+    points = read_losses(tmp_path)
+    train = [point for point in points if point.kind == "train"]
+    assert [(point.step, point.loss) for point in train] == [(step + 1, step + 5.0) for step in range(6)]
+    seconds = [point.seconds for point in train]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0
+    assert [(point.step, point.loss) for point in points if point.kind == "val"] == [(6, 11.0)]
+
+
+def test_names_of_metrics_are_the_projects_own(tmp_path):
+    fit(tmp_path, recorder=RunRecorder(dirpath=tmp_path, val_accuracy="val/acc"), val_check_interval=3)
+    record = RunRecord.load(tmp_path)
+    assert (record.val_loss, record.val_accuracy) == (11.0, 0.25)
+    assert [point.step for point in read_losses(tmp_path) if point.kind == "val"] == [3, 6]
+
+
+def test_without_a_place_it_is_the_trainers(tmp_path):
+    fit(tmp_path, recorder=RunRecorder(), default_root_dir=tmp_path)
+    assert RunRecord.load(tmp_path).status == "finished"
+
+
+def test_a_failed_run_keeps_its_error(tmp_path):
+    with pytest.raises(RuntimeError, match="no such luck"):
+        fit(tmp_path, model=RankLoss(fails_at=2))
+    record = RunRecord.load(tmp_path)
+    assert (record.status, record.error) == ("failed", "RuntimeError: no such luck")
+    assert record.seconds is not None
+
+
+def test_a_sanity_check_is_no_validation(tmp_path):
+    fit(tmp_path, num_sanity_val_steps=1)
+    assert [point.step for point in read_losses(tmp_path) if point.kind == "val"] == [6]
+
+
+def test_fast_dev_run_leaves_nothing(tmp_path):
+    fit(tmp_path, fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_does_not_end_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = RankLoss()
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr(run_recorder, "rank_zero_warn", said.append)
+        fit(tmp_path / "file", model=model)
+    assert model.trainer.global_step == 6
+    assert len(said) == 2
+    assert "the run cannot be recorded" in said[0]
+
+
+def test_files_are_json(tmp_path):
+    fit(tmp_path)
+    assert json.loads((tmp_path / RUN_FILE).read_text())["status"] == "finished"
+    assert all(json.loads(line) for line in (tmp_path / LOSS_FILE).read_text().splitlines())
+
+
+@pytest.mark.parametrize("option", ["val_loss", "val_accuracy"])
+def test_a_bad_name_is_refused(option):
+    with pytest.raises(ValueError, match=f"{option} must be the name of a metric, got 3"):
+        RunRecorder(**{option: 3})
