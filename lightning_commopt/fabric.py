@@ -117,7 +117,7 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
 
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
-        check_group(self.world_size)
+        check_group(self.world_size, type(self).__name__)
 
 
 class _SyncControl(_DDPBackwardSyncControl):

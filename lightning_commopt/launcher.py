@@ -15,10 +15,12 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_original_cwd, to_absolute_path
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from omegaconf import OmegaConf
 
 from lightning_commopt.channel import leave_process_group
+from lightning_commopt.planned import check_group
 
 _RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -69,13 +71,33 @@ class MultirunLauncher(_SubprocessScriptLauncher):
             self.procs.append(subprocess.Popen(command, env=environment, cwd=folder))
 
 
-def single_run_command(local_rank: int) -> tuple[list[str], str]:
+class RunsInOwnGroup(DDPStrategy):
+    """Mixed into a strategy that trains with its own number of processes, whatever ran in this process before."""
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method == "popen" and multirun_job_dir() is not None:
+            assert self.cluster_environment is not None
+            self._launcher = MultirunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_distributed(self) -> None:
+        """Joins the process group, and refuses one of another size.
+
+        Raises:
+            MisconfigurationException: the process group has more or fewer ranks than this strategy.
+        """
+        super().setup_distributed()
+        check_group(self.world_size, type(self).__name__)
+
+
+def single_run_command(rank: int | str) -> tuple[list[str], str]:
     """Returns the command line for one more rank of the current job, and the directory to start it in.
 
     The command carries the job's own overrides instead of the sweep's, and writes no configuration of its own.
 
     Args:
-        local_rank: of the process that the command will be.
+        rank: of the process that the command will be; for a command that several ranks share, an interpolation that
+            says it in each, such as ``${oc.env:RANK}``. Names Hydra's log file.
     """
     import __main__
 
@@ -94,7 +116,7 @@ def single_run_command(local_rank: int) -> tuple[list[str], str]:
             for key in ("num", "id")
             if not OmegaConf.is_missing(hydra.job, key)
         ),
-        f"hydra.job.name={_quoted(f'{hydra.job.name}_rank_{local_rank}')}",
+        f"hydra.job.name={_quoted(f'{hydra.job.name}_rank_{rank}')}",
         "hydra.output_subdir=null",
     ]
     return [*program, *_config_flags(), *overrides], get_original_cwd()

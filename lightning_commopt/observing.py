@@ -1,4 +1,4 @@
-"""Who may watch the exchanges of a strategy: ours, or Lightning's DDPStrategy.
+"""Who may watch the exchanges of a strategy: one that shows them itself, or Lightning's DDPStrategy.
 
 DDP compares the annotations of a hook by identity and reads its ``__qualname__``: hence no
 ``from __future__ import annotations`` here, and a bound method as the hook.
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors.settings import say_once
 from lightning_commopt.measure.observer import BucketInfo, ExchangeObserver, Observers
-from lightning_commopt.planned import FollowsPlan
 
 _HOOKS_THAT_CAST_TO_16_BITS = (
     "fp16_compress_hook",
@@ -32,6 +31,10 @@ DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 _observers: WeakKeyDictionary[Strategy, Observers] = WeakKeyDictionary()
 _all_reduces: "WeakKeyDictionary[DistributedDataParallel, _AllReduceOfDDP]" = WeakKeyDictionary()
+
+
+class ShowsExchanges:
+    """Mixed into a strategy that tells its `observers_of` of every exchange."""
 
 
 def observers_of(strategy: Strategy) -> Observers:
@@ -53,7 +56,7 @@ def observe(strategy: Strategy, observer: ExchangeObserver) -> None:
     """
     is_new = strategy not in _observers
     observers = observers_of(strategy)
-    if is_new and isinstance(strategy, DDPStrategy) and not isinstance(strategy, FollowsPlan):
+    if is_new and isinstance(strategy, DDPStrategy) and not isinstance(strategy, ShowsExchanges):
         strategy._ddp_comm_wrapper = observed_wrapper(strategy)
     observers.add(observer)
 
@@ -66,7 +69,7 @@ def stop_observing(strategy: Strategy, observer: ExchangeObserver) -> None:
 def observe_wrapped(strategy: Strategy) -> None:
     """Does what is left to do when the strategy has wrapped the model and `observe` was called."""
     model = strategy.model
-    if isinstance(strategy, FollowsPlan) or not observers_of(strategy):
+    if isinstance(strategy, ShowsExchanges) or not observers_of(strategy):
         return
     if not isinstance(model, DistributedDataParallel):
         if getattr(strategy, "world_size", 1) > 1:

@@ -53,15 +53,19 @@ class FollowsPlan:
                 )
 
 
-def check_group(world_size: int) -> None:
+def check_group(world_size: int, strategy: str) -> None:
     """Refuses a process group that has more or fewer ranks than the strategy, and sees to a clean end of the process.
+
+    Args:
+        world_size: of the strategy.
+        strategy: its name.
 
     Raises:
         MisconfigurationException: the sizes differ.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() != world_size:
         raise MisconfigurationException(
-            f"CommOptDDP was made for {world_size} processes, but the process group that exists has"
+            f"{strategy} was made for {world_size} processes, but the process group that exists has"
             f" {dist.get_world_size()}. Probably an earlier training run in this process left it behind: call"
             " torch.distributed.destroy_process_group() and remove LOCAL_RANK and WORLD_SIZE from the environment"
             " after each run, or start every run in a process of its own (commopt-train does)."

@@ -29,15 +29,15 @@ from lightning_commopt.checks import (
 )
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.hook import attach_comm_hook
-from lightning_commopt.launcher import MultirunLauncher, forget_previous_job, multirun_job_dir
-from lightning_commopt.observing import observed_wrapper, observers_of, register_observed_all_reduce
+from lightning_commopt.launcher import RunsInOwnGroup, forget_previous_job
+from lightning_commopt.observing import ShowsExchanges, observed_wrapper, observers_of, register_observed_all_reduce
 from lightning_commopt.plan import OptionError, plan_from_keywords, plan_options
 from lightning_commopt.plan_change import ChangesPlan
-from lightning_commopt.planned import check_group, say_one_rank
+from lightning_commopt.planned import say_one_rank
 from lightning_commopt.rewrap import Trainable, gradient_bytes
 
 
-class CommOptDDP(ChangesPlan):
+class CommOptDDP(ChangesPlan, RunsInOwnGroup, ShowsExchanges):
     """Lightning's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
     Takes all that ``DDPStrategy`` takes, in the same order, so that its name can be replaced in any project. The
@@ -148,21 +148,6 @@ class CommOptDDP(ChangesPlan):
         """
         sent = self._hook.bytes_sent if self._hook is not None else 0
         return sent + self._bytes_of_closed_hooks + self._native_bytes
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._start_method == "popen" and multirun_job_dir() is not None:
-            assert self.cluster_environment is not None
-            self._launcher = MultirunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_distributed(self) -> None:
-        """Joins the process group, and refuses one of another size.
-
-        Raises:
-            MisconfigurationException: the process group has more or fewer ranks than this strategy.
-        """
-        super().setup_distributed()
-        check_group(self.world_size)
 
     def configure_ddp(self) -> None:
         """Wraps the model, unless there is only one rank."""
