@@ -1,0 +1,495 @@
+"""The naive and the interleaved strategy: they train as DDP does, and show every exchange."""
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from strategy_models import (
+    FEATURES,
+    BatchNormed,
+    Checkpointed,
+    Embedded,
+    Keeping,
+    Manual,
+    Params,
+    Tiny,
+    Unused,
+    assert_same,
+    loader,
+    numbers,
+    trainer,
+)
+from test_observing import GRADIENT_BYTES, Watch, assert_in_order
+from test_strategy_numbers import MODES, Mode
+from torch import Tensor, nn
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.baselines import InterleavedDP, NaiveDP
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.plan import OptionError, UnknownOptionError
+from ranks import run_ranks, run_ranks_or_raise
+
+BASELINES: dict[str, type[NaiveDP] | type[InterleavedDP]] = {"naive": NaiveDP, "interleaved": InterleavedDP}
+PARAMETERS = {name: 4 * parameter.numel() for name, parameter in Tiny().named_parameters()}
+BATCHES = 3  # in an epoch of two ranks
+
+
+class ChannelsLast(Tiny):
+    """Has gradients that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 3, (1, 2))
+        self.to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(FEATURES, 3).T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolved = self.convolution(x.view(-1, 2, 1, 3)).flatten(1)
+        return self.layers(convolved + x @ self.turned.T @ self.turned)
+
+
+class Complex(Tiny):
+    """Has a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.randn(FEATURES, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers((x * self.phases).abs())
+
+
+class NormedByHand(Manual):
+    """Steps by itself, has buffers that every forward changes, and validates."""
+
+    def __init__(self) -> None:
+        super().__init__(accumulate=2)
+        self.norm = nn.BatchNorm1d(FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.norm(x))
+
+
+class CountedInValidation(BatchNormed):
+    """Has a buffer that a validation changes, to something else on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(1))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.seen += self.global_rank + 1
+
+
+def without(*names: str) -> dict[str, Mode]:
+    return {name: mode for name, mode in MODES.items() if name not in names}
+
+
+# Lightning's DDPStrategy trains on where parameters are frozen or unfrozen within a fit, but wrongly.
+REFERENCES: dict[str, Callable[[], DDPStrategy]] = {
+    "unfrozen_in_training": CommOptDDP,
+    "frozen_in_training": CommOptDDP,
+}
+EVERY_MODE = without("unused", "unused_now_and_then", "sparse") | {
+    "channels_last": Mode(module=ChannelsLast),
+    "complex": Mode(module=Complex),
+    "buffers_accumulating": Mode(module=BatchNormed, trainer=lambda: {"accumulate_grad_batches": 2}),
+    "buffers_manual": Mode(module=NormedByHand),
+    "buffers_validated": Mode(module=CountedInValidation, trainer=lambda: {"val_check_interval": 1}),
+}
+
+
+def fit(strategy: Any, mode: Mode, **options: Any) -> Params:
+    module = mode.module()
+    trainer(strategy, **mode.trainer(), **options).fit(module, loader(mode.samples), loader(8))
+    return numbers(module)
+
+
+def fit_each(name: str) -> tuple[Params, dict[str, Params]]:
+    mode = EVERY_MODE[name]
+    reference = REFERENCES.get(name, lambda: DDPStrategy(**mode.strategy))()
+    return fit(reference, mode), {key: fit(strategy(), mode) for key, strategy in BASELINES.items()}
+
+
+@cache
+def fitted(name: str) -> list[tuple[Params, dict[str, Params]]]:
+    return run_ranks(fit_each, name)
+
+
+@pytest.mark.parametrize("strategy", BASELINES)
+@pytest.mark.parametrize("name", EVERY_MODE)
+def test_trains_as_ddp_bit_by_bit(name: str, strategy: str) -> None:
+    """If it fails, a comparison of strategies compares different trainings; buffers of each rank are compared too."""
+    for of_ddp, of_baselines in fitted(name):
+        assert_same(of_baselines[strategy], of_ddp)
+
+
+@pytest.mark.parametrize("name", ["automatic", "manual", "gan", "accumulation_2", "batch_norm"])
+def test_three_ranks(name: str) -> None:
+    """If it fails, the average is wrong where it is not that of two ranks."""
+    answers = run_ranks(fit_each, name, world_size=3)
+    for of_ddp, of_baselines in answers:
+        for strategy, params in of_baselines.items():
+            assert_same(params, of_ddp, rtol=1e-5)
+            shared = {key: values for key, values in params.items() if "running" not in key}
+            assert_same({key: answers[0][1][strategy][key] for key in shared}, shared)
+
+
+class Branched(Tiny):
+    """Computes its branches in another order on every rank, and in every epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.global_rank + self.current_epoch
+        outputs = {place % 4: self.branches[place % 4](x) for place in range(first, first + 4)}
+        return self.layers(outputs[0] + outputs[1] * outputs[2] + outputs[3])
+
+
+def fit_branched() -> tuple[Params, Params, list[StepRecord]]:
+    watch = Watch()
+    mode = Mode(module=Branched)
+    return fit(NaiveDP(), mode), fit(InterleavedDP(), mode, callbacks=[watch]), watch.records()
+
+
+def test_ranks_whose_graphs_differ() -> None:
+    """If it fails, gradients of one parameter are averaged with those of another."""
+    for naive, interleaved, records in run_ranks(fit_branched):
+        assert_same(interleaved, naive)
+        assert all(len(record.buckets) == 14 for record in records)
+
+
+class Differs(BatchNormed):
+    """Starts as another model on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            for values in (*self.parameters(), *self.buffers()):
+                values.add_(dist.get_rank())
+
+
+class LookAtStart(Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.params = numbers(pl_module)
+
+
+def fit_models_that_differ(strategy: str) -> Params:
+    look = LookAtStart()
+    fit(BASELINES[strategy](), Mode(module=Differs), callbacks=[look])
+    return look.params
+
+
+@pytest.mark.parametrize("strategy", BASELINES)
+def test_all_ranks_start_as_rank_0(strategy: str) -> None:
+    """If it fails, ranks average the gradients of different models."""
+    first, second = run_ranks(fit_models_that_differ, strategy)
+    assert_same(second, first)
+
+
+class OtherShape(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[4] = nn.Linear(24, 1 + dist.get_rank())
+
+
+def fit_other_shapes(strategy: str) -> None:
+    fit(BASELINES[strategy](), Mode(module=OtherShape))
+
+
+@pytest.mark.parametrize("strategy", BASELINES)
+def test_models_of_other_shapes_are_refused(strategy: str) -> None:
+    """If it fails, ranks with different models hang, or abort without a word."""
+    traces = [trace or "" for _, trace in run_ranks_or_raise(fit_other_shapes, strategy, world_size=2)]
+    assert any("shape" in trace for trace in traces)
+
+
+def fit_watched(strategy: str, module: type[Tiny], options: dict[str, Any]) -> tuple[Params, Params, Any]:
+    watch, mode = Watch(), Mode(module=module, trainer=lambda: options)
+    watched = BASELINES[strategy]()
+    params = fit(watched, mode, callbacks=[watch])
+    return params, fit(BASELINES[strategy](), mode), (watch.records(), watched.wire_bytes)
+
+
+WATCHED: dict[str, tuple[type[Tiny], dict[str, Any], int]] = {
+    "automatic": (Tiny, {}, 1),
+    "accumulating": (Tiny, {"accumulate_grad_batches": 3}, 3),
+    "gradients kept": (Keeping, {}, 1),
+    "manual": (Manual, {}, 1),
+}
+
+
+@pytest.mark.parametrize("strategy", BASELINES)
+@pytest.mark.parametrize("model", WATCHED)
+def test_every_gradient_is_seen_once(model: str, strategy: str) -> None:
+    """If it fails, communication times of the baselines are wrong, or measuring changes the training."""
+    module, options, num_accumulated = WATCHED[model]
+    for watched, unwatched, (records, wire_bytes) in run_ranks(fit_watched, strategy, module, options):
+        assert_same(watched, unwatched)
+        assert len(records) == 2 * BATCHES // num_accumulated
+        assert sum(record.wire_bytes for record in records) == wire_bytes == len(records) * GRADIENT_BYTES
+        for record in records:
+            assert [bucket.index for bucket in record.buckets] == list(range(len(PARAMETERS)))
+            assert sorted(bucket.gradient_bytes for bucket in record.buckets) == sorted(PARAMETERS.values())
+            assert record.gradient_bytes == GRADIENT_BYTES
+            assert all(bucket.wire_bytes == bucket.gradient_bytes for bucket in record.buckets)
+            assert_in_order(record)
+            assert_overlap(strategy, record)
+
+
+def assert_overlap(strategy: str, record: StepRecord) -> None:
+    ready = [bucket.ready_s for bucket in record.buckets]
+    if strategy == "naive":
+        assert record.overlapped_share == 0
+        assert max(ready) <= min(bucket.start_s for bucket in record.buckets)
+    else:
+        assert all(bucket.start_s < later for bucket, later in zip(record.buckets, ready[1:], strict=False))
+
+
+class Slow(Tiny):
+    """Takes a while to compute the gradients of its first layer, when those of the others are there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        if first.requires_grad:
+            first.register_hook(take_a_while)
+        return self.layers[1:](first)
+
+
+def take_a_while(gradient: Tensor) -> None:
+    torch.ones(1000, 1000).matmul(torch.ones(1000, 1000))
+
+
+def overlap_of_slow_backward(strategy: str) -> float:
+    watch = Watch()
+    fit(BASELINES[strategy](), Mode(module=Slow), callbacks=[watch])
+    return float(np.median([record.overlapped_share or 0 for record in watch.records()[1:]]))
+
+
+def test_exchange_is_hidden_behind_backward_by_one_of_them() -> None:
+    """If it fails, the interleaved strategy waits within backward."""
+    assert run_ranks(overlap_of_slow_backward, "naive") == [0, 0]
+    assert max(run_ranks(overlap_of_slow_backward, "interleaved")) > 0.1
+
+
+def names_in_order() -> list[list[str]]:
+    watch = Watch()
+    fit(InterleavedDP(), Mode(module=Swapped), callbacks=[watch])
+    steps = watch.recorder.take(100)
+    return [[info.names[0] for info in step.layout.values()] for step in steps]
+
+
+class Swapped(Tiny):
+    """Uses its layers in another order than it names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.early(x))
+
+
+def test_order_follows_the_first_backward() -> None:
+    """If it fails, gradients wait for others that come later in every step."""
+    for first, *others in run_ranks(names_in_order):
+        assert first == [name for name, _ in reversed(list(Swapped().named_parameters()))]
+        assert all(all(name.startswith("early.") for name in names[-2:]) for names in others)
+        assert all(sorted(names) == sorted(first) for names in others)
+
+
+class Reentrant(Checkpointed):
+    """Uses one layer in two checkpoints that are reentrant."""
+
+    def __init__(self) -> None:
+        super().__init__(use_reentrant=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[:2](x)
+        for _ in range(2):
+            hidden = torch.utils.checkpoint.checkpoint(self.layers[2:4], hidden, use_reentrant=True)
+        return self.layers[4](hidden)
+
+
+class UnusedOnOneRank(Tiny):
+    """Does not use its last layer on rank 1."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.global_rank == 1:
+            return self.layers[:4](batch[0]).square().mean()
+        return super().loss(batch)
+
+
+def fit_once(strategy: str, module: type[Tiny]) -> None:
+    fit(BASELINES[strategy](timeout=timedelta(seconds=5)), Mode(module=module))
+
+
+@pytest.mark.parametrize("strategy", BASELINES)
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Unused, "backward gave no gradient to never.weight, never.bias, sometimes.weight, sometimes.bias: these"),
+        (Embedded, "'table.weight' has a sparse gradient"),
+    ],
+)
+def test_gradients_that_cannot_be_exchanged_are_refused(module: type[Tiny], message: str, strategy: str) -> None:
+    """If it fails, ranks hang, or train what is not exchanged each by itself."""
+    for _, trace in run_ranks_or_raise(fit_once, strategy, module, world_size=2):
+        assert f"MisconfigurationException: {message}" in (trace or "")
+
+
+@pytest.mark.parametrize("strategy", BASELINES)
+def test_a_gradient_that_one_rank_lacks_is_named_by_it(strategy: str) -> None:
+    """If it fails, ranks wait for each other without a word of why."""
+    answers = run_ranks_or_raise(fit_once, strategy, UnusedOnOneRank, world_size=2, limit_s=60, group_timeout_s=5)
+    assert "backward gave no gradient to layers.4.weight, layers.4.bias" in (answers[1][1] or "")
+    assert answers[0][1] is not None
+
+
+def fit_reentrant() -> Params:
+    return fit(NaiveDP(), Mode(module=Reentrant))
+
+
+def test_gradients_that_come_twice() -> None:
+    """If it fails, half of a gradient is averaged."""
+    first, second = run_ranks(fit_reentrant)
+    assert_same(second, first)
+    for _, trace in run_ranks_or_raise(fit_once, "interleaved", Reentrant, world_size=2):
+        assert "MisconfigurationException: the gradient of 'layers.2." in (trace or "")
+        assert "came twice in one backward" in (trace or "")
+
+
+@pytest.mark.parametrize("strategy", BASELINES.values())
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bucket_cap_mb": 25}, OptionError, "bucket_cap_mb has no effect in (Naive|Interleaved)DP"),
+        ({"find_unused_parameters": True}, OptionError, "find_unused_parameters has no effect.* use CommOptDDP"),
+        ({"ddp_comm_hook": print}, OptionError, "ddp_comm_hook has no effect"),
+        ({"comm_hook": "bf16"}, OptionError, "comm_hook has no effect"),
+        ({"bucket_cap": 25}, UnknownOptionError, "unknown option 'bucket_cap'; known options: accelerator, "),
+        ({"start_method": "thread"}, OptionError, "start_method must be one of popen, .* got 'thread'"),
+        ({"timeout": 5}, OptionError, "timeout must be a timedelta above 0 or None, got 5"),
+        ({"process_group_backend": 1}, OptionError, "process_group_backend must be .* got 1"),
+    ],
+)
+def test_options_are_checked(strategy: Any, options: Any, error: type[Exception], message: str) -> None:
+    """If it fails, an option is silently without effect."""
+    with pytest.raises(error, match=message):
+        strategy(**options)
+
+
+def train_on_three(strategy: str) -> None:
+    trainer(BASELINES[strategy](), devices=3).fit(Tiny(), loader())
+
+
+@pytest.mark.parametrize("strategy", BASELINES)
+def test_process_group_of_another_size_is_refused(strategy: str) -> None:
+    """If it fails, a job of a sweep trains on the number of processes that the last one had."""
+    for _, trace in run_ranks_or_raise(train_on_three, strategy, world_size=2):
+        assert f"{BASELINES[strategy].__name__} was made for 3 processes" in (trace or "")
+
+
+def fit_alone(strategy: str | None) -> tuple[Params, int]:
+    watch = Watch()
+    chosen: Any = BASELINES[strategy]() if strategy else SingleDeviceStrategy(torch.device("cpu"))
+    params = fit(chosen, Mode(module=BatchNormed), callbacks=[watch])
+    assert not any(record.buckets for record in watch.records())
+    return params, getattr(chosen, "wire_bytes", 0)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    """If it fails, one process pays for an exchange, or trains otherwise than without."""
+    ((expected, _),) = run_ranks(fit_alone, None, world_size=1)
+    for strategy in BASELINES:
+        ((params, wire_bytes),) = run_ranks(fit_alone, strategy, world_size=1)
+        assert_same(params, expected, rtol=1e-5)  # the order of sums depends on the processor
+        assert wire_bytes == 0
+
+
+def resume(strategy: str) -> tuple[Params, Params]:
+    through = fit(BASELINES[strategy](), Mode(module=BatchNormed), max_epochs=3)
+    folder = [str(Path.cwd() / "checkpoints")]
+    dist.broadcast_object_list(folder)
+    saver = ModelCheckpoint(folder[0], filename="kept")
+    fit(BASELINES[strategy](), Mode(module=BatchNormed), max_epochs=1, enable_checkpointing=True, callbacks=[saver])
+    resumed = BatchNormed()
+    trainer(BASELINES[strategy](), max_epochs=3).fit(resumed, loader(), ckpt_path=saver.best_model_path)
+    return through, numbers(resumed)
+
+
+@pytest.mark.parametrize("strategy", BASELINES)
+def test_resume_from_checkpoint(strategy: str) -> None:
+    """If it fails, a run that is resumed goes another way than one that was never interrupted."""
+    through, resumed = run_ranks(resume, strategy)[0]  # the others have gone on with rank 0's buffers
+    assert_same(resumed, through)
+
+
+def use_all_loops(strategy: str) -> tuple[Params, Params, tuple[float, float, int], int]:
+    results = []
+    ours = BASELINES[strategy]()
+    for chosen in (ours, DDPStrategy()):
+        module = Tiny()
+        run = trainer(chosen)
+        run.fit(module, loader(), loader())
+        run.fit_loop.max_epochs = 4
+        run.fit(module, loader())
+        validated, tested = run.validate(module, loader()), run.test(module, loader())
+        predicted = run.predict(module, loader())
+        assert predicted is not None
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
+        results.append((numbers(module), (validated[0]["val_loss"], tested[0]["test_loss"], len(predicted))))
+    (params, said), (of_ddp, _) = results
+    return params, of_ddp, said, ours.wire_bytes
+
+
+@pytest.mark.parametrize("strategy", BASELINES)
+def test_all_loops_and_a_second_fit(strategy: str) -> None:
+    """If it fails, a strategy cannot be used again, or leaves its hooks on the model."""
+    for ours, of_ddp, (validated, tested, num_predicted), wire_bytes in run_ranks(use_all_loops, strategy):
+        assert_same(ours, of_ddp)
+        assert validated == pytest.approx(tested)
+        assert num_predicted == BATCHES
+        assert wire_bytes == 4 * BATCHES * GRADIENT_BYTES
+
+
+class Breaks(Tiny):
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.global_step == 1:
+            raise ArithmeticError("broken on purpose")
+
+
+def break_a_fit(strategy: str) -> int:
+    module = Breaks()
+    with pytest.raises(ArithmeticError):
+        trainer(BASELINES[strategy]()).fit(module, loader())
+    return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("strategy", BASELINES)
+def test_a_fit_that_breaks_leaves_no_hooks(strategy: str) -> None:
+    """If it fails, a model goes on exchanging when its fit is over."""
+    assert run_ranks(break_a_fit, strategy) == [0, 0]
+
+
+@pytest.mark.parametrize("strategy", BASELINES.values())
+def test_strategy_pickles(strategy: type[NaiveDP]) -> None:
+    """If it fails, start_method="spawn" cannot hand the strategy to its processes."""
+    copied = pickle.loads(pickle.dumps(strategy(start_method="spawn", timeout=timedelta(seconds=9))))
+    assert copied._start_method == "spawn"
+    assert copied._timeout == timedelta(seconds=9)
