@@ -25,6 +25,10 @@ class Run:
         overrides: of the command line, name to value.
         repetition: counted from 0 among the runs of a setting.
         losses: the curve; empty where there is none.
+        name: of the directory, for people: relative to the one that was asked for.
+        root: the directory that was asked for.
+        group: name of the group that it belongs to.
+        setting: name of the setting that it belongs to; a failed run may be the only one of its name.
     """
 
     folder: Path
@@ -33,6 +37,10 @@ class Run:
     overrides: Mapping[str, str] = field(default_factory=dict)
     repetition: int = 0
     losses: tuple[LossPoint, ...] = ()
+    name: str = ""
+    root: Path = Path()
+    group: str = ""
+    setting: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +99,11 @@ class Setting:
         exposed_share: of the step, 0 to 1.
         wire_bytes: payload a step and rank.
         peak_memory_bytes: of the rank that needed most.
-        val_loss: at the end.
+        val_loss: at the end, of the runs that have a finite one.
         val_accuracy: at the end, 0 to 1.
         published: figures of others for the same setting.
+        is_lossy: the gradients that arrive are not those that were sent.
+        num_diverged: runs whose final loss is no number.
     """
 
     name: str
@@ -117,6 +127,8 @@ class Setting:
     val_loss: Interval | None
     val_accuracy: Interval | None
     published: tuple[Published, ...] = ()
+    is_lossy: bool = False
+    num_diverged: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +160,7 @@ class Group:
         fastest: by median throughput.
         scalings: one for each plan that was run on several numbers of ranks; with the runs on one rank in each.
         answer: sentences: the fastest plan, by how much, at which loss; or that there is no difference.
+        recommended: what the answer says to use; None where there is nothing to choose from.
     """
 
     name: str
@@ -156,6 +169,7 @@ class Group:
     fastest: Setting
     scalings: tuple[Scaling, ...]
     answer: tuple[str, ...]
+    recommended: Setting | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,166 @@
+"""What the numbers of a group say, in words: what to use, what it brings, what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_commopt.report.final_loss import loss_sentence, loss_verdict
+from lightning_commopt.report.model import Setting
+from lightning_commopt.report.phrases import compared, in_quotes, listed, significant
+from lightning_commopt.report.reference import compare_settings
+
+
+class Answer(NamedTuple):
+    """What to tell, and what it comes to.
+
+    Attributes:
+        sentences: two to five.
+        recommended: the setting to use; None where there is nothing to choose from.
+    """
+
+    sentences: tuple[str, ...]
+    recommended: Setting | None
+
+
+def answer_for(settings: Sequence[Setting], reference: Setting) -> Answer:
+    """Returns the answer for a group.
+
+    Args:
+        settings: all of the group, with their speed-ups over the reference.
+        reference: one of them.
+    """
+    ranked = sorted((setting for setting in settings if setting.samples_per_s is not None), key=_rate, reverse=True)
+    if not ranked:
+        return Answer(("No run has a throughput: without the callback Throughput nothing can be compared.",), None)
+    if len(settings) == 1 or reference.samples_per_s is None:
+        why = "there is nothing to compare it with" if len(settings) == 1 else f"{in_quotes(reference.name)} has none"
+        return Answer((f"{in_quotes(ranked[0].name)} made {_shown_rate(ranked[0])}{_loss(ranked[0])}; {why}.",), None)
+    if reference.world_size == 1:
+        return _choice(ranked, reference)
+    # The question is how several ranks should exchange; whether they are worth it comes last.
+    answer = _choice([setting for setting in ranked if setting.world_size > 1], reference)
+    on_one = [setting for setting in ranked if setting.world_size == 1]
+    return Answer((*answer.sentences, *_one_process(on_one, answer.recommended)), answer.recommended)
+
+
+def _choice(ranked: Sequence[Setting], reference: Setting) -> Answer:
+    """Chooses from settings by falling throughput, the reference among them."""
+    others = [setting for setting in ranked if setting.speedup is not None]
+    last = [*_on_most_ranks(ranked, reference), *_single_runs(others)]
+    winners = [setting for setting in others if _is_faster(setting)]
+    if not winners:
+        return Answer((*_nothing_better(ranked[0], others, reference), *last), reference)
+    fastest = winners[0]
+    sentences = [_lead(fastest, reference), *loss_sentence(fastest, reference)]
+    usable = [setting for setting in winners if loss_verdict(setting, reference) != "worse"]
+    recommended = usable[0] if usable else reference
+    if recommended is fastest:
+        recommended, more = _among_equals(fastest, usable, reference)
+    else:
+        more = [_instead(recommended, reference)]
+    return Answer((*sentences, *more, *last), recommended)
+
+
+def _is_faster(setting: Setting) -> bool:
+    if setting.difference == "unknown":
+        return setting.speedup is not None and setting.speedup.median > 1
+    return setting.difference == "faster"
+
+
+def _rate(setting: Setting) -> float:
+    assert setting.samples_per_s is not None
+    return setting.samples_per_s.median
+
+
+def _shown_rate(setting: Setting) -> str:
+    return f"{significant(_rate(setting))} samples/s"
+
+
+def _loss(setting: Setting) -> str:
+    return "" if setting.val_loss is None else f" with a final loss of {significant(setting.val_loss.median, 4)}"
+
+
+def _lead(fastest: Setting, reference: Setting) -> str:
+    assert fastest.speedup is not None
+    rates = f"{significant(_rate(fastest))} against {_shown_rate(reference)}"
+    of_ideal = ""
+    if reference.world_size == 1 and fastest.world_size > 1:
+        share = fastest.speedup.median / fastest.world_size
+        of_ideal = f", {100 * share:.0f} % of what {fastest.world_size} ranks could give"
+    what = "has the highest throughput" if fastest.difference == "unknown" else "is the fastest"
+    return (
+        f"{in_quotes(fastest.name)} {what}: {compared(fastest.speedup, in_quotes(reference.name))}, {rates}{of_ideal}."
+    )
+
+
+def _instead(setting: Setting, reference: Setting) -> str:
+    if setting is reference:
+        return f"Nothing else is faster than {in_quotes(reference.name)} beyond noise: leave the rest off."
+    assert setting.speedup is not None
+    kind = "its loss is no worse" if setting.is_lossy else "lossless"
+    return f"Use {in_quotes(setting.name)} ({kind}): {compared(setting.speedup, in_quotes(reference.name))}."
+
+
+def _among_equals(fastest: Setting, usable: Sequence[Setting], reference: Setting) -> tuple[Setting, list[str]]:
+    """Names those that are as fast within noise, and prefers one that loses nothing."""
+    equals = [setting for setting in usable[1:] if _is_equal(setting, fastest)]
+    lossless = [setting for setting in usable if not setting.is_lossy]
+    if fastest.is_lossy and lossless and lossless[0] in equals:
+        return lossless[0], [f"{in_quotes(lossless[0].name)} is as fast within noise, and lossless: use that."]
+    sentences = [f"As fast within noise: {listed([setting.name for setting in equals])}."] if equals else []
+    if fastest.is_lossy and loss_verdict(fastest, reference) == "unknown":
+        name, than = in_quotes(lossless[0].name) if lossless else "", in_quotes(reference.name)
+        fast = compared(lossless[0].speedup, than) if lossless and lossless[0].speedup is not None else ""
+        none = f"No lossless one is faster than {than} beyond noise."
+        sentences.append(f"The fastest lossless one is {name}: {fast}." if lossless else none)
+    return fastest, sentences
+
+
+def _is_equal(setting: Setting, other: Setting) -> bool:
+    comparison = compare_settings(setting, other)
+    return comparison is not None and comparison.difference == "no difference"
+
+
+def _nothing_better(first: Setting, others: Sequence[Setting], reference: Setting) -> list[str]:
+    """Says that the reference need not be changed, and how near the next one comes."""
+    name = in_quotes(reference.name)
+    if first is reference:
+        is_known = all(setting.difference != "unknown" for setting in others)
+        what = "is the fastest" if is_known else "has the highest throughput"
+        sentences = [f"{name} {what}, at {_shown_rate(reference)}: leave the rest off."]
+    else:
+        sentences = [f"Nothing is faster than {name} beyond noise: leave the rest off."]
+    nearest = next(iter(others), None)
+    if nearest is None or nearest.speedup is None:
+        return sentences
+    within = ", which is within noise" if nearest.difference == "no difference" else ""
+    return [*sentences, f"{in_quotes(nearest.name)}, the nearest, is {compared(nearest.speedup, name)}{within}."]
+
+
+def _on_most_ranks(ranked: Sequence[Setting], reference: Setting) -> list[str]:
+    """Says so if the most ranks are not the fastest."""
+    most = max(setting.world_size for setting in ranked)
+    fastest, on_most = ranked[0], next(setting for setting in ranked if setting.world_size == most)
+    if fastest.world_size == most or on_most is reference:
+        return []
+    comparison = compare_settings(on_most, fastest)
+    if comparison is None or comparison.difference != "slower":
+        return []
+    than = in_quotes(fastest.name)
+    return [f"On {most} ranks the fastest is {in_quotes(on_most.name)}: {compared(comparison.ratio, than)}."]
+
+
+def _one_process(on_one: Sequence[Setting], recommended: Setting | None) -> list[str]:
+    """Says so if one process alone is faster than what was chosen for several."""
+    comparison = compare_settings(on_one[0], recommended) if on_one and recommended is not None else None
+    if comparison is None or comparison.difference != "faster" or recommended is None:
+        return []
+    says = compared(comparison.ratio, in_quotes(recommended.name))
+    return [f"{in_quotes(on_one[0].name)} alone is {says}: more ranks do not pay here."]
+
+
+def _single_runs(others: Sequence[Setting]) -> list[str]:
+    if any(setting.difference == "unknown" for setting in others):
+        return ["With single runs the noise is unknown: repeat=3 shows which differences last."]
+    return []

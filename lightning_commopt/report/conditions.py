@@ -1,0 +1,117 @@
+"""Under what conditions runs were made, and whether they were the same for what is compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from lightning_commopt.report.model import Group, Run
+from lightning_commopt.report.runs import FoundRuns
+from lightning_commopt.report.words import setting_name, spelled
+from lightning_commopt.run_record import RunRecord
+
+_NUM_COMMIT_DIGITS = 10
+
+
+def title_of(found: FoundRuns, folders: Sequence[Path]) -> str:
+    """Returns the experiments' names, or where there are none that of the directories."""
+    names = dict.fromkeys(run.overrides.get("experiment", "null") for run in (*found.finished, *found.failed))
+    named = [spelled(name) for name in names if name != "null"]
+    return ", ".join(named or dict.fromkeys(folder.resolve().name for folder in folders))
+
+
+def conditions_of(found: FoundRuns) -> dict[str, str]:
+    """Returns what a reader must know to judge the numbers, name to value."""
+    runs = [*found.finished, *found.failed]
+    said = {
+        "runs": _num_runs(found),
+        "hardware": _all(runs, lambda run: _hardware(run.record)),
+        "trained on": _all(runs, lambda run: run.record.device),
+        "ranks": _all(runs, lambda run: str(run.record.world_size or "")),
+        "link": _all(runs, _link),
+        "parameters": _all(runs, lambda run: _num_parameters(run.record)),
+        "samples a rank and batch": _all(runs, _batch_size),
+        "timed steps": _all(runs, lambda run: str(run.record.num_timed_steps or "")),
+        "versions": _all(runs, lambda run: ", ".join(f"{name} {v}" for name, v in run.record.versions.items())),
+        "git": _all(runs, lambda run: _commit(run.record)),
+        "date": _dates(runs),
+    }
+    return {name: value for name, value in said.items() if value}
+
+
+def mixed_conditions(groups: Iterable[Group]) -> list[str]:
+    """Returns a line for each condition that was not the same for all runs of a group."""
+    lines: dict[str, list[str]] = {}
+    groups = list(groups)
+    for group in groups:
+        runs = [run for setting in group.settings for run in setting.runs]
+        for line in _mixed(runs):
+            lines.setdefault(line, []).append(group.name)
+    return [f"{'' if len(names) == len(groups) else ', '.join(names) + ': '}{line}" for line, names in lines.items()]
+
+
+def _mixed(runs: Sequence[Run]) -> list[str]:
+    packages = dict.fromkeys(name for run in runs for name in run.record.versions)
+    asked: dict[str, Callable[[Run], str | None]] = {
+        **{f"versions of {name}": partial(_version, name=name) for name in packages},
+        "hardware": lambda run: _hardware(run.record),
+        "devices": lambda run: run.record.device,
+        "git commits": lambda run: _commit(run.record),
+        "numbers of parameters": lambda run: _num_parameters(run.record),
+    }
+    found = {what: [value for run in runs if (value := read(run))] for what, read in asked.items()}
+    return [
+        f"runs with different {what} are compared: {' and '.join(dict.fromkeys(values))}"
+        for what, values in found.items()
+        if len(set(values)) > 1
+    ]
+
+
+def _version(run: Run, *, name: str) -> str | None:
+    return run.record.versions.get(name)
+
+
+def _all(runs: Iterable[Run], read: Callable[[Run], str | None]) -> str:
+    return "; ".join(dict.fromkeys(value for run in runs if (value := read(run))))
+
+
+def _num_runs(found: FoundRuns) -> str:
+    failed = f", {len(found.failed)} failed" if found.failed else ""
+    return f"{len(found.finished)} finished{failed}"
+
+
+def _hardware(record: RunRecord) -> str:
+    shown = Counter(
+        f"{device.get('name', device.get('kind', 'unknown'))}"
+        + (f", {device['num_cores']} cores" if device.get("kind") == "cpu" and "num_cores" in device else "")
+        for device in record.hardware
+    )
+    return " + ".join(name if count == 1 else f"{count}x {name}" for name, count in shown.items())
+
+
+def _link(run: Run) -> str | None:
+    link = run.config.get("link", run.overrides.get("link"))
+    return None if link in (None, "null") else setting_name({"link": str(link)})[0]
+
+
+def _num_parameters(record: RunRecord) -> str | None:
+    return None if record.num_parameters is None else f"{record.num_parameters / 1e6:.3g} M"
+
+
+def _batch_size(run: Run) -> str | None:
+    data = run.config.get("data")
+    return str(data["batch_size"]) if isinstance(data, dict) and data.get("batch_size") is not None else None
+
+
+def _commit(record: RunRecord) -> str | None:
+    commit = (record.git or {}).get("commit")
+    if not isinstance(commit, str):
+        return None
+    return commit[:_NUM_COMMIT_DIGITS] + (" with changes" if (record.git or {}).get("has_changes") else "")
+
+
+def _dates(runs: Iterable[Run]) -> str:
+    days = sorted({run.record.started_at[:10] for run in runs if run.record.started_at})
+    return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else ""

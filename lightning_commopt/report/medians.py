@@ -1,0 +1,84 @@
+"""A setting's numbers: medians over what its runs recorded."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_commopt.report.config_lines import config_lines
+from lightning_commopt.report.intervals import median_interval
+from lightning_commopt.report.model import Interval, Run, Setting
+from lightning_commopt.report.settings import RunsOfSetting
+from lightning_commopt.run_record import RunRecord
+
+_LOSSLESS_HOOKS = ("none", "all_reduce")
+
+
+def throughput(run: Run) -> float | None:
+    """Returns the samples per second of a run over all ranks; None where there is no sensible number."""
+    rate = run.record.samples_per_s
+    return rate if rate is not None and math.isfinite(rate) and rate > 0 else None
+
+
+def measured_setting(found: RunsOfSetting) -> Setting:
+    """Returns a setting with everything that its own runs say of it, and nothing that others do."""
+    records = [run.record for run in found.runs]
+    first = records[0]
+    rates = [rate for run in found.runs if (rate := throughput(run)) is not None]
+    return Setting(
+        name=found.name,
+        values=found.values,
+        plan_name=first.plan_name,
+        world_size=first.world_size or 1,
+        bucket_cap_mb=_bucket_cap_mb(found.runs[0]),
+        config_lines=config_lines(found.runs[0], found.values),
+        runs=found.runs,
+        samples_per_s=median_interval(rates),
+        steps_per_s=_interval(records, lambda record: record.steps_per_s),
+        speedup=None,
+        difference=None,
+        efficiency=None,
+        step_s=_interval(records, lambda record: record.comm_time.get("step_s")),
+        exchange_s=_interval(records, lambda record: record.comm_time.get("exchange_s")),
+        exposed_s=_interval(records, lambda record: record.comm_time.get("exposed_s")),
+        exposed_share=_interval(records, lambda record: record.exposed_share),
+        wire_bytes=_median(records, lambda record: record.wire_bytes_per_step),
+        peak_memory_bytes=_median(records, lambda record: record.peak_memory_bytes),
+        val_loss=_interval(records, lambda record: record.val_loss),
+        val_accuracy=_interval(records, lambda record: record.val_accuracy),
+        is_lossy=_is_lossy(first.plan),
+        num_diverged=sum(record.val_loss is not None and not math.isfinite(record.val_loss) for record in records),
+    )
+
+
+def _values(records: Sequence[RunRecord], read: Callable[[RunRecord], float | None]) -> list[float]:
+    return [value for record in records if (value := read(record)) is not None and math.isfinite(value)]
+
+
+def _interval(records: Sequence[RunRecord], read: Callable[[RunRecord], float | None]) -> Interval | None:
+    return median_interval(_values(records, read))
+
+
+def _median(records: Sequence[RunRecord], read: Callable[[RunRecord], float | None]) -> float | None:
+    values = _values(records, read)
+    return statistics.median(values) if values else None
+
+
+def _bucket_cap_mb(run: Run) -> float | None:
+    options: Any = run.record.plan if run.record.plan is not None else run.config.get("strategy")
+    cap = options.get("bucket_cap_mb") if isinstance(options, Mapping) else None
+    return float(cap) if isinstance(cap, (int, float)) and not isinstance(cap, bool) else None
+
+
+def _is_lossy(options: Any) -> bool:
+    """Returns whether the compressor of a plan, or one within it, changes gradients."""
+    hook = options.get("comm_hook") if isinstance(options, Mapping) else None
+    while isinstance(hook, Mapping):
+        inner = hook.get("inner")
+        if not isinstance(inner, Mapping) and hook.get("name", "none") not in _LOSSLESS_HOOKS:
+            # A hierarchy or a wrapper is as lossy as what it wraps.
+            return inner != "none"
+        hook = inner
+    return isinstance(hook, str) and hook not in _LOSSLESS_HOOKS

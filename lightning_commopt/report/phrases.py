@@ -1,0 +1,88 @@
+"""Numbers as people read them, with as many digits as their noise leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from lightning_commopt.report.intervals import MIN_VALUES_OF_AN_INTERVAL
+from lightning_commopt.report.model import Interval
+
+_TIMES_FROM = 2.0
+_MAX_NAMES = 3
+
+
+def in_quotes(name: str) -> str:
+    """Returns a setting's name as a sentence can hold it, commas and all."""
+    return f'"{name}"'
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first few of some names, and how many more there are.
+
+    >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])
+    ('"a" and "b"', '"a", "b" and 3 more')
+    """
+    shown = [in_quotes(name) for name in (names if len(names) <= _MAX_NAMES else names[: _MAX_NAMES - 1])]
+    if len(shown) < len(names):
+        return f"{', '.join(shown)} and {len(names) - len(shown)} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Returns a number with three significant digits, or all of those before its point.
+
+    >>> significant(1234.5), significant(12.345), significant(0.012345)
+    ('1234', '12.3', '0.0123')
+    """
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{decimals}f}"
+
+
+def compared(ratio: Interval, than: str) -> str:
+    """Returns how much faster or slower a ratio of throughputs is.
+
+    >>> compared(Interval(median=1.654, low=1.58, high=1.71, num_values=3), "it")
+    '65 % faster than it (58 to 71 % in 3 repetitions)'
+    >>> compared(Interval(median=2.31, low=None, high=None, num_values=1), "it")
+    '2.3 times as fast as it'
+    """
+    if ratio.median >= _TIMES_FROM:
+        ends = _ends(ratio, lambda value: f"{value:.1f}", "")
+        return f"{ratio.median:.1f} times as fast as {than}{ends}"
+    word, sign = ("faster", 1) if ratio.median >= 1 else ("slower", -1)
+    decimals = _decimals(ratio)
+    ends = _ends(ratio, lambda value: f"{100 * sign * (value - 1):.{decimals}f}", " %", sign)
+    return f"{100 * sign * (ratio.median - 1):.{decimals}f} % {word} than {than}{ends}"
+
+
+def percent_change(change: float) -> str:
+    """Returns a relative change with two digits that say something.
+
+    >>> percent_change(0.1234), percent_change(-0.0123), percent_change(0.00012)
+    ('12 %', '1.2 %', '0.01 %')
+    """
+    value = abs(100 * change)
+    return f"{value:.{0 if value >= 10 else 1 if value >= 1 else 2}f} %"
+
+
+def _decimals(ratio: Interval) -> int:
+    if ratio.low is None or ratio.high is None:
+        return 0 if abs(ratio.median - 1) >= 0.1 else 1
+    return 0 if ratio.high - ratio.low >= 0.02 else 1
+
+
+def _ends(ratio: Interval, shown: Callable[[float], str], unit: str, sign: int = 1) -> str:
+    if ratio.low is None or ratio.high is None:
+        return ""
+    low, high = (shown(end) for end in ((ratio.low, ratio.high) if sign > 0 else (ratio.high, ratio.low)))
+    span = f"{low} to {high}{unit}"
+    if ratio.num_values < MIN_VALUES_OF_AN_INTERVAL:
+        return (
+            f" (in all {ratio.num_values} repetitions)"
+            if low == high
+            else f" ({span} in {ratio.num_values} repetitions)"
+        )
+    return "" if low == high else f" (95 % interval {span})"

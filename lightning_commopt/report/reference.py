@@ -1,0 +1,87 @@
+"""Which setting of a group the others are compared with, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_commopt.report.intervals import Comparison, compare
+from lightning_commopt.report.medians import throughput
+from lightning_commopt.report.model import Setting
+from lightning_commopt.report.settings import turn
+from lightning_commopt.report.words import canonical, is_ranks
+
+_UNCOMPRESSED_DDP = ("none", "DDPStrategy")
+_FIRST_RUNG = "one_bucket"
+_DEFAULT_BUCKET_MB = 25
+_NEUTRAL = ("null", "none", "false", "", "ddp", "commopt", "1")
+
+
+def choose_reference(settings: Sequence[Setting], asked: str | None = None) -> Setting:
+    """Returns the setting that a group's others are compared with.
+
+    Args:
+        settings: of the group, at least one.
+        asked: name of one; where the group has none of this name, the choice is ours.
+
+    Returns:
+        One process, where the ways of using more of them are compared, or nothing but their number. Else DDP without
+        compression on the most ranks, with the fewest options, as near to DDP's own size of buckets as there is. Else
+        the first.
+    """
+    named = [setting for setting in settings if asked is not None and setting.name.lower() == asked.lower()]
+    if named:
+        return named[0]
+    on_one = [setting for setting in settings if setting.world_size == 1]
+    if on_one and _compares_numbers_of_ranks(settings):
+        return on_one[0]
+    rungs = [setting for setting in settings if setting.values.get("rung") == _FIRST_RUNG]
+    plain = [setting for setting in settings if setting.plan_name in _UNCOMPRESSED_DDP and setting.world_size > 1]
+    if rungs or not plain:
+        return (rungs or list(settings))[0]
+    return min(plain, key=lambda setting: (-setting.world_size, *_distance_from_default(setting)))
+
+
+def compare_settings(setting: Setting, other: Setting) -> Comparison | None:
+    """Compares the throughput of two settings, in pairs if both were run in the same repetitions.
+
+    Returns:
+        The ratio of ``setting`` over ``other``; None where one of the two has no throughput.
+    """
+    ours, theirs = _rates(setting), _rates(other)
+    if not ours or not theirs:
+        return None
+    by_turn, their_by_turn = dict(ours), dict(theirs)
+    is_paired = by_turn.keys() == their_by_turn.keys() and len(by_turn) == len(ours) and len(by_turn) == len(theirs)
+    if is_paired:
+        return compare(list(by_turn.values()), [their_by_turn[key] for key in by_turn], is_paired=True)
+    return compare([rate for _, rate in ours], [rate for _, rate in theirs], is_paired=False)
+
+
+def without_ranks(values: Mapping[str, str]) -> dict[str, str]:
+    """Returns what overrides say apart from the number of ranks and of nodes."""
+    return {
+        name: value
+        for name, value in values.items()
+        if not is_ranks(name) and name not in ("trainer.num_nodes", "hosts")
+    }
+
+
+def _rates(setting: Setting) -> list[tuple[tuple[str, str, str], float]]:
+    return [(turn(run), rate) for run in setting.runs if (rate := throughput(run)) is not None]
+
+
+def _compares_numbers_of_ranks(settings: Sequence[Setting]) -> bool:
+    if len({setting.world_size for setting in settings}) == 1:
+        return False
+    others = [without_ranks(setting.values) for setting in settings]
+    return any("way" in values for values in others) or all(values == others[0] for values in others)
+
+
+def _distance_from_default(setting: Setting) -> tuple[int, float]:
+    options = [
+        name
+        for name, value in without_ranks(setting.values).items()
+        if value.lower() not in _NEUTRAL and canonical(name) != "comm_hook"
+    ]
+    cap = setting.bucket_cap_mb
+    return len(options), 0.0 if cap is None else abs(cap - _DEFAULT_BUCKET_MB)

@@ -1,0 +1,229 @@
+"""Finds the runs below directories and reads what they left; what cannot be read becomes a line, not an end."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_commopt.loss_curve import LOSS_FILE, LossPoint, read_losses
+from lightning_commopt.measure.files import FOLDER, notices, read_run
+from lightning_commopt.report.model import Run
+from lightning_commopt.run_config import CONFIG_FILE
+from lightning_commopt.run_record import RUN_FILE, RunRecord
+from lightning_commopt.sweep.continuing import EARLIER_FOLDER
+from lightning_commopt.sweep.job import SUMMARY_FILE
+
+_MAX_DEPTH = 6
+_MAX_NAMES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundRuns:
+    """What lies below some directories.
+
+    Attributes:
+        finished: in the order of the directories, and of the numbers in their names.
+        failed: the same.
+        problems: a line each.
+    """
+
+    finished: tuple[Run, ...]
+    failed: tuple[Run, ...]
+    problems: tuple[str, ...]
+
+
+def read_runs(folders: Sequence[Path]) -> FoundRuns:
+    """Reads all runs below some directories.
+
+    Args:
+        folders: each a sweep's directory, with runs at any depth down to six, or a run's own.
+
+    Raises:
+        ValueError: there is neither a finished run nor a failed one.
+    """
+    reader = _Reader()
+    for folder, shown in _shown_names(folders).items():
+        reader.read_folder(folder, shown)
+    problems = (*reader.problems, *reader.missing_parts())
+    if not reader.finished and not reader.failed:
+        asked = ", ".join(map(str, folders))
+        raise ValueError("; ".join(problems) or f"{asked}: nothing to report")
+    return FoundRuns(finished=tuple(reader.finished), failed=tuple(reader.failed), problems=problems)
+
+
+def split_override(text: str) -> tuple[str, str]:
+    """Returns name and value of an override, as settings are compared by.
+
+    >>> split_override("+commopt@engine.fit=bf16"), split_override("data.name='a b'")
+    (('commopt', 'bf16'), ('data.name', 'a b'))
+    """
+    name, _, value = text.partition("=")
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        value = value[1:-1]
+    return name.lstrip("+~").partition("@")[0], value
+
+
+@dataclass
+class _Reader:
+    """Collects runs, and what is wrong with them."""
+
+    finished: list[Run] = field(default_factory=list)
+    failed: list[Run] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    lacking: dict[str, list[str]] = field(default_factory=dict)
+
+    def read_folder(self, folder: Path, shown: str) -> None:
+        if not folder.is_dir():
+            what = "is no directory" if folder.exists() else "does not exist"
+            self.problems.append(f"{folder} {what}")
+            return
+        run_folders = list(_run_folders(folder))
+        if not run_folders:
+            self.problems.append(f"{folder} is no sweep: there is no {RUN_FILE} in it, nor in its subdirectories")
+        for run_folder in run_folders:
+            name = (Path(shown) / run_folder.relative_to(folder)).as_posix()
+            self._read_run(run_folder, folder, folder.resolve().name if name == "." else name)
+
+    def missing_parts(self) -> list[str]:
+        """Returns a line for everything that runs lack, with their names."""
+        return [f"{what}: {_listed(names)}" for what, names in self.lacking.items()]
+
+    def _read_run(self, folder: Path, root: Path, name: str) -> None:
+        try:
+            record = RunRecord.load(folder)
+            _check_record(record)
+        except (OSError, ValueError, TypeError) as error:
+            self.problems.append(f"{name}/{RUN_FILE} cannot be read, the run is left out: {_in_a_line(error, folder)}")
+            return
+        if record.status == "running":
+            self._lacks("still running, or killed without a word; left out", name)
+            return
+        overrides = dict(split_override(override) for override in record.overrides)
+        run = Run(folder=folder, record=record, overrides=overrides, name=name, root=root)
+        if record.status == "failed":
+            self.failed.append(run)
+            return
+        config, losses = self._config(run), self._losses(run)
+        self._check_steps(run)
+        if record.samples_per_s is None or not math.isfinite(record.samples_per_s) or record.samples_per_s <= 0:
+            self._lacks("no throughput, which the callback Throughput measures", name)
+        self.finished.append(dataclasses.replace(run, config=config, losses=losses))
+
+    def _config(self, run: Run) -> Mapping[str, Any]:
+        for path in (run.folder / CONFIG_FILE, run.folder / ".hydra" / CONFIG_FILE):
+            if not path.is_file():
+                continue
+            try:
+                config = yaml.safe_load(path.read_text(encoding="utf-8"))
+                if isinstance(config, dict):
+                    return config
+                raise ValueError(f"no mapping but {type(config).__name__}")
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                shown = path.relative_to(run.folder)
+                self.problems.append(f"{run.name}/{shown} cannot be read: {_in_a_line(error, run.folder)}")
+        return {}
+
+    def _losses(self, run: Run) -> tuple[LossPoint, ...]:
+        try:
+            losses = tuple(read_losses(run.folder))
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{run.name}/{LOSS_FILE} cannot be read: {_in_a_line(error, run.folder)}")
+            return ()
+        if not losses:
+            self._lacks(f"no {LOSS_FILE}, hence no curve of the loss", run.name)
+        return losses
+
+    def _check_steps(self, run: Run) -> None:
+        try:
+            said = notices(read_run(run.folder))
+        except FileNotFoundError:
+            self._lacks(f"no steps in {FOLDER}, which CommTimeLogger saves, hence no timeline", run.name)
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{run.name}/{FOLDER} cannot be read: {_in_a_line(error, run.folder)}")
+        else:
+            self.problems += [f"{run.name}: {_relative(line, run.folder)}" for line in said]
+
+    def _lacks(self, what: str, name: str) -> None:
+        self.lacking.setdefault(what, []).append(name)
+
+
+def _shown_names(folders: Sequence[Path]) -> dict[Path, str]:
+    """Returns how to call each directory: not at all if it is the only one, and by the whole path if names clash."""
+    distinct = list(dict.fromkeys(folders))
+    names = [folder.resolve().name for folder in distinct]
+    if len(distinct) == 1:
+        return {distinct[0]: ""}
+    return {
+        folder: name if names.count(name) == 1 else str(folder) for folder, name in zip(distinct, names, strict=True)
+    }
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    """Yields the directories with a record, nearest first; nothing below one of them is looked at."""
+    for here, inner, files in os.walk(folder):
+        depth = len(Path(here).relative_to(folder).parts)
+        if RUN_FILE in files:
+            yield Path(here)
+        is_end = RUN_FILE in files or depth >= _MAX_DEPTH
+        kept = [] if is_end else [name for name in inner if not name.startswith(".")]
+        set_aside = EARLIER_FOLDER if SUMMARY_FILE in files else None
+        inner[:] = sorted((name for name in kept if name != set_aside), key=_natural)
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts "2" before "10"."""
+    parts = re.split(r"(\d+)", name)
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_mapping_to(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(map(is_right, value.values()))
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "Status": lambda value: value in ("running", "finished", "failed"),
+    "str": lambda value: isinstance(value, str),
+    "str | None": lambda value: value is None or isinstance(value, str),
+    "int | None": lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool)),
+    "float | None": lambda value: value is None or _is_number(value),
+    "tuple[str, ...]": lambda value: all(isinstance(inner, str) for inner in value),
+    "tuple[dict[str, Any], ...]": lambda value: all(isinstance(inner, dict) for inner in value),
+    "dict[str, Any] | None": lambda value: value is None or isinstance(value, dict),
+    "dict[str, float]": lambda value: _is_mapping_to(value, _is_number),
+    "dict[str, str]": lambda value: _is_mapping_to(value, lambda inner: isinstance(inner, str)),
+}
+
+
+def _check_record(record: RunRecord) -> None:
+    """Checks types, which `RunRecord.load` takes as they are."""
+    for option in dataclasses.fields(record):
+        value = getattr(record, option.name)
+        if not _TYPES[str(option.type)](value):
+            raise ValueError(f"{option.name} is {str(value)[:80]!r}, which is no {option.type}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) <= _MAX_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[: _MAX_NAMES - 1])} and {len(names) - _MAX_NAMES + 1} more"
+
+
+def _in_a_line(error: Exception, folder: Path) -> str:
+    return _relative(" ".join(str(error).split()), folder) or type(error).__name__
+
+
+def _relative(text: str, folder: Path) -> str:
+    """Returns text without the way to a run's directory, which the reader need not see twice."""
+    return text.replace(f"{folder}{os.sep}", "")

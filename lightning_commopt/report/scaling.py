@@ -1,0 +1,90 @@
+"""Throughput against ranks, and what Amdahl's law makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from lightning_commopt.report.model import Interval, Scaling, Setting
+from lightning_commopt.report.reference import compare_settings, without_ranks
+from lightning_commopt.report.words import setting_name, spelled
+
+
+def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
+    """Returns a curve for each plan of a group that ran on several numbers of ranks.
+
+    One process is a point of every curve: that of the same plan if there is one, else the first of the group. Without
+    any there are no curves.
+    """
+    curves = []
+    for series in _series(settings):
+        base = one_process_for(series[0], settings)
+        if base is None:
+            continue
+        points = [(base.world_size, Interval(median=1.0, low=1.0, high=1.0, num_values=len(base.runs)))]
+        for setting in sorted(series, key=lambda each: each.world_size):
+            comparison = compare_settings(setting, base)
+            if setting.world_size > 1 and comparison is not None:
+                points.append((setting.world_size, comparison.ratio))
+        if len(points) < 2:
+            continue
+        num_ranks = tuple(ranks for ranks, _ in points)
+        speedups = tuple(speedup for _, speedup in points)
+        serial_share = amdahl_serial_share(num_ranks, [speedup.median for speedup in speedups])
+        curves.append(
+            Scaling(
+                plan_name=_name(series[0], settings), num_ranks=num_ranks, speedups=speedups, serial_share=serial_share
+            )
+        )
+    return tuple(curves)
+
+
+def amdahl_serial_share(num_ranks: Sequence[int], speedups: Sequence[float]) -> float | None:
+    """Fits f of Amdahl's law, 1 / speed-up = f + (1 - f) / ranks, by least squares of 1 / speed-up.
+
+    Args:
+        num_ranks: of each point; those of one rank say nothing and are left out.
+        speedups: over one rank, of the same points.
+
+    Returns:
+        f as it comes out: below 0 where more ranks are worth more than their number. None with less than two points.
+
+    >>> round(amdahl_serial_share([1, 2, 4], [1, 1 / 0.55, 1 / 0.325]), 6)
+    0.1
+    """
+    points = [(1 - 1 / ranks, 1 / speedup - 1 / ranks) for ranks, speedup in zip(num_ranks, speedups, strict=True)]
+    beyond_one = [(x, y) for x, y in points if x > 0]
+    if len(beyond_one) < 2:
+        return None
+    return sum(x * y for x, y in beyond_one) / sum(x * x for x, _ in beyond_one)
+
+
+def one_process_for(setting: Setting, settings: Sequence[Setting]) -> Setting | None:
+    """Returns the setting on one rank that a setting's speed-up is over: of the same plan, else the group's first."""
+    on_one = [each for each in settings if each.world_size == 1 and each.samples_per_s is not None]
+    same = [each for each in on_one if without_ranks(each.values) == without_ranks(setting.values)]
+    return next(iter([*same, *on_one] if setting.world_size > 1 else on_one), None)
+
+
+def _series(settings: Sequence[Setting]) -> list[list[Setting]]:
+    """Returns the settings that differ in nothing but the number of ranks, for each plan with several numbers."""
+    alike: dict[str, list[Setting]] = {}
+    for setting in settings:
+        alike.setdefault(json.dumps(without_ranks(setting.values), sort_keys=True), []).append(setting)
+    # Ways are there to be compared with one process, also on a single other number of ranks.
+    return [
+        series
+        for series in alike.values()
+        if len({setting.world_size for setting in series}) > 1
+        or ("way" in series[0].values and series[0].world_size > 1)
+    ]
+
+
+def _name(setting: Setting, settings: Sequence[Setting]) -> str:
+    """Returns what tells a plan from the others of its group."""
+    values = {
+        name: value
+        for name, value in without_ranks(setting.values).items()
+        if any(other.values.get(name) != value for other in settings)
+    }
+    return (setting_name(values)[0] if values else "") or spelled(setting.plan_name)

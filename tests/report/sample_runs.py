@@ -1,0 +1,296 @@
+"""Directories of runs as commopt-train leaves them, with times and losses that follow from what a plan sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import yaml
+
+from lightning_commopt.loss_curve import LossPoint, write_losses
+from lightning_commopt.measure.files import StepWriter, rank_file
+from lightning_commopt.measure.observer import BucketInfo
+from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
+from lightning_commopt.measure.statistics import StepStatistics, row
+from lightning_commopt.report.build import build_report
+from lightning_commopt.report.model import Report
+from lightning_commopt.run_record import RunRecord
+
+NUM_STEPS = 3
+BATCH_SIZE = 32
+VERSIONS = {"python": "3.11.7", "lightning_commopt": "0.1.0", "torch": "2.15.0", "lightning": "2.6.6", "hydra": "1.3.8"}
+CPU = {"kind": "cpu", "name": "AMD EPYC", "memory_bytes": 8 * 2**30, "num_cores": 2}
+
+POWERSGD = {"name": "powersgd", "matrix_rank": 1, "start_step": 0, "error_feedback": True}
+PLANS: dict[str, Any] = {"none": None, "bf16": {"name": "bf16"}, "int8": {"name": "int8"}, "powersgd": POWERSGD}
+LOSSES = {"none": 2.0, "bf16": 2.001, "int8": 2.004, "powersgd": 2.11}
+WIRE_SHARES = {"none": 1.0, "bf16": 0.5, "int8": 0.26, "powersgd": 0.015}
+COMPRESSION_S = {"none": 0.0, "bf16": 0.012, "int8": 0.03, "powersgd": 0.02}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRun:
+    """What a run was.
+
+    Attributes:
+        overrides: of the command line.
+        plan: options of the plan; None for strategies without one.
+        compute_s: of a step, forward and backward on one rank.
+        wire_s: of a step, all buckets.
+        compression_s: of a step, all buckets.
+        noise: standard deviation of the step's time, as a share of it.
+        changed: fields of the record that are to be something else.
+    """
+
+    overrides: tuple[str, ...] = ()
+    plan_name: str = "none"
+    strategy: str = "CommOptDDP"
+    plan: Mapping[str, Any] | None = field(default_factory=dict)
+    world_size: int = 2
+    compute_s: float = 0.06
+    wire_s: float = 0.32
+    compression_s: float = 0.0
+    num_buckets: int = 1
+    gradient_bytes: int = 40_000_000
+    wire_bytes: int = 40_000_000
+    batch_size: int = BATCH_SIZE
+    loss: float = 2.0
+    noise: float = 0.01
+    num_parameters: int = 10_000_000
+    config: Mapping[str, Any] = field(default_factory=dict)
+    changed: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_run(folder: Path, run: SampleRun) -> RunRecord:
+    """Writes ``run.json``, ``config.yaml``, ``loss.jsonl`` and the steps of all ranks; returns the record."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = Random(" ".join(run.overrides) or str(folder.name))
+    slowness = 1 + random.gauss(0, run.noise)
+    ranks = [[_step(run, step, slowness) for step in range(NUM_STEPS)] for _ in range(run.world_size)]
+    for rank, steps in enumerate(ranks):
+        header = {"rank": rank, "world_size": run.world_size, "origin_unix_s": 1.7e9, "device": "cpu"}
+        StepWriter(rank_file(folder, rank), header).write(steps, _layout(run))
+    statistics = StepStatistics()
+    statistics.update(torch.tensor([[row(step) for step in steps] for steps in ranks], dtype=torch.float64))
+    comm_time = {name: float(value) for name, value in statistics.compute().items()}
+    loss = run.loss * (1 + random.gauss(0, 0.004))
+    write_losses(folder, _losses(loss, comm_time["step_s"], random))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 0, "repetition": 0, **run.config}), encoding="utf-8")
+    record = RunRecord(
+        status="finished",
+        plan_name=run.plan_name,
+        overrides=run.overrides,
+        strategy=run.strategy,
+        device="cpu",
+        plan=None if run.plan is None else dict(run.plan),
+        world_size=run.world_size,
+        started_at="2026-11-21T12:00:00+00:00",
+        seconds=200 * comm_time["step_s"] + 10,
+        steps_per_s=comm_time["steps_per_s"],
+        samples_per_s=comm_time["samples_per_s"],
+        num_timed_steps=190,
+        wire_bytes_per_step=comm_time["wire_bytes"],
+        exposed_share=comm_time["exposed_share"],
+        comm_time=comm_time,
+        peak_memory_bytes=4.0 * run.num_parameters * 4 + 3e8,
+        num_parameters=run.num_parameters,
+        val_loss=loss,
+        val_accuracy=0.9 - loss / 10,
+        metrics={"val_loss": loss},
+        versions=VERSIONS,
+        hardware=(CPU,),
+        git={"commit": "0123456789abcdef", "has_changes": False},
+    )
+    record = replace(record, **run.changed)
+    record.save(folder)
+    return record
+
+
+def plan_run(comm_hook: str, bucket_cap_mb: int, repetition: int, more: Sequence[str] = ()) -> SampleRun:
+    """A job of a sweep over comm hooks and bucket sizes, 40 MB of gradients on a link of 1 Gbit/s."""
+    plan = {"bucket_cap_mb": bucket_cap_mb} | ({} if PLANS[comm_hook] is None else {"comm_hook": PLANS[comm_hook]})
+    overrides = (f"strategy/comm_hook={comm_hook}", f"strategy.bucket_cap_mb={bucket_cap_mb}")
+    return SampleRun(
+        overrides=(*more, *overrides, f"repetition={repetition}"),
+        plan_name=comm_hook,
+        plan=plan,
+        wire_s=0.32 * WIRE_SHARES[comm_hook],
+        compression_s=COMPRESSION_S[comm_hook],
+        num_buckets=-(-40 // bucket_cap_mb),
+        wire_bytes=int(40e6 * WIRE_SHARES[comm_hook]),
+        loss=LOSSES[comm_hook],
+    )
+
+
+def write_sweep(folder: Path, num_repetitions: int = 3) -> Path:
+    """Writes a sweep of 4 plans x 2 bucket sizes, repetition by repetition; returns its directory."""
+    jobs = [
+        plan_run(comm_hook, bucket_cap_mb, repetition)
+        for repetition in range(num_repetitions)
+        for comm_hook in PLANS
+        for bucket_cap_mb in (25, 100)
+    ]
+    return _write_jobs(folder, jobs)
+
+
+_RUNGS: dict[str, dict[str, Any]] = {
+    "one_process": {"strategy": "SingleDeviceStrategy", "plan_name": "SingleDeviceStrategy", "plan": None},
+    "ddp_one_process": {"strategy": "DDPStrategy", "plan_name": "DDPStrategy", "plan": None, "compute_s": 0.063},
+    "one_bucket": {"plan": {"bucket_cap_mb": 2000}},
+    "static_graph": {"plan": {"bucket_cap_mb": 2000, "static_graph": True}},
+    "bucket_view": {"plan": {"bucket_cap_mb": 2000, "static_graph": True, "gradient_as_bucket_view": True}},
+    "bf16": {"plan_name": "bf16", "plan": {"bucket_cap_mb": 2000, "static_graph": True, "comm_hook": {"name": "bf16"}}},
+    "powersgd": {"plan_name": "powersgd", "plan": {"bucket_cap_mb": 2000, "static_graph": True, "comm_hook": POWERSGD}},
+    "several_buckets": {"plan_name": "bf16", "plan": {"bucket_cap_mb": 10, "comm_hook": {"name": "bf16"}}},
+}
+
+
+def write_ladder(folder: Path, num_repetitions: int = 3) -> Path:
+    """Writes the eight rungs of the experiment ``ladder`` on 2 ranks; returns the sweep's directory."""
+    jobs = []
+    for repetition in range(num_repetitions):
+        for rung, options in _RUNGS.items():
+            name = options.get("plan_name", "none")
+            name = name if name in PLANS else "none"
+            run = SampleRun(
+                overrides=("experiment=ladder", f"rung={rung}", f"repetition={repetition}"),
+                world_size=1 if rung.endswith("one_process") else 2,
+                wire_s=0.32 * WIRE_SHARES[name],
+                compression_s=COMPRESSION_S[name],
+                num_buckets=4 if rung == "several_buckets" else 1,
+                wire_bytes=int(40e6 * WIRE_SHARES[name]),
+                loss=LOSSES[name],
+            )
+            jobs.append(replace(run, **options))
+    return _write_jobs(folder, jobs)
+
+
+_SIZES = {"small": 1.5e6, "medium": 8.4e6, "large": 35.2e6, "xlarge": 52e6}
+
+
+def write_four_ways(
+    folder: Path,
+    sizes: Sequence[str] = ("small", "large"),
+    num_ranks: Sequence[int] = (2, 4),
+    num_repetitions: int = 3,
+) -> Path:
+    """Writes the experiment ``four_ways`` with a global batch of 1024; returns the sweep's directory."""
+    jobs = []
+    for repetition in range(num_repetitions):
+        for size in sizes:
+            for way, ranks in [
+                ("one_process", 1),
+                *((w, n) for w in ("naive", "interleaved", "ddp") for n in num_ranks),
+            ]:
+                jobs.append(_way(size, way, ranks, repetition))
+    return _write_jobs(folder, jobs)
+
+
+def _way(size: str, way: str, ranks: int, repetition: int) -> SampleRun:
+    strategies = {"one_process": "SingleDeviceStrategy", "naive": "NaiveDP", "interleaved": "InterleavedDP"}
+    strategy = strategies.get(way, "CommOptDDP")
+    gradient_bytes = int(4 * _SIZES[size])
+    return SampleRun(
+        overrides=(
+            "experiment=four_ways",
+            f"model.size={size}",
+            f"way={way}",
+            f"ranks={ranks}",
+            f"repetition={repetition}",
+        ),
+        plan_name="none" if way == "ddp" else strategy,
+        strategy=strategy,
+        plan={} if way == "ddp" else None,
+        world_size=ranks,
+        compute_s=(0.02 + 6e-9 * _SIZES[size]) / ranks,
+        wire_s=2 * (ranks - 1) / ranks * gradient_bytes / 2e9,
+        num_buckets={"one_process": 1, "naive": 1, "interleaved": 8, "ddp": 3}[way],
+        gradient_bytes=gradient_bytes,
+        wire_bytes=gradient_bytes,
+        batch_size=1024 // ranks,
+        num_parameters=int(_SIZES[size]),
+        loss=2.0,
+    )
+
+
+def sample_report(folder: Path) -> Report:
+    """Returns the report of `write_sweep`, one group without scaling."""
+    return build_report([write_sweep(folder / "sweep")])
+
+
+def ladder_report(folder: Path) -> Report:
+    """Returns the report of `write_ladder`, with published figures and a run that failed."""
+    sweep = write_ladder(folder / "ladder")
+    failed = RunRecord(
+        status="failed", plan_name="none", overrides=("experiment=ladder", "rung=bf16"), error="ValueError: x"
+    )
+    (sweep / "99").mkdir()
+    failed.save(sweep / "99")
+    return build_report([sweep])
+
+
+def four_ways_report(folder: Path) -> Report:
+    """Returns the report of `write_four_ways`, two groups with scaling and published figures."""
+    return build_report([write_four_ways(folder / "four_ways")])
+
+
+def _write_jobs(folder: Path, jobs: Sequence[SampleRun]) -> Path:
+    for number, job in enumerate(jobs):
+        write_run(folder / str(number), job)
+    return folder
+
+
+def _layout(run: SampleRun) -> dict[int, BucketInfo]:
+    each = run.gradient_bytes // run.num_buckets
+    return {
+        index: BucketInfo(
+            index=index, gradient_bytes=each, names=(f"layer{index}.weight",), is_last=index == run.num_buckets - 1
+        )
+        for index in range(run.num_buckets if run.world_size > 1 else 0)
+    }
+
+
+def _step(run: SampleRun, step: int, slowness: float) -> StepRecord:
+    """A step whose buckets become ready in even distances, and travel one after another."""
+    forward_s, backward_s = run.compute_s / 3 * slowness, run.compute_s * 2 / 3 * slowness
+    began = step * 1.0
+    backward = began + 0.002 + forward_s
+    computed = done = backward + backward_s
+    buckets = []
+    end_s = 0.0
+    for index in range(run.num_buckets if run.world_size > 1 else 0):
+        ready_s = backward + backward_s * (index + 1) / run.num_buckets
+        start_s = max(ready_s, end_s)
+        sent_s = start_s + run.compression_s / run.num_buckets * slowness
+        done = end_s = sent_s + run.wire_s / run.num_buckets * slowness
+        buckets.append(
+            BucketSpan(
+                index=index,
+                backward=0,
+                gradient_bytes=run.gradient_bytes // run.num_buckets,
+                wire_bytes=run.wire_bytes // run.num_buckets,
+                ready_s=ready_s,
+                start_s=start_s,
+                end_s=end_s,
+                wire=((sent_s, end_s),),
+            )
+        )
+    ends = [began, began + 0.002, backward, max(computed, done)]
+    ends += [ends[-1] + 0.005, ends[-1] + 0.006]
+    names = ("data", "forward", "backward", "optimizer", "other")
+    phases = tuple(Phase(*phase) for phase in zip(names, ends[:-1], ends[1:], strict=True))
+    return StepRecord(step=step, num_samples=run.batch_size, phases=phases, buckets=tuple(buckets))
+
+
+def _losses(final: float, step_s: float, random: Random) -> list[LossPoint]:
+    points: list[LossPoint] = []
+    for step in range(5, 205, 5):
+        loss = final + 3 * 0.97**step + random.gauss(0, 0.02)
+        points.append(LossPoint(kind="train", step=step, seconds=step * step_s, loss=loss))
+        if step % 100 == 0:
+            points.append(LossPoint(kind="val", step=step, seconds=step * step_s, loss=final + 3 * 0.97**step))
+    return points
