@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+import os
+from dataclasses import dataclass
+from functools import cache
 
-import torch
 from hydra.errors import CompactHydraException
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_commopt.netlab import NetLab, parse_rate, why_not
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
 from lightning_commopt.strategy import CommOptDDP
+
+CONFIG_FILE = "config.yaml"
+"""In a run's directory: its configuration, resolved."""
+
+LAB_RANK_VARIABLE = "COMMOPT_LAB_RANK"
+"""Set in the environment of a rank that `lightning_commopt.sweep.lab_run` has started."""
+
+_why_no_lab = cache(why_not)
 
 
 class ConfigError(CompactHydraException):
     """The user's configuration cannot be run; Hydra prints the message without a traceback."""
 
 
-def register_resolvers() -> None:
-    """Makes ``${commopt.accelerator:}``, ``${commopt.device:}`` and ``${commopt.devices:n}`` known to OmegaConf."""
-    has_gpu = torch.cuda.is_available()
-    resolvers: dict[str, Callable[..., Any]] = {
-        "commopt.accelerator": lambda: "gpu" if has_gpu else "cpu",
-        "commopt.device": lambda: "cuda:0" if has_gpu else "cpu",
-        "commopt.devices": lambda num_cpu_processes: torch.cuda.device_count() if has_gpu else num_cpu_processes,
-    }
-    for name, resolver in resolvers.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+@dataclass(frozen=True, kw_only=True)
+class LabShape:
+    """How the ranks of a run are spread over the hosts of the network lab.
+
+    Attributes:
+        num_hosts: how many there are.
+        ranks_per_host: the same on all of them.
+    """
+
+    num_hosts: int
+    ranks_per_host: int
 
 
 def check_config(config: DictConfig) -> None:
@@ -44,8 +55,90 @@ def check_config(config: DictConfig) -> None:
         OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error)) from error
-    if config.strategy.get("_target_", "").endswith(".SingleDeviceStrategy") and config.trainer.devices not in (1, "1"):
+    if num_repetitions(config) > 1:
+        raise ConfigError(f"repeat is for sweeps: add -m, or leave out repeat={config.repeat}")
+    if isinstance(config.repetition, bool) or not isinstance(config.repetition, int) or config.repetition < 0:
+        raise ConfigError(f"repetition must be an integer of at least 0, got {config.repetition!r}")
+    _check_devices(config)
+    _check_plan(config)
+    _check_link(config)
+
+
+def _check_devices(config: DictConfig) -> None:
+    name = str(config.strategy.get("_target_", "")).rpartition(".")[2]
+    if name == "SingleDeviceStrategy" and config.trainer.devices not in (1, "1"):
         raise ConfigError(f"strategy=single trains on one device, got trainer.devices={config.trainer.devices}")
+    if name == "FSDPStrategy" and config.trainer.accelerator == "cpu":
+        raise ConfigError("FSDPStrategy needs GPUs: trainer.accelerator must be gpu, got cpu")
+
+
+def num_repetitions(config: DictConfig) -> int:
+    """Returns how many times a sweep runs a job.
+
+    Raises:
+        ConfigError: ``repeat`` is not a number above 0.
+    """
+    repeat = config.repeat
+    if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
+        raise ConfigError(f"repeat must be an integer of at least 1, got {repeat!r}")
+    return repeat
+
+
+def lab_shape(config: DictConfig) -> LabShape:
+    """Returns the hosts of a run with a link, and their ranks.
+
+    Raises:
+        ConfigError: the ranks cannot be spread so.
+    """
+    sizes = []
+    for name in ("devices", "num_nodes"):
+        value = config.trainer[name]
+        if isinstance(value, bool) or not str(value).isdecimal() or int(value) < 1:
+            raise ConfigError(f"with a link trainer.{name} must be an integer of at least 1, got {value!r}")
+        sizes.append(int(value))
+    num_ranks = sizes[0] * sizes[1]
+    hosts = num_ranks if config.hosts is None else config.hosts
+    try:
+        NetLab(hosts, config.link)
+    except ValueError as error:  # the rate has been checked
+        raise ConfigError(f"hosts: {error}") from error
+    if num_ranks % hosts:
+        raise ConfigError(
+            f"hosts must divide the number of ranks, trainer.devices x trainer.num_nodes = {num_ranks}, "
+            f"got hosts={hosts}"
+        )
+    return LabShape(num_hosts=hosts, ranks_per_host=num_ranks // hosts)
+
+
+def as_trained(config: DictConfig) -> DictConfig:
+    """Returns the configuration that the ranks train with: with a link the hosts are the Trainer's nodes.
+
+    Args:
+        config: checked; left as it is.
+    """
+    if config.link is None:
+        return config
+    shape = lab_shape(config)
+    config = copy.deepcopy(config)
+    config.trainer.devices = shape.ranks_per_host
+    config.trainer.num_nodes = shape.num_hosts
+    return config
+
+
+def plan_name(config: DictConfig) -> str:
+    """Returns a short name for the way the gradients travel: the comm hook's, or the class of another strategy."""
+    if not _is_commopt(config):
+        return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
+    comm_hook = config.strategy.get("comm_hook")
+    return str(comm_hook.get("name") if isinstance(comm_hook, DictConfig) else comm_hook or "none")
+
+
+def is_lab_rank() -> bool:
+    """Returns whether this process is a rank on a host of the network lab."""
+    return LAB_RANK_VARIABLE in os.environ
+
+
+def _check_plan(config: DictConfig) -> None:
     if not _is_commopt(config):
         return
     options = OmegaConf.to_container(config.strategy, resolve=True)
@@ -56,12 +149,30 @@ def check_config(config: DictConfig) -> None:
         raise ConfigError(f"strategy: {error}") from error
 
 
-def plan_name(config: DictConfig) -> str:
-    """Returns a short name for the way the gradients travel: the comm hook's, or the class of another strategy."""
-    if not _is_commopt(config):
-        return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
-    comm_hook = config.strategy.get("comm_hook")
-    return str(comm_hook.get("name") if isinstance(comm_hook, DictConfig) else comm_hook or "none")
+def _check_link(config: DictConfig) -> None:
+    if config.link is None:
+        if config.hosts is not None:
+            raise ConfigError(f"hosts={config.hosts} needs a link between them, such as link=1gbit; link is null")
+        return
+    try:
+        parse_rate(config.link)
+    except ValueError as error:
+        raise ConfigError(f"link: {error}") from error
+    lab_shape(config)
+    if config.trainer.accelerator != "cpu":
+        raise ConfigError(
+            f"link={config.link} is for ranks on CPU: trainer.accelerator must be cpu, got {config.trainer.accelerator}"
+        )
+    if is_lab_rank():
+        return
+    started_by = next((name for name in ("LOCAL_RANK", "RANK") if name in os.environ), None)
+    if started_by is not None:
+        raise ConfigError(
+            f"link={config.link} starts the ranks itself: run it without torchrun, in one process ({started_by} is set)"
+        )
+    reason = _why_no_lab()
+    if reason is not None:
+        raise ConfigError(f"link={config.link}: {reason}")
 
 
 def _is_commopt(config: DictConfig) -> bool:

@@ -19,14 +19,18 @@ from rich.console import Console
 
 from lightning_commopt.callbacks import RunRecorder
 from lightning_commopt.conf_path import conf_dir
-from lightning_commopt.run_config import check_config, plan_name, register_resolvers
+from lightning_commopt.resolvers import register_resolvers
+from lightning_commopt.result_tables import failures, run_table, sweep_table
+from lightning_commopt.run_config import CONFIG_FILE, as_trained, check_config, is_lab_rank, plan_name
 from lightning_commopt.run_record import RunRecord, new_record
+from lightning_commopt.sweep.composing import SweepSettings
+from lightning_commopt.sweep.continuing import continue_command
 from lightning_commopt.sweep.job import SweepObserver
-from lightning_commopt.sweep.launcher import SweepSettings, register_launcher
+from lightning_commopt.sweep.lab_run import train_in_lab
+from lightning_commopt.sweep.launcher import register_launcher
 from lightning_commopt.sweep.process import InterruptedRun
-from lightning_commopt.train_display import SweepDisplay, failures, run_table, sweep_table
+from lightning_commopt.train_display import SweepDisplay
 
-CONFIG_FILE = "config.yaml"
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 _NOISE = (
     # The workloads make a batch in less time than another process would take to send it.
@@ -43,21 +47,32 @@ def main() -> None:
     sys.argv[1:] = flags_first(sys.argv[1:])
     console = Console()
     status: int | str | None = 0
+    was_interrupted = False
     with SweepDisplay(console) as display:
         register_with_hydra(display)
         try:
             hydra.main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(train)()
         except InterruptedRun as interrupted:
-            status = 128 + interrupted.signal
+            status, was_interrupted = 128 + interrupted.signal, True
         except SystemExit as stop:
             status = stop.code
+    if display.sweep_dir is not None:
+        num_failed = _conclude_sweep(display, console)
+        if was_interrupted:
+            command = continue_command(sys.argv[1:], display.sweep_dir)
+            console.print(f"To continue:\n{command}", soft_wrap=True, markup=False, highlight=False)
+        status = status or min(num_failed, 1)
+    sys.exit(status)
+
+
+def _conclude_sweep(display: SweepDisplay, console: Console) -> int:
+    """Shows what became of the jobs of a sweep, and returns how many failed."""
     if display.results:
         console.print(sweep_table(display.results))
-        failed = failures(display.results)
-        for text in failed:
-            console.print(text, soft_wrap=True)
-        status = status or (1 if failed else 0)
-    sys.exit(status)
+    failed = failures(display.results)
+    for text in failed:
+        console.print(text, soft_wrap=True)
+    return len(failed)
 
 
 def register_with_hydra(observer: SweepObserver) -> None:
@@ -68,7 +83,7 @@ def register_with_hydra(observer: SweepObserver) -> None:
     """
     register_resolvers()
     command = (sys.executable, "-m", "lightning_commopt.train", *_config_flags())
-    register_launcher(SweepSettings(command=command, check=check_config, plan_name=plan_name, observer=observer))
+    register_launcher(SweepSettings(command=command, observer=observer))
 
 
 def train(config: DictConfig) -> float | None:
@@ -85,6 +100,9 @@ def train(config: DictConfig) -> float | None:
     """
     check_config(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
+    if config.link is not None and not is_lab_rank():
+        return train_in_lab(config, folder).val_loss
+    config = as_trained(config)
     if not _is_first_rank():
         return _fit(config, folder).get("val_loss")
     started = time.perf_counter()

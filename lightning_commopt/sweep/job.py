@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_commopt.sweep.output import LineReader
-from lightning_commopt.sweep.process import InterruptedRun, run_in_group
 from lightning_commopt.run_record import RUN_FILE, RunRecord, write_json
+from lightning_commopt.sweep.output import LineReader, last_exception
+from lightning_commopt.sweep.process import InterruptedRun, run_in_group
 
 LOG_FILE = "job.log"
 SUMMARY_FILE = "sweep.json"
-
-# How Python ends a traceback; a logger or Lightning may have put something before it.
-_EXCEPTION_LINE = re.compile(r"^(\[rank\d+\]: ?)?[\w.]*(Error|Exception|Interrupt|Exit)\b(: .*)?$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +22,13 @@ class Job:
     """What is to be run.
 
     Attributes:
-        number: counted from 0 in the sweep.
+        number: of the job in the sweep, from 0; jobs that are left out leave gaps.
         plan_name: short name of the way the gradients travel.
-        overrides: the job's own, as the sweeper made them.
+        overrides: the job's own, as the sweeper made them, and its repetition.
         command: program and arguments.
         folder: of the run.
+        config_yaml: what the run leaves as its configuration, resolved.
+        content: of the configuration, what says how to train: jobs for which it is equal train the same.
     """
 
     number: int
@@ -38,6 +36,8 @@ class Job:
     overrides: tuple[str, ...]
     command: tuple[str, ...]
     folder: Path
+    config_yaml: str
+    content: str
 
     @property
     def log(self) -> Path:
@@ -47,23 +47,36 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
-    """A job and its record."""
+    """A job and its record.
+
+    Attributes:
+        job: that has ended.
+        record: of its run.
+        is_kept: the run is an earlier one, found in the job's folder.
+    """
 
     job: Job
     record: RunRecord
+    is_kept: bool = False
 
 
 class SweepObserver:
     """Is told what happens in a sweep; this one ignores it."""
 
-    def started(self, job: Job, num_jobs: int) -> None:
-        """A job starts; ``num_jobs`` are known so far."""
+    def planned(self, folder: Path, num_jobs: int) -> None:
+        """So many jobs are known so far, with those that have ended; ``folder`` is the sweep's."""
+
+    def noted(self, text: str) -> None:
+        """The user should know this."""
+
+    def started(self, job: Job) -> None:
+        """A job starts."""
 
     def said(self, text: str, is_final: bool) -> None:
         """The job wrote a line; unless ``is_final`` it will write over it, as progress bars do."""
 
     def ended(self, result: JobResult) -> None:
-        """A job has ended, well or not."""
+        """A job has ended, well or not, or is kept."""
 
 
 def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobResult:
@@ -106,13 +119,24 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
     return result
 
 
-def save_summary(folder: Path, results: Sequence[JobResult]) -> None:
-    """Writes what became of all jobs so far into the sweep's directory."""
+def save_summary(folder: Path, results: Sequence[JobResult], left_out: Sequence[tuple[Job, Job]] = ()) -> None:
+    """Writes what became of all jobs so far into the sweep's directory.
+
+    Args:
+        folder: of the sweep.
+        results: of the jobs.
+        left_out: jobs that were not run, each with the job that trains the same.
+    """
     summary = [
         {
             "number": result.job.number,
             "folder": str(result.job.folder),
             "overrides": result.job.overrides,
+            "stands_for": [
+                {"number": job.number, "overrides": job.overrides}
+                for job, first in left_out
+                if first.number == result.job.number
+            ],
             "run": dataclasses.asdict(result.record),
         }
         for result in results
@@ -134,7 +158,7 @@ def _final_record(job: Job, reason: str | None, last_lines: list[str]) -> RunRec
         record = RunRecord(status="running", plan_name=job.plan_name, overrides=job.overrides)
     if record.status == "failed" or (record.status == "finished" and reason is None):
         return record
-    said = next((line for line in reversed(last_lines) if _EXCEPTION_LINE.match(line)), None)
+    said = last_exception(last_lines)
     why = "; ".join(part for part in (said, reason or "ended without a result") if part)
     record = dataclasses.replace(record, status="failed", error=why)
     record.save(job.folder)

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
-from lightning_commopt.sweep.job import Job, JobResult, SweepObserver, run_job, save_summary
+from lightning_commopt.run_record import RunRecord
+from lightning_commopt.sweep.composing import JobComposer, SweepSettings
+from lightning_commopt.sweep.continuing import changed_keys, finished_before, set_aside
+from lightning_commopt.sweep.job import Job, JobResult, run_job, save_summary
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
 _RANK_VARIABLES = (
@@ -45,28 +48,13 @@ class FreshProcessesConf:
     _target_: str = f"{_NAMESPACE}.FreshProcessLauncher"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepSettings:
-    """What a sweep needs to know of the program that it runs.
-
-    Attributes:
-        command: starts one run; the overrides follow it.
-        check: raises if a job's configuration cannot be run.
-        plan_name: names the plan of a job's configuration.
-        observer: is told what happens.
-    """
-
-    command: tuple[str, ...]
-    check: Callable[[DictConfig], None]
-    plan_name: Callable[[DictConfig], str]
-    observer: SweepObserver
-
-
 class FreshProcessLauncher(Launcher):
     """Runs the jobs one after another, each as a single run in a process group of its own.
 
-    A job that fails is recorded, and the next one runs. The value that a sweeper gets for a job is its final
-    validation loss, NaN where there is none.
+    With ``repeat`` all jobs run once, then all again. Of jobs that train the same, the first runs. A job whose folder
+    has a finished run of the same configuration is not run again. A job that fails is recorded, and the next one runs.
+    The value that a sweeper gets for a job is the mean of its repetitions' final validation losses, NaN where one of
+    them has none.
 
     Attributes:
         settings: what the program sets before Hydra makes the launcher.
@@ -78,9 +66,13 @@ class FreshProcessLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Keeps what Hydra hands over."""
-        self._context = hydra_context
+        assert self.settings is not None, "SweepSettings come before the launcher"
         self._config = config
-        self._results: list[JobResult] = []
+        self._composer = JobComposer(settings=self.settings, context=hydra_context, sweep_config=config)
+        self._observer = self.settings.observer
+        self._first_jobs: dict[str, Job] = {}
+        self._left_out: list[tuple[Job, Job]] = []
+        self._results: dict[str, JobResult] = {}
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Checks all jobs, then runs them.
@@ -96,49 +88,61 @@ class FreshProcessLauncher(Launcher):
             HydraException: this process is itself one of several ranks.
             InterruptedRun: we were told to stop; no process is left.
         """
-        assert self.settings is not None, "SweepSettings come before the launcher"
         if "LOCAL_RANK" in os.environ:
             raise HydraException("A sweep starts its own ranks: run it without torchrun, in one process.")
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         sweep_dir = Path(self._config.hydra.sweep.dir).resolve()
-        jobs = [self._job(list(own), number) for number, own in enumerate(job_overrides, start=initial_job_idx)]
-        returns = []
-        for job in jobs:
-            self.settings.observer.started(job, initial_job_idx + len(jobs))
-            result = run_job(job, _environment(), self.settings.observer)
-            self._results.append(result)
-            save_summary(sweep_dir, self._results)
-            returns.append(_job_return(result))
-        return returns
-
-    def _job(self, overrides: list[str], number: int) -> Job:
-        """Composes a job's configuration, as the job will, and checks it."""
-        assert self.settings is not None
-        config = self._context.config_loader.load_sweep_config(self._config, overrides)
-        with open_dict(config):
-            config.hydra.job.id = str(number)
-            config.hydra.job.num = number
-            folder = (Path(config.hydra.sweep.dir) / config.hydra.sweep.subdir).resolve()
-            config.hydra.runtime.output_dir = str(folder)
-        before = HydraConfig.instance().cfg
-        HydraConfig.instance().set_config(config)
-        try:
-            run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-            self.settings.check(run_config)
-            plan_name = self.settings.plan_name(run_config)
-        finally:
-            HydraConfig.instance().cfg = before
-        as_single_run = [
-            *(override for override in self._config.hydra.overrides.hydra if not override.startswith("hydra.mode=")),
-            *overrides,
-            "hydra.mode=RUN",
-            f"hydra.run.dir={_quoted(str(folder))}",
-            f"hydra.job.num={number}",
-            f"hydra.job.id='{number}'",
+        rounds = self._composer.rounds(job_overrides, initial_job_idx)
+        to_run = self._without_equals([job for jobs in rounds for job in jobs])
+        self._observer.planned(sweep_dir, len(self._first_jobs))
+        self._keep_finished(to_run, sweep_dir)
+        for job in to_run:
+            if job.content not in self._results:
+                self._make_room(job, sweep_dir)
+                self._observer.started(job)
+                self._remember(run_job(job, _environment(), self._observer), sweep_dir)
+        return [
+            _job_return(own, [self._results[job.content].record for job in repetitions])
+            for own, repetitions in zip(job_overrides, zip(*rounds, strict=True), strict=True)
         ]
-        command = (*self.settings.command, *as_single_run)
-        return Job(number=number, plan_name=plan_name, overrides=tuple(overrides), command=command, folder=folder)
+
+    def _without_equals(self, jobs: Sequence[Job]) -> list[Job]:
+        """Returns the jobs to run: of those that train the same the first, unless an earlier call had it."""
+        to_run, left_out = [], []
+        for job in jobs:
+            first = self._first_jobs.setdefault(job.content, job)
+            if first is job:
+                to_run.append(job)
+            else:
+                left_out.append((job, first))
+        if left_out:
+            pairs = ", ".join(f"{job.number} as {first.number}" for job, first in left_out)
+            self._observer.noted(f"left out, for they train the same as another job: {pairs}")
+            self._left_out += left_out
+        return to_run
+
+    def _keep_finished(self, jobs: Sequence[Job], sweep_dir: Path) -> None:
+        for job in jobs:
+            record = finished_before(job)
+            if record is not None:
+                result = JobResult(job=job, record=record, is_kept=True)
+                self._observer.ended(result)
+                self._remember(result, sweep_dir)
+
+    def _make_room(self, job: Job, sweep_dir: Path) -> None:
+        changed = changed_keys(job)
+        moved_to = set_aside(job.folder, sweep_dir)
+        if changed:
+            where = f"; what was there is in {moved_to}" if moved_to else ""
+            self._observer.noted(
+                f"job {job.number} is run again, for its settings changed: {', '.join(changed)}{where}"
+            )
+
+    def _remember(self, result: JobResult, sweep_dir: Path) -> None:
+        self._results[result.job.content] = result
+        in_order = sorted(self._results.values(), key=lambda ended: ended.job.number)
+        save_summary(sweep_dir, in_order, self._left_out)
 
 
 def register_launcher(settings: SweepSettings) -> None:
@@ -158,16 +162,10 @@ def _environment() -> dict[str, str]:
     return {**env, "PYTHONUNBUFFERED": "1"}
 
 
-def _quoted(path: str) -> str:
-    """Returns a path as one value of Hydra's override grammar."""
-    escaped = path.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
-    return f"'{escaped}'"
-
-
-def _job_return(result: JobResult) -> JobReturn:
-    loss = result.record.val_loss
-    has_value = result.record.status == "finished" and loss is not None
+def _job_return(overrides: Sequence[str], records: Sequence[RunRecord]) -> JobReturn:
+    """Returns what a sweeper gets for a job, from the records of its repetitions."""
+    losses = [record.val_loss for record in records if record.status == "finished" and record.val_loss is not None]
     # Not FAILED: sweepers raise at the first such job, and the remaining ones would not run.
-    returned = JobReturn(overrides=result.job.overrides, status=JobStatus.COMPLETED)
-    returned.return_value = loss if has_value else math.nan
+    returned = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
+    returned.return_value = statistics.fmean(losses) if len(losses) == len(records) else math.nan
     return returned

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 _ENDS = re.compile(r"([\r\n])")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# How Python ends a traceback; a logger or Lightning may have put something before it.
+_EXCEPTION_LINE = re.compile(r"^(\[rank\d+\]: ?)?[\w.]*(Error|Exception|Interrupt|Exit)\b(: .*)?$")
 
 
 class LineReader:
@@ -48,3 +50,17 @@ class LineReader:
         self._line = self._overwritten = ""
         if line:
             self._on_line(line, True)
+
+
+def lines_that_stay(output: str) -> list[str]:
+    """Returns what is left to be read of a program's whole output, line by line."""
+    lines: list[str] = []
+    reader = LineReader(lambda text, is_final: lines.append(text) if is_final else None)
+    reader.feed(output.encode())
+    reader.close()
+    return lines
+
+
+def last_exception(lines: Sequence[str]) -> str | None:
+    """Returns the last line with which Python ends a traceback; None without any."""
+    return next((line for line in reversed(lines) if _EXCEPTION_LINE.match(line)), None)

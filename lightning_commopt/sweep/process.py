@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 _POLL_S = 0.1
 _CHUNK_BYTES = 65536
@@ -71,6 +72,23 @@ def run_in_group(
     return status
 
 
+@contextmanager
+def raised_signals() -> Iterator[None]:
+    """Raises `InterruptedRun` for the first signal that asks us to stop; later ones find us at cleaning up.
+
+    For code that loses nothing when an exception comes at any place.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: Any) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise InterruptedRun(signal.Signals(number))
+
+    with _handled_signals(interrupt):
+        yield
+
+
 def _follow(
     process: subprocess.Popen[bytes], on_output: Callable[[bytes], None], received: list[signal.Signals], grace_s: float
 ) -> None:
@@ -113,14 +131,18 @@ def _has_ended(pid: int) -> bool:
 def _noted_signals() -> Iterator[list[signal.Signals]]:
     """Notes the signals that ask us to stop; an exception from a handler could lose a process just started."""
     received: list[signal.Signals] = []
+    with _handled_signals(lambda number, _: received.append(signal.Signals(number))):
+        yield received
+
+
+@contextmanager
+def _handled_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield
         return
-    before = {
-        number: signal.signal(number, lambda n, _: received.append(signal.Signals(n))) for number in _STOP_SIGNALS
-    }
+    before = {number: signal.signal(number, handler) for number in _STOP_SIGNALS}
     try:
-        yield received
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)

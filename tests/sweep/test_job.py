@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from lightning_commopt.sweep.job import SUMMARY_FILE, Job, SweepObserver, run_job, save_summary
 from lightning_commopt.run_record import RunRecord
+from lightning_commopt.sweep.job import SUMMARY_FILE, Job, SweepObserver, run_job, save_summary
 
 # Written by hand, as the package takes seconds to import.
 WRITE = "import json; from pathlib import Path; Path('{folder}/run.json').write_text(json.dumps(dict(plan_name='p', "
@@ -16,7 +16,7 @@ FAILED = WRITE + "status='failed', error='E: own')));"
 
 def job(folder, code):
     command = (sys.executable, "-c", code.replace("{folder}", str(folder)))
-    return Job(number=0, plan_name="p", overrides=("a=1",), command=command, folder=folder)
+    return Job(number=0, plan_name="p", overrides=("a=1",), command=command, folder=folder, config_yaml="", content="a")
 
 
 def test_the_record_of_a_run_that_finished_is_its_own(tmp_path):

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_commopt.sweep.output import LineReader
+from lightning_commopt.sweep.output import LineReader, last_exception, lines_that_stay
 
 
 def lines(*pieces: bytes) -> list[tuple[str, bool]]:
@@ -28,3 +28,21 @@ def lines(*pieces: bytes) -> list[tuple[str, bool]]:
 )
 def test_lines(pieces, expected):
     assert lines(*pieces) == expected
+
+
+def test_what_was_written_over_does_not_stay():
+    assert lines_that_stay("\r 10%\r 20%\n\none\ntwo") == [" 20%", "one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["ValueError: this", "later"], "ValueError: this"),
+        (["KeyError: 1", "[rank1]: torch.foo.DistError: lost"], "[rank1]: torch.foo.DistError: lost"),
+        (["AssertionError"], "AssertionError"),
+        (["no Error here: x", "Error rates fell"], None),
+        ([], None),
+    ],
+)
+def test_the_last_exception(lines, expected):
+    assert last_exception(lines) == expected

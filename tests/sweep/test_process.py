@@ -7,7 +7,7 @@ import threading
 import pytest
 from process_groups import is_group_gone, living_members
 
-from lightning_commopt.sweep.process import InterruptedRun, run_in_group
+from lightning_commopt.sweep.process import InterruptedRun, raised_signals, run_in_group
 
 PYTHON = (sys.executable, "-u", "-c")
 
@@ -106,3 +106,21 @@ def test_the_helper_sees_a_group_that_lives():
         process.kill()
         process.wait()
     assert is_group_gone(process.pid)
+
+
+def test_only_the_first_signal_is_raised():
+    """If it fails, a second Ctrl-C stops the removal of what the first one left."""
+    cleaned: list[bool] = []
+
+    def stop_twice() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            cleaned.append(True)
+
+    with raised_signals(), pytest.raises(InterruptedRun) as caught:
+        stop_twice()
+    assert caught.value.signal == signal.SIGTERM
+    assert cleaned
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -1,0 +1,54 @@
+"""What the configuration can ask of the machine, and compute: ``${commopt.devices:2}``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+
+def register_resolvers() -> None:
+    """Makes our resolvers known to OmegaConf.
+
+    - ``${commopt.accelerator:}``: "gpu" where there is one, else "cpu";
+    - ``${commopt.device:}``: "cuda:0" or "cpu";
+    - ``${commopt.devices:n}``: the number of GPUs, or ``n`` processes on the CPU;
+    - ``${commopt.gpu_or_cpu:a,b}``: ``a`` where there is a GPU, else ``b``;
+    - ``${commopt.divide:n,d,...}``: ``n`` divided by all that follow; an error if something remains.
+    """
+    has_gpu = torch.cuda.is_available()
+    resolvers: dict[str, Callable[..., Any]] = {
+        "commopt.accelerator": lambda: "gpu" if has_gpu else "cpu",
+        "commopt.device": lambda: "cuda:0" if has_gpu else "cpu",
+        "commopt.devices": lambda num_cpu_processes: torch.cuda.device_count() if has_gpu else num_cpu_processes,
+        "commopt.gpu_or_cpu": lambda on_gpu, on_cpu: on_gpu if has_gpu else on_cpu,
+        "commopt.divide": divide,
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def divide(number: int, *divisors: int) -> int:
+    """Divides without a remainder.
+
+    Args:
+        number: what is divided.
+        divisors: by which, one after another.
+
+    Raises:
+        ValueError: something remains, or an argument is no integer above 0.
+
+    >>> divide(1024, 4, 2)
+    128
+    """
+    divisor = 1
+    for value in (number, *divisors):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"commopt.divide takes integers above 0, got {value!r}")
+    for value in divisors:
+        divisor *= value
+    if number % divisor:
+        raise ValueError(f"{number} cannot be divided by {' x '.join(map(str, divisors))} without a remainder")
+    return number // divisor

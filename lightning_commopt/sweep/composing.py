@@ -1,0 +1,156 @@
+"""What a job of a sweep is, from its overrides: its configuration, checked, and the command that runs it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from lightning_commopt.run_config import ConfigError, as_trained, check_config, num_repetitions, plan_name
+from lightning_commopt.sweep.job import Job, SweepObserver
+
+# What they say to a run is in trainer.devices and trainer.num_nodes as well.
+_NOT_TRAINED = ("ranks", "hosts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSettings:
+    """What a sweep needs to know of the program that it runs.
+
+    Attributes:
+        command: starts one run; the overrides follow it.
+        observer: is told what happens.
+    """
+
+    command: tuple[str, ...]
+    observer: SweepObserver
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobComposer:
+    """Makes the jobs of one sweep.
+
+    Attributes:
+        settings: of the program.
+        context: that Hydra gave the launcher.
+        sweep_config: the same.
+    """
+
+    settings: SweepSettings
+    context: HydraContext
+    sweep_config: DictConfig
+
+    def rounds(self, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[list[Job]]:
+        """Composes and checks what one call of the sweeper asks for.
+
+        Args:
+            job_overrides: the overrides of each job.
+            first_number: the sweeper's number for the first one.
+
+        Returns:
+            For each repetition the jobs, in the order in which they were given.
+
+        Raises:
+            ConfigError: a job cannot be run, or not as often as others.
+        """
+        configs = [self._composed(list(own)) for own in job_overrides]
+        repeat = _repeat(configs)
+        num_jobs = len(configs)
+        return [
+            [
+                self._job(
+                    list(own), config, (first_number * repeat) + repetition * num_jobs + place, repeat, repetition
+                )
+                for place, (own, config) in enumerate(zip(job_overrides, configs, strict=True))
+            ]
+            for repetition in range(repeat)
+        ]
+
+    def _composed(self, overrides: list[str]) -> DictConfig:
+        return self.context.config_loader.load_sweep_config(self.sweep_config, overrides)
+
+    def _job(self, overrides: list[str], config: DictConfig, number: int, repeat: int, repetition: int) -> Job:
+        further = []
+        if repeat > 1:
+            config = copy.deepcopy(config)
+            config.repeat, config.repetition = 1, repetition
+            overrides = [*(o for o in overrides if not o.startswith("repeat=")), f"repetition={repetition}"]
+            further = ["repeat=1"]
+        run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        with _as_job(config, number, folder=None) as folder:
+            check_config(run_config)
+            name = plan_name(run_config)
+            config_yaml = OmegaConf.to_yaml(as_trained(run_config), resolve=True)
+        with _as_job(config, 0, folder=Path("/")):  # equal in all jobs
+            content = _content(run_config)
+        as_single_run = [
+            *(o for o in self.sweep_config.hydra.overrides.hydra if not o.startswith("hydra.mode=")),
+            *overrides,
+            *further,
+            "hydra.mode=RUN",
+            f"hydra.run.dir={quoted(str(folder))}",
+            f"hydra.job.num={number}",
+            f"hydra.job.id='{number}'",
+        ]
+        return Job(
+            number=number,
+            plan_name=name,
+            overrides=tuple(overrides),
+            command=(*self.settings.command, *as_single_run),
+            folder=folder,
+            config_yaml=config_yaml,
+            content=content,
+        )
+
+
+def quoted(path: str) -> str:
+    """Returns a path as one value of Hydra's override grammar."""
+    escaped = path.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
+    return f"'{escaped}'"
+
+
+def _repeat(configs: Sequence[DictConfig]) -> int:
+    found = {num_repetitions(config) for config in configs}
+    if len(found) > 1:
+        raise ConfigError(f"repeat is for the whole sweep: it must be the same in all jobs, got {sorted(found)}")
+    repeat = max(found, default=1)
+    set_by_user = [config.repetition for config in configs if config.repetition != 0]
+    if repeat > 1 and set_by_user:
+        raise ConfigError(f"repeat={repeat} sets repetition: leave out one of them, got repetition={set_by_user[0]}")
+    return repeat
+
+
+def _content(run_config: DictConfig) -> str:
+    values = OmegaConf.to_container(as_trained(run_config), resolve=True)
+    assert isinstance(values, dict)
+    return json.dumps({name: value for name, value in values.items() if name not in _NOT_TRAINED}, default=str)
+
+
+@contextmanager
+def _as_job(config: DictConfig, number: int, folder: Path | None) -> Iterator[Path]:
+    """Makes ``${hydra:...}`` say in a job's configuration what it will say in the job.
+
+    Args:
+        config: with the ``hydra`` node, which is completed.
+        number: of the job.
+        folder: of the job; None for the one that the configuration says, which is given back.
+    """
+    with read_write(config.hydra), open_dict(config.hydra):
+        config.hydra.job.id = str(number)
+        config.hydra.job.num = number
+        if folder is None:
+            folder = (Path(config.hydra.sweep.dir) / config.hydra.sweep.subdir).resolve()
+        config.hydra.runtime.output_dir = str(folder)
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)
+    try:
+        yield folder
+    finally:
+        HydraConfig.instance().cfg = before

@@ -1,0 +1,161 @@
+"""What a sweep runs, in which order, and what of an earlier one it keeps; the jobs are fakes."""
+
+import json
+import math
+
+import pytest
+from fake_sweeps import fake_sweep
+from hydra.errors import HydraException
+
+from lightning_commopt.run_config import ConfigError
+from lightning_commopt.run_record import RunRecord
+from lightning_commopt.sweep.job import SUMMARY_FILE
+
+
+def numbers_in(folder):
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def test_repetitions_run_in_rounds_with_folders_of_their_own(tmp_path):
+    """If it fails, a machine that slows down makes the last setting look slow."""
+    losses, notes = fake_sweep(tmp_path, "seed=1,2", "repeat=3")
+    assert [job.overrides for job in notes.started_jobs] == [
+        (f"seed={seed}", f"repetition={repetition}") for repetition in range(3) for seed in (1, 2)
+    ]
+    assert notes.numbers == numbers_in(tmp_path) == list(range(6))
+    assert [RunRecord.load(tmp_path / str(number)).val_loss for number in range(6)] == [1, 2, 101, 102, 201, 202]
+    assert losses == [101, 102], "means over the repetitions"
+
+
+def test_numbers_stay_unique_when_the_sweeper_asks_in_batches(tmp_path):
+    losses, notes = fake_sweep(tmp_path, "seed=1,2,3", "repeat=2", "hydra.sweeper.max_batch_size=2")
+    of_jobs = [(job.number, RunRecord.load(job.folder).val_loss) for job in notes.started_jobs]
+    assert of_jobs == [(0, 1), (1, 2), (2, 101), (3, 102), (4, 3), (5, 103)]
+    assert losses == [51, 52, 53]
+    assert notes.num_jobs == [4, 6]
+
+
+def test_a_repetition_that_fails_leaves_no_value_for_its_job(tmp_path):
+    losses, notes = fake_sweep(tmp_path, "seed=1,13", "repeat=2")
+    assert losses[0] == 51
+    assert math.isnan(losses[1])
+    assert [result.record.status for result in notes.results] == ["finished", "failed"] * 2
+
+
+def test_repeat_may_come_from_a_file(tmp_path):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "often.yaml").write_text("# @package _global_\nrepeat: 2\n")
+    search = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
+    losses, notes = fake_sweep(tmp_path / "sweep", "experiment=often", "seed=3", search)
+    assert losses == [53]
+    assert notes.numbers == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["repeat=0"], "repeat must be an integer of at least 1, got 0"),
+        (["repeat=1.5"], "repeat must be an integer of at least 1, got 1.5"),
+        (["repeat=1,2"], r"repeat is for the whole sweep: .* got \[1, 2\]"),
+        (["repeat=2", "repetition=4"], "repeat=2 sets repetition: .* got repetition=4"),
+        (["repetition=-1"], "repetition must be .* got -1"),
+        (["strategy.bucket_cap_mb=25,-1"], "bucket_cap_mb must be"),
+        (["seed=1,2", "link=null,fast"], r"link: rate must be .* got 'fast'"),
+    ],
+)
+def test_what_cannot_be_run_in_any_job_starts_none(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        fake_sweep(tmp_path, *overrides)
+    assert numbers_in(tmp_path) == []
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """The override that finds ``experiment=alone``, one process whatever ``ranks`` says."""
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "alone.yaml").write_text(
+        "# @package _global_\ndefaults: [{override /strategy: single}]\ntrainer: {devices: 1}\n"
+    )
+    return f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
+
+
+def test_jobs_that_train_the_same_run_once(tmp_path, alone):
+    """If it fails, the run on one process is repeated for every number of ranks that the others have."""
+    losses, notes = fake_sweep(
+        tmp_path / "s", "experiment=alone,quickstart", "ranks=2,4", "seed=6,7", "repeat=2", alone
+    )
+    # 0 to 3 are alone, on 2 and 4 ranks with seeds 6 and 7 each; 8 more are the next round.
+    assert notes.numbers == numbers_in(tmp_path / "s") == [0, 1, 4, 5, 6, 7, 8, 9, 12, 13, 14, 15]
+    assert losses == [56, 57] * 4
+    assert notes.num_jobs == [12]
+    assert notes.notes == ["left out, for they train the same as another job: 2 as 0, 3 as 1, 10 as 8, 11 as 9"]
+    summary = {job["number"]: job["stands_for"] for job in json.loads((tmp_path / "s" / SUMMARY_FILE).read_text())}
+    assert [job["number"] for job in summary[0]] == [2]
+    assert {"ranks=4", "seed=6"} <= set(summary[0][0]["overrides"])
+    assert summary[4] == []
+
+
+def test_jobs_that_train_the_same_run_once_over_batches(tmp_path, alone):
+    batches = ["experiment=alone", "ranks=2,4", "hydra.sweeper.max_batch_size=1"]
+    losses, notes = fake_sweep(tmp_path / "s", *batches, "seed=6", alone)
+    assert notes.numbers == [0]
+    assert losses == [6, 6]
+
+
+@pytest.mark.parametrize("overrides", [["seed=1,2"], ["link=null,1gbit"], ["link=1gbit", "hosts=1,2"], ["ranks=1,2"]])
+@pytest.mark.usefixtures("lab_machine")
+def test_jobs_that_differ_in_anything_else_all_run(tmp_path, overrides):
+    assert fake_sweep(tmp_path, "trainer.accelerator=cpu", *overrides)[1].numbers == [0, 1]
+
+
+@pytest.mark.usefixtures("lab_machine")
+def test_hosts_that_are_the_default_are_the_same(tmp_path):
+    assert fake_sweep(tmp_path, "trainer.accelerator=cpu", "link=1gbit", "hosts=null,2")[1].numbers == [0]
+
+
+def test_a_sweep_goes_on_where_it_was_stopped(tmp_path):
+    """If it fails, an interrupted night is lost."""
+    asked = ("seed=1,2,3", "repeat=2")
+    first, notes = fake_sweep(tmp_path, *asked)
+    assert notes.numbers == list(range(6))
+    RunRecord(status="running", plan_name="fake").save(tmp_path / "1")
+    RunRecord(status="failed", plan_name="fake").save(tmp_path / "4")
+    (tmp_path / "5" / "run.json").write_text("{")
+    (tmp_path / "4" / "of_the_failed_run").touch()
+    again, notes = fake_sweep(tmp_path, *asked)
+    assert notes.numbers == [1, 4, 5]
+    assert notes.notes == []
+    assert again == first == [51, 52, 53]
+    assert [(result.job.number, result.is_kept) for result in notes.results] == [
+        (0, True), (2, True), (3, True), (1, False), (4, False), (5, False)
+    ]  # fmt: skip
+    assert [job["number"] for job in json.loads((tmp_path / SUMMARY_FILE).read_text())] == list(range(6))
+    assert not (tmp_path / "4" / "of_the_failed_run").exists()
+    assert (tmp_path / "earlier" / "4.1" / "of_the_failed_run").exists()
+
+
+def test_more_repetitions_go_on_too(tmp_path):
+    fake_sweep(tmp_path, "seed=1,2", "repeat=2")
+    losses, notes = fake_sweep(tmp_path, "seed=1,2", "repeat=3")
+    assert notes.numbers == [4, 5]
+    assert losses == [101, 102]
+
+
+def test_a_job_with_other_settings_is_run_again_and_said(tmp_path):
+    """If it fails, a table mixes runs of two configurations."""
+    fake_sweep(tmp_path, "seed=1,2", "trainer.max_steps=10")
+    losses, notes = fake_sweep(tmp_path, "seed=1,4", "trainer.max_steps=20")
+    assert notes.numbers == [0, 1]
+    assert losses == [1, 4]
+    moved = [f"; what was there is in {tmp_path}/earlier/{number}.1" for number in notes.numbers]
+    assert [note.removesuffix(where) for note, where in zip(notes.notes, moved, strict=True)] == [
+        "job 0 is run again, for its settings changed: trainer.max_steps",
+        "job 1 is run again, for its settings changed: trainer.max_steps, seed",
+    ]
+    assert RunRecord.load(tmp_path / "earlier" / "1.1").val_loss == 2
+
+
+def test_a_sweep_within_a_job_of_several_ranks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(HydraException, match="without torchrun"):
+        fake_sweep(tmp_path, "seed=1,2")
