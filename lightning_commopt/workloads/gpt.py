@@ -14,9 +14,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Subset
 
-_VOCABULARY = 256
+_NUM_BYTES = 256
 _VALIDATION_EVERY = 10
 
 
@@ -51,8 +52,14 @@ class GPT(LightningModule):
         num_layers: transformer blocks.
         num_heads: attention heads in a block; divides ``width``.
         context: most bytes in a sequence.
+        vocabulary: rows of the embedding, of which 256 are used. More give the embedding, which is the un-embedding
+            too, the weight that it has with the tokens of a real text.
+        activation_checkpointing: keep only the blocks' inputs for backward, and compute the blocks again there.
         learning_rate: at the cycle's peak.
         warmup_share: share of the steps in which the learning rate rises.
+
+    Raises:
+        ValueError: ``num_heads`` does not divide ``width``, or ``vocabulary`` is below 256.
     """
 
     def __init__(
@@ -62,14 +69,19 @@ class GPT(LightningModule):
         num_layers: int = 2,
         num_heads: int = 4,
         context: int = 64,
+        vocabulary: int = _NUM_BYTES,
+        activation_checkpointing: bool = False,
         learning_rate: float = 3e-3,
         warmup_share: float = 0.2,
     ) -> None:
         super().__init__()
         if width % num_heads:
             raise ValueError(f"num_heads must divide width={width}, got {num_heads}")
+        if vocabulary < _NUM_BYTES:
+            raise ValueError(f"vocabulary must be at least {_NUM_BYTES}, one row for each byte, got {vocabulary!r}")
         self.save_hyperparameters()
-        self.token = nn.Embedding(_VOCABULARY, width)
+        self.activation_checkpointing = activation_checkpointing
+        self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(_Block(width, num_heads) for _ in range(num_layers)))
         self.norm = nn.LayerNorm(width)
@@ -78,9 +90,14 @@ class GPT(LightningModule):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Maps ``(B, T)`` bytes to ``(B, T, 256)`` logits of the next byte."""
+        """Maps ``(B, T)`` bytes to ``(B, T, vocabulary)`` logits of the next byte."""
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        return F.linear(self.norm(self.blocks(x)), self.token.weight)
+        for block in self.blocks:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return F.linear(self.norm(x), self.token.weight)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Returns the mean loss of a batch ``(B, T + 1)``."""
