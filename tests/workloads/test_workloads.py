@@ -6,6 +6,7 @@ from lightning.pytorch import Trainer, seed_everything
 
 from lightning_commopt.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.workloads.gpt import GPT, StdlibSources
+from lightning_commopt.workloads.mlp import MLP, SIZES, Blobs
 from lightning_commopt.workloads.vision import RandomImages, VisionModel
 
 
@@ -48,6 +49,48 @@ def test_gpt_learns_a_text_that_repeats(tmp_path):
 def test_gpt_refuses_heads_that_do_not_divide_its_width():
     with pytest.raises(ValueError, match="num_heads must divide width=10, got 4"):
         GPT(width=10, num_heads=4)
+
+
+def test_gpt_refuses_a_vocabulary_without_all_bytes():
+    with pytest.raises(ValueError, match="vocabulary must be at least 256, one row for each byte, got 255"):
+        GPT(vocabulary=255)
+
+
+def test_gpt_of_another_vocabulary_and_context_has_as_many_parameters_as_its_configuration_says():
+    with torch.device("meta"):
+        model = GPT(width=768, num_layers=12, num_heads=12, context=1024, vocabulary=50304)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 123_738_624 + 768 * (1024 - 64)
+
+
+def test_gpt_trains_the_rows_that_no_byte_uses_too():
+    model = GPT(width=16, num_layers=1, num_heads=2, context=8, vocabulary=300)
+    logits = model(torch.randint(256, (2, 8)))
+    assert logits.shape == (2, 8, 300)
+    model._loss(torch.randint(256, (2, 9))).backward()
+    gradient = model.token.weight.grad
+    assert gradient is not None
+    assert gradient[256:].abs().min() > 0
+
+
+def gradients_of_gpt(activation_checkpointing):
+    torch.manual_seed(0)
+    model = GPT(width=16, num_layers=3, num_heads=2, context=8, activation_checkpointing=activation_checkpointing)
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model._loss(torch.randint(256, (4, 9)))
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters()], sum(kept)
+
+
+def test_activation_checkpointing_keeps_less_and_changes_no_gradient():
+    (plain, kept), (checkpointed, kept_of_checkpointed) = map(gradients_of_gpt, (False, True))
+    assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))
+    assert kept_of_checkpointed < kept / 2
 
 
 def test_sources_are_split_by_file_in_the_order_of_names(tmp_path):
@@ -115,3 +158,70 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, package, make, e
     monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(ImportError, match=rf"pip install 'lightning-commopt\[{extra}\]'"):
         make()
+
+
+@pytest.mark.parametrize(("size", "millions"), [("small", 1.5), ("medium", 8.4), ("large", 35.2), ("xlarge", 52.0)])
+def test_mlp_has_the_parameters_of_its_size(size, millions):
+    with torch.device("meta"):
+        model = MLP(size=size)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
+    widths = [layer.out_features for layer in model.net if isinstance(layer, torch.nn.Linear)]
+    assert widths == [*SIZES[size], 10]
+
+
+def test_mlp_of_a_list_of_widths():
+    model = MLP(size=[8, 4])
+    assert model(torch.zeros(3, 784)).shape == (3, 10)
+    assert model.hparams["size"] == [8, 4]
+
+
+@pytest.mark.parametrize("size", ["huge", [], [8, 0], [8, 4.5], 8])
+def test_mlp_refuses_an_unknown_size(size):
+    with pytest.raises(ValueError, match="size must be one of small, medium, large, xlarge, or a list of widths, got"):
+        MLP(size=size)
+
+
+def test_blobs_are_learned_over_several_epochs():
+    seed_everything(0, verbose=False)
+    losses = []
+    for epochs in (1, 4):
+        data = Blobs(num_samples=4096, num_validation_samples=1024, batch_size=128)
+        model = MLP(size=[256, 128], learning_rate=0.02)
+        losses.append(fitted(model, data, max_epochs=epochs)["val_loss"])
+    assert losses[0] > 1.5
+    assert losses[1] < 0.7 * losses[0]
+
+
+def test_blobs_are_the_same_on_every_run():
+    (features, labels), (features_again, labels_again) = (first_of(Blobs(num_validation_samples=8)) for _ in range(2))
+    assert features.shape == (8, 784)
+    assert torch.equal(features, features_again)
+    assert torch.equal(labels, labels_again)
+
+
+def first_of(data):
+    data.setup("fit")
+    return next(iter(data.val_dataloader()))
+
+
+def test_blobs_of_all_batches_are_all_samples_once():
+    data = Blobs(num_samples=96, num_validation_samples=8, batch_size=32)
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    assert [len(labels) for _, labels in batches] == [32] * 3
+    features = torch.cat([features for features, _ in batches])
+    everything = torch.stack([data.train_dataloader().dataset[index][0] for index in range(96)])
+    assert torch.equal(features.sort(dim=0).values, everything.sort(dim=0).values)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ({"num_validation_samples": 0}, "num_validation_samples must be at least 1, got 0"),
+        ({"separation": -1}, "separation must be at least 0, got -1"),
+    ],
+)
+def test_blobs_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Blobs(**options)
