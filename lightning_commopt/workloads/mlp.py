@@ -159,11 +159,8 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _widths(size: str | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(size, str):
-        widths = SIZES.get(size, ())
-    else:
-        widths = tuple(size) if isinstance(size, Sequence) else ()
-    if not widths or not all(isinstance(width, int) and width > 0 for width in widths):
-        raise ValueError(f"size must be one of {', '.join(SIZES)}, or a list of widths, got {size!r}")
-    return widths
+def _widths(size: Any) -> tuple[int, ...]:
+    widths = SIZES.get(size) if isinstance(size, str) else size
+    if isinstance(widths, Sequence) and widths and all(isinstance(width, int) and width > 0 for width in widths):
+        return tuple(widths)
+    raise ValueError(f"size must be one of {', '.join(SIZES)}, or a list of widths, got {size!r}")
