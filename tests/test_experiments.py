@@ -1,0 +1,107 @@
+"""Every job of every experiment composes, is valid, and is what the experiment's first lines say."""
+
+import itertools
+
+import pytest
+import yaml
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from test_conf import composed
+
+from lightning_commopt.conf_path import conf_dir
+from lightning_commopt.plan import DDP_OPTION_SINCE
+from lightning_commopt.resolvers import divide
+from lightning_commopt.run_config import ConfigError, check_config
+from lightning_commopt.sweep.job import SweepObserver
+from lightning_commopt.train import register_with_hydra
+
+EXPERIMENTS = sorted(file.stem for file in (conf_dir() / "experiment").glob("*.yaml"))
+CUMULATIVE = ("one_bucket", "static_graph", "bucket_view", "bf16", "several_buckets")
+
+
+@pytest.fixture(autouse=True)
+def hydra_knows_us(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["commopt-train"])
+    register_with_hydra(SweepObserver())
+
+
+def jobs(experiment):
+    """Returns the overrides of each job of an experiment, as Hydra's sweeper makes them."""
+    params = yaml.safe_load((conf_dir() / "experiment" / f"{experiment}.yaml").read_text())["hydra"]["sweeper"][
+        "params"
+    ]
+    lists = [[f"{name}={value}" for value in str(values).split(",")] for name, values in params.items()]
+    return [[f"experiment={experiment}", *own] for own in itertools.product(*lists)]
+
+
+def strategy_of(config):
+    values = OmegaConf.to_container(config.strategy, resolve=True)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name != "sharding"])
+def test_every_job_of_an_experiment_can_be_run(experiment):
+    for overrides in jobs(experiment):
+        config = composed(*overrides)
+        check_config(config)
+        instantiate(config.strategy, _convert_="all")
+    assert len(jobs(experiment)) > 1
+
+
+def test_fsdp_without_gpus_is_an_error_before_anything_starts():
+    config = composed("experiment=sharding", "strategy=fsdp", "trainer.accelerator=cpu")
+    with pytest.raises(ConfigError, match=r"FSDPStrategy needs GPUs: trainer\.accelerator must be gpu, got cpu"):
+        check_config(config)
+
+
+def test_every_rung_of_the_ladder_adds_to_the_one_before():
+    rungs = [strategy_of(composed("experiment=ladder", f"rung={rung}", "ranks=4")) for rung in CUMULATIVE]
+    changes = [
+        {name: value for name, value in after.items() if before.get(name) != value}
+        for before, after in itertools.pairwise([strategy_of(composed("experiment=ladder")), *rungs])
+    ]
+    assert changes == [
+        {"bucket_cap_mb": 2000},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"comm_hook": {"name": "bf16", "accumulate": None}},
+        {"bucket_cap_mb": 100},
+    ]
+
+
+@pytest.mark.parametrize("rung", ["one_process", "ddp_one_process"])
+def test_rungs_of_one_process_have_one_however_many_there_are_else(rung):
+    assert composed("experiment=ladder", f"rung={rung}", "ranks=4").trainer.devices == 1
+    assert composed("experiment=ladder", "rung=powersgd", "ranks=4").trainer.devices == 4
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 4])
+def test_accumulation_keeps_the_samples_of_a_step(num_batches):
+    config = composed("experiment=ladder_accumulation", f"trainer.accumulate_grad_batches={num_batches}")
+    assert config.data.batch_size * num_batches == config.samples_of_a_rank
+
+
+def test_four_ways_are_28_runs_with_as_many_samples_in_a_step():
+    configs = [composed(*overrides) for overrides in jobs("four_ways")]
+    runs = {(config.model.size, config.strategy._target_, config.trainer.devices) for config in configs}
+    assert len(runs) == 28
+    assert {config.data.batch_size * config.trainer.devices for config in configs} == {1024}
+
+
+def test_a_batch_that_ranks_cannot_share_is_an_error():
+    config = composed("experiment=four_ways", "way=ddp", "ranks=3")
+    with pytest.raises(ConfigError, match="1024 cannot be divided by 3 x 1"):
+        check_config(config)
+
+
+@pytest.mark.parametrize("values", [(10, 3), (10, 0), (10, 2.5), (True, 1)])
+def test_divide_refuses_a_remainder_and_what_is_no_count(values):
+    with pytest.raises(ValueError, match=r"cannot be divided|integers above 0"):
+        divide(*values)
+
+
+def test_newer_options_are_left_alone_by_all_experiments():
+    """They would be errors in older torch."""
+    for experiment in EXPERIMENTS:
+        text = (conf_dir() / "experiment" / f"{experiment}.yaml").read_text()
+        assert not [name for name in DDP_OPTION_SINCE if name in text]
