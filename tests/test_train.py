@@ -103,16 +103,16 @@ def test_a_sweep_over_devices_trains_with_as_many_ranks(tmp_path, devices):
 def test_a_job_that_fails_does_not_stop_the_others(tmp_path):
     (tmp_path / "sources").mkdir()  # too few of them
     sweep = commopt_train(
-        "-m", *TINY, "trainer.devices=1", "data.folder=null,sources,null", "hydra.sweep.dir=sweep", cwd=tmp_path
+        "-m", *TINY, "trainer.devices=1", "data.folder=sources,null", "hydra.sweep.dir=sweep", cwd=tmp_path
     )
     assert sweep.returncode == 1
-    records = [RunRecord.load(tmp_path / "sweep" / str(number)) for number in range(3)]
-    assert [record.status for record in records] == ["finished", "failed", "finished"]
-    assert "sources has too few Python sources" in str(records[1].error)
+    records = [RunRecord.load(tmp_path / "sweep" / str(number)) for number in range(2)]
+    assert [record.status for record in records] == ["failed", "finished"]
+    assert "sources has too few Python sources" in str(records[0].error)
     said = " ".join(sweep.stdout.split())
-    assert "job 1 failed: FileNotFoundError: sources has too few" in said
-    assert str(tmp_path / "sweep" / "1" / "job.log") in said
-    assert "FileNotFoundError" in (tmp_path / "sweep" / "1" / "job.log").read_text()
+    assert "job 0 failed: FileNotFoundError: sources has too few" in said
+    assert str(tmp_path / "sweep" / "0" / "job.log") in said
+    assert "FileNotFoundError" in (tmp_path / "sweep" / "0" / "job.log").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
