@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
+import scipy  # its submodules, which take a second, are imported when they are first used
 
 from lightning_commopt.report.model import Difference, Interval
 
@@ -84,7 +84,7 @@ def compare(values: Sequence[float], reference: Sequence[float], *, is_paired: b
 
 
 def _bootstrap(samples: tuple[np.ndarray[Any, Any], ...], statistic: Any) -> tuple[float, float]:
-    result = stats.bootstrap(
+    result = scipy.stats.bootstrap(
         samples,
         statistic,
         vectorized=True,
@@ -110,5 +110,5 @@ def _t_test_sees_a_difference(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any
         return bool(shift > 0)
     parts = [part**2 / (log.size - 1) for part, log in zip(squared_errors, logs, strict=True)]
     degrees_of_freedom = squared_error**2 / sum(parts)
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, degrees_of_freedom) * math.sqrt(squared_error)
+    half = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, degrees_of_freedom) * math.sqrt(squared_error)
     return bool(shift > half)

@@ -32,13 +32,13 @@ def listed(names: Sequence[str]) -> str:
 def significant(value: float, digits: int = 3) -> str:
     """Returns a number with three significant digits, or all of those before its point.
 
-    >>> significant(1234.5), significant(12.345), significant(0.012345)
-    ('1234', '12.3', '0.0123')
+    >>> significant(1234.5), significant(12.345), significant(0.9996), significant(0.012345)
+    ('1234', '12.3', '1.00', '0.0123')
     """
     if not value or not math.isfinite(value):
         return f"{value:g}"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:.{decimals}f}"
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return f"{value:.{max(0, digits - 1 - exponent)}f}"
 
 
 def compared(ratio: Interval, than: str) -> str:

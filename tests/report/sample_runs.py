@@ -217,6 +217,28 @@ def _way(size: str, way: str, ranks: int, repetition: int) -> SampleRun:
     )
 
 
+def save_run(folder: Path, *overrides: str, **fields: Any) -> Path:
+    """Writes nothing but ``run.json``, of a finished run on 2 ranks; returns its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {"status": "finished", "plan_name": "none", "plan": {}, "world_size": 2, "overrides": overrides, **fields}
+    RunRecord(**known).save(folder)
+    return folder
+
+
+def save_rates(
+    folder: Path, rates: Mapping[str, Sequence[float]], losses: Mapping[str, Sequence[float]] | None = None
+) -> Path:
+    """Writes a sweep over comm hooks with these samples per second in its repetitions; returns its directory."""
+    for comm_hook, of_hook in rates.items():
+        plan = {} if PLANS.get(comm_hook) is None else {"comm_hook": PLANS[comm_hook]}
+        for repetition, rate in enumerate(of_hook):
+            loss = None if losses is None else losses[comm_hook][repetition]
+            overrides = (f"strategy/comm_hook={comm_hook}", f"repetition={repetition}")
+            run = folder / f"{comm_hook}_{repetition}"
+            save_run(run, *overrides, plan_name=comm_hook, plan=plan, samples_per_s=rate, val_loss=loss)
+    return folder
+
+
 def sample_report(folder: Path) -> Report:
     """Returns the report of `write_sweep`, one group without scaling."""
     return build_report([write_sweep(folder / "sweep")])

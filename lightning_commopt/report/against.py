@@ -1,0 +1,184 @@
+"""Holds a report against an earlier one: what has become slower beyond noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_commopt.report.as_json import FORMAT, to_plain
+from lightning_commopt.report.build import build_report
+from lightning_commopt.report.intervals import compare
+from lightning_commopt.report.model import Difference, Interval
+
+Outcome = Literal["slower", "failed", "unknown", "missing", "faster", "new", "no difference"]
+"""Of a setting: "failed" where runs failed and none did before, "unknown" where a single run has no interval."""
+
+_CONDITIONS = ("hardware", "trained on", "ranks", "link", "parameters", "samples a rank and batch", "versions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What has become of a setting.
+
+    Attributes:
+        group: name of its group.
+        setting: its name.
+        outcome: what happened.
+        ratio: of the throughput now over that before; None where one of them is not there.
+        before: samples per second.
+        now: samples per second.
+        error: of the first failed run.
+    """
+
+    group: str
+    setting: str
+    outcome: Outcome
+    ratio: Interval | None = None
+    before: float | None = None
+    now: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """All changes from one report to another.
+
+    Attributes:
+        other: where the earlier one is from.
+        changes: of all settings of both.
+        conditions: a line for each condition that is not what it was.
+    """
+
+    other: str
+    changes: tuple[Change, ...]
+    conditions: tuple[str, ...]
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether something became slower beyond noise, or failed that had worked."""
+        return any(change.outcome in ("slower", "failed") for change in self.changes)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns it in types that JSON has."""
+        return {**dataclasses.asdict(self), "is_worse": self.is_worse}
+
+
+def hold_against(report: Mapping[str, Any], other: Path) -> Against:
+    """Compares a report with an earlier one.
+
+    Settings are the same if group and name are, or else all overrides. Throughputs are compared without pairs: the two
+    were measured at different times.
+
+    Args:
+        report: as `to_plain` makes it.
+        other: a sweep's directory, or a file with what ``commopt report --json`` printed.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else, or the two have no setting in common.
+    """
+    before = _load(other)
+    try:
+        pairs = _pairs(report, before)
+        changes = [_change(now, then, report, before) for now, then in pairs]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{other} is not what commopt report --json prints: {type(error).__name__} {error}") from error
+    if not any(now is not None and then is not None for now, then in pairs):
+        raise ValueError(f"{other} has no setting in common with this report: nothing can be compared")
+    return Against(other=str(other), changes=tuple(changes), conditions=_conditions(report, before))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        return to_plain(build_report([path]))
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is neither a directory nor what commopt report --json prints: {error}") from error
+    if not isinstance(report, dict) or not {"format", "groups", "failed"} <= report.keys():
+        raise ValueError(f"{path} is not what commopt report --json prints")
+    if not isinstance(report["format"], int) or report["format"] > FORMAT:
+        raise ValueError(f"{path} has format {report['format']!r}, this version reads up to {FORMAT}")
+    return report
+
+
+class _Place(dict[str, Any]):
+    """A setting of a report's JSON, which knows its group."""
+
+    def __init__(self, group: str, setting: Mapping[str, Any]) -> None:
+        super().__init__(setting)
+        self.group = group
+
+
+def _settings(report: Mapping[str, Any]) -> Iterator[_Place]:
+    """Yields the settings, and those of which all runs failed."""
+    known = set()
+    for group in report["groups"]:
+        for setting in group["settings"]:
+            known.add((group["name"], setting["name"]))
+            yield _Place(group["name"], setting)
+    for run in report["failed"]:
+        name = (run["group"], run["setting"])
+        if name not in known:
+            known.add(name)
+            yield _Place(run["group"], {"name": run["setting"], "overrides": None, "runs": []})
+
+
+def _pairs(report: Mapping[str, Any], before: Mapping[str, Any]) -> list[tuple[_Place | None, _Place | None]]:
+    """Returns the settings of both reports side by side, those of the report first."""
+    then = list(_settings(before))
+    pairs: list[tuple[_Place | None, _Place | None]] = []
+    for setting in _settings(report):
+        by_name = [each for each in then if (each.group, each["name"]) == (setting.group, setting["name"])]
+        same = [each for each in then if setting["overrides"] and each["overrides"] == setting["overrides"]]
+        found = next(iter([*by_name, *same]), None)
+        then = [each for each in then if each is not found]
+        pairs.append((setting, found))
+    return [*pairs, *((None, each) for each in then)]
+
+
+def _change(now: _Place | None, then: _Place | None, report: Mapping[str, Any], before: Mapping[str, Any]) -> Change:
+    shown = now or then
+    assert shown is not None
+    change = Change(group=shown.group, setting=shown["name"], outcome="no difference")
+    errors = [] if now is None else _errors(now, report)
+    if errors and then is not None and then["runs"] and not _errors(then, before):
+        return dataclasses.replace(change, outcome="failed", error=errors[0])
+    rates, earlier = _rates(now), _rates(then)
+    if not rates or not earlier:
+        outcome: Outcome = "new" if rates else "missing" if earlier else "unknown"
+        return dataclasses.replace(change, outcome=outcome)
+    comparison = compare(rates, earlier, is_paired=False)
+    difference: Difference = comparison.difference
+    assert now is not None
+    assert then is not None
+    return dataclasses.replace(
+        change,
+        outcome=difference,
+        ratio=comparison.ratio,
+        before=then["samples_per_s"]["median"],
+        now=now["samples_per_s"]["median"],
+    )
+
+
+def _rates(setting: _Place | None) -> list[float]:
+    rates = [] if setting is None else [run["samples_per_s"] for run in setting["runs"]]
+    return [float(rate) for rate in rates if rate is not None and rate > 0]
+
+
+def _errors(setting: _Place, report: Mapping[str, Any]) -> list[str]:
+    name = (setting.group, setting["name"])
+    return [str(run["error"]) for run in report["failed"] if (run["group"], run["setting"]) == name]
+
+
+def _conditions(report: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, ...]:
+    now, then = report.get("conditions", {}), before.get("conditions", {})
+    return tuple(
+        f"{name}: {now.get(name, 'not known')}; before: {then.get(name, 'not known')}"
+        for name in _CONDITIONS
+        if now.get(name) != then.get(name)
+    )

@@ -1,0 +1,150 @@
+"""A report on the terminal: tables that lose no digit where it is narrow, and the answer below each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lightning_commopt.report.against import Against, Change, Outcome
+from lightning_commopt.report.model import Group, Interval, Report, Setting
+from lightning_commopt.report.phrases import significant
+
+_BYTES_IN_MB = 1e6
+_NAME_WIDTH = 16
+_ANY_WIDTH = 10_000
+_HEADINGS: dict[Outcome, str] = {
+    "slower": "slower",
+    "failed": "failed, and did not before",
+    "unknown": "cannot be told: a single run, or none, has no interval; repeat=3",
+    "missing": "missing here",
+    "faster": "faster",
+    "new": "not there before",
+    "no difference": "no difference beyond noise",
+}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Prints all groups, then what failed and what else should be known."""
+    for group in report.groups:
+        if group.name:
+            console.rule(Text(group.name), align="left")
+        _print_settings(group, console)
+        _print_published(group, console)
+        for sentence in group.answer:
+            _print(sentence, console)
+        if group.recommended is not None:
+            console.print(Text("\n".join(["", *group.recommended.config_lines]), style="cyan"), soft_wrap=True)
+    for run in report.failed:
+        _print(f"{run.name} ({run.setting}) failed: {run.record.error}", console, style="red")
+    for problem in report.problems:
+        _print(f"note: {problem}", console, style="yellow")
+
+
+def print_against(against: Against, console: Console) -> None:
+    """Prints what has changed, the worst first."""
+    _print(f"against {against.other}:", console)
+    for outcome, heading in _HEADINGS.items():
+        changes = [change for change in against.changes if change.outcome == outcome]
+        if changes:
+            style = "red" if outcome in ("slower", "failed") else ""
+            _print(f"{heading} ({len(changes)})", console, style=style)
+        for change in changes:
+            _print(f"  {_shown_change(change)}", console)
+    for condition in against.conditions:
+        _print(f"note: not the same conditions: {condition}", console, style="yellow")
+
+
+def settings_table(group: Group) -> Table:
+    """Returns a row for each setting, with the columns for which there are numbers."""
+    columns = _columns(group)
+    table = Table("setting", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.columns[0].min_width = min(_NAME_WIDTH, max(len(setting.name) for setting in group.settings))
+    for name in columns:
+        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True, vertical="top")
+    for index, setting in enumerate(group.settings):
+        style = "bold" if setting is group.fastest else None
+        table.add_row(Text(setting.name), *("\n".join(cells[index]) for cells in columns.values()), style=style)
+    return table
+
+
+def _print_settings(group: Group, console: Console) -> None:
+    """Prints the table, or where it would lose digits the same as a list."""
+    table = settings_table(group)
+    needed = Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), table).minimum
+    if needed <= console.width:
+        console.print(table)
+        return
+    for index, setting in enumerate(group.settings):
+        cells = {name: " ".join(cells[index]) for name, cells in _columns(group).items()}
+        console.print(Text(setting.name, style="bold" if setting is group.fastest else ""))
+        console.print(Padding(Text(", ".join(f"{name} {cell}" for name, cell in cells.items() if cell)), (0, 0, 0, 2)))
+    console.print()
+
+
+def _columns(group: Group) -> dict[str, list[list[str]]]:
+    """Returns the cells of each column that has any, each as its lines."""
+    read: dict[str, Callable[[Setting], list[str]]] = {
+        "samples/s": lambda setting: _interval(setting.samples_per_s),
+        "speed-up": lambda setting: ["reference"] if setting is group.reference else _speedup(setting),
+        "efficiency": lambda setting: [] if setting.efficiency is None else [f"{100 * setting.efficiency:.0f} %"],
+        "exposed": lambda setting: _share(setting.exposed_share),
+        "MB sent": lambda setting: _mb(setting.wire_bytes),
+        "peak MB": lambda setting: _mb(setting.peak_memory_bytes),
+        "final loss": lambda setting: [] if setting.val_loss is None else [significant(setting.val_loss.median, 4)],
+    }
+    columns = {name: [cell(setting) for setting in group.settings] for name, cell in read.items()}
+    return {name: cells for name, cells in columns.items() if any(cells)}
+
+
+def _print_published(group: Group, console: Console) -> None:
+    figures = [(setting.name, figure) for setting in group.settings for figure in setting.published]
+    if not figures:
+        return
+    sources = dict.fromkeys(figure.source for _, figure in figures)
+    _print(f"Published by others, on their hardware ({'; '.join(sources)}):", console)
+    for name in dict.fromkeys(name for name, _ in figures):
+        _print(f"  {name}: {'; '.join(figure.label for other, figure in figures if other == name)}", console)
+    console.print()
+
+
+def _print(text: str, console: Console, style: str = "") -> None:
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
+
+
+def _shown_change(change: Change) -> str:
+    name = f"{change.group}: {change.setting}" if change.group else change.setting
+    if change.error is not None:
+        return f"{name}: {change.error}"
+    if change.ratio is None or change.before is None or change.now is None:
+        return name
+    rates = f"{significant(change.now)} samples/s, before {significant(change.before)}"
+    return f"{name}: {rates}, ratio {' '.join(_interval(change.ratio))}"
+
+
+def _interval(interval: Interval | None) -> list[str]:
+    if interval is None:
+        return []
+    if interval.low is None or interval.high is None:
+        return [significant(interval.median)]
+    return [significant(interval.median), f"({significant(interval.low)} to {significant(interval.high)})"]
+
+
+def _speedup(setting: Setting) -> list[str]:
+    if setting.speedup is None:
+        return []
+    first, *ends = _interval(setting.speedup)
+    return [f"{first} {'in one run' if setting.difference == 'unknown' else setting.difference}", *ends]
+
+
+def _share(interval: Interval | None) -> list[str]:
+    return [] if interval is None else [f"{100 * interval.median:.1f} %"]
+
+
+def _mb(num_bytes: float | None) -> list[str]:
+    return [] if num_bytes is None else [significant(num_bytes / _BYTES_IN_MB)]

@@ -1,0 +1,113 @@
+import random
+
+import pytest
+
+from lightning_commopt.report.intervals import compare, median_interval
+from lightning_commopt.report.model import Interval
+
+NOISE = 0.01
+NUM_SWEEPS = 100
+
+
+def test_the_interval_of_three_values_is_their_range():
+    assert median_interval([3.0, 1.0, 2.0]) == Interval(median=2.0, low=1.0, high=3.0, num_values=3)
+
+
+@pytest.mark.parametrize("num_values", [2, 3, 4, 5])
+def test_up_to_five_values_the_interval_is_their_range(num_values):
+    """If it fails, docs/report.md says something wrong of it."""
+    values = [float(value) for value in range(num_values)]
+    found = median_interval(values)
+    assert found is not None
+    assert (found.low, found.high) == (values[0], values[-1])
+
+
+def test_from_six_values_on_the_ends_do_not_count():
+    found = median_interval([0.0, 10.0, 11.0, 12.0, 13.0, 14.0, 100.0])
+    assert found is not None
+    assert found.median == 12
+    assert found.low == 10
+    assert found.high == 14
+
+
+def test_a_single_value_has_no_interval():
+    assert median_interval([2.0]) == Interval(median=2.0, low=None, high=None, num_values=1)
+
+
+def test_what_is_no_number_is_left_out():
+    assert median_interval([1.0, float("nan"), 3.0]) == Interval(median=2.0, low=1.0, high=3.0, num_values=2)
+    assert median_interval([float("inf")]) is None
+    assert median_interval([]) is None
+
+
+def test_pairs_are_divided_one_by_one():
+    """The machine was half as fast in the second repetition, for both."""
+    ratio, difference = compare([110, 56, 112], [100, 50, 100], is_paired=True)
+    assert ratio.median == pytest.approx(1.12)
+    assert ratio.low == pytest.approx(1.10)
+    assert ratio.high == pytest.approx(1.12)
+    assert difference == "faster"
+
+
+def test_without_pairs_the_same_numbers_differ_by_nothing():
+    ratio, difference = compare([110, 56, 112], [100, 50, 100], is_paired=False)
+    assert ratio.median == pytest.approx(1.1)
+    assert difference == "no difference"
+
+
+def test_without_pairs_the_ends_are_the_farthest_ratios():
+    ratio, _ = compare([90, 100, 110], [50, 55, 60], is_paired=False)
+    assert ratio.low == pytest.approx(90 / 60)
+    assert ratio.high == pytest.approx(110 / 50)
+
+
+def test_of_a_single_run_nothing_is_known():
+    ratio, difference = compare([200.0], [100.0, 101.0, 102.0], is_paired=False)
+    assert ratio == Interval(median=200 / 101, low=None, high=None, num_values=1)
+    assert difference == "unknown"
+
+
+def test_equal_values_have_no_noise():
+    assert compare([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], is_paired=True).difference == "no difference"
+    assert compare([1.1, 1.1, 1.1], [1.0, 1.0, 1.0], is_paired=False).difference == "faster"
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([], [1.0]), ([0.0], [1.0]), ([1.0], [float("nan")])])
+def test_only_positive_numbers_can_be_compared(ours, theirs):
+    with pytest.raises(ValueError, match="positive"):
+        compare(ours, theirs, is_paired=False)
+
+
+def test_pairs_need_partners():
+    with pytest.raises(ValueError, match="one length"):
+        compare([1.0, 2.0], [1.0], is_paired=True)
+
+
+def _share(num_repetitions: int, speedup: float, *, is_paired: bool) -> dict[str, float]:
+    """Returns how often sweeps of two plans come to each verdict, with a machine that drifts by 3 %."""
+    source = random.Random(num_repetitions)
+    verdicts = []
+    for _ in range(NUM_SWEEPS):
+        drifts = [source.gauss(1, 0.03 if is_paired else 0) for _ in range(num_repetitions)]
+        ours = [speedup * drift * source.gauss(1, NOISE) for drift in drifts]
+        theirs = [drift * source.gauss(1, NOISE) for drift in drifts]
+        verdicts.append(compare(ours, theirs, is_paired=is_paired).difference)
+    return {verdict: verdicts.count(verdict) / NUM_SWEEPS for verdict in ("faster", "slower", "no difference")}
+
+
+@pytest.mark.parametrize("is_paired", [True, False])
+@pytest.mark.parametrize("num_repetitions", [3, 5, 8])
+def test_no_difference_is_seldom_called_one(num_repetitions, is_paired):
+    """If it fails, a sweep praises plans that bring nothing."""
+    assert _share(num_repetitions, 1.0, is_paired=is_paired)["no difference"] >= 0.88
+
+
+@pytest.mark.parametrize("is_paired", [True, False])
+def test_a_tenth_is_seen_in_three_repetitions(is_paired):
+    assert _share(3, 1.1, is_paired=is_paired)["faster"] >= 0.97
+    assert _share(3, 1 / 1.1, is_paired=is_paired)["slower"] >= 0.97
+
+
+@pytest.mark.parametrize("is_paired", [True, False])
+def test_three_per_cent_are_seen_in_eight_repetitions(is_paired):
+    assert _share(8, 1.03, is_paired=is_paired)["faster"] >= 0.95

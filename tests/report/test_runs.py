@@ -1,0 +1,173 @@
+import json
+
+import pytest
+from sample_runs import plan_run, save_rates, save_run, write_run
+
+from lightning_commopt.measure.files import rank_file
+from lightning_commopt.report.runs import read_runs
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Four runs, whole."""
+    for number, comm_hook in enumerate(["none", "bf16", "int8", "powersgd"]):
+        write_run(tmp_path / "sweep" / str(number), plan_run(comm_hook, 25, 0))
+    return tmp_path / "sweep"
+
+
+def test_a_run_is_read_as_it_was_written(sweep):
+    found = read_runs([sweep])
+    assert not found.problems
+    assert [run.name for run in found.finished] == ["0", "1", "2", "3"]
+    run = found.finished[1]
+    assert run.overrides == {"strategy/comm_hook": "bf16", "strategy.bucket_cap_mb": "25", "repetition": "0"}
+    assert run.config["seed"] == 0
+    assert [point.kind for point in run.losses].count("val") == 2
+    assert run.root == sweep
+
+
+def test_jobs_are_in_the_order_of_their_numbers(tmp_path):
+    for number in (10, 9, 0):
+        save_run(tmp_path / str(number))
+    assert [run.name for run in read_runs([tmp_path]).finished] == ["0", "9", "10"]
+
+
+def test_runs_at_any_depth_and_single_ones(tmp_path):
+    save_run(tmp_path / "a" / "b" / "c")
+    save_run(tmp_path / "one")
+    found = read_runs([tmp_path / "a", tmp_path / "one"])
+    assert [run.name for run in found.finished] == ["a/b/c", "one"]
+    assert read_runs([tmp_path / "one"]).finished[0].name == "one"
+
+
+def test_what_a_sweep_has_set_aside_is_left_out(tmp_path):
+    save_run(tmp_path / "0")
+    save_run(tmp_path / "earlier" / "0.1")
+    (tmp_path / "sweep.json").write_text("[]")
+    assert [run.name for run in read_runs([tmp_path]).finished] == ["0"]
+    (tmp_path / "sweep.json").unlink()
+    assert len(read_runs([tmp_path]).finished) == 2
+
+
+def test_folders_of_one_name_are_told_apart_by_their_paths(tmp_path):
+    save_run(tmp_path / "a" / "sweep" / "0")
+    save_run(tmp_path / "b" / "sweep" / "0")
+    names = [run.name for run in read_runs([tmp_path / "a" / "sweep", tmp_path / "b" / "sweep"]).finished]
+    assert names == [f"{tmp_path}/a/sweep/0", f"{tmp_path}/b/sweep/0"]
+
+
+def test_a_failed_run_keeps_its_error(sweep):
+    save_run(sweep / "4", status="failed", error="ValueError: no")
+    found = read_runs([sweep])
+    assert [(run.name, run.record.error) for run in found.failed] == [("4", "ValueError: no")]
+    assert len(found.finished) == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"status": "done", "plan_name": "none"}',
+        '{"status": "finished", "plan_name": "none", "samples_per_s": "fast"}',
+        '{"status": "finished", "plan_name": "none", "overrides": 3}',
+        '{"status": "finished", "plan_name": "none", "comm_time": {"step_s": null}}',
+        '{"status": "finished", "plan_name": "none", "plan": []}',
+        '{"status": "finished", "plan_name": "none", "hardware": ["cpu"]}',
+    ],
+)
+def test_a_broken_record_is_a_line_and_the_rest_is_read(sweep, text):
+    (sweep / "2" / "run.json").write_text(text)
+    found = read_runs([sweep])
+    assert [run.name for run in found.finished] == ["0", "1", "3"]
+    assert len(found.problems) == 1
+    assert found.problems[0].startswith("2/run.json cannot be read, the run is left out: ")
+
+
+def test_bytes_that_are_no_text_are_a_line(sweep):
+    (sweep / "2" / "run.json").write_bytes(b"\xff\xfe")
+    assert "2/run.json" in read_runs([sweep]).problems[0]
+
+
+@pytest.mark.parametrize(("name", "text"), [("loss.jsonl", "{}\n"), ("config.yaml", "a: [")])
+def test_a_broken_file_beside_the_record_is_a_line_and_the_run_is_kept(sweep, name, text):
+    (sweep / "1" / name).write_text(text)
+    found = read_runs([sweep])
+    assert len(found.finished) == 4
+    assert len(found.problems) == 1
+    assert found.problems[0].startswith(f"1/{name} cannot be read: ")
+
+
+def test_a_cut_line_of_steps_is_a_line(sweep):
+    path = rank_file(sweep / "1", 1)
+    path.write_text(path.read_text()[:-30])
+    assert read_runs([sweep]).problems == (
+        "1: comm_time/rank_1.jsonl: 1 broken line(s) left out; killing a process cuts its last one",
+    )
+
+
+def test_a_rank_without_steps_is_a_line(sweep):
+    rank_file(sweep / "1", 1).unlink()
+    assert read_runs([sweep]).problems == ("1: no records of rank(s) 1, of 2 ranks",)
+
+
+def test_runs_without_records_are_one_line_each_kind(tmp_path):
+    found = read_runs([save_rates(tmp_path, {"none": [1.0] * 6})])
+    names = "none_0, none_1, none_2 and 3 more"
+    assert found.problems == (
+        f"no loss.jsonl, hence no curve of the loss: {names}",
+        f"no steps in comm_time, which CommTimeLogger saves, hence no timeline: {names}",
+    )
+
+
+@pytest.mark.parametrize("rate", [None, 0.0, float("nan")])
+def test_a_run_without_throughput_is_named(tmp_path, rate):
+    save_run(tmp_path / "0", samples_per_s=rate)
+    assert "no throughput, which the callback Throughput measures: 0" in read_runs([tmp_path]).problems
+
+
+def test_a_run_that_still_runs_is_named(sweep):
+    save_run(sweep / "4", status="running")
+    found = read_runs([sweep])
+    assert found.problems == ("still running, or killed without a word; left out: 4",)
+    assert len(found.finished) == 4
+
+
+def test_other_directories_are_lines_beside_a_sweep(sweep, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    found = read_runs([sweep, tmp_path / "empty", tmp_path / "gone", tmp_path / "file"])
+    assert len(found.finished) == 4
+    assert found.problems == (
+        f"{tmp_path}/empty is no sweep: there is no run.json in it, nor in its subdirectories",
+        f"{tmp_path}/gone does not exist",
+        f"{tmp_path}/file is no directory",
+    )
+
+
+@pytest.mark.parametrize("name", ["empty", "gone"])
+def test_nothing_to_report_is_an_error(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=f"{name} (is no sweep|does not exist)"):
+        read_runs([tmp_path / name])
+
+
+def test_only_failed_runs_can_be_reported(tmp_path):
+    save_run(tmp_path / "0", status="failed", error="x")
+    assert len(read_runs([tmp_path]).failed) == 1
+
+
+def test_the_configuration_of_another_hydra_project_is_read(tmp_path):
+    save_run(tmp_path / "0", "+commopt=bf16")
+    (tmp_path / "0" / ".hydra").mkdir()
+    (tmp_path / "0" / ".hydra" / "config.yaml").write_text("trainer: {strategy: {comm_hook: bf16}}")
+    run = read_runs([tmp_path]).finished[0]
+    assert run.overrides == {"commopt": "bf16"}
+    assert run.config["trainer"]["strategy"]["comm_hook"] == "bf16"
+
+
+def test_a_loss_that_is_no_number_is_kept(tmp_path):
+    save_run(tmp_path / "0", val_loss=float("nan"))
+    assert json.loads((tmp_path / "0" / "run.json").read_text())["val_loss"] != 0
+    assert read_runs([tmp_path]).finished[0].record.val_loss != read_runs([tmp_path]).finished[0].record.val_loss
