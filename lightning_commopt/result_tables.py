@@ -30,7 +30,9 @@ def sweep_table(results: Sequence[JobResult]) -> Table:
     values = [dict(map(_split, setting)) for setting in records]
     names = dict.fromkeys(name for value in values for name in value)
     varying = [name for name in names if len({value.get(name) for value in values}) > 1]
-    shown = [name for name in varying if name not in ("strategy", "strategy/comm_hook")]
+    has_ranks = all(result.record.world_size is not None for result in results)
+    in_other_columns = ("strategy", "strategy/comm_hook", *(["ranks"] if has_ranks else []))
+    shown = [name for name in varying if name not in in_other_columns]
     has_failed = any(result.record.status != "finished" for result in results)
     has_several = len(records) < len(results)
     first = ("plan", *(name.rpartition(".")[2] for name in shown), *(["runs"] if has_several else []))

@@ -12,7 +12,7 @@ def result(number, overrides, status="finished", **values):
     job = Job(
         number=number, plan_name="p", overrides=overrides, command=(), folder=Path("s"), config_yaml="", content=""
     )
-    record = RunRecord(status=status, plan_name="bf16", world_size=2, **values)
+    record = RunRecord(**{"status": status, "plan_name": "bf16", "world_size": 2, **values})
     return JobResult(job=job, record=record)
 
 
@@ -52,3 +52,11 @@ def test_without_repetitions_there_is_a_row_for_each_job():
         ["bf16", "1", "2", "1.00", "-", "-", "-", "-", "finished"],
         ["bf16", "3", "2", "-", "-", "-", "-", "-", "failed"],
     ]
+
+
+def test_ranks_are_shown_once():
+    results = [result(0, ("ranks=1",), world_size=1), result(1, ("ranks=2",), world_size=2)]
+    assert [row[:2] for row in rows(results)] == [["bf16", "1"], ["bf16", "2"]]
+    assert [row[2] for row in rows(results)] == ["-", "-"]
+    results = [result(0, ("ranks=1",), world_size=1), result(1, ("ranks=2",), status="failed", world_size=None)]
+    assert [row[:3] for row in rows(results)] == [["bf16", "1", "1"], ["bf16", "2", "-"]]
