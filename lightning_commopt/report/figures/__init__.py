@@ -1,0 +1,1 @@
+"""The charts of a report's page, one question a file."""

@@ -1,0 +1,161 @@
+"""The loss against steps, which shows what compression costs, and against seconds, which shows what it gains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from plotly import graph_objects as go
+
+from lightning_commopt.loss_curve import LossPoint
+from lightning_commopt.report.figures.chart import Chart
+from lightning_commopt.report.figures.labels import LineEnd, Range, label_ends, plain, plot_height, right_margin
+from lightning_commopt.report.figures.series import typical_run
+from lightning_commopt.report.figures.style import PlanStyle, line_styles, new_figure
+from lightning_commopt.report.figures.units import number
+from lightning_commopt.report.model import Group, Setting
+
+MOST_CURVES = 8
+_SAME_LOSS = 0.005
+_MOST_POINTS = 160
+_SMOOTHED_SHARE = 0.02
+_LOG_RATIO = 3.0
+
+_Axis = Literal["step", "seconds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Curve:
+    """What is drawn of a setting."""
+
+    setting: Setting
+    train: tuple[LossPoint, ...]
+    val: tuple[LossPoint, ...]
+
+    @property
+    def last(self) -> LossPoint:
+        """The last point, a validation's if there is one at the end."""
+        return max([*self.train[-1:], *self.val[-1:]], key=lambda point: (point.step, point.kind == "val"))
+
+
+def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
+    """Returns the loss against steps and against seconds; nothing without curves."""
+    all_curves = [curve for setting in group.settings if (curve := _curve(setting)) is not None]
+    if not all_curves:
+        return []
+    curves = _distinct(all_curves)[:MOST_CURVES]
+    looks = line_styles([curve.setting.plan_name for curve in curves], styles)
+    note = "Lines: training, smoothed. Markers: validation."
+    if len(curves) < len(all_curves):
+        note += (
+            f" {len(curves)} of {len(all_curves)} settings: of those of a plan with the same final loss, the fastest."
+        )
+    if any(len(curve.setting.runs) > 1 for curve in curves):
+        note += " Of repetitions, the run of median throughput."
+    by_step = _figure(curves, looks, "step", "optimizer steps (number)")
+    by_time = _figure(curves, looks, "seconds", "time of training, without validation (s)")
+    return [
+        Chart(title="Loss against steps", note=note, figure=by_step),
+        Chart(title="Loss against seconds", note=note, figure=by_time),
+    ]
+
+
+def _curve(setting: Setting) -> _Curve | None:
+    typical = typical_run(setting)
+    runs = [run for run in (typical, *setting.runs) if run is not None and run.losses]
+    points = [point for point in runs[0].losses if math.isfinite(point.loss)] if runs else []
+    if not points:
+        return None
+    train = _smoothed([point for point in points if point.kind == "train"])
+    return _Curve(setting=setting, train=train, val=tuple(point for point in points if point.kind == "val"))
+
+
+def _distinct(curves: Sequence[_Curve]) -> list[_Curve]:
+    """Returns the fastest of those of a plan that end at the same loss; sizes of buckets do not change it."""
+    kept: list[_Curve] = []
+    for curve in sorted(curves, key=lambda curve: -_samples_per_s(curve.setting)):
+        is_new = all(
+            curve.setting.plan_name != other.setting.plan_name
+            or abs(_final(curve) - _final(other)) > _SAME_LOSS * abs(_final(other))
+            for other in kept
+        )
+        if is_new:
+            kept.append(curve)
+    return [curve for curve in curves if any(curve is other for other in kept)]
+
+
+def _final(curve: _Curve) -> float:
+    return curve.setting.val_loss.median if curve.setting.val_loss else curve.last.loss
+
+
+def _samples_per_s(setting: Setting) -> float:
+    return setting.samples_per_s.median if setting.samples_per_s else 0.0
+
+
+def _smoothed(points: Sequence[LossPoint]) -> tuple[LossPoint, ...]:
+    """Returns each point with the mean loss of those around it, and not more points than a screen can show."""
+    reach = round(len(points) * _SMOOTHED_SHARE)
+    stride = max(1, math.ceil(len(points) / _MOST_POINTS))
+    kept = sorted({*range(0, len(points), stride), len(points) - 1} if points else ())
+    found = []
+    for at in kept:
+        near = min(reach, at, len(points) - 1 - at)
+        around = points[at - near : at + near + 1]
+        loss = sum(point.loss for point in around) / len(around)
+        found.append(LossPoint(kind="train", step=points[at].step, seconds=points[at].seconds, loss=loss))
+    return tuple(found)
+
+
+def _figure(curves: Sequence[_Curve], looks: Sequence[PlanStyle], axis: _Axis, x_title: str) -> go.Figure:
+    ends = [
+        LineEnd(getattr(curve.last, axis), curve.last.loss, curve.setting.name, style.text_color)
+        for curve, style in zip(curves, looks, strict=True)
+    ]
+    y_range = _range([point.loss for curve in curves for point in (*curve.train, *curve.val)])
+    figure = new_figure(
+        x_title=x_title,
+        y_title="loss (in the model's own unit" + (", logarithmic)" if y_range.is_log else ")"),
+        plot_height=plot_height(ends),
+        right=right_margin(ends),
+    )
+    for curve, style in zip(curves, looks, strict=True):
+        _draw(figure, curve, style, axis)
+    label_ends(figure, ends, y_range, are_apart=axis == "seconds")
+    last = max(end.x for end in ends)
+    figure.update_xaxes(range=[-0.01 * last, last * 1.01 or 1], nticks=6)
+    return figure
+
+
+def _range(losses: Sequence[float]) -> Range:
+    low, high = min(losses), max(losses)
+    if low > 0 and high / low > _LOG_RATIO:
+        return Range(low / 1.1, high * 1.1, is_log=True)
+    margin = 0.05 * (high - low) or 0.1
+    return Range(low - margin, high + margin)
+
+
+def _draw(figure: go.Figure, curve: _Curve, style: PlanStyle, axis: _Axis) -> None:
+    for points, kind in ((curve.train, "training"), (curve.val, "validation")):
+        if not points:
+            continue
+        is_line = kind == "training" and len(points) > 1
+        figure.add_scatter(
+            mode="lines" if is_line else "markers",
+            x=[round(getattr(point, axis), 4) for point in points],
+            y=[float(f"{point.loss:.5g}") for point in points],
+            line={"color": style.color, "dash": style.dash, "width": 1.6} if is_line else None,
+            marker={
+                "color": style.color,
+                "symbol": style.symbol,
+                "size": 8,
+                "line": {"color": "#ffffff", "width": 1},
+            },
+            hovertext=[
+                f"<b>{plain(curve.setting.name)}</b><br>{kind} loss {number(point.loss, 4)}<br>"
+                f"step {point.step:,}, {number(point.seconds)} s"
+                for point in points
+            ],
+            hoverinfo="text",
+        )

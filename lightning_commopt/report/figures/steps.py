@@ -1,0 +1,138 @@
+"""Which steps to show of which settings: one of typical length for each plan and size of buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from lightning_commopt.measure.files import RankRecords, read_run
+from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
+from lightning_commopt.report.figures.series import typical_run, without_ranks
+from lightning_commopt.report.model import Group, Run, Setting
+
+MOST_SETTINGS = 8
+_WARM_UP_SHARE = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypicalStep:
+    """A step on all ranks, on the clock of the first.
+
+    Attributes:
+        setting: that it is of.
+        number: of the step.
+        rank_numbers: of those that have records, in rising order.
+        ranks: the step on each of them.
+        choice: how it was chosen.
+    """
+
+    setting: Setting
+    number: int
+    rank_numbers: tuple[int, ...]
+    ranks: tuple[StepRecord, ...]
+    choice: str
+
+    @property
+    def origin_s(self) -> float:
+        """When it began on the first rank to begin."""
+        return min(record.start_s for record in self.ranks)
+
+
+def typical_steps(group: Group) -> list[TypicalStep]:
+    """Returns a step for each plan and bucket size that has records, in the order of the sweep."""
+    found = []
+    for setting in _by_urgency(group):
+        run = typical_run(setting)
+        step = _typical_step(setting, run) if run is not None else None
+        if step is not None:
+            found.append(step)
+        if len(found) == MOST_SETTINGS:
+            break
+    order = [id(setting) for setting in group.settings]
+    return sorted(found, key=lambda step: order.index(id(step.setting)))
+
+
+def _by_urgency(group: Group) -> list[Setting]:
+    """Returns one setting, of most ranks, for each plan and bucket size.
+
+    Of each plan the fastest comes first, then the slowest.
+    """
+    several = [setting for setting in group.settings if setting.world_size > 1]
+    kept: dict[tuple[object, ...], Setting] = {}
+    for setting in several or group.settings:
+        key = without_ranks(setting)
+        if key not in kept or setting.world_size > kept[key].world_size:
+            kept[key] = setting
+    by_plan: dict[str, list[Setting]] = {}
+    for setting in sorted(kept.values(), key=_step_s):
+        by_plan.setdefault(setting.plan_name, []).append(setting)
+    fastest = [of_plan[0] for of_plan in by_plan.values()]
+    slowest = [of_plan[-1] for of_plan in by_plan.values() if len(of_plan) > 1]
+    return [*fastest, *slowest, *(setting for of_plan in by_plan.values() for setting in of_plan[1:-1])]
+
+
+def _step_s(setting: Setting) -> float:
+    return setting.step_s.median if setting.step_s else float("inf")
+
+
+def _typical_step(setting: Setting, run: Run) -> TypicalStep | None:
+    try:
+        ranks = read_run(run.folder)
+    except (OSError, ValueError):
+        return None  # the reader of the sweep has said what is wrong with the records
+    steps = [{record.step: record for record in records.steps} for records in ranks]
+    common = sorted(set.intersection(*(set(of_rank) for of_rank in steps)))
+    timed = common[-(run.record.num_timed_steps or 0) :] if run.record.num_timed_steps else common
+    timed = timed if len(timed) < len(common) else common[round(len(common) * _WARM_UP_SHARE) :]
+    if not timed:
+        return None
+    by_length = sorted(timed, key=lambda number: steps[0][number].step_s)
+    number = by_length[(len(by_length) - 1) // 2]
+    return TypicalStep(
+        setting=setting,
+        number=number,
+        rank_numbers=tuple(records.rank for records in ranks),
+        ranks=_aligned([of_rank[number] for of_rank in steps], ranks),
+        choice=f"the one of median length among the {len(timed):,} after warm-up",
+    )
+
+
+def _aligned(records: Sequence[StepRecord], ranks: Sequence[RankRecords]) -> tuple[StepRecord, ...]:
+    """Puts a step's records on the clock of the first rank."""
+    origins = [rank.origin_unix_s for rank in ranks]
+    found = []
+    for record, origin_s in zip(records, origins, strict=True):
+        # A bucket's last collective ends at nearly the same moment on all ranks; hosts' clocks agree less well.
+        ends_s, own_ends_s = _ends_s(records[0]), _ends_s(record)
+        differences = [ends_s[key] - own_ends_s[key] for key in ends_s.keys() & own_ends_s.keys()]
+        if differences:
+            shift_s = median(differences)
+        elif origin_s is not None and origins[0] is not None:
+            shift_s = origin_s - origins[0]
+        else:
+            shift_s = records[0].start_s - record.start_s
+        found.append(_shifted(record, shift_s))
+    return tuple(found)
+
+
+def _ends_s(record: StepRecord) -> dict[tuple[int, int], float]:
+    return {(bucket.backward, bucket.index): bucket.wire[-1][1] for bucket in record.buckets if bucket.wire}
+
+
+def _shifted(record: StepRecord, shift_s: float) -> StepRecord:
+    return replace(
+        record,
+        phases=tuple(Phase(name, start_s + shift_s, end_s + shift_s) for name, start_s, end_s in record.phases),
+        buckets=tuple(_shifted_bucket(bucket, shift_s) for bucket in record.buckets),
+    )
+
+
+def _shifted_bucket(bucket: BucketSpan, shift_s: float) -> BucketSpan:
+    return replace(
+        bucket,
+        ready_s=bucket.ready_s + shift_s,
+        start_s=bucket.start_s + shift_s,
+        end_s=bucket.end_s + shift_s,
+        wire=tuple((start_s + shift_s, end_s + shift_s) for start_s, end_s in bucket.wire),
+    )

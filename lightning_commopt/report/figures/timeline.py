@@ -1,0 +1,166 @@
+"""One step of each plan as it happened: what every rank did, and its buckets' ways below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from plotly import graph_objects as go
+
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.report.figures.chart import Chart, Key
+from lightning_commopt.report.figures.labels import LINE_HEIGHT
+from lightning_commopt.report.figures.steps import TypicalStep, typical_steps
+from lightning_commopt.report.figures.style import EXPOSED, INK, QUIET, new_figure
+from lightning_commopt.report.figures.units import Unit, byte_unit, number, time_unit
+from lightning_commopt.report.model import Group
+
+KEYS = (
+    Key("waiting", "a bucket is ready and waits for its turn"),
+    Key("compressing", "it is being compressed or decompressed"),
+    Key("wire", "it is on the wire"),
+    Key("stalled", "exposed: backward has nothing left to compute"),
+)
+
+_PHASE, _BUCKETS, _MOST_BUCKET, _GAP = 20, 110, 12, 16
+_MOST_BUCKETS_SHOWN = 240
+_COLORS = {
+    "data": "#eceff2",
+    "forward": "#efe4c6",
+    "backward": "#dcc48f",
+    "optimizer": "#b99b62",
+    "other": "#e0e4e8",
+    "waiting": "#f4f6f8",
+    "compressing": "#8fbbe0",
+    "wire": "#0b4f8a",
+}
+
+
+class _Span(NamedTuple):
+    """A bar: from when to when, in the row around which height, and what to say of it."""
+
+    kind: str
+    start_s: float
+    end_s: float
+    center: float
+    height: float
+    hover: str
+
+
+def timelines(group: Group) -> list[Chart]:
+    """Returns a chart for each plan and bucket size, all with the same time axis; none without records."""
+    found = typical_steps(group)
+    if not found:
+        return []
+    longest_s = max(max(record.end_s for record in step.ranks) - step.origin_s for step in found)
+    return [_chart(step, longest_s) for step in found]
+
+
+def _chart(step: TypicalStep, longest_s: float) -> Chart:
+    unit = time_unit(longest_s)
+    num_buckets = max(len(record.buckets) for record in step.ranks)
+    bucket_height = min(_MOST_BUCKET, _BUCKETS / num_buckets) if num_buckets else 0
+    num_ranks = min(len(step.ranks), max(1, _MOST_BUCKETS_SHOWN // max(1, num_buckets)))
+    rank_height = LINE_HEIGHT + _PHASE + 2 + num_buckets * bucket_height + _GAP
+    figure = new_figure(
+        x_title=f"time since the step began ({unit.name})", y_title=None, plot_height=num_ranks * rank_height
+    )
+    figure.update_yaxes(range=[num_ranks * rank_height, 0])
+    figure.update_xaxes(range=[0, longest_s / unit.size * 1.005])
+    spans = []
+    for row, record in enumerate(step.ranks[:num_ranks]):
+        top = row * rank_height
+        _name_rank(figure, f"rank {step.rank_numbers[row]}", top)
+        spans += _phases(record, step.origin_s, top + LINE_HEIGHT + _PHASE / 2, unit)
+        spans += _buckets(record, step.origin_s, top + LINE_HEIGHT + _PHASE + 2, bucket_height, unit)
+    for kind in dict.fromkeys(span.kind for span in spans):
+        _draw(figure, [span for span in spans if span.kind == kind], unit)
+    figure.update_layout(uniformtext={"mode": "hide", "minsize": 11})
+    return Chart(title=step.setting.name, note=_note(step, num_ranks, unit), figure=figure)
+
+
+def _note(step: TypicalStep, num_ranks: int, unit: Unit) -> str:
+    said = f"Step {step.number:,} of the run, {unit.text(step.ranks[0].step_s)}: {step.choice}."
+    return said if num_ranks == len(step.ranks) else f"{said} {num_ranks} of {len(step.ranks)} ranks."
+
+
+def _name_rank(figure: go.Figure, name: str, top: float) -> None:
+    figure.add_annotation(
+        text=name,
+        name="label",
+        showarrow=False,
+        font={"color": QUIET, "size": 12},
+        xref="paper",
+        x=0,
+        xanchor="left",
+        xshift=-2,
+        yref="y",
+        y=top,
+        yanchor="top",
+        borderpad=0,
+    )
+
+
+def _phases(record: StepRecord, origin_s: float, center: float, unit: Unit) -> list[_Span]:
+    spans = [
+        _Span(name, start_s - origin_s, end_s - origin_s, center, _PHASE, f"{name}: {unit.text(end_s - start_s)}")
+        for name, start_s, end_s in record.phases
+    ]
+    for backward in dict.fromkeys(bucket.backward for bucket in record.buckets):
+        buckets = [bucket for bucket in record.buckets if bucket.backward == backward]
+        start_s, end_s = max(each.ready_s for each in buckets), max(each.end_s for each in buckets)
+        hover = f"exposed communication: {unit.text(end_s - start_s)}"
+        spans.append(_Span("exposed", start_s - origin_s, end_s - origin_s, center, _PHASE, hover))
+    return spans
+
+
+def _buckets(record: StepRecord, origin_s: float, top: float, height: float, unit: Unit) -> list[_Span]:
+    spans = []
+    size = byte_unit(max((bucket.gradient_bytes for bucket in record.buckets), default=0))
+    for row, bucket in enumerate(record.buckets):
+        name = f"bucket {bucket.index}, {size.text(bucket.gradient_bytes)} of gradients"
+        for kind, start_s, end_s in (
+            ("waiting", bucket.ready_s, bucket.start_s),
+            ("compressing", bucket.start_s, bucket.end_s),
+            *(("wire", start_s, end_s) for start_s, end_s in bucket.wire),
+        ):
+            if end_s > start_s:
+                hover = f"{name}<br>{_VERBS[kind]} {unit.text(end_s - start_s)}"
+                if kind == "wire":
+                    hover += f"; {size.text(bucket.wire_bytes)} in all"
+                start_s, end_s = start_s - origin_s, end_s - origin_s
+                spans.append(_Span(kind, start_s, end_s, top + (row + 0.5) * height, height * 0.86, hover))
+    return spans
+
+
+_VERBS = {"waiting": "waits for its turn:", "compressing": "from its turn to the average:", "wire": "on the wire:"}
+
+
+def _draw(figure: go.Figure, spans: Sequence[_Span], unit: Unit) -> None:
+    """Draws all spans of one kind."""
+    kind = spans[0].kind
+    is_named = kind in ("forward", "backward", "optimizer")
+    marker = {"color": _COLORS.get(kind, "rgba(0,0,0,0)"), "line": {"width": 0}}
+    if kind == "exposed":
+        marker["pattern"] = {"shape": "/", "fgcolor": EXPOSED, "size": 6, "solidity": 0.35, "bgcolor": "rgba(0,0,0,0)"}
+    if kind == "waiting":
+        marker["line"] = {"width": 0.7, "color": "#9aa7b4"}
+    figure.add_bar(
+        orientation="h",
+        name=kind,
+        base=[float(f"{span.start_s / unit.size:.6g}") for span in spans],
+        x=[float(f"{(span.end_s - span.start_s) / unit.size:.6g}") for span in spans],
+        y=[span.center for span in spans],
+        width=[span.height for span in spans],
+        marker=marker,
+        text=[kind] * len(spans) if is_named else None,
+        textposition="inside",
+        insidetextanchor="start",
+        textangle=0,
+        constraintext="inside",
+        insidetextfont={"color": INK, "size": 12},
+        hovertext=[
+            f"{span.hover}<br>from {number(span.start_s / unit.size)} to {unit.text(span.end_s)}" for span in spans
+        ],
+        hoverinfo="text",
+    )

@@ -1,0 +1,69 @@
+"""A real browser without a screen, for pages that lie in files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+CHROMIUM = shutil.which("chromium")
+NO_CHROMIUM = "needs chromium on PATH; .ci/run installs it through apt"
+
+_ARGUMENTS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+_LIMIT_MS = 60_000
+
+
+@dataclass
+class OpenPage:
+    """A page, and what it did while it was open.
+
+    Attributes:
+        page: to look at.
+        complaints: errors, and whatever was written to the console.
+        requests: addresses that it asked for, without its own and those of data in it.
+    """
+
+    page: Page
+    complaints: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def evaluate(self, code: str) -> Any:
+        return self.page.evaluate(code)
+
+
+@contextmanager
+def started_browser() -> Iterator[Browser]:
+    """Starts one browser; it ends with the context."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(_ARGUMENTS), timeout=_LIMIT_MS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def opened(browser: Browser, path: Path, *, width: int = 1600, has_touch: bool = False) -> Iterator[OpenPage]:
+    """Opens a file, and waits until its charts are drawn."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, has_touch=has_touch)
+    context.set_default_timeout(_LIMIT_MS)
+    page = context.new_page()
+    found = OpenPage(page)
+    page.on("console", lambda message: found.complaints.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: found.complaints.append(str(error)))
+    page.on("request", lambda request: found.requests.append(request.url))
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-charts=drawn]", state="attached")
+    found.requests = [url for url in found.requests if url != path.as_uri() and not url.startswith(("data:", "blob:"))]
+    try:
+        yield found
+    finally:
+        context.close()

@@ -1,0 +1,330 @@
+"""What the charts show: the report's numbers, named where they are, in the look of their plan."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plotly import graph_objects as go
+from sample_runs import SampleRun, four_ways_report, ladder_report, sample_report, write_run
+
+from lightning_commopt.loss_curve import LossPoint
+from lightning_commopt.measure.files import rank_file
+from lightning_commopt.report.build import build_report
+from lightning_commopt.report.figures.chart import Chart
+from lightning_commopt.report.figures.labels import LineEnd, Range, label_ends, plot_height, right_margin, spread
+from lightning_commopt.report.figures.loss import MOST_CURVES, loss_curves
+from lightning_commopt.report.figures.memory import peak_memory
+from lightning_commopt.report.figures.scaling import efficiency, speedup
+from lightning_commopt.report.figures.series import series_of, typical_run
+from lightning_commopt.report.figures.step_time import overlap, step_parts
+from lightning_commopt.report.figures.steps import MOST_SETTINGS, typical_steps
+from lightning_commopt.report.figures.style import PlanStyle, new_figure, plan_styles
+from lightning_commopt.report.figures.throughput import bucket_sizes, throughput
+from lightning_commopt.report.figures.timeline import timelines
+from lightning_commopt.report.model import Group, Report
+from lightning_commopt.report.page import sections
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return sample_report(tmp_path_factory.mktemp("sweep"))
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return ladder_report(tmp_path_factory.mktemp("ladder"))
+
+
+@pytest.fixture(scope="module")
+def four_ways(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return four_ways_report(tmp_path_factory.mktemp("four_ways"))
+
+
+def _styles(report: Report) -> dict[str, PlanStyle]:
+    return plan_styles(setting.plan_name for group in report.groups for setting in group.settings)
+
+
+def _drawn(chart: Chart | None) -> Any:
+    """Returns the figure as the page gets it."""
+    assert chart is not None
+    return json.loads(chart.figure.to_json())
+
+
+def _labels(chart: Chart | None) -> list[str]:
+    return [each["text"] for each in _drawn(chart)["layout"]["annotations"] if each.get("name") == "label"]
+
+
+def _with(group: Group, **changes: Any) -> Group:
+    """Returns a group whose settings have something else."""
+    settings = tuple(replace(setting, **changes) for setting in group.settings)
+    return replace(group, settings=settings, reference=settings[0], fastest=settings[0])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_spread_labels_never_overlap_and_keep_their_order(seed: int) -> None:
+    numbers = random.Random(seed)
+    centers = [numbers.uniform(0, 200) for _ in range(9)]
+    heights = [numbers.choice([20.0, 37.0]) for _ in centers]
+    found = spread(centers, heights)
+    order = sorted(range(len(centers)), key=centers.__getitem__)
+    for above, below in pairwise(order):
+        assert found[below] - found[above] >= (heights[above] + heights[below]) / 2 - 1e-9
+
+
+def test_spread_leaves_alone_what_has_room() -> None:
+    assert spread([100.0, 10.0, 50.0], [20.0, 20.0, 20.0]) == [100.0, 10.0, 50.0]
+
+
+@pytest.mark.parametrize("are_apart", [False, True])
+@pytest.mark.parametrize("is_log", [False, True])
+def test_labels_stay_beside_the_plot(are_apart: bool, is_log: bool) -> None:
+    """Eight lines that end in one point are the worst case: the plot grows until all labels have room."""
+    ends = [LineEnd(10.0 - at, 1.0, f"a rather long name {at}", "#000000") for at in range(8)]
+    figure = new_figure(x_title="x", y_title="y", plot_height=plot_height(ends), right=right_margin(ends))
+    label_ends(figure, ends, Range(1.0, 10.0, is_log=is_log), are_apart=are_apart)
+    labels = [each for each in figure.layout.annotations if each.name == "label"]
+    bottom = plot_height(ends)
+    places = sorted(bottom + each.ay for each in labels)
+    assert places[-1] <= bottom
+    assert all(below - above >= 37 - 1e-6 for above, below in pairwise(places))
+
+
+def test_bars_have_the_medians_and_intervals(sweep: Report) -> None:
+    group = sweep.groups[0]
+    (bars,) = _drawn(throughput(group, _styles(sweep)))["data"]
+    intervals = [setting.samples_per_s for setting in group.settings if setting.samples_per_s is not None]
+    assert bars["x"] == pytest.approx([each.median for each in intervals])
+    highs = [median + more for median, more in zip(bars["x"], bars["error_x"]["array"], strict=True)]
+    assert highs == pytest.approx([each.high for each in intervals])
+    assert len(_labels(throughput(group, _styles(sweep)))) == len(group.settings)
+
+
+def test_bucket_sizes_have_a_line_for_each_plan(sweep: Report) -> None:
+    group = sweep.groups[0]
+    chart = bucket_sizes(group, _styles(sweep))
+    assert [line["x"] for line in _drawn(chart)["data"]] == [[25, 100]] * 4
+    assert _drawn(chart)["layout"]["xaxis"]["type"] == "log"
+    assert _labels(chart) == [series.name for series in series_of(group.settings)]
+    assert len(set(_labels(chart))) == 4
+
+
+def test_a_plan_looks_the_same_everywhere(four_ways: Report) -> None:
+    """If it fails, a reader takes one plan for another from chart to chart."""
+    group, styles = four_ways.groups[0], _styles(four_ways)
+    lines = [line for line in _drawn(speedup(group, styles))["data"] if line["mode"] == "lines+markers"]
+    of_scaling = {scaling.plan_name: line["line"]["color"] for scaling, line in zip(group.scalings, lines, strict=True)}
+    bars = _drawn(throughput(group, styles))["data"][0]["marker"]["color"]
+    of_setting = {setting.name: color for setting, color in zip(group.settings, bars, strict=True)}
+    assert {of_setting[f"{name}, 2 ranks"] == color for name, color in of_scaling.items()} == {True}
+    assert len(set(of_scaling.values())) == len(of_scaling) == 3
+
+
+def test_lines_of_a_plan_differ_in_more_than_the_colour() -> None:
+    style = plan_styles(["none"])["none"]
+    looks = {(style.variant(number).dash, style.variant(number).symbol) for number in range(8)}
+    assert len(looks) == 8
+    assert len({each.color for each in plan_styles(map(str, range(8))).values()}) == 8
+    assert len({each.dash for each in plan_styles(map(str, range(7))).values()}) == 7
+
+
+def test_speedups_have_the_ideal_and_amdahls_curve(four_ways: Report) -> None:
+    group = four_ways.groups[0]
+    chart = speedup(group, _styles(four_ways))
+    ideal, *lines = _drawn(chart)["data"]
+    assert (ideal["x"], ideal["y"]) == ([1, 4], [1, 4])
+    for scaling, (fit, points) in zip(group.scalings, zip(lines[::2], lines[1::2], strict=True), strict=True):
+        share = scaling.serial_share
+        assert share is not None
+        assert fit["y"][-1] == pytest.approx(1 / (share + (1 - share) / 4))
+        assert points["y"] == pytest.approx([each.median for each in scaling.speedups])
+    assert any(label.startswith("interleaved") and "f" in label for label in _labels(chart))
+    assert chart is not None
+    assert "naive" in chart.note
+
+
+def test_efficiency_is_speedup_over_ranks(four_ways: Report) -> None:
+    group = four_ways.groups[0]
+    _, *lines = _drawn(efficiency(group, _styles(four_ways)))["data"]
+    for scaling, line in zip(group.scalings, lines, strict=True):
+        shares = [100 * each.median / n for n, each in zip(scaling.num_ranks, scaling.speedups, strict=True)]
+        assert line["y"] == pytest.approx(shares)
+
+
+def test_a_scaling_that_makes_it_slower_is_said_so(four_ways: Report) -> None:
+    slow = replace(four_ways.groups[0].scalings[0], serial_share=5.0)
+    chart = speedup(replace(four_ways.groups[0], scalings=(slow,)), _styles(four_ways))
+    assert chart is not None
+    assert "more ranks are slower than one" in chart.note
+
+
+def test_the_parts_of_a_step_add_up(sweep: Report) -> None:
+    group = sweep.groups[0]
+    parts = {trace["name"]: trace["x"] for trace in _drawn(step_parts(group))["data"]}
+    lengths_ms = sorted(each.step_s.median * 1e3 for each in group.settings if each.step_s is not None)
+    assert sorted(map(sum, zip(*parts.values(), strict=True))) == pytest.approx(lengths_ms)
+    shares = [
+        part / step for part, step in zip(parts["exposed"], map(sum, zip(*parts.values(), strict=True)), strict=True)
+    ]
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_overlap_never_saves_more_than_its_bound(sweep: Report) -> None:
+    group = sweep.groups[0]
+    bounds, saved = (trace["x"] for trace in _drawn(overlap(group, _styles(sweep)))["data"])
+    assert all(saving <= bound + 1e-9 for saving, bound in zip(saved, bounds, strict=True))
+    expected = [
+        min(each.step_s.median - each.exposed_s.median, each.exchange_s.median) * 1e3
+        for each in group.settings
+        if each.step_s and each.exposed_s and each.exchange_s
+    ]
+    assert sorted(bounds) == pytest.approx(sorted(expected))
+
+
+def test_losses_end_where_the_runs_did(sweep: Report) -> None:
+    by_step, by_time = loss_curves(sweep.groups[0], _styles(sweep))
+    lines = [trace for trace in _drawn(by_step)["data"] if trace["mode"] == "lines"]
+    assert {trace["x"][-1] for trace in lines} == {200}
+    ends_s = [trace["x"][-1] for trace in _drawn(by_time)["data"] if trace["mode"] == "lines"]
+    assert len(set(ends_s)) == len(ends_s)
+    assert len(_labels(by_step)) == len(lines) <= MOST_CURVES
+
+
+def test_lossless_settings_of_a_plan_share_a_curve(sweep: Report) -> None:
+    """Eight settings, four plans: bucket sizes do not change a loss."""
+    same = _with(sweep.groups[0], val_loss=sweep.groups[0].settings[0].val_loss)
+    chart = loss_curves(same, _styles(sweep))[0]
+    assert len(_labels(chart)) == 4
+    assert "4 of 8 settings" in chart.note
+
+
+def test_losses_that_are_no_numbers_are_not_drawn(sweep: Report) -> None:
+    setting = sweep.groups[0].settings[0]
+    points = [LossPoint(kind="train", step=at, seconds=float(at), loss=math.nan if at > 2 else 5.0) for at in range(5)]
+    group = replace(
+        sweep.groups[0], settings=(replace(setting, runs=(replace(setting.runs[0], losses=tuple(points)),)),)
+    )
+    (line,) = _drawn(loss_curves(group, _styles(sweep))[0])["data"]
+    assert line["y"] == [5.0] * 3
+
+
+def test_a_steep_loss_has_a_logarithmic_axis(sweep: Report) -> None:
+    setting = sweep.groups[0].settings[0]
+    points = [LossPoint(kind="train", step=at, seconds=float(at), loss=10.0 / (1 + at)) for at in range(50)]
+    group = replace(
+        sweep.groups[0], settings=(replace(setting, runs=(replace(setting.runs[0], losses=tuple(points)),)),)
+    )
+    layout = _drawn(loss_curves(group, _styles(sweep))[0])["layout"]
+    assert layout["yaxis"]["type"] == "log"
+    assert any("logarithmic" in each["text"] for each in layout["annotations"])
+
+
+def test_memory_has_a_bar_for_each_setting(sweep: Report) -> None:
+    group = sweep.groups[0]
+    (bars,) = _drawn(peak_memory(group, _styles(sweep)))["data"]
+    assert bars["x"] == pytest.approx([(each.peak_memory_bytes or 0) / 1e6 for each in group.settings])
+
+
+def test_timelines_show_each_plan_on_one_time_axis(sweep: Report) -> None:
+    group = sweep.groups[0]
+    charts = timelines(group)
+    assert [chart.title for chart in charts] == [setting.name for setting in group.settings]
+    assert len({tuple(_drawn(chart)["layout"]["xaxis"]["range"]) for chart in charts}) == 1
+    for chart in charts:
+        kinds = {trace["name"] for trace in _drawn(chart)["data"]}
+        assert {"forward", "backward", "optimizer", "wire", "exposed"} <= kinds
+        assert "Step " in chart.note
+        assert _labels(chart) == ["rank 0", "rank 1"]
+
+
+def test_timelines_are_of_the_settings_with_most_ranks(four_ways: Report) -> None:
+    titles = [chart.title for chart in timelines(four_ways.groups[0])]
+    assert titles == ["naive, 4 ranks", "interleaved, 4 ranks", "DDP, 4 ranks"]
+
+
+def test_timelines_are_few(sweep: Report) -> None:
+    """The fastest and the slowest of each plan, where there are too many."""
+    group = sweep.groups[0]
+    many = [
+        replace(setting, name=f"{setting.name}, {turn}", values={**setting.values, "turn": str(turn)})
+        for setting in group.settings
+        for turn in range(3)
+    ]
+    found = typical_steps(replace(group, settings=tuple(many)))
+    assert len(found) == MOST_SETTINGS
+    assert len({step.setting.plan_name for step in found}) == 4
+
+
+def test_a_step_of_ranks_with_different_clocks_is_on_one(tmp_path: Path) -> None:
+    """If it fails, ranks that exchanged a bucket together are drawn apart."""
+    write_run(tmp_path, SampleRun())
+    path = rank_file(tmp_path, 1)
+    path.write_text("\n".join(_later(json.loads(line), 3.5) for line in path.read_text().splitlines()))
+    (step,) = typical_steps(_group_of(tmp_path))
+    first, second = step.ranks
+    assert [bucket.end_s for bucket in second.buckets] == pytest.approx([bucket.end_s for bucket in first.buckets])
+    assert second.start_s == pytest.approx(first.start_s)
+
+
+def test_settings_without_records_have_no_timeline(tmp_path: Path) -> None:
+    assert timelines(_group_of(tmp_path)) == []
+    rank_file(tmp_path, 0).parent.mkdir()
+    rank_file(tmp_path, 0).write_text("broken\n")
+    assert timelines(_group_of(tmp_path)) == []
+
+
+def test_charts_without_numbers_are_left_out(sweep: Report, tmp_path: Path) -> None:
+    unknown = dict.fromkeys(("samples_per_s", "step_s", "exchange_s", "exposed_s", "peak_memory_bytes"))
+    group = _with(sweep.groups[0], **unknown, runs=())
+    assert sections(group, _styles(sweep)) == []
+
+
+@pytest.mark.parametrize("name", ["sweep", "ladder", "four_ways"])
+def test_every_figure_is_calm_on_a_phone(name: str, request: pytest.FixtureRequest) -> None:
+    """No drag zoom, which would catch the finger; margins that leave room for the plot; no legend to search."""
+    report = request.getfixturevalue(name)
+    for figure in _figures(report):
+        layout = figure.layout
+        assert layout.dragmode is False
+        assert layout.showlegend is False
+        assert layout.xaxis.fixedrange
+        assert layout.yaxis.fixedrange
+        assert layout.margin.l + layout.margin.r <= 200
+        assert layout.width is None
+
+
+def _figures(report: Report) -> list[go.Figure]:
+    found = [sections(group, _styles(report)) for group in report.groups]
+    return [chart.figure for of_group in found for section in of_group for chart in section.charts]
+
+
+def _group_of(folder: Path) -> Group:
+    other = folder / "elsewhere"
+    write_run(other, SampleRun())
+    (group,) = build_report([other]).groups
+    setting = replace(group.settings[0], runs=(replace(group.settings[0].runs[0], folder=folder),))
+    return replace(group, settings=(setting,), reference=setting, fastest=setting)
+
+
+def _later(values: dict[str, Any], shift_s: float) -> str:
+    """Returns a line of a file of steps as a rank would have written it whose clock began earlier."""
+    if values["type"] == "step":
+        values["phases"] = [[name, start + shift_s, end + shift_s] for name, start, end in values["phases"]]
+        for bucket in values["buckets"]:
+            bucket.update({key: bucket[key] + shift_s for key in ("ready_s", "start_s", "end_s")})
+            bucket["wire"] = [[start + shift_s, end + shift_s] for start, end in bucket["wire"]]
+    return json.dumps(values)
+
+
+def test_the_typical_run_is_that_of_median_throughput(sweep: Report) -> None:
+    setting = sweep.groups[0].settings[0]
+    run = typical_run(setting)
+    assert run is not None
+    rates = sorted(each.record.samples_per_s or 0.0 for each in setting.runs)
+    assert run.record.samples_per_s == rates[1]

@@ -1,0 +1,204 @@
+"""The page as text: one file, nothing from outside, nothing of the user's taken for markup."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from sample_runs import four_ways_report, ladder_report, sample_report, write_sweep
+from wheels import REPOSITORY, build_wheel
+
+from lightning_commopt.report.build import build_report
+from lightning_commopt.report.model import Group, Report, Run
+from lightning_commopt.report.page import write_page
+from lightning_commopt.run_record import RunRecord
+
+EVIL = "<script>alert('1')</script> & <b>bold</b> {{ 7 * 7 }}"
+
+
+class _Elements(HTMLParser):
+    """Collects the elements of a page, and the text outside of scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._open = tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._open in ("script", "style") else data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = ""
+
+
+def _written(report: Report, folder: Path) -> tuple[str, _Elements]:
+    path = folder / "report.html"
+    write_page(report, path)
+    page = path.read_text(encoding="utf-8")
+    elements = _Elements()
+    elements.feed(page)
+    return page, elements
+
+
+def _only_failures(error: str | None = "ValueError: x") -> Report:
+    run = Run(
+        folder=Path("sweep/0"), name="0", setting="bf16", record=RunRecord(status="failed", plan_name="x", error=error)
+    )
+    return Report(title="Failures", groups=(), failed=(run,), problems=("it rained",), conditions={"torch": "2.15.0"})
+
+
+def _table(elements: _Elements) -> str:
+    return re.sub(r"\s+", " ", elements.text.replace("\N{NO-BREAK SPACE}", " "))
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return ladder_report(tmp_path_factory.mktemp("ladder"))
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return sample_report(tmp_path_factory.mktemp("sweep"))
+
+
+def test_has_everything_in_it(ladder: Report, tmp_path: Path) -> None:
+    """If it fails, the page is not whole without a network."""
+    page, elements = _written(ladder, tmp_path)
+    assert page.count("plotly.js v") == 1
+    sources = [attributes.get("src") or attributes.get("href") or "" for _, attributes in elements.elements]
+    assert [source for source in sources if source and not source.startswith(("#", "data:"))] == []
+    policy = next(each["content"] for _, each in elements.elements if each.get("http-equiv"))
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    assert elements.elements[0] == ("html", {"lang": "en"})
+
+
+def test_says_the_answer_first(ladder: Report, tmp_path: Path) -> None:
+    page, elements = _written(ladder, tmp_path)
+    group = ladder.groups[0]
+    setting = group.recommended or group.fastest
+    places = [elements.text.index(text) for text in (*group.answer, setting.config_lines[-1], group.settings[0].name)]
+    assert elements.text.index(ladder.title) < places[0]
+    assert elements.text.index("All settings") > max(places[: len(group.answer) + 1])
+    assert page.index('class="lead"') < page.index("<table")
+
+
+def test_the_table_says_differences_in_words(ladder: Report, tmp_path: Path) -> None:
+    """If it fails, who sees no colours does not see what is faster."""
+    text = _table(_written(ladder, tmp_path)[1])
+    for setting in ladder.groups[0].settings:
+        if setting.speedup is not None:
+            assert f"\N{MULTIPLICATION SIGN} {setting.difference}" in text
+    assert "published by others, on their hardware" in text
+    for setting in ladder.groups[0].settings:
+        assert all(figure.label in text and figure.source in text for figure in setting.published)
+
+
+def test_columns_without_a_value_are_left_out(sweep: Report, tmp_path: Path) -> None:
+    full = _table(_written(sweep, tmp_path)[1])
+    assert "final validation accuracy" in full
+    assert "published by others" not in full
+    bare = [replace(setting, val_accuracy=None, peak_memory_bytes=None) for setting in sweep.groups[0].settings]
+    text = _table(_written(replace(sweep, groups=(_with(sweep.groups[0], bare),)), tmp_path)[1])
+    assert "final validation loss" in text
+    assert "accuracy" not in text
+    assert "Peak memory" not in text
+
+
+def test_a_run_that_diverged_is_said_so(sweep: Report, tmp_path: Path) -> None:
+    changed = [replace(setting, val_loss=None, num_diverged=2) for setting in sweep.groups[0].settings]
+    text = _table(_written(replace(sweep, groups=(_with(sweep.groups[0], changed),)), tmp_path)[1])
+    assert "diverged: 2 of 3 runs" in text
+
+
+def test_several_groups_have_contents_and_a_table_of_all(tmp_path: Path) -> None:
+    report = four_ways_report(tmp_path)
+    page, elements = _written(report, tmp_path)
+    ids = {attributes["id"] for _, attributes in elements.elements if "id" in attributes}
+    links = [(attributes["href"] or "")[1:] for tag, attributes in elements.elements if tag == "a"]
+    assert len(ids) == page.count(' id="')
+    assert set(links) <= ids
+    assert {f"group-{number}" for number in range(1, len(report.groups) + 1)} <= set(links)
+    assert "Speed-up at a glance" in elements.text
+
+
+def test_a_single_run_has_a_page(tmp_path: Path) -> None:
+    write_sweep(tmp_path / "sweep", num_repetitions=1)
+    text = _table(_written(build_report([tmp_path / "sweep" / "0"]), tmp_path)[1])
+    assert "Exposed communication" in text
+    assert "One step" in text
+    assert "Throughput of all settings" not in text
+    assert "speed-up over" not in text
+
+
+def test_without_any_result_the_failures_are_said(tmp_path: Path) -> None:
+    page, elements = _written(_only_failures(), tmp_path)
+    assert "no run has finished" in elements.text
+    assert "ValueError: x" in elements.text
+    assert "it rained" in elements.text
+    assert len(page) < 100_000
+    assert "process that was killed" in _table(_written(_only_failures(error=None), tmp_path)[1])
+
+
+def test_texts_of_users_are_never_markup(ladder: Report, tmp_path: Path) -> None:
+    """If it fails, a name or an error message can run code in the reader's browser, or break the page."""
+    harmless = _written(_renamed(ladder, "name"), tmp_path)[1].elements
+    page, evil = _written(_renamed(ladder, EVIL), tmp_path)
+    assert [tag for tag, _ in evil.elements] == [tag for tag, _ in harmless]
+    assert evil.text.count(EVIL) >= 6
+    assert "<script>alert" not in page
+    assert "<b>bold" not in page
+
+
+def test_figures_show_texts_of_users_as_they_are(ladder: Report, tmp_path: Path) -> None:
+    """Plotly takes some markup in its texts for what it says."""
+    page, _ = _written(_renamed(ladder, EVIL), tmp_path)
+    figures = re.findall(r'<script type="application/json" id="[^"]*">(.*?)</script>', page, re.DOTALL)
+    assert len(figures) > 5
+    shown = [text for figure in figures for text in _strings(json.loads(figure))]
+    assert any("&lt;b&gt;" in text for text in shown)
+    assert not [text for text in shown if "<script" in text or "<b>bold" in text]
+
+
+def test_templates_are_in_the_wheel(tmp_path: Path) -> None:
+    """If it fails, an installed package cannot write the page."""
+    folder = "lightning_commopt/report/templates"
+    names = set(zipfile.ZipFile(build_wheel(tmp_path)).namelist())
+    assert {f"{folder}/{path.name}" for path in (REPOSITORY / folder).iterdir()} <= names
+
+
+def _with(group: Group, settings: Sequence[object]) -> Group:
+    found = tuple(settings)
+    return replace(group, settings=found, reference=found[0], fastest=found[-1], recommended=None)  # type: ignore[arg-type]
+
+
+def _renamed(report: Report, text: str) -> Report:
+    """Returns a report that has a text wherever users have a say."""
+    group = report.groups[0]
+    settings = [
+        replace(setting, name=f"{text} {number}", plan_name=text, config_lines=(text,), published=setting.published)
+        for number, setting in enumerate(group.settings)
+    ]
+    renamed = replace(_with(group, settings), name=text, answer=(text,))
+    failed = replace(
+        report.failed[0], name=text, setting=text, record=RunRecord(status="failed", plan_name=text, error=text)
+    )
+    return replace(report, title=text, groups=(renamed,), failed=(failed,), problems=(text,), conditions={text: text})
+
+
+def _strings(value: object) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for each in inner for text in _strings(each)]

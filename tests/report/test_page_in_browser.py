@@ -1,0 +1,186 @@
+"""The page in a real browser: what readers see, on a screen and on a phone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, NO_CHROMIUM, OpenPage, opened, started_browser
+from playwright.sync_api import Browser
+from sample_runs import four_ways_report, ladder_report, sample_report
+
+from lightning_commopt.report.model import Report
+from lightning_commopt.report.page import write_page
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+
+REPORTS = {"sweep": sample_report, "ladder": ladder_report, "four_ways": four_ways_report}
+WIDTHS = (400, 1600)
+
+# Texts beside lines and above bars, as they are on the screen, for each chart.
+LABELS = """() => [...document.querySelectorAll(".plot")].map(plot => ({
+    plot: plot.getBoundingClientRect().toJSON(),
+    labels: [...plot.querySelectorAll(".annotation-text")].map(
+        text => ({...text.getBoundingClientRect().toJSON(), text: text.textContent}))
+}))"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    return {name: make(tmp_path_factory.mktemp(name)) for name, make in REPORTS.items()}
+
+
+@pytest.fixture(scope="module")
+def paths(reports: dict[str, Report], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    for name, report in reports.items():
+        write_page(report, folder / f"{name}.html")
+    return {name: folder / f"{name}.html" for name in reports}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with started_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module", params=[(name, width) for name in REPORTS for width in WIDTHS], ids=str)
+def page(request: pytest.FixtureRequest, browser: Browser, paths: dict[str, Path]) -> Iterator[OpenPage]:
+    name, width = request.param
+    with opened(browser, paths[name], width=width) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def sweep(browser: Browser, paths: dict[str, Path]) -> Iterator[OpenPage]:
+    with opened(browser, paths["sweep"]) as page:
+        yield page
+
+
+def test_neither_complains_nor_asks_for_anything(page: OpenPage) -> None:
+    """If it fails, the page is broken for those who open it offline."""
+    assert page.complaints == []
+    assert page.requests == []
+
+
+def test_all_charts_are_drawn_with_data(page: OpenPage) -> None:
+    drawn = page.evaluate(
+        """[...document.querySelectorAll(".plot")].map(
+            plot => plot.querySelectorAll(".trace path, .trace .point path, .bars .point path").length)"""
+    )
+    assert len(drawn) == page.evaluate("document.querySelectorAll('script[type=\"application/json\"]').length") >= 7
+    assert min(drawn) > 0
+
+
+def test_never_scrolls_sideways(page: OpenPage) -> None:
+    """If it fails, a phone shows a page that slides about; tables scroll in their own box."""
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate(
+        "[...document.querySelectorAll('.plot svg')].every(svg => svg.getBoundingClientRect().right <= innerWidth)"
+    )
+
+
+def test_no_label_covers_another_or_leaves_its_chart(page: OpenPage) -> None:
+    for chart in page.evaluate(LABELS):
+        labels = chart["labels"]
+        assert labels
+        outside = [each["text"] for each in labels if not _is_inside(each, chart["plot"])]
+        assert outside == []
+        covered = [(a["text"], b["text"]) for at, a in enumerate(labels) for b in labels[:at] if _do_overlap(a, b)]
+        assert covered == []
+
+
+def test_every_axis_has_a_name_and_a_unit(page: OpenPage) -> None:
+    titles = page.evaluate(
+        """[...document.querySelectorAll(".plot")].map(plot => [
+            plot.layout.xaxis.title.text,
+            ...plot.layout.annotations.filter(text => text.name === "y title").map(text => text.text)])"""
+    )
+    assert all("(" in title for of_chart in titles for title in of_chart)
+    numbers = page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.layout.yaxis.showticklabels)")
+    assert [len(of_chart) == 2 for of_chart in titles] == numbers
+
+
+def test_headings_are_in_order(page: OpenPage) -> None:
+    levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map(heading => +heading.tagName[1])")
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def test_a_click_sorts_the_table_as_the_numbers_say(sweep: OpenPage, reports: dict[str, Report]) -> None:
+    settings = reports["sweep"].groups[0].settings
+    by_throughput = sorted(settings, key=lambda each: -(each.samples_per_s.median if each.samples_per_s else math.nan))
+    header = sweep.page.locator("thead th", has_text="samples/s")
+    header.locator("button").click()
+    assert header.get_attribute("aria-sort") == "descending"
+    assert _names(sweep) == [setting.name for setting in by_throughput]
+    header.locator("button").click()
+    assert header.get_attribute("aria-sort") == "ascending"
+    assert _names(sweep) == [setting.name for setting in reversed(by_throughput)]
+    header.locator("button").click()
+    assert header.get_attribute("aria-sort") == "none"
+    assert _names(sweep) == [setting.name for setting in settings]
+
+
+def test_the_keyboard_sorts_the_table(sweep: OpenPage, reports: dict[str, Report]) -> None:
+    settings = reports["sweep"].groups[0].settings
+    button = sweep.page.locator("thead th", has_text="exposed").locator("button")
+    button.focus()
+    sweep.page.keyboard.press("Enter")
+    shares = {each.name: each.exposed_share.median if each.exposed_share else math.nan for each in settings}
+    assert _names(sweep) == sorted(shares, key=lambda name: shares[name])
+    assert sweep.page.locator("[aria-sort=ascending], [aria-sort=descending]").count() == 1
+
+
+def test_copies_the_config_lines(sweep: OpenPage, reports: dict[str, Report]) -> None:
+    group = reports["sweep"].groups[0]
+    setting = group.recommended or group.fastest
+    sweep.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    sweep.page.locator(".answers .copy").click()
+    sweep.page.wait_for_function("document.querySelector('.answers .copy').textContent === 'Copied'")
+    assert sweep.evaluate("navigator.clipboard.readText()") == "\n".join(setting.config_lines)
+
+
+def test_hovering_tells_the_values(sweep: OpenPage) -> None:
+    plot = sweep.page.locator(".plot").first
+    plot.scroll_into_view_if_needed()
+    plot.locator(".bars .point").first.hover(force=True)
+    sweep.page.wait_for_selector(".hoverlayer .hovertext")
+    assert "samples/s" in (plot.locator(".hoverlayer .hovertext").first.text_content() or "")
+
+
+def test_a_finger_on_a_chart_scrolls_the_page(browser: Browser, paths: dict[str, Path]) -> None:
+    """If it fails, readers with a phone are caught in the first chart that fills their screen."""
+    with opened(browser, paths["sweep"], width=400, has_touch=True) as phone:
+        phone.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+        phone.evaluate("document.querySelector('.plot').scrollIntoView({block: 'center'})")
+        before = phone.evaluate("scrollY")
+        session = phone.page.context.new_cdp_session(phone.page)
+        touches = [
+            ("touchStart", [500.0]),
+            *(("touchMove", [500.0 - 20 * move]) for move in range(1, 11)),
+            ("touchEnd", []),
+        ]
+        for kind, heights in touches:
+            points = [{"x": 200, "y": height} for height in heights]
+            session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        phone.page.wait_for_function("before => scrollY > before + 100", arg=before)
+
+
+def _names(page: OpenPage) -> list[str]:
+    return page.page.locator(".group tbody th").all_text_contents()
+
+
+def _is_inside(label: dict[str, float], plot: dict[str, float]) -> bool:
+    return (
+        label["left"] >= plot["left"] - 1 and label["right"] <= plot["right"] + 1 and label["bottom"] <= plot["bottom"]
+    )
+
+
+def _do_overlap(a: dict[str, float], b: dict[str, float]) -> bool:
+    across = min(a["right"], b["right"]) - max(a["left"], b["left"])
+    down = min(a["bottom"], b["bottom"]) - max(a["top"], b["top"])
+    return across > 1 and down > 1
