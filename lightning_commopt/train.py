@@ -165,7 +165,7 @@ def _fit(config: DictConfig, folder: Path) -> dict[str, float]:
     loggers = [instantiate(logger, _convert_="all") for logger in config.logger.values() if logger]
     trainer: Trainer = instantiate(config.trainer, _partial_=True, _convert_="all")(
         strategy=instantiate(config.strategy, _convert_="all"),
-        callbacks=[*callbacks, RunRecorder(dirpath=folder)],
+        callbacks=[*callbacks, RunRecorder(dirpath=folder, ends_run=False)],
         logger=loggers or False,
         default_root_dir=str(folder),
     )
@@ -183,6 +183,7 @@ def _validate(trainer: Trainer, model: LightningModule, data: LightningDataModul
 def _with_final_metrics(record: RunRecord, metrics: dict[str, float], seconds: float) -> RunRecord:
     return dataclasses.replace(
         record,
+        status="finished",
         seconds=seconds,
         metrics={**record.metrics, **metrics},
         val_loss=metrics.get("val_loss", record.val_loss),

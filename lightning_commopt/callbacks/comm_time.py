@@ -30,7 +30,7 @@ from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, StepStatistics, row
 from lightning_commopt.measure.summary_table import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
-from lightning_commopt.observing import observe, stop_observing
+from lightning_commopt.observing import ShowsExchanges, observe, stop_observing
 from lightning_commopt.planned import FollowsPlan
 
 PREFIX = "comm_time/"
@@ -278,6 +278,8 @@ def _comm_hook(strategy: Strategy) -> str:
     """Returns the name of what averages the gradients."""
     if isinstance(strategy, FollowsPlan) and strategy.plan.comm_hook is not None:
         return compressor_name(strategy.plan.comm_hook)
+    if isinstance(strategy, ShowsExchanges) and not isinstance(strategy, FollowsPlan):
+        return type(strategy).__name__
     hook = getattr(strategy, "_ddp_comm_hook", None)
     return "none" if hook is None else str(getattr(hook, "__name__", type(hook).__name__))
 

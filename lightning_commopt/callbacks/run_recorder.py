@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_commopt.callbacks.comm_time import CommTimeLogger
 from lightning_commopt.callbacks.throughput import Throughput
 from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.compressors.settings import check_switch
 from lightning_commopt.loss_curve import LossCurve, LossPoint, write_losses
 from lightning_commopt.planned import FollowsPlan
 from lightning_commopt.run_record import RunRecord, new_record
@@ -41,15 +42,24 @@ class RunRecorder(Callback):
         dirpath: the run's directory; None for that of the Hydra run, else the Trainer's ``default_root_dir``.
         val_loss: name of the metric that is the loss in validation.
         val_accuracy: name of the metric that is the accuracy in validation.
+        ends_run: the run is finished when the fit is; else the record says that it is running, until somebody changes
+            that.
     """
 
     def __init__(
-        self, *, dirpath: str | Path | None = None, val_loss: str = "val_loss", val_accuracy: str = "val_accuracy"
+        self,
+        *,
+        dirpath: str | Path | None = None,
+        val_loss: str = "val_loss",
+        val_accuracy: str = "val_accuracy",
+        ends_run: bool = True,
     ) -> None:
         for option, name in (("val_loss", val_loss), ("val_accuracy", val_accuracy)):
             if not isinstance(name, str) or not name:
                 raise ValueError(f"{option} must be the name of a metric, got {name!r}")
+        check_switch("ends_run", ends_run)
         self._dirpath = dirpath
+        self._ends_run = ends_run
         self._names = {"val_loss": val_loss, "val_accuracy": val_accuracy}
         self._record: RunRecord | None = None
         self._curve = LossCurve()
@@ -146,7 +156,7 @@ class RunRecorder(Callback):
         device = strategy.root_device
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         results: dict[str, Any] = {
-            "status": "finished",
+            "status": "finished" if self._ends_run else "running",
             "seconds": time.perf_counter() - self._created,
             "strategy": type(strategy).__name__,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Names of ours, then those of torch's hooks.
-_LOSSLESS = ("none", "all_reduce", "allreduce_hook")
+_PARAMETERWISE = ("NaiveDP", "InterleavedDP")
+_LOSSLESS = ("none", "all_reduce", "allreduce_hook", *_PARAMETERWISE)
 _CASTS = ("bf16", "fp16", "bf16_compress_hook", "fp16_compress_hook")
 _LOW_RANK = ("powersgd", "alternating_powersgd", "powerSGD_hook", "batched_powerSGD_hook")
 _GOOD_CAPS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
@@ -120,6 +121,8 @@ def buckets(costs: Costs) -> tuple[str, ...]:
     """Advises more buckets where they would hide much, and fewer where they are tiny."""
     if not costs.num_buckets or not costs.is_worth(costs.sending_s):
         return ()
+    if costs.comm_hook in _PARAMETERWISE:
+        return ("strategy=CommOptDDP(), lossless: gradients travel in buckets, not one by one.",)
     num_mib = costs.gradient_bytes / 2**20
     cap_mib = max([cap for cap in _GOOD_CAPS_MIB if cap * _ENOUGH_BUCKETS <= num_mib], default=_GOOD_CAPS_MIB[0])
     num_with_cap = num_mib / cap_mib

@@ -104,6 +104,12 @@ def test_without_a_place_it_is_the_trainers(tmp_path):
     assert RunRecord.load(tmp_path).status == "finished"
 
 
+def test_who_goes_on_after_the_fit_ends_the_run(tmp_path):
+    fit(tmp_path, recorder=RunRecorder(dirpath=tmp_path, ends_run=False))
+    record = RunRecord.load(tmp_path)
+    assert (record.status, record.val_loss) == ("running", 11.0)
+
+
 def test_a_failed_run_keeps_its_error(tmp_path):
     with pytest.raises(RuntimeError, match="no such luck"):
         fit(tmp_path, model=RankLoss(fails_at=2))

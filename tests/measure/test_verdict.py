@@ -115,6 +115,12 @@ def test_tiny_buckets() -> None:
     assert "about 20" in advice
 
 
+@pytest.mark.parametrize("strategy", ["NaiveDP", "InterleavedDP"])
+def test_single_gradients_want_buckets(strategy: str) -> None:
+    first = judged(comm_hook=strategy, exposed_s=0.4, exposed_wait_s=0.0).advice[0]
+    assert first.startswith("strategy=CommOptDDP(), lossless")
+
+
 def test_compressors_are_lossy_and_bounded() -> None:
     result = judged()
     bf16, int8 = about(result, '"bf16"'), about(result, '"int8"')
