@@ -15,6 +15,11 @@ from rich.table import Table
 from lightning_commopt import info as _info
 from lightning_commopt import nsys as _nsys
 from lightning_commopt.measure import trace as _trace
+from lightning_commopt.report import against as _against
+from lightning_commopt.report import as_json as _as_json
+from lightning_commopt.report import build as _build
+from lightning_commopt.report import files as _files
+from lightning_commopt.report import terminal as _terminal
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -98,14 +103,59 @@ def nsys(
     raise typer.Exit(status)
 
 
+@app.command()
+def report(
+    dirs: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Directories of sweeps, with runs at any depth, or of runs.")
+    ],
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and write only files that --output or --csv names.")
+    ] = False,
+    csv: Annotated[Path | None, typer.Option(help="The CSV file; by default report.csv beside the page.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Setting that the speed-ups are over, as the table calls it.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report.html and report.csv, or the page itself; by default the first DIR."),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Earlier sweep, or what --json printed of it: list what is slower now beyond noise."),
+    ] = None,
+) -> None:
+    """Says which plan is fastest, by how much and at which loss: on the terminal, as report.html and report.csv.
+
+    Exit status 1 if --against finds something that has become slower, or failed; 2 for mistakes in the arguments.
+    """
+    with _errors_in_a_line(status=2):
+        found = _build.build_report(dirs, reference=reference)
+        plain = _as_json.to_plain(found)
+        held = None if against is None else _against.hold_against(plain, against)
+        if json:
+            whole = plain if held is None else {**plain, "against": _as_json.finite(held.to_plain())}
+            typer.echo(json_text.dumps(whole, indent=2, allow_nan=False))
+        else:
+            console = Console()
+            _terminal.print_report(found, console)
+            if held is not None:
+                _terminal.print_against(held, console)
+        if output is not None or not json:
+            page, table = _files.write_files(found, output or dirs[0], csv)
+            typer.echo(f"report: {page} and {table}", err=json)
+        elif csv is not None:
+            _as_json.write_csv(found, csv)
+    raise typer.Exit(1 if held is not None and held.is_worse else 0)
+
+
 @contextmanager
-def _errors_in_a_line() -> Iterator[None]:
-    """Makes a mistake of the user one line and exit status 1; whatever else goes wrong keeps its traceback."""
+def _errors_in_a_line(status: int = 1) -> Iterator[None]:
+    """Makes a mistake of the user one line and an exit status; whatever else goes wrong keeps its traceback."""
     try:
         yield
     except (OSError, ValueError) as error:
         typer.echo(f"commopt: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(status) from None
 
 
 def _versions_table(found: _info.Info) -> Table:

@@ -60,11 +60,11 @@ def test_info_shows_the_nccl_version_where_there_is_nccl() -> None:
 
 def test_no_command_shows_the_commands() -> None:
     result = CliRunner().invoke(app, [])
-    for name in ("info", "nsys", "trace", "commopt-train"):
+    for name in ("info", "nsys", "report", "trace", "commopt-train"):
         assert name in result.output
 
 
-@pytest.mark.parametrize("command", ["info", "nsys", "trace"])
+@pytest.mark.parametrize("command", ["info", "nsys", "report", "trace"])
 def test_every_command_explains_itself(command: str) -> None:
     assert "Usage: " in _run(command, "--help")
 

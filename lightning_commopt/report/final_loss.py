@@ -19,8 +19,8 @@ def loss_verdict(setting: Setting, reference: Setting) -> LossVerdict:
 
     Returns:
         "worse" if a run diverged, or the median is above by more than 0.1 % and all losses are above all of the
-        reference's; with single runs, for a lossy plan, if the first of the two holds. "unknown" if one of them has
-        no loss and the plan is lossy. Else "fine".
+        reference's. "unknown" for a lossy plan if one of them has no loss, or the loss of a single run is above. Else
+        "fine".
     """
     if setting.num_diverged:
         return "worse"
@@ -29,7 +29,7 @@ def loss_verdict(setting: Setting, reference: Setting) -> LossVerdict:
     if setting.val_loss.median - reference.val_loss.median <= _SAME * abs(reference.val_loss.median):
         return "fine"
     if _is_single(setting, reference):
-        return "worse" if setting.is_lossy else "fine"
+        return "unknown" if setting.is_lossy else "fine"
     return "worse" if min(_losses(setting)) > max(_losses(reference)) else "fine"
 
 

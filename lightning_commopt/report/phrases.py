@@ -50,12 +50,15 @@ def compared(ratio: Interval, than: str) -> str:
     '2.3 times as fast as it'
     """
     if ratio.median >= _TIMES_FROM:
-        ends = _ends(ratio, lambda value: f"{value:.1f}", "")
-        return f"{ratio.median:.1f} times as fast as {than}{ends}"
-    word, sign = ("faster", 1) if ratio.median >= 1 else ("slower", -1)
+        return f"{ratio.median:.1f} times as fast as {than}{_ends(ratio, lambda value: f'{value:.1f}')}"
+    is_faster = ratio.median >= 1
     decimals = _decimals(ratio)
-    ends = _ends(ratio, lambda value: f"{100 * sign * (value - 1):.{decimals}f}", " %", sign)
-    return f"{100 * sign * (ratio.median - 1):.{decimals}f} % {word} than {than}{ends}"
+
+    def percent(value: float) -> str:
+        change = 100 * (value - 1) if is_faster else 100 * (1 - value)
+        return f"{round(change, decimals) + 0.0:.{decimals}f}"  # 0.0 turns -0 into 0
+
+    return f"{percent(ratio.median)} % {'faster' if is_faster else 'slower'} than {than}{_ends(ratio, percent, ' %')}"
 
 
 def percent_change(change: float) -> str:
@@ -74,15 +77,12 @@ def _decimals(ratio: Interval) -> int:
     return 0 if ratio.high - ratio.low >= 0.02 else 1
 
 
-def _ends(ratio: Interval, shown: Callable[[float], str], unit: str, sign: int = 1) -> str:
+def _ends(ratio: Interval, shown: Callable[[float], str], unit: str = "") -> str:
     if ratio.low is None or ratio.high is None:
         return ""
-    low, high = (shown(end) for end in ((ratio.low, ratio.high) if sign > 0 else (ratio.high, ratio.low)))
+    low, high = sorted([shown(ratio.low), shown(ratio.high)], key=float)
+    is_range = ratio.num_values < MIN_VALUES_OF_AN_INTERVAL
+    if low == high:
+        return f" (in all {ratio.num_values} repetitions)" if is_range else ""
     span = f"{low} to {high}{unit}"
-    if ratio.num_values < MIN_VALUES_OF_AN_INTERVAL:
-        return (
-            f" (in all {ratio.num_values} repetitions)"
-            if low == high
-            else f" ({span} in {ratio.num_values} repetitions)"
-        )
-    return "" if low == high else f" (95 % interval {span})"
+    return f" ({span} in {ratio.num_values} repetitions)" if is_range else f" (95 % interval {span})"

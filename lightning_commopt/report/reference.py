@@ -13,7 +13,8 @@ from lightning_commopt.report.words import canonical, is_ranks
 _UNCOMPRESSED_DDP = ("none", "DDPStrategy")
 _FIRST_RUNG = "one_bucket"
 _DEFAULT_BUCKET_MB = 25
-_NEUTRAL = ("null", "none", "false", "", "ddp", "commopt", "1")
+_OFF = ("null", "none", "false", "")
+_NEUTRAL = {"strategy": ("ddp", "commopt"), "trainer.accumulate_grad_batches": ("1",)}
 
 
 def choose_reference(settings: Sequence[Setting], asked: str | None = None) -> Setting:
@@ -81,7 +82,7 @@ def _distance_from_default(setting: Setting) -> tuple[int, float]:
     options = [
         name
         for name, value in without_ranks(setting.values).items()
-        if value.lower() not in _NEUTRAL and canonical(name) != "comm_hook"
+        if value.lower() not in (*_OFF, *_NEUTRAL.get(name, ())) and canonical(name) != "comm_hook"
     ]
     cap = setting.bucket_cap_mb
     return len(options), 0.0 if cap is None else abs(cap - _DEFAULT_BUCKET_MB)

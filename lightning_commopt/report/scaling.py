@@ -18,11 +18,12 @@ def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
     """
     curves = []
     for series in _series(settings):
-        base = one_process_for(series[0], settings)
+        series = sorted(series, key=lambda each: each.world_size)
+        base = one_process_for(series[-1], settings)
         if base is None:
             continue
         points = [(base.world_size, Interval(median=1.0, low=1.0, high=1.0, num_values=len(base.runs)))]
-        for setting in sorted(series, key=lambda each: each.world_size):
+        for setting in series:
             comparison = compare_settings(setting, base)
             if setting.world_size > 1 and comparison is not None:
                 points.append((setting.world_size, comparison.ratio))

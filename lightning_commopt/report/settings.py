@@ -163,10 +163,15 @@ def _names(options: Sequence[Mapping[str, str]]) -> list[str]:
         return [""]
     # What is the same in all of them distinguishes none; a missing value does.
     shown = _varied(options)
-    both = [setting_name(values) for values in shown]
-    counts = Counter(short for short, _ in both)
-    names = [short if short and counts[short] == 1 else long for short, long in both]
+    short, long = zip(*(setting_name(values) for values in shown), strict=True)
+    names = _unless_unique(short, long)
+    names = _unless_unique(names, [", ".join(f"{name}={value}" for name, value in own.items()) for own in shown])
     return [name or _nothing_set(shown) for name in names]
+
+
+def _unless_unique(names: Sequence[str], longer: Sequence[str]) -> list[str]:
+    counts = Counter(names)
+    return [name if counts[name] == 1 else long for name, long in zip(names, longer, strict=True)]
 
 
 def _nothing_set(options: Iterable[Mapping[str, str]]) -> str:

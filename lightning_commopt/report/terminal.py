@@ -63,10 +63,11 @@ def print_against(against: Against, console: Console) -> None:
 def settings_table(group: Group) -> Table:
     """Returns a row for each setting, with the columns for which there are numbers."""
     columns = _columns(group)
-    table = Table("setting", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table("setting", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.columns[0].min_width = min(_NAME_WIDTH, max(len(setting.name) for setting in group.settings))
-    for name in columns:
-        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True, vertical="top")
+    for name, cells in columns.items():
+        width = max(len(text) for text in [*name.split(), *(line for cell in cells for line in cell)])
+        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True, min_width=width)
     for index, setting in enumerate(group.settings):
         style = "bold" if setting is group.fastest else None
         table.add_row(Text(setting.name), *("\n".join(cells[index]) for cells in columns.values()), style=style)

@@ -1,0 +1,58 @@
+"""The files of a report: the page and the table, in the sweep's directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from lightning_commopt.report.as_json import write_csv
+from lightning_commopt.report.build import build_report
+from lightning_commopt.report.model import Report
+from lightning_commopt.report.page import write_page
+
+PAGE_FILE = "report.html"
+TABLE_FILE = "report.csv"
+
+
+def write_files(report: Report, output: Path, table: Path | None = None) -> tuple[Path, Path]:
+    """Writes the page, and a table for other programs.
+
+    Args:
+        report: what they say.
+        output: a folder, which is made; or, with the suffix ``.html``, the page.
+        table: where the table goes; None for ``report.csv`` beside the page, or the page's name with ``.csv``.
+
+    Returns:
+        The page and the table.
+
+    Raises:
+        OSError: one of them cannot be written.
+    """
+    if output.suffix == ".html":
+        page, beside = output, output.with_suffix(".csv")
+    else:
+        page, beside = output / PAGE_FILE, output / TABLE_FILE
+    table = beside if table is None else table
+    for path in (page, table):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_page(report, page)
+    write_csv(report, table)
+    return page, table
+
+
+def report_sweep(folder: Path, console: Console) -> None:
+    """Writes the report of a sweep that has ended, and says where; whatever goes wrong is a line and no error.
+
+    Args:
+        folder: of the sweep.
+        console: for the line.
+    """
+    try:
+        page, _ = write_files(build_report([folder]), folder)
+    except Exception as error:  # the sweep's results are there, and so is `commopt report`
+        reason = " ".join(str(error).split()) or type(error).__name__
+        console.print(Text(f"warning: no report was written: {reason}", style="yellow"), soft_wrap=True)
+        return
+    console.print(Text(f"report: {page}"), soft_wrap=True)

@@ -1,0 +1,123 @@
+import json
+
+import pytest
+from sample_runs import save_rates, save_run
+
+from lightning_commopt.report.against import Against, hold_against
+from lightning_commopt.report.as_json import to_plain
+from lightning_commopt.report.build import build_report
+
+BEFORE = {"none": [100, 101, 99], "bf16": [150, 152, 148], "int8": [200, 202, 198]}
+
+
+def _held(folder, now, then=None) -> Against:  # type: ignore[no-untyped-def]
+    save_rates(folder / "before", BEFORE if then is None else then)
+    save_rates(folder / "now", now)
+    return hold_against(to_plain(build_report([folder / "now"])), folder / "before")
+
+
+def _outcomes(held: Against) -> dict[str, str]:
+    return {change.setting: change.outcome for change in held.changes}
+
+
+def test_what_is_slower_beyond_noise_is_found(tmp_path):
+    held = _held(tmp_path, {"none": [99, 101, 100], "bf16": [130, 131, 129], "int8": [240, 241, 239]})
+    assert _outcomes(held) == {"uncompressed": "no difference", "bf16": "slower", "int8": "faster"}
+    assert held.is_worse
+    slower = next(change for change in held.changes if change.outcome == "slower")
+    assert (slower.before, slower.now) == (150, 130)
+    assert slower.ratio is not None
+    assert slower.ratio.median == pytest.approx(130 / 150)
+    assert slower.ratio.low == pytest.approx(129 / 152)
+    assert slower.ratio.high == pytest.approx(131 / 148)
+
+
+def test_the_same_again_is_no_worse(tmp_path):
+    held = _held(tmp_path, BEFORE)
+    assert set(_outcomes(held).values()) == {"no difference"}
+    assert not held.is_worse
+
+
+def test_two_sweeps_are_never_paired(tmp_path):
+    """Their repetitions have the same numbers, but not the same time."""
+    held = _held(tmp_path, {"none": [98, 99, 97]}, {"none": [100, 101, 99]})
+    ratio = held.changes[0].ratio
+    assert ratio is not None
+    assert ratio.low == pytest.approx(97 / 101)
+
+
+def test_single_runs_cannot_say(tmp_path):
+    held = _held(tmp_path, {name: [rates[0] / 2] for name, rates in BEFORE.items()})
+    assert set(_outcomes(held).values()) == {"unknown"}
+    assert not held.is_worse
+
+
+def test_missing_and_new_settings_are_listed(tmp_path):
+    held = _held(tmp_path, {"none": BEFORE["none"], "bf16": BEFORE["bf16"], "powersgd": [1, 2, 3]})
+    assert _outcomes(held) == {
+        "uncompressed": "no difference",
+        "bf16": "no difference",
+        "PowerSGD": "new",
+        "int8": "missing",
+    }
+    assert not held.is_worse
+
+
+def test_what_fails_now_and_did_not_is_worse(tmp_path):
+    save_run(tmp_path / "now" / "x", "strategy/comm_hook=int8", "repetition=0", status="failed", error="ValueError: no")
+    held = _held(tmp_path, {"none": BEFORE["none"], "bf16": BEFORE["bf16"]})
+    assert _outcomes(held)["int8"] == "failed"
+    assert next(change.error for change in held.changes if change.outcome == "failed") == "ValueError: no"
+    assert held.is_worse
+
+
+def test_what_failed_before_as_well_is_no_worse(tmp_path):
+    for sweep in ("before", "now"):
+        save_run(tmp_path / sweep / "x", "strategy/comm_hook=int8", status="failed", error="x")
+    rates = {"none": BEFORE["none"], "bf16": BEFORE["bf16"]}
+    held = _held(tmp_path, rates, rates)
+    assert _outcomes(held)["int8"] == "unknown"
+    assert not held.is_worse
+
+
+def test_one_failed_repetition_of_several_is_worse(tmp_path):
+    save_run(tmp_path / "now" / "x", "strategy/comm_hook=int8", "repetition=2", status="failed", error="x")
+    held = _held(tmp_path, {**BEFORE, "int8": BEFORE["int8"][:2]})
+    assert _outcomes(held)["int8"] == "failed"
+
+
+def test_a_file_says_the_same_as_the_directory(tmp_path):
+    now = {"none": [99, 101, 100], "bf16": [130, 131, 129]}
+    held = _held(tmp_path, now)
+    path = tmp_path / "before.json"
+    path.write_text(json.dumps(to_plain(build_report([tmp_path / "before"]))))
+    from_file = hold_against(to_plain(build_report([tmp_path / "now"])), path)
+    assert from_file.changes == held.changes
+
+
+def test_a_part_of_the_sweep_finds_its_settings(tmp_path):
+    """With one hook only, the name of a setting is another, but its overrides are the same."""
+    held = _held(tmp_path, {"bf16": [130, 131, 129]})
+    assert _outcomes(held) == {"bf16, 2 ranks": "slower", "int8": "missing", "uncompressed": "missing"}
+
+
+def test_nothing_in_common_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no setting in common"):
+        _held(tmp_path, {"powersgd": [1, 2, 3], "fp16": [1, 2, 3]})
+
+
+def test_other_conditions_are_said(tmp_path):
+    for sweep, version in (("before", "2.14"), ("now", "2.15")):
+        save_run(tmp_path / sweep / "x", "strategy/comm_hook=fp16", samples_per_s=1.0, versions={"torch": version})
+    held = _held(tmp_path, BEFORE)
+    assert held.conditions == ("versions: torch 2.15; before: torch 2.14",)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 99, "groups": [], "failed": []}', '{"format": 1, "groups": [1], "failed": []}']
+)
+def test_another_file_is_an_error_that_names_it(tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+    save_rates(tmp_path / "now", BEFORE)
+    with pytest.raises(ValueError, match=r"other\.json"):
+        hold_against(to_plain(build_report([tmp_path / "now"])), tmp_path / "other.json")

@@ -1,0 +1,178 @@
+"""What a report says, sentence by sentence."""
+
+import math
+
+import pytest
+from sample_runs import four_ways_report, ladder_report, sample_report, save_rates, save_run
+
+from lightning_commopt.report.build import build_report
+from lightning_commopt.report.model import Group
+
+SLOW = [100, 101, 99]
+FAST = [150, 152, 149]
+FASTER = [300, 303, 298]
+LOW = [2.0, 2.01, 1.99]
+HIGH = [2.2, 2.21, 2.19]
+
+
+def _group(folder, rates, losses=None) -> Group:  # type: ignore[no-untyped-def]
+    (group,) = build_report([save_rates(folder, rates, losses)]).groups
+    return group
+
+
+def test_a_lossy_plan_whose_loss_is_within_the_spread(tmp_path):
+    group = _group(tmp_path, {"none": SLOW, "bf16": FAST}, {"none": [2.0, 2.05, 1.95], "bf16": [2.01, 2.04, 1.96]})
+    assert group.answer == (
+        '"bf16" is the fastest: 50.5 % faster than "uncompressed" (50.0 to 50.5 % in 3 repetitions),'
+        " 150 against 100 samples/s.",
+        "It is lossy; the final loss is 2.010 against 2.000, 0.50 % above and within the spread over repetitions.",
+    )
+    assert group.recommended is group.fastest
+
+
+def test_a_loss_beyond_the_spread_names_a_lossless_plan_as_well(tmp_path):
+    rates = {"none": SLOW, "powersgd": FASTER, "all_reduce": FAST}
+    group = _group(tmp_path, rates, {"none": LOW, "powersgd": HIGH, "all_reduce": LOW})
+    assert group.fastest.name == "PowerSGD"
+    assert group.answer[1:] == (
+        "It is lossy; the final loss is 2.200 against 2.000, 10 % above and beyond the spread over repetitions.",
+        'Use "all reduce" (lossless): 50.5 % faster than "uncompressed" (50.0 to 50.5 % in 3 repetitions).',
+    )
+    assert group.recommended is not None
+    assert group.recommended.name == "all reduce"
+
+
+def test_nothing_but_the_plan_with_the_worse_loss_is_faster(tmp_path):
+    group = _group(
+        tmp_path, {"none": SLOW, "powersgd": FASTER, "bf16": SLOW}, {"none": LOW, "powersgd": HIGH, "bf16": LOW}
+    )
+    assert group.answer[-1] == 'Nothing else is faster than "uncompressed" beyond noise: leave the rest off.'
+    assert group.recommended is group.reference
+
+
+def test_a_run_that_diverged_is_no_plan_to_use(tmp_path):
+    losses = {"none": LOW, "bf16": [2.0, math.nan, 2.0], "int8": LOW}
+    group = _group(tmp_path, {"none": SLOW, "bf16": FASTER, "int8": FAST}, losses)
+    assert group.answer[1] == "In 1 of its 3 runs the final loss is no number: do not use it."
+    assert group.recommended is not None
+    assert group.recommended.name == "int8"
+
+
+def test_the_same_loss_is_called_so(tmp_path):
+    group = _group(tmp_path, {"none": SLOW, "bf16": FAST}, {"none": [2.0] * 3, "bf16": [2.001] * 3})
+    assert group.answer[1] == "It is lossy; the final loss is the same, 2.001."
+
+
+def test_a_lower_loss_is_no_worse(tmp_path):
+    group = _group(tmp_path, {"none": SLOW, "bf16": FAST}, {"none": HIGH, "bf16": LOW})
+    assert group.answer[1].endswith("2.000 against 2.200, 9.1 % below and beyond the spread over repetitions.")
+    assert group.recommended is group.fastest
+
+
+def test_without_a_loss_the_lossless_plans_are_named(tmp_path):
+    group = _group(tmp_path, {"none": SLOW, "bf16": FASTER, "all_reduce": FAST})
+    assert group.answer[1:] == (
+        "It is lossy, and no final loss was recorded: compare the loss before you use it.",
+        'The fastest lossless one is "all reduce": 50.5 % faster than "uncompressed" (50.0 to 50.5 % in 3'
+        " repetitions).",
+    )
+    assert group.recommended is group.fastest
+
+
+def test_a_lossless_plan_that_is_as_fast_is_preferred(tmp_path):
+    group = _group(tmp_path, {"none": SLOW, "bf16": [151, 150, 152], "all_reduce": FAST})
+    assert group.answer[-1] == '"all reduce" is as fast within noise, and lossless: use that.'
+    assert group.recommended is not None
+    assert group.recommended.name == "all reduce"
+
+
+def test_others_that_are_as_fast_are_named(tmp_path):
+    losses = {"none": LOW, "bf16": LOW, "int8": LOW}
+    group = _group(tmp_path, {"none": SLOW, "bf16": [151, 150, 152], "int8": FAST}, losses)
+    assert group.answer[-1] == 'As fast within noise: "int8".'
+
+
+def test_nothing_beyond_noise_is_left_off(tmp_path):
+    group = _group(tmp_path, {"none": SLOW, "bf16": [101, 100.5, 100.2], "int8": [90, 91, 89]})
+    assert group.answer == (
+        'Nothing is faster than "uncompressed" beyond noise: leave the rest off.',
+        '"bf16", the nearest, is 1.0 % faster than "uncompressed" (-0.5 to 1.2 % in 3 repetitions),'
+        " which is within noise.",
+    )
+    assert group.recommended is group.reference
+
+
+def test_the_reference_may_be_the_fastest(tmp_path):
+    group = _group(tmp_path, {"none": FAST, "bf16": SLOW})
+    assert group.answer == (
+        '"uncompressed" is the fastest, at 150 samples/s: leave the rest off.',
+        '"bf16", the nearest, is 33.6 % slower than "uncompressed" (33.3 to 33.6 % in 3 repetitions).',
+    )
+
+
+def test_single_runs_say_that_the_noise_is_unknown(tmp_path):
+    group = _group(tmp_path, {"none": [100], "bf16": [150]}, {"none": [2.0], "bf16": [2.01]})
+    assert group.answer == (
+        '"bf16" has the highest throughput: 50 % faster than "uncompressed", 150 against 100 samples/s.',
+        "It is lossy; the final loss is 2.010 against 2.000, 0.50 % above, of single runs, whose spread is unknown.",
+        'No lossless one is faster than "uncompressed" beyond noise.',
+        "With single runs the noise is unknown: repeat=3 shows which differences last.",
+    )
+
+
+def test_one_setting_has_nothing_to_be_compared_with(tmp_path):
+    group = _group(tmp_path, {"bf16": FAST}, {"bf16": LOW})
+    assert group.answer == (
+        '"bf16, 2 ranks" made 150 samples/s with a final loss of 2.000; there is nothing to compare it with.',
+    )
+    assert group.recommended is None
+
+
+def test_without_throughput_there_is_no_answer(tmp_path):
+    save_run(tmp_path / "0", "rung=bf16")
+    save_run(tmp_path / "1", "rung=one_bucket")
+    (group,) = build_report([tmp_path]).groups
+    assert group.answer == ("No run has a throughput: without the callback Throughput nothing can be compared.",)
+    assert group.fastest is group.reference
+
+
+def test_a_reference_without_throughput_is_named(tmp_path):
+    save_run(tmp_path / "0", "rung=bf16", samples_per_s=1.0)
+    save_run(tmp_path / "1", "rung=one_bucket")
+    (group,) = build_report([tmp_path], reference="one bucket").groups
+    assert group.answer == ('"bf16" made 1.00 samples/s; "one bucket" has none.',)
+
+
+def test_ranks_are_said_where_more_of_them_are_slower(tmp_path):
+    for repetition in range(3):
+        for ranks, rate in ((1, 100), (2, 150), (4, 120)):
+            way = "one_process" if ranks == 1 else "ddp"
+            overrides = (f"way={way}", f"ranks={ranks}", f"repetition={repetition}")
+            save_run(
+                tmp_path / f"{ranks}_{repetition}",
+                *overrides,
+                world_size=ranks,
+                samples_per_s=rate * (1 + repetition / 50),
+            )
+    (group,) = build_report([tmp_path]).groups
+    assert group.answer == (
+        '"DDP, 2 ranks" is the fastest: 50.0 % faster than "one process" (in all 3 repetitions), 153 against'
+        " 102 samples/s, 75 % of what 2 ranks could give.",
+        'On 4 ranks the fastest is "DDP, 4 ranks": 20.0 % slower than "DDP, 2 ranks" (in all 3 repetitions).',
+    )
+
+
+def test_one_process_that_beats_the_chosen_plan_is_said(tmp_path):
+    (group,) = ladder_report(tmp_path).groups
+    assert group.answer[-1].startswith('"one process" alone is 5')
+    assert group.answer[-1].endswith("more ranks do not pay here.")
+    assert group.recommended is not None
+    assert group.recommended.name == "several buckets"
+
+
+@pytest.mark.parametrize("make", [sample_report, ladder_report, four_ways_report])
+def test_an_answer_is_short(tmp_path, make):
+    for group in make(tmp_path).groups:
+        assert 2 <= len(group.answer) <= 5
+        assert all(len(sentence) < 220 for sentence in group.answer)
+        assert group.recommended in group.settings

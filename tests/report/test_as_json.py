@@ -1,0 +1,61 @@
+import csv
+import json
+import math
+
+import pytest
+from sample_runs import four_ways_report, ladder_report, sample_report, save_rates
+
+from lightning_commopt.report.as_json import to_plain, write_csv
+from lightning_commopt.report.build import build_report
+
+
+@pytest.mark.parametrize("make", [sample_report, ladder_report, four_ways_report])
+def test_json_has_the_numbers_of_the_report(tmp_path, make):
+    report = make(tmp_path)
+    plain = json.loads(json.dumps(to_plain(report), allow_nan=False))
+    assert plain["format"] == 1
+    assert plain["conditions"] == dict(report.conditions)
+    assert [group["answer"] for group in plain["groups"]] == [list(group.answer) for group in report.groups]
+    for group, expected in zip(plain["groups"], report.groups, strict=True):
+        assert group["fastest"] == expected.fastest.name
+        for setting, wanted in zip(group["settings"], expected.settings, strict=True):
+            assert wanted.samples_per_s is not None
+            assert setting["samples_per_s"]["median"] == wanted.samples_per_s.median
+            assert [run["samples_per_s"] for run in setting["runs"]] == [
+                run.record.samples_per_s for run in wanted.runs
+            ]
+            assert setting["config_lines"] == list(wanted.config_lines)
+            assert len(setting["published"]) == len(wanted.published)
+        assert len(group["scalings"]) == len(expected.scalings)
+    assert [run["error"] for run in plain["failed"]] == [run.record.error for run in report.failed]
+
+
+def test_what_is_no_number_is_null(tmp_path):
+    save_rates(tmp_path, {"none": [1.0, 2.0]}, {"none": [math.nan, 2.0]})
+    plain = to_plain(build_report([tmp_path]))
+    json.dumps(plain, allow_nan=False)
+    assert [run["val_loss"] for run in plain["groups"][0]["settings"][0]["runs"]] == [None, 2.0]
+    assert plain["groups"][0]["settings"][0]["num_diverged"] == 1
+
+
+def test_a_group_without_throughput_is_still_json(tmp_path):
+    save_rates(tmp_path, {"none": [math.nan], "bf16": [math.inf]})
+    json.dumps(to_plain(build_report([tmp_path])), allow_nan=False)
+
+
+def test_csv_has_a_row_for_each_setting(tmp_path):
+    report = ladder_report(tmp_path)
+    write_csv(report, tmp_path / "report.csv")
+    with (tmp_path / "report.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["setting"] for row in rows] == [setting.name for setting in report.groups[0].settings]
+    bf16 = next(row for row in rows if row["setting"] == "bf16")
+    expected = next(setting for setting in report.groups[0].settings if setting.name == "bf16")
+    assert expected.speedup is not None
+    assert float(bf16["speedup"]) == expected.speedup.median
+    assert float(bf16["speedup_low"]) == expected.speedup.low
+    assert bf16["rung"] == "bf16"
+    assert bf16["difference"] == "faster"
+    assert "+65 % on 8x L40S (PCIe) (write-up" in bf16["published"]
+    reference = next(row for row in rows if row["setting"] == "one bucket")
+    assert (reference["difference"], reference["speedup"]) == ("reference", "")

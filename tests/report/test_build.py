@@ -1,0 +1,299 @@
+"""What a whole report holds: references, speed-ups, efficiency, scaling, losses, conditions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_runs import (
+    four_ways_report,
+    ladder_report,
+    plan_run,
+    sample_report,
+    save_rates,
+    save_run,
+    write_run,
+)
+
+from lightning_commopt.report.build import build_report
+from lightning_commopt.report.model import Group, Interval
+from lightning_commopt.report.scaling import amdahl_serial_share
+
+
+def _group(folder: Path, *jobs: tuple[str, dict[str, Any]]) -> Group:
+    """Reports one group of single runs: overrides, then fields of the record."""
+    for number, (overrides, fields) in enumerate(jobs):
+        save_run(folder / str(number), *overrides.split(), **{"samples_per_s": 1.0, **fields})
+    (group,) = build_report([folder]).groups
+    return group
+
+
+def test_speedups_are_medians_of_pairs(tmp_path):
+    save_rates(tmp_path, {"none": [100, 50, 100, 100], "bf16": [110, 56, 112, 130]})
+    (group,) = build_report([tmp_path]).groups
+    by_name = {setting.name: setting for setting in group.settings}
+    assert group.reference.name == "uncompressed"
+    assert by_name["uncompressed"].speedup is None
+    speedup = by_name["bf16"].speedup
+    assert speedup is not None
+    assert speedup.median == pytest.approx(1.12)
+    assert speedup.low == pytest.approx(1.10)
+    assert speedup.high == pytest.approx(1.30)
+    assert by_name["bf16"].samples_per_s == Interval(median=111, low=56, high=130, num_values=4)
+    assert group.fastest.name == "bf16"
+
+
+def test_without_a_repetition_there_are_no_pairs(tmp_path):
+    save_rates(tmp_path, {"none": [100, 50, 100], "bf16": [110, 56, 112]})
+    save_run(tmp_path / "bf16_1", "strategy/comm_hook=bf16", "repetition=1", status="failed", error="x")
+    (group,) = build_report([tmp_path]).groups
+    speedup = next(setting.speedup for setting in group.settings if setting.name == "bf16")
+    assert speedup is not None
+    assert speedup.median == pytest.approx(111 / 100)
+    assert speedup.num_values == 2
+
+
+def test_numbers_of_a_step_are_those_of_the_records(tmp_path):
+    record = write_run(tmp_path / "0", plan_run("bf16", 25, 0))
+    (group,) = build_report([tmp_path]).groups
+    setting = group.settings[0]
+    for name in ("step_s", "exchange_s", "exposed_s", "exposed_share"):
+        interval: Interval = getattr(setting, name)
+        assert interval.median == record.comm_time[name]
+    assert setting.wire_bytes == 20_000_000
+    assert setting.peak_memory_bytes == record.peak_memory_bytes
+    assert setting.bucket_cap_mb == 25
+    assert setting.world_size == 2
+    assert setting.is_lossy
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_lossy"),
+    [
+        (None, False),
+        ({}, False),
+        ({"comm_hook": {"name": "all_reduce"}}, False),
+        ({"comm_hook": {"name": "int8"}}, True),
+        ({"comm_hook": {"name": "hierarchical", "inner": {"name": "all_reduce"}}}, False),
+        ({"comm_hook": {"name": "hierarchical", "inner": {"name": "bf16"}}}, True),
+        (
+            {"comm_hook": {"name": "after_steps", "inner": {"name": "error_feedback", "inner": {"name": "low_rank"}}}},
+            True,
+        ),
+    ],
+)
+def test_what_is_lossy(tmp_path, plan, is_lossy):
+    assert _group(tmp_path, ("", {"plan": plan})).settings[0].is_lossy is is_lossy
+
+
+def test_losses_that_are_no_number_are_counted(tmp_path):
+    save_rates(tmp_path, {"none": [1.0] * 3}, {"none": [2.0, float("nan"), float("inf")]})
+    setting = build_report([tmp_path]).groups[0].settings[0]
+    assert setting.num_diverged == 2
+    assert setting.val_loss == Interval(median=2.0, low=None, high=None, num_values=1)
+
+
+REFERENCES = {
+    "four ways": (["way=ddp ranks=2", "way=one_process"], "one process"),
+    "ladder": (["rung=one_process", "rung=bucket_view", "rung=one_bucket"], "one bucket"),
+    "numbers of ranks": (["ranks=2", "ranks=1", "ranks=4"], "1 rank"),
+    "plans on numbers of ranks": (
+        [f"strategy/comm_hook={hook} ranks={ranks}" for ranks in (1, 2, 4) for hook in ("bf16", "none")],
+        "uncompressed, 4 ranks",
+    ),
+    "sizes of buckets": ([f"strategy.bucket_cap_mb={size}" for size in (1, 5, 25, 100)], "25 MB buckets"),
+    "the default size": ([f"strategy.bucket_cap_mb={size}" for size in (25, "null")], "default buckets"),
+    "fewest options": (
+        ["strategy.static_graph=true strategy.bucket_cap_mb=25", "strategy.bucket_cap_mb=100"],
+        "100 MB buckets",
+    ),
+    "none is uncompressed": (["strategy/comm_hook=bf16", "strategy/comm_hook=int8"], "bf16"),
+    "another strategy": (["strategy=fsdp", "strategy=ddp"], "DDP"),
+}
+
+
+@pytest.mark.parametrize("jobs", REFERENCES.values(), ids=REFERENCES.keys())
+def test_the_reference(tmp_path, jobs):
+    overrides, name = jobs
+
+    def fields(text):
+        values = dict(part.split("=") for part in text.split())
+        hook = values.get("strategy/comm_hook", "FSDPStrategy" if values.get("strategy") == "fsdp" else "none")
+        size = values.get("strategy.bucket_cap_mb", "null")
+        ranks = 1 if "one_process" in text else int(values.get("ranks", 2))
+        plan = {} if size == "null" else {"bucket_cap_mb": float(size)}
+        return {"plan_name": hook, "world_size": ranks, "plan": plan}
+
+    assert _group(tmp_path, *((text, fields(text)) for text in overrides)).reference.name == name
+
+
+def test_the_user_may_choose_the_reference(tmp_path):
+    save_rates(tmp_path, {"none": [100, 101], "bf16": [110, 111]})
+    (group,) = build_report([tmp_path], reference="BF16").groups
+    assert group.reference.name == "bf16"
+    assert [setting.difference for setting in group.settings] == [None, "slower"]
+
+
+def test_an_unknown_reference_is_an_error_that_names_the_others(tmp_path):
+    save_rates(tmp_path, {"none": [100], "bf16": [110]})
+    with pytest.raises(ValueError, match="no setting is called 'fp16'; there are: bf16; uncompressed"):
+        build_report([tmp_path], reference="fp16")
+
+
+@pytest.mark.parametrize("serial_share", [0.0, 0.1, 0.37, -0.02, 1.2])
+def test_amdahls_law_is_found_in_its_own_speedups(serial_share):
+    """Below 0 and above 1 as well: nothing is clamped."""
+    num_ranks = [1, 2, 4, 8]
+    speedups = [1 / (serial_share + (1 - serial_share) / ranks) for ranks in num_ranks]
+    assert amdahl_serial_share(num_ranks, speedups) == pytest.approx(serial_share)
+
+
+def test_amdahls_law_is_a_least_squares_fit():
+    """x = 1/2, 3/4; y = 0.1, 0.05; f = (x y) / (x x)."""
+    found = amdahl_serial_share([1, 2, 4], [1, 1 / 0.6, 1 / 0.3])
+    assert found == pytest.approx((0.5 * 0.1 + 0.75 * 0.05) / (0.5**2 + 0.75**2))
+
+
+def test_one_point_beyond_one_rank_is_no_law():
+    assert amdahl_serial_share([1, 2], [1, 1.8]) is None
+
+
+def test_efficiency_and_scaling_are_over_one_process(tmp_path):
+    rates = {"way=one_process": 100, "way=naive ranks=2": 120, "way=naive ranks=4": 150, "way=ddp ranks=2": 180}
+    jobs = []
+    for text, rate in rates.items():
+        ranks = int(text[-1]) if text[-1].isdecimal() else 1
+        jobs.append((text, {"samples_per_s": rate, "world_size": ranks}))
+    group = _group(tmp_path, *jobs)
+    efficiency = {setting.name: setting.efficiency for setting in group.settings}
+    assert efficiency == pytest.approx(
+        {"one process": 1.0, "naive, 2 ranks": 0.6, "naive, 4 ranks": 0.375, "DDP, 2 ranks": 0.9}
+    )
+    naive, ddp = group.scalings
+    assert (naive.plan_name, naive.num_ranks) == ("naive", (1, 2, 4))
+    assert [speedup.median for speedup in naive.speedups] == pytest.approx([1.0, 1.2, 1.5])
+    assert naive.serial_share == pytest.approx((0.5 * (1 / 1.2 - 0.5) + 0.75 * (1 / 1.5 - 0.25)) / (0.5**2 + 0.75**2))
+    assert (ddp.plan_name, ddp.num_ranks, ddp.serial_share) == ("DDP", (1, 2), None)
+
+
+def test_a_plan_that_ran_on_one_rank_is_held_against_itself(tmp_path):
+    rates = {("none", 1): 100, ("none", 2): 150, ("bf16", 1): 80, ("bf16", 2): 160}
+    jobs = [
+        (f"strategy/comm_hook={hook} ranks={n}", {"samples_per_s": rate, "world_size": n, "plan_name": hook})
+        for (hook, n), rate in rates.items()
+    ]
+    group = _group(tmp_path, *jobs)
+    assert {scaling.plan_name: scaling.speedups[-1].median for scaling in group.scalings} == {
+        "uncompressed": 1.5,
+        "bf16": 2.0,
+    }
+
+
+def test_without_one_rank_there_is_no_efficiency(tmp_path):
+    group = _group(tmp_path, *((f"ranks={n}", {"world_size": n}) for n in (2, 4)))
+    assert not group.scalings
+    assert all(setting.efficiency is None for setting in group.settings)
+
+
+def test_the_wrapper_around_one_process_has_an_efficiency_too(tmp_path):
+    (group,) = ladder_report(tmp_path).groups
+    by_name = {setting.name: setting for setting in group.settings}
+    assert by_name["one process"].efficiency == 1
+    assert by_name["DDP on one process"].efficiency == pytest.approx(0.96, abs=0.02)
+    assert not group.scalings
+
+
+def test_published_figures_stand_beside_the_same_settings(tmp_path):
+    (group,) = ladder_report(tmp_path).groups
+    of_bf16 = next(setting.published for setting in group.settings if setting.name == "bf16")
+    assert [(figure.label, figure.speedup) for figure in of_bf16] == [
+        ("+65 % on 8x L40S (PCIe)", 1.65),
+        ("slower on 8x A100 (NVLink)", None),
+    ]
+    assert all("write-up" in figure.source for setting in group.settings for figure in setting.published)
+
+
+def test_published_figures_of_the_four_ways(tmp_path):
+    small, large = four_ways_report(tmp_path).groups
+    assert (small.name, large.name) == ("small", "large")
+    figures = {setting.name: [figure.speedup for figure in setting.published] for setting in large.settings}
+    assert figures == {
+        "one process": [],
+        "naive, 2 ranks": [1.44],
+        "naive, 4 ranks": [1.92],
+        "interleaved, 2 ranks": [1.56],
+        "interleaved, 4 ranks": [2.24],
+        "DDP, 2 ranks": [1.58],
+        "DDP, 4 ranks": [2.31],
+    }
+    assert small.settings[-1].published[0].label == "0.75 times one GPU on 4x A100 (PCIe)"
+
+
+def test_published_speedups_are_left_out_beside_another_reference(tmp_path):
+    ladder_report(tmp_path)
+    (group,) = build_report([tmp_path / "ladder"], reference="static graph").groups
+    of_bf16 = next(setting.published for setting in group.settings if setting.name == "bf16")
+    assert [figure.speedup for figure in of_bf16] == [None, None]
+    assert of_bf16[0].label.startswith("+65 %")
+
+
+def test_a_sweep_of_ones_own_has_no_published_figures(tmp_path):
+    assert not any(setting.published for group in sample_report(tmp_path).groups for setting in group.settings)
+
+
+def test_conditions_say_what_a_reader_must_know(tmp_path):
+    conditions = sample_report(tmp_path).conditions
+    assert conditions["runs"] == "24 finished"
+    assert conditions["hardware"] == "AMD EPYC, 2 cores"
+    assert conditions["date"] == "2026-11-21"
+    assert "torch 2.15.0" in conditions["versions"]
+
+
+def test_gpus_are_counted(tmp_path):
+    gpu = {"kind": "cuda", "name": "NVIDIA L40S", "memory_bytes": 1, "num_cores": 142}
+    save_run(tmp_path / "0", hardware=({"kind": "cpu", "name": "EPYC", "num_cores": 64}, gpu, gpu))
+    assert build_report([tmp_path]).conditions["hardware"] == "EPYC, 64 cores + 2x NVIDIA L40S"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "line"),
+    [
+        (
+            {"versions": {"torch": "2.14"}},
+            {"versions": {"torch": "2.15"}},
+            "versions of torch are compared: 2.14 and 2.15",
+        ),
+        ({"hardware": ({"name": "A"},)}, {"hardware": ({"name": "B"},)}, "hardware are compared: A and B"),
+        ({"device": "cpu"}, {"device": "L40S"}, "devices are compared: cpu and L40S"),
+        (
+            {"git": {"commit": "abc", "has_changes": False}},
+            {"git": {"commit": "abc", "has_changes": True}},
+            "git commits are compared: abc and abc with changes",
+        ),
+        ({"num_parameters": 10**6}, {"num_parameters": 2 * 10**6}, "numbers of parameters are compared: 1 M and 2 M"),
+    ],
+)
+def test_mixed_conditions_are_a_line(tmp_path, one, other, line):
+    save_run(tmp_path / "0", "rung=a", **one)
+    save_run(tmp_path / "1", "rung=b", **other)
+    assert f"runs with different {line}" in build_report([tmp_path]).problems
+
+
+def test_conditions_may_differ_between_groups(tmp_path):
+    save_run(tmp_path / "0", "model.size=a", num_parameters=1)
+    save_run(tmp_path / "1", "model.size=b", num_parameters=2)
+    save_run(tmp_path / "2", "model.size=b", num_parameters=2, device="x")
+    save_run(tmp_path / "3", "model.size=b", num_parameters=2, device="y")
+    problems = [line for line in build_report([tmp_path]).problems if "compared" in line]
+    assert problems == ["b: runs with different devices are compared: x and y"]
+
+
+def test_a_report_of_failures_only_has_no_groups(tmp_path):
+    save_run(tmp_path / "0", status="failed", error="x")
+    report = build_report([tmp_path])
+    assert not report.groups
+    assert len(report.failed) == 1
+
+
+def test_the_title_is_the_experiment(tmp_path):
+    assert ladder_report(tmp_path).title == "ladder"
+    assert sample_report(tmp_path).title == "sweep"

@@ -1,0 +1,81 @@
+"""Lines to paste must make the plan that was run."""
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from sample_runs import save_run
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.conf_path import conf_dir
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.report.build import build_report
+from lightning_commopt.sweep.job import SweepObserver
+from lightning_commopt.train import register_with_hydra
+
+PLANS = [
+    CommPlan(),
+    CommPlan(bucket_cap_mb=100, comm_hook="bf16"),  # type: ignore[arg-type]
+    CommPlan(static_graph=True, comm_hook={"name": "powersgd", "matrix_rank": 4}),  # type: ignore[arg-type]
+    CommPlan(comm_hook={"name": "hierarchical", "inner": {"name": "int8", "block_size": 64}}),  # type: ignore[arg-type]
+]
+
+
+def _lines(folder, *overrides, **fields) -> list[str]:  # type: ignore[no-untyped-def]
+    save_run(folder / "0", *overrides, **fields)
+    save_run(folder / "1", "strategy=something_else", plan_name="x", plan=None)
+    group = build_report([folder]).groups[0]
+    return list(group.settings[0].config_lines)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_yaml_and_python_make_the_same_plan(tmp_path, plan):
+    lines = _lines(tmp_path, plan=plan.to_dict())
+    strategy = yaml.safe_load("\n".join(lines))["strategy"]
+    assert strategy.pop("_target_") == "lightning_commopt.CommOptDDP"
+    assert CommPlan.from_dict(strategy) == plan
+    (python,) = [line for line in lines if line.startswith("# in Python: ")]
+    assert eval(python.removeprefix("# in Python: "), {"CommOptDDP": CommOptDDP}).plan == plan
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_yaml_is_an_experiment_of_commopt_train(tmp_path, monkeypatch, plan):
+    lines = _lines(tmp_path, plan=plan.to_dict())
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "pasted.yaml").write_text("\n".join(["# @package _global_", *lines]))
+    monkeypatch.setattr("sys.argv", ["commopt-train"])
+    register_with_hydra(SweepObserver())
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose("train", [f"hydra.searchpath=[file://{tmp_path}]", "experiment=pasted"])
+    options = {name: value for name, value in config.strategy.items() if value is not None and name in plan.to_dict()}
+    assert CommPlan.from_dict(options) == plan
+
+
+def test_options_with_their_defaults_are_left_out(tmp_path):
+    plan = CommPlan(comm_hook={"name": "powersgd", "matrix_rank": 4})  # type: ignore[arg-type]
+    strategy = yaml.safe_load("\n".join(_lines(tmp_path, plan=plan.to_dict())))["strategy"]
+    assert strategy["comm_hook"] == {"name": "powersgd", "matrix_rank": 4}
+
+
+def test_an_unknown_compressor_is_kept_as_it_is(tmp_path):
+    hook = {"name": "of_a_later_version", "x": 1}
+    assert yaml.safe_load("\n".join(_lines(tmp_path, plan={"comm_hook": hook})))["strategy"]["comm_hook"] == hook
+
+
+def test_other_options_and_the_command_line(tmp_path):
+    lines = _lines(
+        tmp_path, "trainer.accumulate_grad_batches=4", "+commopt=bf16", "rung=bf16", "seed=1", "repetition=2", plan=None
+    )
+    assert lines == [
+        "# on the command line: trainer.accumulate_grad_batches=4 +commopt=bf16 rung=bf16",
+        "trainer:",
+        "  accumulate_grad_batches: 4",
+    ]
+
+
+def test_another_strategy_is_that_of_the_configuration(tmp_path):
+    save_run(tmp_path / "0", "strategy=ddp", plan=None)
+    (tmp_path / "0" / "config.yaml").write_text(
+        "strategy: {_target_: x.DDPStrategy, bucket_cap_mb: null, static_graph: true}"
+    )
+    lines = build_report([tmp_path]).groups[0].settings[0].config_lines
+    assert yaml.safe_load("\n".join(lines)) == {"strategy": {"_target_": "x.DDPStrategy", "static_graph": True}}

@@ -1,0 +1,159 @@
+"""``commopt report``: files, output and exit status."""
+
+import io
+import json
+import shutil
+
+import pytest
+from rich.console import Console
+from sample_runs import ladder_report, save_rates, save_run, write_sweep
+from typer.testing import CliRunner, Result
+
+from lightning_commopt.cli import app
+from lightning_commopt.report import files
+from lightning_commopt.report.files import report_sweep
+
+RATES = {"none": [100, 101, 99], "bf16": [150, 152, 148]}
+SLOWER = {"none": [100, 101, 99], "bf16": [120, 121, 119]}
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "100"})
+
+
+def test_the_page_and_the_table_lie_in_the_sweep(tmp_path):
+    sweep = write_sweep(tmp_path / "sweep", num_repetitions=2)
+    result = _run(sweep)
+    assert result.exit_code == 0, result.output
+    assert '"PowerSGD, 25 MB buckets" is the fastest' in result.stdout
+    assert f"report: {sweep}/report.html and {sweep}/report.csv" in result.stdout
+    assert (sweep / "report.csv").read_text().startswith("group,setting,")
+    assert "</html>" in (sweep / "report.html").read_text()
+
+
+def test_a_second_report_reads_the_same_runs(tmp_path):
+    """Its own files are no runs and no problems."""
+    sweep = save_rates(tmp_path / "sweep", RATES)
+    first, second = _run(sweep), _run(sweep)
+    assert first.stdout == second.stdout
+
+
+@pytest.mark.parametrize(
+    ("output", "page", "table"), [("new/folder", "report.html", "report.csv"), ("new/x.html", "x.html", "x.csv")]
+)
+def test_output_is_a_folder_or_the_page(tmp_path, output, page, table):
+    sweep = save_rates(tmp_path / "sweep", RATES)
+    assert _run(sweep, "--output", tmp_path / output).exit_code == 0
+    folder = tmp_path / "new" / ("folder" if page == "report.html" else "")
+    assert (folder / page).is_file()
+    assert (folder / table).is_file()
+    assert not (sweep / "report.html").exists()
+
+
+def test_csv_may_lie_elsewhere(tmp_path):
+    sweep = save_rates(tmp_path / "sweep", RATES)
+    assert _run(sweep, "--csv", tmp_path / "x.csv").exit_code == 0
+    assert (tmp_path / "x.csv").is_file()
+    assert not (sweep / "report.csv").exists()
+
+
+def test_json_is_all_that_is_printed(tmp_path):
+    sweep = save_rates(tmp_path / "sweep", RATES)
+    result = _run(sweep, "--json")
+    assert json.loads(result.stdout)["groups"][0]["fastest"] == "bf16"
+    assert not (sweep / "report.html").exists()
+
+
+def test_json_with_files_prints_them_elsewhere(tmp_path):
+    sweep = save_rates(tmp_path / "sweep", RATES)
+    result = _run(sweep, "--json", "--output", tmp_path)
+    json.loads(result.stdout)
+    assert "report.html" in result.stderr
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_several_sweeps_are_one_report(tmp_path):
+    a, b = save_rates(tmp_path / "a", RATES), save_rates(tmp_path / "b", {"int8": [200.0]})
+    plain = json.loads(_run(a, b, "--json").stdout)
+    assert [setting["name"] for setting in plain["groups"][0]["settings"]] == ["bf16", "uncompressed", "int8"]
+
+
+def test_reference_is_a_setting(tmp_path):
+    sweep = save_rates(tmp_path / "sweep", RATES)
+    assert json.loads(_run(sweep, "--json", "--reference", "bf16").stdout)["groups"][0]["reference"] == "bf16"
+    result = _run(sweep, "--reference", "fp16")
+    assert result.exit_code == 2
+    assert result.stderr == "commopt: no setting is called 'fp16'; there are: bf16; uncompressed\n"
+
+
+@pytest.mark.parametrize(("now", "status"), [(RATES, 0), (SLOWER, 1)])
+@pytest.mark.parametrize("as_file", [False, True])
+def test_against_is_a_gate(tmp_path, now, status, as_file):
+    before, after = save_rates(tmp_path / "before", RATES), save_rates(tmp_path / "after", now)
+    other = before
+    if as_file:
+        other = tmp_path / "before.json"
+        other.write_text(_run(before, "--json").stdout)
+    result = _run(after, "--against", other)
+    assert result.exit_code == status, result.output
+    assert ("slower (1)\n  bf16: 120 samples/s, before 150, ratio 0.800 (0.783 to 0.818)" in result.stdout) is bool(
+        status
+    )
+    as_json = _run(after, "--json", "--against", other)
+    assert as_json.exit_code == status
+    assert json.loads(as_json.stdout)["against"]["is_worse"] is bool(status)
+
+
+def test_a_job_that_fails_now_closes_the_gate(tmp_path):
+    before, after = save_rates(tmp_path / "before", RATES), save_rates(tmp_path / "after", RATES)
+    shutil.rmtree(after / "bf16_2")
+    save_run(after / "bf16_2", "strategy/comm_hook=bf16", "repetition=2", status="failed", error="RuntimeError: no")
+    result = _run(after, "--against", before)
+    assert result.exit_code == 1
+    assert "failed, and did not before (1)\n  bf16: RuntimeError: no" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["gone"], ["sweep", "--against", "gone"], ["sweep", "--against", "sweep/x.json"], []]
+)
+def test_mistakes_have_a_status_of_their_own(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    save_rates(tmp_path / "sweep", RATES)
+    (tmp_path / "sweep" / "x.json").write_text("{}")
+    result = _run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_what_cannot_be_read_is_said_and_the_rest_is_reported(tmp_path):
+    sweep = save_rates(tmp_path / "sweep", RATES)
+    (sweep / "bf16_0" / "run.json").write_text("{")
+    result = _run(sweep, tmp_path / "gone")
+    assert result.exit_code == 0
+    assert f"note: {tmp_path}/gone does not exist" in result.stdout
+    assert "note: sweep/bf16_0/run.json cannot be read" in result.stdout
+    assert "is the fastest" in result.stdout
+
+
+def _reported(folder) -> str:  # type: ignore[no-untyped-def]
+    console = Console(file=io.StringIO(), width=60)
+    report_sweep(folder, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_end_of_a_sweep_is_one_line(tmp_path):
+    ladder_report(tmp_path)
+    assert _reported(tmp_path / "ladder") == f"report: {tmp_path}/ladder/report.html\n"
+    assert (tmp_path / "ladder" / "report.csv").is_file()
+
+
+def test_a_report_that_fails_does_not_fail_the_sweep(tmp_path, monkeypatch):
+    assert _reported(tmp_path).startswith("warning: no report was written: ")
+    save_rates(tmp_path, RATES)
+
+    def broken(*arguments: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(files, "write_page", broken)
+    assert _reported(tmp_path) == "warning: no report was written: 'x'\n"

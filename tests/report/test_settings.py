@@ -1,0 +1,180 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_runs import save_run
+
+from lightning_commopt.report.runs import read_runs
+from lightning_commopt.report.settings import RunsOfGroup, group_runs, turn
+from lightning_commopt.report.words import setting_name
+
+
+def _groups(folder: Path, *jobs: str, **fields: Any) -> list[RunsOfGroup]:
+    """Sorts runs with these overrides, each written with spaces between."""
+    for number, overrides in enumerate(jobs):
+        save_run(folder / str(number), *overrides.split(), **fields)
+    return group_runs(read_runs([folder]))
+
+
+def _names(groups: list[RunsOfGroup]) -> dict[str, list[str]]:
+    return {group.name: [setting.name for setting in group.settings] for group in groups}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ("strategy/comm_hook=bf16 strategy.bucket_cap_mb=100 ranks=4", "bf16, 100 MB buckets, 4 ranks"),
+        ("trainer.devices=4 strategy.bucket_cap_mb=100 strategy/comm_hook=bf16", "bf16, 100 MB buckets, 4 ranks"),
+        ("rung=one_bucket", "one bucket"),
+        ("rung=ddp_one_process", "DDP on one process"),
+        ("rung=powersgd", "PowerSGD"),
+        ("way=ddp ranks=2", "DDP, 2 ranks"),
+        ("strategy/comm_hook=none", "uncompressed"),
+        ("strategy/comm_hook=powersgd_rank_8", "PowerSGD rank 8"),
+        ("commopt=alternating_powersgd", "alternating PowerSGD"),
+        ("strategy/comm_hook=powersgd strategy.comm_hook.matrix_rank=4", "PowerSGD, matrix rank 4"),
+        ("trainer.strategy.bucket_cap_mb=null", "default buckets"),
+        ("strategy.bucket_cap_mb=[1,25]", "buckets of 1, 25 MB"),
+        ("strategy.bucket_cap_mb=0.5", "0.5 MB buckets"),
+        ("strategy.static_graph=true strategy.gradient_as_bucket_view=True", "static graph, bucket view"),
+        ("strategy.static_graph=false strategy/comm_hook=bf16", "bf16"),
+        ("strategy.static_graph=false", "no static graph"),
+        ("trainer.accumulate_grad_batches=4", "accumulate 4"),
+        ("trainer.accumulate_grad_batches=1", "no accumulation"),
+        ("strategy=fsdp model.activation_checkpointing=true", "FSDP, activation checkpointing"),
+        ("data.batch_size=32 ranks=1", "batch 32, 1 rank"),
+        ("model.size=small link=1gbit", "small, 1 Gbit/s"),
+        ("link=200mbit hosts=2", "200 Mbit/s, 2 hosts"),
+        ("model.hidden_size=64", "model.hidden size 64"),
+    ],
+)
+def test_names(overrides, name):
+    assert setting_name(dict(text.split("=", 1) for text in overrides.split()))[0] == name
+
+
+def test_settings_differ_in_what_the_sweep_varies(tmp_path):
+    groups = _groups(tmp_path, "a=1 strategy/comm_hook=none", "a=1 strategy/comm_hook=bf16")
+    assert _names(groups) == {"": ["uncompressed", "bf16"]}
+    assert [dict(setting.values) for setting in groups[0].settings] == [
+        {"strategy/comm_hook": "none"},
+        {"strategy/comm_hook": "bf16"},
+    ]
+
+
+def test_repetitions_and_seeds_are_runs_of_a_setting(tmp_path):
+    groups = _groups(
+        tmp_path,
+        *(
+            f"strategy/comm_hook={hook} seed={seed} hydra.job.num={seed}"
+            for seed in (1, 2)
+            for hook in ("none", "bf16")
+        ),
+        "strategy/comm_hook=none repetition=2 repeat=1 num_warmup_steps=3 trainer.enable_progress_bar=false",
+    )
+    assert [len(setting.runs) for setting in groups[0].settings] == [3, 2]
+    assert [run.repetition for run in groups[0].settings[0].runs] == [0, 1, 2]
+
+
+def test_runs_are_in_the_order_of_their_repetitions(tmp_path):
+    (group,) = _groups(tmp_path, "repetition=2", "repetition=0", "repetition=1")
+    assert [run.name for run in group.settings[0].runs] == ["1", "2", "0"]
+
+
+def test_settings_of_one_repetition_share_a_turn(tmp_path):
+    for sweep in ("a", "b"):
+        for hook in ("none", "bf16"):
+            save_run(tmp_path / sweep / hook, f"strategy/comm_hook={hook}", "repetition=0")
+    (group,) = group_runs(read_runs([tmp_path]))
+    turns = [[turn(run) for run in setting.runs] for setting in group.settings]
+    assert turns[0] == turns[1]
+    assert turns[0][0] != turns[0][1]
+
+
+def test_another_model_or_link_is_another_group(tmp_path):
+    groups = _groups(
+        tmp_path,
+        *(f"model.size={size} way={way}" for size in ("small", "large") for way in ("naive", "ddp")),
+    )
+    assert _names(groups) == {"small": ["naive", "DDP"], "large": ["naive", "DDP"]}
+
+
+@pytest.mark.parametrize("option", ["model.activation_checkpointing=true", "data.batch_size=8"])
+def test_some_options_of_model_and_data_are_compared(tmp_path, option):
+    assert len(_groups(tmp_path, "strategy=ddp", f"strategy=ddp {option}")) == 1
+
+
+@pytest.mark.parametrize(
+    "option", ["link=1gbit", "data=digits", "datamodule=x", "model/encoder=y", "experiment=ladder"]
+)
+def test_others_are_not(tmp_path, option):
+    assert len(_groups(tmp_path, "strategy=ddp", f"strategy=ddp {option}")) == 2
+
+
+def test_one_process_is_the_same_whatever_ranks_says(tmp_path):
+    (group,) = _groups(
+        tmp_path, "way=one_process ranks=2", "way=one_process ranks=4", "way=ddp ranks=2", "way=ddp ranks=4"
+    )
+    assert [(setting.name, len(setting.runs)) for setting in group.settings] == [
+        ("one process", 2),
+        ("DDP, 2 ranks", 1),
+        ("DDP, 4 ranks", 1),
+    ]
+
+
+def test_a_choice_of_nothing_is_none(tmp_path):
+    (group,) = _groups(tmp_path, "rung=null ranks=2", "ranks=2", "ranks=4")
+    assert [(setting.name, len(setting.runs)) for setting in group.settings] == [("2 ranks", 2), ("4 ranks", 1)]
+
+
+def test_an_option_that_some_runs_leave_to_its_default(tmp_path):
+    (group,) = _groups(tmp_path, "strategy.bucket_cap_mb=100", "")
+    assert [setting.name for setting in group.settings] == ["100 MB buckets", "default bucket cap mb"]
+
+
+def test_names_are_unique(tmp_path):
+    (group,) = _groups(
+        tmp_path, *(f"strategy/comm_hook=bf16 strategy.static_graph={value}" for value in ("null", "false", "true"))
+    )
+    names = [setting.name for setting in group.settings]
+    assert len(set(names)) == 3, names
+
+
+def test_without_overrides_the_records_tell_runs_apart(tmp_path):
+    for place in range(2):
+        save_run(tmp_path / f"none{place}", plan_name="none", plan={"bucket_cap_mb": 25})
+        save_run(tmp_path / f"bf16{place}", plan_name="bf16", plan={"bucket_cap_mb": 25, "comm_hook": {"name": "bf16"}})
+        save_run(tmp_path / f"four{place}", plan_name="none", plan={"bucket_cap_mb": 25}, world_size=4)
+    (group,) = group_runs(read_runs([tmp_path]))
+    assert [(setting.name, len(setting.runs)) for setting in group.settings] == [
+        ("bf16, 2 ranks", 2),
+        ("uncompressed, 4 ranks", 2),
+        ("uncompressed, 2 ranks", 2),
+    ]
+
+
+def test_equal_overrides_of_a_foreign_launcher_with_other_plans(tmp_path):
+    save_run(tmp_path / "0", "data=x", plan={"static_graph": True})
+    save_run(tmp_path / "1", "data=x", plan={"static_graph": True, "bucket_cap_mb": 100})
+    (group,) = group_runs(read_runs([tmp_path]))
+    assert [setting.name for setting in group.settings] == ["default bucket cap mb", "100 MB buckets"]
+
+
+def test_the_only_setting_is_called_by_its_plan(tmp_path):
+    (group,) = _groups(tmp_path, "", plan_name="bf16", plan={"bucket_cap_mb": 100}, world_size=4)
+    assert group.settings[0].name == "bf16, 100 MB buckets, 4 ranks"
+
+
+def test_failed_runs_know_what_they_belong_to(tmp_path):
+    save_run(tmp_path / "0", "rung=bf16", "repetition=0")
+    save_run(tmp_path / "1", "rung=bf16", "repetition=1", status="failed", error="x", world_size=None)
+    save_run(tmp_path / "2", "rung=powersgd", status="failed", error="x", world_size=None)
+    (group,) = group_runs(read_runs([tmp_path]))
+    assert [setting.name for setting in group.settings] == ["bf16"]
+    assert [run.setting for run in group.failed] == ["bf16", "PowerSGD"]
+
+
+def test_sweeps_that_set_different_things_are_reported_together(tmp_path):
+    save_run(tmp_path / "a" / "0", "experiment=ladder", "rung=one_bucket")
+    save_run(tmp_path / "b" / "0", "experiment=buckets", "strategy.bucket_cap_mb=25")
+    groups = group_runs(read_runs([tmp_path / "a", tmp_path / "b"]))
+    assert [group.name for group in groups] == ["ladder", "buckets"]
