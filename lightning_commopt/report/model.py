@@ -29,6 +29,7 @@ class Run:
         root: the directory that was asked for.
         group: name of the group that it belongs to.
         setting: name of the setting that it belongs to; a failed run may be the only one of its name.
+        has_steps: there are records of its steps, and not more than can be read in seconds.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class Run:
     root: Path = Path()
     group: str = ""
     setting: str = ""
+    has_steps: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

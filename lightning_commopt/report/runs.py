@@ -23,6 +23,7 @@ from lightning_commopt.sweep.job import SUMMARY_FILE
 
 _MAX_DEPTH = 6
 _MAX_NAMES = 4
+_MAX_STEPS_BYTES = 200_000_000  # five times as much in memory, for seconds; a page shows a single step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +112,10 @@ class _Reader:
         if record.status == "failed":
             self.failed.append(run)
             return
-        config, losses = self._config(run), self._losses(run)
-        self._check_steps(run)
+        config, losses, has_steps = self._config(run), self._losses(run), self._has_steps(run)
         if record.samples_per_s is None or not math.isfinite(record.samples_per_s) or record.samples_per_s <= 0:
             self._lacks("no throughput, which the callback Throughput measures", name)
-        self.finished.append(dataclasses.replace(run, config=config, losses=losses))
+        self.finished.append(dataclasses.replace(run, config=config, losses=losses, has_steps=has_steps))
 
     def _config(self, run: Run) -> Mapping[str, Any]:
         for path in (run.folder / CONFIG_FILE, run.folder / ".hydra" / CONFIG_FILE):
@@ -141,15 +141,21 @@ class _Reader:
             self._lacks(f"no {LOSS_FILE}, hence no curve of the loss", run.name)
         return losses
 
-    def _check_steps(self, run: Run) -> None:
+    def _has_steps(self, run: Run) -> bool:
+        """Reads the steps of all ranks for what is wrong with them, unless they are too many."""
+        if sum(path.stat().st_size for path in (run.folder / FOLDER).glob("*.jsonl")) > _MAX_STEPS_BYTES:
+            self._lacks(f"more than {_MAX_STEPS_BYTES / 1e6:.0f} MB of steps in {FOLDER}, hence no timeline", run.name)
+            return False
         try:
             said = notices(read_run(run.folder))
         except FileNotFoundError:
             self._lacks(f"no steps in {FOLDER}, which CommTimeLogger saves, hence no timeline", run.name)
+            return False
         except (OSError, ValueError) as error:
             self.problems.append(f"{run.name}/{FOLDER} cannot be read: {_in_a_line(error, run.folder)}")
-        else:
-            self.problems += [f"{run.name}: {_relative(line, run.folder)}" for line in said]
+            return False
+        self.problems += [f"{run.name}: {_relative(line, run.folder)}" for line in said]
+        return True
 
     def _lacks(self, what: str, name: str) -> None:
         self.lacking.setdefault(what, []).append(name)

@@ -171,3 +171,12 @@ def test_a_loss_that_is_no_number_is_kept(tmp_path):
     save_run(tmp_path / "0", val_loss=float("nan"))
     assert json.loads((tmp_path / "0" / "run.json").read_text())["val_loss"] != 0
     assert read_runs([tmp_path]).finished[0].record.val_loss != read_runs([tmp_path]).finished[0].record.val_loss
+
+
+def test_more_steps_than_can_be_read_are_left_out(sweep, monkeypatch):
+    monkeypatch.setattr("lightning_commopt.report.runs._MAX_STEPS_BYTES", 10_000)
+    with rank_file(sweep / "1", 0).open("a") as file:
+        file.write("\n" * 10_000)
+    found = read_runs([sweep])
+    assert found.problems == ("more than 0 MB of steps in comm_time, hence no timeline: 1",)
+    assert [run.has_steps for run in found.finished] == [True, False, True, True]
