@@ -44,11 +44,19 @@ class Column:
 
 
 class Table(NamedTuple):
-    """Columns that have a value in some row, the rows, and where figures of others are from."""
+    """A table of settings.
+
+    Attributes:
+        columns: those that have a value in some row.
+        rows: a setting, and its cells.
+        sources: where figures of others are from.
+        has_intervals: whether any throughput has one.
+    """
 
     columns: list[Column]
     rows: list[tuple[Setting, list[Cell]]]
     sources: list[str]
+    has_intervals: bool
 
 
 def settings_table(group: Group) -> Table:
@@ -59,6 +67,9 @@ def settings_table(group: Group) -> Table:
         columns=[_columns(group)[index] for index in kept],
         rows=[(setting, [cells[index][row] for index in kept]) for row, setting in enumerate(group.settings)],
         sources=list(dict.fromkeys(figure.source for setting in group.settings for figure in setting.published)),
+        has_intervals=any(
+            setting.samples_per_s and setting.samples_per_s.low is not None for setting in group.settings
+        ),
     )
 
 

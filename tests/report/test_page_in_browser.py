@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, NO_CHROMIUM, OpenPage, opened, started_browser
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, expect
 from sample_runs import four_ways_report, ladder_report, sample_report
 
 from lightning_commopt.report.model import Report
@@ -139,8 +139,9 @@ def test_copies_the_config_lines(sweep: OpenPage, reports: dict[str, Report]) ->
     group = reports["sweep"].groups[0]
     setting = group.recommended or group.fastest
     sweep.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    sweep.page.locator(".answers .copy").click()
-    sweep.page.wait_for_function("document.querySelector('.answers .copy').textContent === 'Copied'")
+    button = sweep.page.locator(".answers .copy")
+    button.click()
+    expect(button).to_have_text("Copied")
     assert sweep.evaluate("navigator.clipboard.readText()") == "\n".join(setting.config_lines)
 
 
@@ -167,7 +168,11 @@ def test_a_finger_on_a_chart_scrolls_the_page(browser: Browser, paths: dict[str,
         for kind, heights in touches:
             points = [{"x": 200, "y": height} for height in heights]
             session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
-        phone.page.wait_for_function("before => scrollY > before + 100", arg=before)
+        for _ in range(50):
+            if phone.evaluate("scrollY") > before + 100:
+                return
+            phone.page.wait_for_timeout(100)
+        pytest.fail("the page has not moved")
 
 
 def _names(page: OpenPage) -> list[str]:

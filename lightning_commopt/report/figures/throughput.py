@@ -48,8 +48,9 @@ def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         hovertext=[_hover(setting, interval) for setting, interval in found],
         hoverinfo="text",
     )
-    note = "Median over the repetitions of a setting, with the 95 % interval as error bar. In the order of the sweep."
-    return Chart(title="Throughput of all settings", note=note, figure=rows.figure)
+    has_intervals = any(interval.low is not None for _, interval in found)
+    note = "Medians over repetitions; error bars are 95 % intervals." if has_intervals else "A single run of each."
+    return Chart(title="Throughput of all settings", note=f"{note} In the order of the sweep.", figure=rows.figure)
 
 
 def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
@@ -79,9 +80,7 @@ def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         ticktext=[f"{size:,g}" for size in ticks],
         tickangle=0,
     )
-    note = "Small buckets start early and cost more calls; one large bucket cannot overlap with backward. " + (
-        "Error bars are 95 % intervals."
-    )
+    note = "Small buckets start early and cost more calls; one large bucket cannot overlap with backward."
     return Chart(title="Throughput against bucket size", note=note, figure=figure)
 
 

@@ -36,6 +36,9 @@ _COLORS = {
 }
 
 
+_CLEAR = "rgba(0,0,0,0)"
+
+
 class _Span(NamedTuple):
     """A bar: from when to when, in the row around which height, and what to say of it."""
 
@@ -75,7 +78,7 @@ def _chart(step: TypicalStep, longest_s: float) -> Chart:
         spans += _buckets(record, step.origin_s, top + LINE_HEIGHT + _PHASE + 2, bucket_height, unit)
     for kind in dict.fromkeys(span.kind for span in spans):
         _draw(figure, [span for span in spans if span.kind == kind], unit)
-    figure.update_layout(uniformtext={"mode": "hide", "minsize": 11})
+    _name_phases(figure, spans, unit)
     return Chart(title=step.setting.name, note=_note(step, num_ranks, unit), figure=figure)
 
 
@@ -139,28 +142,45 @@ _VERBS = {"waiting": "waits for its turn:", "compressing": "from its turn to the
 def _draw(figure: go.Figure, spans: Sequence[_Span], unit: Unit) -> None:
     """Draws all spans of one kind."""
     kind = spans[0].kind
-    is_named = kind in ("forward", "backward", "optimizer")
-    marker = {"color": _COLORS.get(kind, "rgba(0,0,0,0)"), "line": {"width": 0}}
+    marker: dict[str, object] = {"color": _COLORS.get(kind, _CLEAR), "line": {"width": 0}}
     if kind == "exposed":
-        marker["pattern"] = {"shape": "/", "fgcolor": EXPOSED, "size": 6, "solidity": 0.35, "bgcolor": "rgba(0,0,0,0)"}
+        marker["pattern"] = {"shape": "/", "fgcolor": EXPOSED, "size": 6, "solidity": 0.35, "bgcolor": _CLEAR}
     if kind == "waiting":
         marker["line"] = {"width": 0.7, "color": "#9aa7b4"}
     figure.add_bar(
-        orientation="h",
+        **_places(spans, unit),
         name=kind,
-        base=[float(f"{span.start_s / unit.size:.6g}") for span in spans],
-        x=[float(f"{(span.end_s - span.start_s) / unit.size:.6g}") for span in spans],
-        y=[span.center for span in spans],
-        width=[span.height for span in spans],
         marker=marker,
-        text=[kind] * len(spans) if is_named else None,
-        textposition="inside",
-        insidetextanchor="start",
-        textangle=0,
-        constraintext="inside",
-        insidetextfont={"color": INK, "size": 12},
         hovertext=[
             f"{span.hover}<br>from {number(span.start_s / unit.size)} to {unit.text(span.end_s)}" for span in spans
         ],
         hoverinfo="text",
     )
+
+
+def _name_phases(figure: go.Figure, spans: Sequence[_Span], unit: Unit) -> None:
+    """Writes the names of phases into their bars, above whatever else is drawn there."""
+    named = [span for span in spans if span.kind in ("forward", "backward", "optimizer")]
+    figure.add_bar(
+        **_places(named, unit),
+        name="names",
+        marker={"color": _CLEAR},
+        text=[span.kind for span in named],
+        textposition="inside",
+        insidetextanchor="start",
+        textangle=0,
+        insidetextfont={"color": INK, "size": 12},
+        hoverinfo="skip",
+    )
+    figure.update_layout(uniformtext={"mode": "hide", "minsize": 11})
+
+
+def _places(spans: Sequence[_Span], unit: Unit) -> dict[str, object]:
+    """Returns where bars are, to six digits."""
+    return {
+        "orientation": "h",
+        "base": [float(f"{span.start_s / unit.size:.6g}") for span in spans],
+        "x": [float(f"{(span.end_s - span.start_s) / unit.size:.6g}") for span in spans],
+        "y": [span.center for span in spans],
+        "width": [span.height for span in spans],
+    }
