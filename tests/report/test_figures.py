@@ -279,6 +279,13 @@ def test_settings_without_records_have_no_timeline(tmp_path: Path) -> None:
     assert timelines(_group_of(tmp_path)) == []
 
 
+def test_steps_that_are_too_many_are_not_read(sweep: Report) -> None:
+    """If it fails, a report of long runs takes minutes, and gigabytes."""
+    group = sweep.groups[0]
+    runs = tuple(replace(run, has_steps=False) for run in group.settings[0].runs)
+    assert timelines(_with(group, runs=runs)) == []
+
+
 def test_charts_without_numbers_are_left_out(sweep: Report, tmp_path: Path) -> None:
     unknown = dict.fromkeys(("samples_per_s", "step_s", "exchange_s", "exposed_s", "peak_memory_bytes"))
     group = _with(sweep.groups[0], **unknown, runs=())
