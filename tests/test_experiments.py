@@ -36,6 +36,7 @@ def jobs(experiment):
 
 def strategy_of(config):
     values = OmegaConf.to_container(config.strategy, resolve=True)
+    assert isinstance(values, dict)
     return {name: value for name, value in values.items() if value is not None}
 
 

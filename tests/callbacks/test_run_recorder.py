@@ -1,5 +1,6 @@
 import json
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_a_place_that_cannot_be_written_does_not_end_training(tmp_path):
     (tmp_path / "file").write_text("")
     model = RankLoss()
     with pytest.MonkeyPatch.context() as patch:
-        said = []
+        said: list[str] = []
         patch.setattr(run_recorder, "rank_zero_warn", said.append)
         fit(tmp_path / "file", model=model)
     assert model.trainer.global_step == 6
@@ -146,7 +147,14 @@ def test_files_are_json(tmp_path):
     assert all(json.loads(line) for line in (tmp_path / LOSS_FILE).read_text().splitlines())
 
 
-@pytest.mark.parametrize("option", ["val_loss", "val_accuracy"])
-def test_a_bad_name_is_refused(option):
-    with pytest.raises(ValueError, match=f"{option} must be the name of a metric, got 3"):
-        RunRecorder(**{option: 3})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"val_loss": 3}, "val_loss must be the name of a metric, got 3"),
+        ({"val_accuracy": ""}, "val_accuracy must be the name of a metric, got ''"),
+        ({"ends_run": 1}, "ends_run must be true or false, got 1"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message):
+    with pytest.raises(ValueError, match=message):
+        RunRecorder(**options)
