@@ -155,6 +155,6 @@ def test_files_are_json(tmp_path):
         ({"ends_run": 1}, "ends_run must be true or false, got 1"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], message):
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RunRecorder(**options)
