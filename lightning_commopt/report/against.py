@@ -15,7 +15,7 @@ from lightning_commopt.report.intervals import compare
 from lightning_commopt.report.model import Difference, Interval
 
 Outcome = Literal["slower", "failed", "unknown", "missing", "faster", "new", "no difference"]
-"""Of a setting: "failed" where runs failed and none did before, "unknown" where a single run has no interval."""
+"""Of a setting: "failed" where runs failed and none did before, "unknown" where runs are too few to tell."""
 
 _CONDITIONS = ("hardware", "trained on", "ranks", "link", "parameters", "samples a rank and batch", "versions")
 

@@ -47,25 +47,47 @@ def answer_for(settings: Sequence[Setting], reference: Setting) -> Answer:
 def _choice(ranked: Sequence[Setting], reference: Setting) -> Answer:
     """Chooses from settings by falling throughput, the reference among them."""
     others = [setting for setting in ranked if setting.speedup is not None]
-    last = [*_on_most_ranks(ranked, reference), *_single_runs(others)]
-    winners = [setting for setting in others if _is_faster(setting)]
+    winners = [setting for setting in others if setting.difference == "faster"]
     if not winners:
-        return Answer((*_nothing_better(ranked[0], others, reference), *last), reference)
+        return _without_a_winner(ranked[0], others, reference)
     fastest = winners[0]
-    sentences = [_lead(fastest, reference), *loss_sentence(fastest, reference)]
     usable = [setting for setting in winners if loss_verdict(setting, reference) != "worse"]
     recommended = usable[0] if usable else reference
     if recommended is fastest:
         recommended, more = _among_equals(fastest, usable, reference)
     else:
         more = [_instead(recommended, reference)]
-    return Answer((*sentences, *more, *last), recommended)
+    sentences = [_lead(fastest, reference), *loss_sentence(fastest, reference), *more]
+    return Answer((*sentences, *_on_most_ranks(ranked, reference)), recommended)
 
 
-def _is_faster(setting: Setting) -> bool:
-    if setting.difference == "unknown":
-        return setting.speedup is not None and setting.speedup.median > 1
-    return setting.difference == "faster"
+def _without_a_winner(first: Setting, others: Sequence[Setting], reference: Setting) -> Answer:
+    """Says that the reference need not be changed, or that too few runs were made to tell."""
+    name = in_quotes(reference.name)
+    uncertain = [setting for setting in others if setting.difference == "unknown"]
+    promising = [setting for setting in uncertain if setting.speedup is not None and setting.speedup.median > 1]
+    if promising:
+        lead, loss = _lead(promising[0], reference), loss_sentence(promising[0], reference)
+        return Answer((lead, *loss, *_too_few(uncertain)), None)
+    if first is reference:
+        what = "has the highest throughput" if uncertain else "is the fastest"
+        sentences = [f"{name} {what}, at {_shown_rate(reference)}: leave the rest off."]
+    else:
+        sentences = [f"Nothing is faster than {name} beyond noise: leave the rest off."]
+    if others and others[0].speedup is not None:
+        within = ", which is within noise" if others[0].difference == "no difference" else ""
+        sentences.append(f"{in_quotes(others[0].name)}, the nearest, is {compared(others[0].speedup, name)}{within}.")
+    return Answer((*sentences, *_too_few(uncertain)), reference)
+
+
+def _too_few(uncertain: Sequence[Setting]) -> list[str]:
+    """Says what would make sure."""
+    if not uncertain:
+        return []
+    num_runs = min(setting.speedup.num_values for setting in uncertain if setting.speedup is not None)
+    if num_runs == 1:
+        return ["With single runs the noise is unknown: repeat=3 shows which differences last."]
+    return [f"{num_runs} repetitions are too few to tell that from noise: repeat={num_runs + 3} would show it."]
 
 
 def _rate(setting: Setting) -> float:
@@ -122,22 +144,6 @@ def _is_equal(setting: Setting, other: Setting) -> bool:
     return comparison is not None and comparison.difference == "no difference"
 
 
-def _nothing_better(first: Setting, others: Sequence[Setting], reference: Setting) -> list[str]:
-    """Says that the reference need not be changed, and how near the next one comes."""
-    name = in_quotes(reference.name)
-    if first is reference:
-        is_known = all(setting.difference != "unknown" for setting in others)
-        what = "is the fastest" if is_known else "has the highest throughput"
-        sentences = [f"{name} {what}, at {_shown_rate(reference)}: leave the rest off."]
-    else:
-        sentences = [f"Nothing is faster than {name} beyond noise: leave the rest off."]
-    nearest = next(iter(others), None)
-    if nearest is None or nearest.speedup is None:
-        return sentences
-    within = ", which is within noise" if nearest.difference == "no difference" else ""
-    return [*sentences, f"{in_quotes(nearest.name)}, the nearest, is {compared(nearest.speedup, name)}{within}."]
-
-
 def _on_most_ranks(ranked: Sequence[Setting], reference: Setting) -> list[str]:
     """Says so if the most ranks are not the fastest."""
     most = max(setting.world_size for setting in ranked)
@@ -158,9 +164,3 @@ def _one_process(on_one: Sequence[Setting], recommended: Setting | None) -> list
         return []
     says = compared(comparison.ratio, in_quotes(recommended.name))
     return [f"{in_quotes(on_one[0].name)} alone is {says}: more ranks do not pay here."]
-
-
-def _single_runs(others: Sequence[Setting]) -> list[str]:
-    if any(setting.difference == "unknown" for setting in others):
-        return ["With single runs the noise is unknown: repeat=3 shows which differences last."]
-    return []

@@ -53,7 +53,8 @@ def compare(values: Sequence[float], reference: Sequence[float], *, is_paired: b
     """Compares two samples of positive numbers, such as throughputs.
 
     With fewer than six values the interval is no wider than their range, and two equal settings of three pairs would
-    be told apart in a quarter of all cases. There, a t-test of the logarithms at 5 % must agree.
+    be told apart in a quarter of all cases. There, a t-test of the logarithms at 5 % must agree that there is a
+    difference, else it is unknown.
 
     Args:
         values: one for each repetition.
@@ -61,7 +62,8 @@ def compare(values: Sequence[float], reference: Sequence[float], *, is_paired: b
         is_paired: the two of a place were measured in the same repetition, and share what the machine did then.
 
     Returns:
-        The ratio of ``values`` over ``reference``, and whether it differs from 1; "unknown" with a single value.
+        The ratio of ``values`` over ``reference``, and whether it differs from 1; "no difference" if 1 is in the
+        interval, "unknown" with a single value or if the two tests disagree.
 
     Raises:
         ValueError: a sample is empty, a value is not positive, or pairs are not of one length.
@@ -77,9 +79,10 @@ def compare(values: Sequence[float], reference: Sequence[float], *, is_paired: b
         return Comparison(Interval(median=float(median), low=None, high=None, num_values=1), "unknown")
     low, high = _bootstrap((ours / theirs,), np.median) if is_paired else _bootstrap((ours, theirs), _ratio_of_medians)
     ratio = Interval(median=float(median), low=low, high=high, num_values=num_values)
-    is_certain = num_values >= MIN_VALUES_OF_AN_INTERVAL or _t_test_sees_a_difference(ours, theirs, is_paired)
-    if low <= 1 <= high or not is_certain:
+    if low <= 1 <= high:
         return Comparison(ratio, "no difference")
+    if num_values < MIN_VALUES_OF_AN_INTERVAL and not _t_test_sees_a_difference(ours, theirs, is_paired):
+        return Comparison(ratio, "unknown")
     return Comparison(ratio, "faster" if median > 1 else "slower")
 
 

@@ -11,7 +11,7 @@ from lightning_commopt.loss_curve import LossPoint
 from lightning_commopt.run_record import RunRecord
 
 Difference = Literal["faster", "slower", "no difference", "unknown"]
-"""Of a throughput from the reference's; unknown where a single run has no interval."""
+"""Of a throughput from the reference's; unknown where runs are single, or too few to tell a difference from noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class Group:
         fastest: by median throughput.
         scalings: one for each plan that was run on several numbers of ranks; with the runs on one rank in each.
         answer: sentences: the fastest plan, by how much, at which loss; or that there is no difference.
-        recommended: what the answer says to use; None where there is nothing to choose from.
+        recommended: what the answer says to use; None where it cannot say.
     """
 
     name: str

@@ -73,7 +73,7 @@ def percent_change(change: float) -> str:
 
 def _decimals(ratio: Interval) -> int:
     if ratio.low is None or ratio.high is None:
-        return 0 if abs(ratio.median - 1) >= 0.1 else 1
+        return 0 if abs(ratio.median - 1) > 0.0995 else 1
     return 0 if ratio.high - ratio.low >= 0.02 else 1
 
 

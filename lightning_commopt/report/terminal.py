@@ -21,7 +21,7 @@ _ANY_WIDTH = 10_000
 _HEADINGS: dict[Outcome, str] = {
     "slower": "slower",
     "failed": "failed, and did not before",
-    "unknown": "cannot be told: a single run, or none, has no interval; repeat=3",
+    "unknown": "cannot be told from so few runs: repeat=3 or more on both sides",
     "missing": "missing here",
     "faster": "faster",
     "new": "not there before",
@@ -38,8 +38,9 @@ def print_report(report: Report, console: Console) -> None:
         _print_published(group, console)
         for sentence in group.answer:
             _print(sentence, console)
-        if group.recommended is not None:
-            console.print(Text("\n".join(["", *group.recommended.config_lines]), style="cyan"), soft_wrap=True)
+        chosen = group.recommended or group.fastest
+        heading = f"# {chosen.name}" if group.recommended else f"# {chosen.name}: the highest throughput so far"
+        console.print(Text("\n".join(["", heading, *chosen.config_lines]), style="cyan"), soft_wrap=True)
     for run in report.failed:
         _print(f"{run.name} ({run.setting}) failed: {run.record.error}", console, style="red")
     for problem in report.problems:
@@ -140,7 +141,8 @@ def _speedup(setting: Setting) -> list[str]:
     if setting.speedup is None:
         return []
     first, *ends = _interval(setting.speedup)
-    return [f"{first} {'in one run' if setting.difference == 'unknown' else setting.difference}", *ends]
+    uncertain = "in one run" if setting.speedup.num_values == 1 else "uncertain"
+    return [f"{first} {uncertain if setting.difference == 'unknown' else setting.difference}", *ends]
 
 
 def _share(interval: Interval | None) -> list[str]:

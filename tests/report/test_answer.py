@@ -115,7 +115,26 @@ def test_single_runs_say_that_the_noise_is_unknown(tmp_path):
     assert group.answer == (
         '"bf16" has the highest throughput: 50 % faster than "uncompressed", 150 against 100 samples/s.',
         "It is lossy; the final loss is 2.010 against 2.000, 0.50 % above, of single runs, whose spread is unknown.",
-        'No lossless one is faster than "uncompressed" beyond noise.',
+        "With single runs the noise is unknown: repeat=3 shows which differences last.",
+    )
+    assert group.recommended is None
+
+
+def test_two_repetitions_that_disagree_are_too_few(tmp_path):
+    group = _group(tmp_path, {"none": [100, 100], "all_reduce": [200, 320]})
+    assert group.answer == (
+        '"all reduce" has the highest throughput: 2.6 times as fast as "uncompressed" (2.0 to 3.2 in 2 repetitions),'
+        " 260 against 100 samples/s.",
+        "2 repetitions are too few to tell that from noise: repeat=5 would show it.",
+    )
+    assert group.recommended is None
+
+
+def test_single_runs_of_slower_plans_say_so_too(tmp_path):
+    group = _group(tmp_path, {"none": [100], "bf16": [90]})
+    assert group.answer == (
+        '"uncompressed" has the highest throughput, at 100 samples/s: leave the rest off.',
+        '"bf16", the nearest, is 10 % slower than "uncompressed".',
         "With single runs the noise is unknown: repeat=3 shows which differences last.",
     )
 

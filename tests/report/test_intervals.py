@@ -67,6 +67,13 @@ def test_of_a_single_run_nothing_is_known():
     assert difference == "unknown"
 
 
+def test_three_pairs_that_agree_by_chance_are_unknown():
+    """Each is faster, but by so different amounts that noise may have done it."""
+    ratio, difference = compare([100.2, 103, 101], [100, 100, 100], is_paired=True)
+    assert ratio.low == pytest.approx(1.002)
+    assert difference == "unknown"
+
+
 def test_equal_values_have_no_noise():
     assert compare([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], is_paired=True).difference == "no difference"
     assert compare([1.1, 1.1, 1.1], [1.0, 1.0, 1.0], is_paired=False).difference == "faster"
@@ -99,7 +106,8 @@ def _share(num_repetitions: int, speedup: float, *, is_paired: bool) -> dict[str
 @pytest.mark.parametrize("num_repetitions", [3, 5, 8])
 def test_no_difference_is_seldom_called_one(num_repetitions, is_paired):
     """If it fails, a sweep praises plans that bring nothing."""
-    assert _share(num_repetitions, 1.0, is_paired=is_paired)["no difference"] >= 0.88
+    share = _share(num_repetitions, 1.0, is_paired=is_paired)
+    assert share["faster"] + share["slower"] <= 0.12
 
 
 @pytest.mark.parametrize("is_paired", [True, False])
