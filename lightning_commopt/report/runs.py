@@ -80,6 +80,7 @@ class _Reader:
     failed: list[Run] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     lacking: dict[str, list[str]] = field(default_factory=dict)
+    seen: set[Path] = field(default_factory=set)
 
     def read_folder(self, folder: Path, shown: str) -> None:
         if not folder.is_dir():
@@ -90,6 +91,9 @@ class _Reader:
         if not run_folders:
             self.problems.append(f"{folder} is no sweep: there is no {RUN_FILE} in it, nor in its subdirectories")
         for run_folder in run_folders:
+            if run_folder.resolve() in self.seen:  # one directory was asked for within another
+                continue
+            self.seen.add(run_folder.resolve())
             name = (Path(shown) / run_folder.relative_to(folder)).as_posix()
             self._read_run(run_folder, folder, folder.resolve().name if name == "." else name)
 

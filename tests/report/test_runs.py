@@ -56,6 +56,11 @@ def test_folders_of_one_name_are_told_apart_by_their_paths(tmp_path):
     assert names == [f"{tmp_path}/a/sweep/0", f"{tmp_path}/b/sweep/0"]
 
 
+def test_no_run_counts_twice(sweep, monkeypatch):
+    monkeypatch.chdir(sweep.parent)
+    assert len(read_runs([sweep, sweep / "1", sweep.relative_to(sweep.parent), sweep.parent]).finished) == 4
+
+
 def test_a_failed_run_keeps_its_error(sweep):
     save_run(sweep / "4", status="failed", error="ValueError: no")
     found = read_runs([sweep])
