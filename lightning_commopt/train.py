@@ -20,9 +20,9 @@ from rich.console import Console
 from lightning_commopt.callbacks import RunRecorder
 from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.resolvers import register_resolvers
-from lightning_commopt.result_tables import failures, run_table, sweep_table
 from lightning_commopt.run_config import CONFIG_FILE, as_trained, check_config, is_lab_rank, plan_name
 from lightning_commopt.run_record import RunRecord, new_record
+from lightning_commopt.run_table import run_table
 from lightning_commopt.sweep.composing import SweepSettings
 from lightning_commopt.sweep.continuing import continue_command
 from lightning_commopt.sweep.job import SweepObserver
@@ -56,23 +56,21 @@ def main() -> None:
             status, was_interrupted = 128 + interrupted.signal, True
         except SystemExit as stop:
             status = stop.code
-    if display.sweep_dir is not None:
-        num_failed = _conclude_sweep(display, console)
-        if was_interrupted:
-            command = continue_command(sys.argv[1:], display.sweep_dir)
-            console.print(f"To continue:\n{command}", soft_wrap=True, markup=False, highlight=False)
+    if display.results:
+        _report(display, console)
+        num_failed = sum(result.record.status != "finished" for result in display.results)
         status = status or min(num_failed, 1)
+    if was_interrupted and display.sweep_dir is not None:
+        command = continue_command(sys.argv[1:], display.sweep_dir)
+        console.print(f"To continue:\n{command}", soft_wrap=True, markup=False, highlight=False)
     sys.exit(status)
 
 
-def _conclude_sweep(display: SweepDisplay, console: Console) -> int:
-    """Shows what became of the jobs of a sweep, and returns how many failed."""
-    if display.results:
-        console.print(sweep_table(display.results))
-    failed = failures(display.results)
-    for text in failed:
-        console.print(text, soft_wrap=True)
-    return len(failed)
+def _report(display: SweepDisplay, console: Console) -> None:
+    from lightning_commopt.report.files import report_sweep  # with what draws charts, which no rank needs
+
+    assert display.sweep_dir is not None
+    report_sweep(display.sweep_dir, console)
 
 
 def register_with_hydra(observer: SweepObserver) -> None:

@@ -110,7 +110,7 @@ def test_a_job_that_fails_does_not_stop_the_others(tmp_path):
     assert [record.status for record in records] == ["failed", "finished"]
     assert "sources has too few Python sources" in str(records[0].error)
     said = " ".join(sweep.stdout.split())
-    assert "job 0 failed: FileNotFoundError: sources has too few" in said
+    assert "failed: FileNotFoundError: sources has too few" in said
     assert str(tmp_path / "sweep" / "0" / "job.log") in said
     assert "FileNotFoundError" in (tmp_path / "sweep" / "0" / "job.log").read_text()
 

@@ -11,6 +11,7 @@ from lightning_commopt.report.as_json import write_csv
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Report
 from lightning_commopt.report.page import write_page
+from lightning_commopt.report.terminal import print_report
 
 PAGE_FILE = "report.html"
 TABLE_FILE = "report.csv"
@@ -43,14 +44,16 @@ def write_files(report: Report, output: Path, table: Path | None = None) -> tupl
 
 
 def report_sweep(folder: Path, console: Console) -> None:
-    """Writes the report of a sweep that has ended, and says where; whatever goes wrong is a line and no error.
+    """Prints the report of a sweep that has ended, and writes it; whatever goes wrong is a line and no error.
 
     Args:
         folder: of the sweep.
-        console: for the line.
+        console: to print on.
     """
     try:
-        page, _ = write_files(build_report([folder]), folder)
+        report = build_report([folder])
+        print_report(report, console)
+        page, _ = write_files(report, folder)
     except Exception as error:  # the sweep's results are there, and so is `commopt report`
         reason = " ".join(str(error).split()) or type(error).__name__
         console.print(Text(f"warning: no report was written: {reason}", style="yellow"), soft_wrap=True)

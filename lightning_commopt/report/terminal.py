@@ -14,6 +14,7 @@ from rich.text import Text
 from lightning_commopt.report.against import Against, Change, Outcome
 from lightning_commopt.report.model import Group, Interval, Report, Setting
 from lightning_commopt.report.phrases import significant
+from lightning_commopt.sweep.job import LOG_FILE
 
 _BYTES_IN_MB = 1e6
 _NAME_WIDTH = 16
@@ -43,6 +44,9 @@ def print_report(report: Report, console: Console) -> None:
         console.print(Text("\n".join(["", heading, *chosen.config_lines]), style="cyan"), soft_wrap=True)
     for run in report.failed:
         _print(f"{run.name} ({run.setting}) failed: {run.record.error}", console, style="red")
+        log = run.folder / LOG_FILE
+        if log.exists():
+            _print(f"  log: {log}", console, style="red")
     for problem in report.problems:
         _print(f"note: {problem}", console, style="yellow")
 
