@@ -35,7 +35,7 @@ def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
     if strategy:
         nodes["strategy"] = strategy
     for name, value in varied.items():
-        if name in run.overrides and not _NOT_VALUES.fullmatch(name) and not name.startswith(_OF_STRATEGY):
+        if name in run.overrides and _is_value(name, run) and not name.startswith(_OF_STRATEGY):
             _put(nodes, name, value)
     words = [text for text in run.record.overrides if changes_training(split_override(text)[0])]
     lines = [f"# on the command line: {shlex.join(words)}"] if words else []
@@ -44,6 +44,12 @@ def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
         arguments = ", ".join(f"{name}={value!r}" for name, value in _plan(run.record.plan).items())
         lines.append(f"# in Python: CommOptDDP({arguments})")
     return tuple(lines)
+
+
+def _is_value(name: str, run: Run) -> bool:
+    """Returns whether an override sets a value, rather than choose one of the files of a config group."""
+    has_options = any(other.startswith(f"{name}.") for other in run.overrides)
+    return not _NOT_VALUES.fullmatch(name) and not has_options and not isinstance(run.config.get(name), Mapping)
 
 
 def _strategy(run: Run) -> dict[str, Any]:

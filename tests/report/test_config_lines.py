@@ -79,3 +79,16 @@ def test_another_strategy_is_that_of_the_configuration(tmp_path):
     )
     lines = build_report([tmp_path]).groups[0].settings[0].config_lines
     assert yaml.safe_load("\n".join(lines)) == {"strategy": {"_target_": "x.DDPStrategy", "static_graph": True}}
+
+
+@pytest.mark.parametrize("overrides", [("optimizer=sgd", "optimizer.lr=0.1"), ("optimizer.lr=0.1", "optimizer=sgd")])
+def test_the_choice_of_a_config_group_is_no_value(tmp_path, overrides):
+    assert _lines(tmp_path, *overrides, plan=None)[1:] == ["optimizer:", "  lr: 0.1"]
+
+
+def test_a_choice_whose_options_nobody_set_is_none_either(tmp_path):
+    save_run(tmp_path / "0", "optimizer=sgd", plan=None)
+    (tmp_path / "0" / "config.yaml").write_text("optimizer: {lr: 0.1}")
+    save_run(tmp_path / "1", "optimizer=adam", plan=None)
+    settings = build_report([tmp_path]).groups[0].settings
+    assert settings[0].config_lines == ("# on the command line: optimizer=sgd",)
