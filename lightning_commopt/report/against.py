@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -70,7 +70,7 @@ class Against:
 def hold_against(report: Mapping[str, Any], other: Path) -> Against:
     """Compares a report with an earlier one.
 
-    Settings are the same if group and name are, or else all overrides. Throughputs are compared without pairs: the two
+    Settings are the same if all overrides are, or else group and name. Throughputs are compared without pairs: the two
     were measured at different times.
 
     Args:
@@ -89,7 +89,8 @@ def hold_against(report: Mapping[str, Any], other: Path) -> Against:
         raise ValueError(f"{other} is not what commopt report --json prints: {type(error).__name__} {error}") from error
     if not any(now is not None and then is not None for now, then in pairs):
         raise ValueError(f"{other} has no setting in common with this report: nothing can be compared")
-    return Against(other=str(other), changes=tuple(changes), conditions=_conditions(report, before))
+    conditions = (*_conditions(report, before), *_other_overrides(pairs))
+    return Against(other=str(other), changes=tuple(changes), conditions=conditions)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -130,15 +131,25 @@ def _settings(report: Mapping[str, Any]) -> Iterator[_Place]:
 
 def _pairs(report: Mapping[str, Any], before: Mapping[str, Any]) -> list[tuple[_Place | None, _Place | None]]:
     """Returns the settings of both reports side by side, those of the report first."""
-    then = list(_settings(before))
-    pairs: list[tuple[_Place | None, _Place | None]] = []
-    for setting in _settings(report):
-        by_name = [each for each in then if (each.group, each["name"]) == (setting.group, setting["name"])]
-        same = [each for each in then if setting["overrides"] and each["overrides"] == setting["overrides"]]
-        found = next(iter([*by_name, *same]), None)
-        then = [each for each in then if each is not found]
-        pairs.append((setting, found))
-    return [*pairs, *((None, each) for each in then)]
+    ours, theirs = list(_settings(report)), list(_settings(before))
+    found: dict[int, _Place] = {}
+    for is_same in (_has_overrides_of, _has_name_of):
+        for index, setting in enumerate(ours):
+            left = [each for each in theirs if not any(each is other for other in found.values())]
+            same = [each for each in left if is_same(each, setting)]
+            if same and index not in found:
+                # Equal overrides with other names: a part of a sweep. With several names: not made by Hydra.
+                found[index] = next((each for each in same if _has_name_of(each, setting)), same[0])
+    missing = [each for each in theirs if not any(each is other for other in found.values())]
+    return [*((setting, found.get(index)) for index, setting in enumerate(ours)), *((None, each) for each in missing)]
+
+
+def _has_overrides_of(setting: _Place, other: _Place) -> bool:
+    return bool(setting["overrides"]) and setting["overrides"] == other["overrides"]
+
+
+def _has_name_of(setting: _Place, other: _Place) -> bool:
+    return (setting.group, setting["name"]) == (other.group, other["name"])
 
 
 def _change(now: _Place | None, then: _Place | None, report: Mapping[str, Any], before: Mapping[str, Any]) -> Change:
@@ -182,3 +193,18 @@ def _conditions(report: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[s
         for name in _CONDITIONS
         if now.get(name) != then.get(name)
     )
+
+
+def _other_overrides(pairs: Sequence[tuple[_Place | None, _Place | None]]) -> list[str]:
+    """Returns a line for each setting that has its name in common with an earlier one, and other overrides."""
+    return [
+        f"{now['name']}: {_said(now, then)}; before: {_said(then, now)}"
+        for now, then in pairs
+        if now is not None and then is not None and now["overrides"] != then["overrides"]
+    ]
+
+
+def _said(setting: _Place, other: _Place) -> str:
+    """Returns the overrides that another setting does not have."""
+    own, others = setting["overrides"] or {}, other["overrides"] or {}
+    return " ".join(f"{name}={value}" for name, value in own.items() if others.get(name) != value) or "nothing of that"

@@ -101,6 +101,40 @@ def test_a_part_of_the_sweep_finds_its_settings(tmp_path):
     assert _outcomes(held) == {"bf16, 2 ranks": "slower", "int8": "missing", "uncompressed": "missing"}
 
 
+def _save(folder, rates):  # type: ignore[no-untyped-def]
+    """Writes a sweep: samples per second by overrides."""
+    for number, (overrides, rate) in enumerate(rates.items()):
+        for repetition in range(3):
+            run = folder / f"{number}_{repetition}"
+            save_run(run, *overrides.split(), f"repetition={repetition}", samples_per_s=rate + repetition)
+    return folder
+
+
+def test_equal_overrides_count_more_than_equal_names(tmp_path):
+    """Both have a "bf16", one of them with a static graph, as the two sweeps vary different things."""
+    bf16, none = (
+        "strategy/comm_hook=bf16 strategy.static_graph={}",
+        "strategy/comm_hook=none strategy.static_graph=true",
+    )
+    before = _save(tmp_path / "before", {bf16.format("false"): 100, bf16.format("true"): 200})
+    now = _save(tmp_path / "now", {bf16.format("true"): 200, none: 50})
+    held = hold_against(to_plain(build_report([now])), before)
+    assert [(change.setting, change.outcome, change.before) for change in held.changes] == [
+        ("bf16", "no difference", 201),
+        ("uncompressed", "new", None),
+        ("bf16", "missing", None),
+    ]
+    assert not held.conditions
+
+
+def test_pairs_by_name_say_what_else_differs(tmp_path):
+    before = _save(tmp_path / "before", {"x=1 ranks=2 rung=bf16": 100, "x=1 ranks=2 rung=powersgd": 200})
+    now = _save(tmp_path / "now", {"x=2 ranks=2 rung=bf16": 100, "x=2 ranks=2 rung=powersgd": 200})
+    held = hold_against(to_plain(build_report([now])), before)
+    assert set(_outcomes(held).values()) == {"no difference"}
+    assert held.conditions == ("bf16: x=2; before: x=1", "PowerSGD: x=2; before: x=1")
+
+
 def test_nothing_in_common_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no setting in common"):
         _held(tmp_path, {"powersgd": [1, 2, 3], "fp16": [1, 2, 3]})
