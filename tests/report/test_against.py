@@ -112,17 +112,16 @@ def _save(folder, rates):  # type: ignore[no-untyped-def]
 
 def test_equal_overrides_count_more_than_equal_names(tmp_path):
     """Both have a "bf16", one of them with a static graph, as the two sweeps vary different things."""
-    bf16, none = (
-        "strategy/comm_hook=bf16 strategy.static_graph={}",
-        "strategy/comm_hook=none strategy.static_graph=true",
-    )
-    before = _save(tmp_path / "before", {bf16.format("false"): 100, bf16.format("true"): 200})
+    bf16 = "strategy/comm_hook=bf16 strategy.static_graph={}"
+    none, int8 = (f"strategy/comm_hook={hook} strategy.static_graph=true" for hook in ("none", "int8"))
+    before = _save(tmp_path / "before", {bf16.format("false"): 100, bf16.format("true"): 200, int8: 70})
     now = _save(tmp_path / "now", {bf16.format("true"): 200, none: 50})
     held = hold_against(to_plain(build_report([now])), before)
     assert [(change.setting, change.outcome, change.before) for change in held.changes] == [
         ("bf16", "no difference", 201),
         ("uncompressed", "new", None),
         ("bf16", "missing", None),
+        ("int8, static graph", "missing", None),
     ]
     assert not held.conditions
 
