@@ -43,7 +43,9 @@ def choose_reference(settings: Sequence[Setting], asked: str | None = None) -> S
 
 
 def compare_settings(setting: Setting, other: Setting) -> Comparison | None:
-    """Compares the throughput of two settings, in pairs if both were run in the same repetitions.
+    """Compares the throughput of two settings, in pairs of those runs that were made in the same repetitions.
+
+    Without pairs if these are less than two, unless they are all runs of one of the settings.
 
     Returns:
         The ratio of ``setting`` over ``other``; None where one of the two has no throughput.
@@ -52,9 +54,10 @@ def compare_settings(setting: Setting, other: Setting) -> Comparison | None:
     if not ours or not theirs:
         return None
     by_turn, their_by_turn = dict(ours), dict(theirs)
-    is_paired = by_turn.keys() == their_by_turn.keys() and len(by_turn) == len(ours) and len(by_turn) == len(theirs)
-    if is_paired:
-        return compare(list(by_turn.values()), [their_by_turn[key] for key in by_turn], is_paired=True)
+    shared = [key for key in by_turn if key in their_by_turn]
+    is_unique = len(by_turn) == len(ours) and len(their_by_turn) == len(theirs)
+    if is_unique and len(shared) >= min(2, len(ours), len(theirs)):
+        return compare([by_turn[key] for key in shared], [their_by_turn[key] for key in shared], is_paired=True)
     return compare([rate for _, rate in ours], [rate for _, rate in theirs], is_paired=False)
 
 

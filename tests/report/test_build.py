@@ -42,14 +42,31 @@ def test_speedups_are_medians_of_pairs(tmp_path):
     assert group.fastest.name == "bf16"
 
 
-def test_without_a_repetition_there_are_no_pairs(tmp_path):
+def test_a_repetition_that_failed_takes_its_pair_away(tmp_path):
     save_rates(tmp_path, {"none": [100, 50, 100], "bf16": [110, 56, 112]})
     save_run(tmp_path / "bf16_1", "strategy/comm_hook=bf16", "repetition=1", status="failed", error="x")
     (group,) = build_report([tmp_path]).groups
     speedup = next(setting.speedup for setting in group.settings if setting.name == "bf16")
     assert speedup is not None
-    assert speedup.median == pytest.approx(111 / 100)
+    assert (speedup.low, speedup.median, speedup.high) == pytest.approx((1.10, 1.11, 1.12))
     assert speedup.num_values == 2
+
+
+def test_repetitions_of_different_numbers_are_no_pairs(tmp_path):
+    save_rates(tmp_path, {"none": [100, 50, 100, 100], "bf16": [0, 0, 112, 0, 110]})
+    (group,) = build_report([tmp_path]).groups
+    speedup = next(setting.speedup for setting in group.settings if setting.name == "bf16")
+    assert speedup is not None
+    assert speedup.median == pytest.approx(111 / 100)
+
+
+def test_sweeps_of_several_days_are_compared_day_by_day(tmp_path):
+    """If it fails, a slow day makes the plans slow that ran on it only."""
+    save_rates(tmp_path / "monday", {"none": [100, 101, 99], "bf16": [150, 151, 149]})
+    save_rates(tmp_path / "tuesday", {"none": [50, 51, 49], "int8": [100, 102, 98]})
+    (group,) = build_report([tmp_path / "monday", tmp_path / "tuesday"]).groups
+    speedups = {setting.name: setting.speedup.median for setting in group.settings if setting.speedup}
+    assert speedups == pytest.approx({"bf16": 1.5, "int8": 2.0}, abs=0.01)
 
 
 def test_numbers_of_a_step_are_those_of_the_records(tmp_path):
