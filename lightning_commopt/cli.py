@@ -123,6 +123,9 @@ def report(
         Path | None,
         typer.Option(help="Earlier sweep, or what --json printed of it: list what is slower now beyond noise."),
     ] = None,
+    tolerance: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of the throughput, that a setting may lose against --against.")
+    ] = _against.DEFAULT_TOLERANCE,
 ) -> None:
     """Says which plan is fastest, by how much and at which loss: on the terminal, as report.html and report.csv.
 
@@ -131,7 +134,7 @@ def report(
     with _errors_in_a_line(status=2):
         found = _build.build_report(dirs, reference=reference)
         plain = _as_json.to_plain(found)
-        held = None if against is None else _against.hold_against(plain, against)
+        held = None if against is None else _against.hold_against(plain, against, tolerance=tolerance)
         if json:
             whole = plain if held is None else {**plain, "against": _as_json.finite(held.to_plain())}
             typer.echo(json_text.dumps(whole, indent=2, allow_nan=False))

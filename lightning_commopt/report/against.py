@@ -11,11 +11,14 @@ from typing import Any, Literal
 
 from lightning_commopt.report.as_json import FORMAT, to_plain
 from lightning_commopt.report.build import build_report
-from lightning_commopt.report.intervals import compare
+from lightning_commopt.report.intervals import Comparison, compare
 from lightning_commopt.report.model import Difference, Interval
 
 Outcome = Literal["slower", "failed", "unknown", "missing", "faster", "new", "no difference"]
 """Of a setting: "failed" where runs failed and none did before, "unknown" where runs are too few to tell."""
+
+DEFAULT_TOLERANCE = 0.05
+"""Share of the throughput by which a machine is another one at another time, whatever the runs of one sweep say."""
 
 _CONDITIONS = ("hardware", "trained on", "ranks", "link", "parameters", "samples a rank and batch", "versions")
 
@@ -51,15 +54,17 @@ class Against:
         other: where the earlier one is from.
         changes: of all settings of both.
         conditions: a line for each condition that is not what it was.
+        tolerance: share of the throughput that a setting may lose.
     """
 
     other: str
+    tolerance: float
     changes: tuple[Change, ...]
     conditions: tuple[str, ...]
 
     @property
     def is_worse(self) -> bool:
-        """Whether something became slower beyond noise, or failed that had worked."""
+        """Whether something became slower beyond noise and tolerance, or failed that had worked."""
         return any(change.outcome in ("slower", "failed") for change in self.changes)
 
     def to_plain(self) -> dict[str, Any]:
@@ -67,7 +72,7 @@ class Against:
         return {**dataclasses.asdict(self), "is_worse": self.is_worse}
 
 
-def hold_against(report: Mapping[str, Any], other: Path) -> Against:
+def hold_against(report: Mapping[str, Any], other: Path, *, tolerance: float = DEFAULT_TOLERANCE) -> Against:
     """Compares a report with an earlier one.
 
     Settings are the same if all overrides are, or else group and name. Throughputs are compared without pairs: the two
@@ -76,21 +81,24 @@ def hold_against(report: Mapping[str, Any], other: Path) -> Against:
     Args:
         report: as `to_plain` makes it.
         other: a sweep's directory, or a file with what ``commopt report --json`` printed.
+        tolerance: "slower" is only what is slower by more than this share with its whole interval.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else, or the two have no setting in common.
+        ValueError: it holds something else, the two have no setting in common, or the tolerance is no share.
     """
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be a share, from 0 to below 1, got {tolerance!r}")
     before = _load(other)
     try:
         pairs = _pairs(report, before)
-        changes = [_change(now, then, report, before) for now, then in pairs]
+        changes = [_change(now, then, report, before, tolerance) for now, then in pairs]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{other} is not what commopt report --json prints: {type(error).__name__} {error}") from error
     if not any(now is not None and then is not None for now, then in pairs):
         raise ValueError(f"{other} has no setting in common with this report: nothing can be compared")
     conditions = (*_conditions(report, before), *_other_overrides(pairs))
-    return Against(other=str(other), changes=tuple(changes), conditions=conditions)
+    return Against(other=str(other), tolerance=tolerance, changes=tuple(changes), conditions=conditions)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -152,7 +160,9 @@ def _has_name_of(setting: _Place, other: _Place) -> bool:
     return (setting.group, setting["name"]) == (other.group, other["name"])
 
 
-def _change(now: _Place | None, then: _Place | None, report: Mapping[str, Any], before: Mapping[str, Any]) -> Change:
+def _change(
+    now: _Place | None, then: _Place | None, report: Mapping[str, Any], before: Mapping[str, Any], tolerance: float
+) -> Change:
     shown = now or then
     assert shown is not None
     change = Change(group=shown.group, setting=shown["name"], outcome="no difference")
@@ -164,16 +174,22 @@ def _change(now: _Place | None, then: _Place | None, report: Mapping[str, Any], 
         outcome: Outcome = "new" if rates else "missing" if earlier else "unknown"
         return dataclasses.replace(change, outcome=outcome)
     comparison = compare(rates, earlier, is_paired=False)
-    difference: Difference = comparison.difference
     assert now is not None
     assert then is not None
     return dataclasses.replace(
         change,
-        outcome=difference,
+        outcome=_difference(comparison, tolerance),
         ratio=comparison.ratio,
         before=then["samples_per_s"]["median"],
         now=now["samples_per_s"]["median"],
     )
+
+
+def _difference(comparison: Comparison, tolerance: float) -> Difference:
+    high = comparison.ratio.high
+    if comparison.difference == "slower" and (high is None or high >= 1 - tolerance):
+        return "no difference"
+    return comparison.difference
 
 
 def _rates(setting: _Place | None) -> list[float]:

@@ -26,7 +26,7 @@ _HEADINGS: dict[Outcome, str] = {
     "missing": "missing here",
     "faster": "faster",
     "new": "not there before",
-    "no difference": "no difference beyond noise",
+    "no difference": "no difference beyond noise, or slower by no more than the tolerance",
 }
 
 
@@ -53,7 +53,7 @@ def print_report(report: Report, console: Console) -> None:
 
 def print_against(against: Against, console: Console) -> None:
     """Prints what has changed, the worst first."""
-    _print(f"against {against.other}:", console)
+    _print(f"against {against.other}, with a tolerance of {100 * against.tolerance:g} %:", console)
     for outcome, heading in _HEADINGS.items():
         changes = [change for change in against.changes if change.outcome == outcome]
         if changes:

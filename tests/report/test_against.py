@@ -101,6 +101,23 @@ def test_a_part_of_the_sweep_finds_its_settings(tmp_path):
     assert _outcomes(held) == {"bf16, 2 ranks": "slower", "int8": "missing", "uncompressed": "missing"}
 
 
+@pytest.mark.parametrize(("tolerance", "outcome"), [(0.0, "slower"), (0.02, "slower"), (0.05, "no difference")])
+def test_what_a_machine_is_slower_at_another_time_is_tolerated(tmp_path, tolerance, outcome):
+    """The whole interval must lie below: 96 to 98 % here."""
+    save_rates(tmp_path / "before", {"none": [100, 100.1, 99.9]})
+    save_rates(tmp_path / "now", {"none": [96.9, 97, 96.8]})
+    held = hold_against(to_plain(build_report([tmp_path / "now"])), tmp_path / "before", tolerance=tolerance)
+    assert list(_outcomes(held).values()) == [outcome]
+    assert held.is_worse is (outcome == "slower")
+    assert held.to_plain()["tolerance"] == tolerance
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, 1.0, 5.0, float("nan")])
+def test_a_tolerance_is_a_share(tmp_path, tolerance):
+    with pytest.raises(ValueError, match="tolerance must be a share"):
+        hold_against({}, tmp_path, tolerance=tolerance)
+
+
 def _save(folder, rates):  # type: ignore[no-untyped-def]
     """Writes a sweep: samples per second by overrides."""
     for number, (overrides, rate) in enumerate(rates.items()):

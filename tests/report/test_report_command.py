@@ -104,6 +104,14 @@ def test_against_is_a_gate(tmp_path, now, status, as_file):
     assert json.loads(as_json.stdout)["against"]["is_worse"] is bool(status)
 
 
+def test_the_tolerance_is_said(tmp_path):
+    before, after = save_rates(tmp_path / "before", RATES), save_rates(tmp_path / "after", SLOWER)
+    result = _run(after, "--against", before, "--tolerance", 0.3)
+    assert result.exit_code == 0, result.output
+    assert f"against {before}, with a tolerance of 30 %:" in result.stdout
+    assert _run(after, "--against", before, "--tolerance", 5).exit_code == 2
+
+
 def test_a_job_that_fails_now_closes_the_gate(tmp_path):
     before, after = save_rates(tmp_path / "before", RATES), save_rates(tmp_path / "after", RATES)
     shutil.rmtree(after / "bf16_2")
