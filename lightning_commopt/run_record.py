@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -79,10 +80,6 @@ class RunRecord:
         """Writes the record into the folder of its run, whole or not at all."""
         write_json(folder / RUN_FILE, dataclasses.asdict(self))
 
-    def failed(self, error: BaseException, seconds: float) -> RunRecord:
-        """Returns the record of the same run, which ``error`` has ended after so many seconds."""
-        return dataclasses.replace(self, status="failed", error=f"{type(error).__name__}: {error}", seconds=seconds)
-
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
         """Reads the record from the folder of its run.
@@ -118,6 +115,29 @@ def new_record(plan_name: str, overrides: Sequence[str], folder: Path) -> RunRec
         hardware=tuple(dataclasses.asdict(device) for device in devices()),
         git=git_state(folder),
     )
+
+
+def record_failure(folder: Path, error: BaseException, *, rank: int, seconds: float) -> None:
+    """Notes in the record of a run why it has failed, unless there is a reason already.
+
+    What comes first is the cause: when a rank has failed, the others follow with errors of their connections.
+
+    Args:
+        folder: of the run; without a record in it nothing is noted.
+        error: that has ended this rank.
+        rank: that was.
+        seconds: for which it ran.
+    """
+    try:
+        record = RunRecord.load(folder)
+    except (OSError, ValueError):
+        return
+    if record.status == "failed":
+        return
+    reason = f"{type(error).__name__}: {error}"
+    reason = reason if rank == 0 else f"rank {rank}: {reason}"
+    with suppress(OSError):  # it would hide the error that ended the run
+        dataclasses.replace(record, status="failed", error=reason, seconds=seconds).save(folder)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -14,6 +14,8 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd, instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -21,7 +23,7 @@ from lightning_commopt.callbacks import RunRecorder
 from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.resolvers import register_resolvers
 from lightning_commopt.run_config import CONFIG_FILE, as_trained, check_config, is_lab_rank, plan_name
-from lightning_commopt.run_record import RunRecord, new_record
+from lightning_commopt.run_record import RunRecord, new_record, record_failure
 from lightning_commopt.run_table import run_table
 from lightning_commopt.sweep.composing import SweepSettings
 from lightning_commopt.sweep.continuing import continue_command
@@ -101,16 +103,19 @@ def train(config: DictConfig) -> float | None:
     if config.link is not None and not is_lab_rank():
         return train_in_lab(config, folder).val_loss
     config = as_trained(config)
-    if not _is_first_rank():
-        return _fit(config, folder).get("val_loss")
+    is_first_rank = _is_first_rank()
     started = time.perf_counter()
-    OmegaConf.save(config, folder / CONFIG_FILE, resolve=True)
-    new_record(plan_name(config), HydraConfig.get().overrides.task, Path(get_original_cwd())).save(folder)
+    if is_first_rank:
+        OmegaConf.save(config, folder / CONFIG_FILE, resolve=True)
+        new_record(plan_name(config), HydraConfig.get().overrides.task, Path(get_original_cwd())).save(folder)
     try:
         metrics = _fit(config, folder)
     except BaseException as error:
-        RunRecord.load(folder).failed(error, time.perf_counter() - started).save(folder)
+        if is_first_rank:
+            record_failure(folder, error, rank=0, seconds=time.perf_counter() - started)
         raise
+    if not is_first_rank:
+        return metrics.get("val_loss")
     record = _with_final_metrics(RunRecord.load(folder), metrics, time.perf_counter() - started)
     record.save(folder)
     if OmegaConf.is_missing(HydraConfig.get().job, "num"):  # else a sweep shows all its jobs in one table
@@ -172,7 +177,9 @@ def _fit(config: DictConfig, folder: Path) -> dict[str, float]:
 
 
 def _validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    if trainer.limit_val_batches == 0:
+    has_validation = trainer.limit_val_batches != 0 and is_overridden("validation_step", model)
+    # What FSDP has sharded it cannot wrap again (Lightning issue 19015).
+    if not has_validation or isinstance(trainer.strategy, FSDPStrategy):
         return {}
     of_each_loader = trainer.validate(model, datamodule=data, verbose=False)
     return {name: float(value) for metrics in of_each_loader for name, value in metrics.items()}

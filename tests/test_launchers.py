@@ -89,7 +89,7 @@ def test_srun_trains_with_its_tasks_as_ranks(tmp_path):
     }
     tasks = [
         subprocess.Popen(
-            [sys.executable, "-m", "lightning_commopt.train", *own, *TINY, "hydra.run.dir=run"],
+            [sys.executable, "-m", "lightning_commopt.train", *own, *TINY],
             cwd=tmp_path,
             env={**os.environ, **of_job, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
             stdout=subprocess.PIPE,
@@ -105,7 +105,7 @@ def test_srun_trains_with_its_tasks_as_ranks(tmp_path):
             task.kill()
             task.wait()
     assert [task.returncode for task in tasks] == [0, 0], said
-    assert_recorded(tmp_path / "run", "bf16")
+    assert_recorded(tmp_path / "sweeps" / "plans" / "bf16", "bf16")
 
 
 @pytest.mark.filterwarnings("ignore")  # what the plugin imports warns of

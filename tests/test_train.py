@@ -74,8 +74,17 @@ def test_a_run_of_two_ranks_is_recorded(tmp_path):
             "trainer.max_steps=2",
             "callbacks.throughput.num_warmup_steps=1",
         ),
+        (
+            "experiment=sharding",
+            "model=gpt",
+            "model.width=16",
+            "data.context=64",
+            "trainer.max_steps=3",
+            "trainer.limit_val_batches=1",
+            "num_warmup_steps=1",
+        ),
     ],
-    ids=["digits", "vit"],
+    ids=["digits", "vit", "sharding"],
 )
 def test_experiments_train_on_two_ranks(tmp_path, overrides):
     run = commopt_train(*overrides, "strategy/comm_hook=powersgd", "hydra.run.dir=run", cwd=tmp_path)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ from lightning_commopt.callbacks.comm_time import CommTimeLogger
 from lightning_commopt.callbacks.throughput import Throughput
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.compressors.settings import check_switch
-from lightning_commopt.loss_curve import LossCurve, LossPoint, write_losses
+from lightning_commopt.loss_curve import LossCurve, LossPoint, read_losses, write_losses
+from lightning_commopt.measure.peak_memory import PeakMemory
 from lightning_commopt.planned import FollowsPlan
-from lightning_commopt.run_record import RunRecord, new_record
-
-_KIBIBYTE = 1 if sys.platform == "darwin" else 1024  # what getrusage counts memory in
+from lightning_commopt.run_record import RunRecord, new_record, record_failure
 
 
 class RunRecorder(Callback):
@@ -58,33 +56,41 @@ class RunRecorder(Callback):
             if not isinstance(name, str) or not name:
                 raise ValueError(f"{option} must be the name of a metric, got {name!r}")
         check_switch("ends_run", ends_run)
-        self._dirpath = dirpath
+        # Now, as a rank that is spawned later knows nothing of Hydra.
+        is_hydra = HydraConfig.initialized()
+        self._overrides = tuple(HydraConfig.get().overrides.task) if is_hydra else ()
+        self._started_in = Path(get_original_cwd()) if is_hydra else Path.cwd()
+        self._dirpath = HydraConfig.get().runtime.output_dir if dirpath is None and is_hydra else dirpath
         self._ends_run = ends_run
         self._names = {"val_loss": val_loss, "val_accuracy": val_accuracy}
         self._record: RunRecord | None = None
+        self._reset()
+
+    def _reset(self) -> None:
         self._curve = LossCurve()
-        self._validations: list[LossPoint] = []
-        self._num_parameters = 0
+        self._other_points: list[LossPoint] = []
+        self._memory: PeakMemory | None = None
         self._seconds = 0.0
         self._started: float | None = None
         self._created = time.perf_counter()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Notes that there is a run."""
+        """Notes that there is a run, and what it is."""
         if stage != "fit":
             return
-        self._curve, self._validations = LossCurve(), []
-        self._seconds, self._started, self._created = 0.0, None, time.perf_counter()
-        self._num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())  # before FSDP shards them
+        self._reset()
+        self._memory = PeakMemory(trainer.strategy.root_device)
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
-            is_hydra = HydraConfig.initialized()
-            overrides = HydraConfig.get().overrides.task if is_hydra else ()
-            started_in = Path(get_original_cwd()) if is_hydra else Path.cwd()
-            self._record = new_record(_plan_name(trainer.strategy), overrides, started_in)
+            record = new_record(_plan_name(trainer.strategy), self._overrides, self._started_in)
+            self._record = dataclasses.replace(record, **_description(trainer, pl_module))
             self._save(self._folder(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock."""
+        """Starts the clock; a fit that was resumed goes on with its curve."""
+        if trainer.global_step > 0 and self._record is not None:
+            with suppress(OSError, ValueError):
+                self._other_points = [p for p in read_losses(self._folder(trainer)) if p.step <= trainer.global_step]
+        self._seconds = max([point.seconds for point in self._other_points], default=0.0)
         self._started = time.perf_counter()
 
     def on_train_batch_end(
@@ -93,7 +99,9 @@ class RunRecorder(Callback):
         """Takes in the loss of the batch."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._curve.add(loss, trainer.global_step, self._training_s())
+            # Lightning has divided it by what it accumulates.
+            scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self._curve.add(loss * scale, trainer.global_step, self._training_s())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops the clock."""
@@ -106,63 +114,57 @@ class RunRecorder(Callback):
         loss = trainer.callback_metrics.get(self._names["val_loss"])
         if loss is not None:
             point = LossPoint(kind="val", step=trainer.global_step, seconds=self._seconds, loss=float(loss))
-            self._validations.append(point)
+            self._other_points.append(point)
         self._started = time.perf_counter()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Averages the losses over ranks, and writes what came out."""
+        assert self._memory is not None
         device = trainer.strategy.root_device
         losses = trainer.strategy.reduce(self._curve.values(device), reduce_op="mean")
-        memory = trainer.strategy.reduce(
-            torch.tensor(_peak_memory_bytes(device), dtype=torch.float64, device=device), reduce_op="max"
-        )
-        if self._record is None:
-            return
-        folder = self._folder(trainer)
-        points = [*self._curve.points(losses), *self._validations]
-        results = self._results(trainer) | {"peak_memory_bytes": float(memory)}
-        self._record = dataclasses.replace(self._record, **results)
-        self._save(folder, sorted(points, key=lambda point: (point.step, point.seconds)))
+        num_bytes = torch.tensor(self._memory.num_bytes, dtype=torch.float64, device=device)
+        num_bytes = trainer.strategy.reduce(num_bytes, reduce_op="max")
+        if self._record is not None:
+            results = self._results(trainer) | {"peak_memory_bytes": float(num_bytes)}
+            self._record = dataclasses.replace(self._record, **results)
+            self._save(self._folder(trainer), self._curve.points(losses))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Notes why the run has failed."""
+        """Notes why the run has failed, and this rank's losses until then."""
+        folder = self._folder(trainer)
         if self._record is not None:
-            self._record = self._record.failed(exception, time.perf_counter() - self._created)
-            self._save(self._folder(trainer))
+            with suppress(RuntimeError, OSError):  # the device or the disk may be what failed
+                self._save_losses(folder, self._curve.points(self._curve.values(torch.device("cpu"))))
+        if not getattr(trainer, "fast_dev_run", False):
+            seconds = time.perf_counter() - self._created
+            record_failure(folder, exception, rank=trainer.global_rank, seconds=seconds)
 
     def _save(self, folder: Path, losses: Sequence[LossPoint] = ()) -> None:
         assert self._record is not None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if losses:
-                write_losses(folder, losses)
+            self._save_losses(folder, losses)
             self._record.save(folder)
         except OSError as error:
             rank_zero_warn(f"RunRecorder: the run cannot be recorded ({error}); training goes on.")
 
+    def _save_losses(self, folder: Path, losses: Sequence[LossPoint]) -> None:
+        points = [*self._other_points, *losses]
+        if points:
+            write_losses(folder, sorted(points, key=lambda point: (point.step, point.seconds)))
+
     def _folder(self, trainer: Trainer) -> Path:
-        if self._dirpath is not None:
-            return Path(self._dirpath)
-        if HydraConfig.initialized():
-            return Path(HydraConfig.get().runtime.output_dir)
-        return Path(trainer.default_root_dir)
+        return Path(trainer.default_root_dir if self._dirpath is None else self._dirpath)
 
     def _training_s(self) -> float:
         return self._seconds + (0.0 if self._started is None else time.perf_counter() - self._started)
 
     def _results(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the fields of the record that are known after the fit, on this rank."""
-        strategy = trainer.strategy
-        device = strategy.root_device
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         results: dict[str, Any] = {
             "status": "finished" if self._ends_run else "running",
             "seconds": time.perf_counter() - self._created,
-            "strategy": type(strategy).__name__,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "plan": strategy.plan.to_dict() if isinstance(strategy, FollowsPlan) else None,
-            "world_size": trainer.world_size,
-            "num_parameters": self._num_parameters,
             "metrics": metrics,
             **{field: metrics.get(name) for field, name in self._names.items()},
         }
@@ -178,14 +180,21 @@ class RunRecorder(Callback):
         return results
 
 
+def _description(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Returns the fields of the record that are known before the fit."""
+    strategy = trainer.strategy
+    device = strategy.root_device
+    return {
+        "strategy": type(strategy).__name__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "plan": strategy.plan.to_dict() if isinstance(strategy, FollowsPlan) else None,
+        "world_size": trainer.world_size,
+        "num_parameters": sum(parameter.numel() for parameter in module.parameters()),  # before FSDP shards them
+    }
+
+
 def _plan_name(strategy: Strategy) -> str:
     if not isinstance(strategy, FollowsPlan):
         return type(strategy).__name__
     comm_hook = strategy.plan.comm_hook
     return "none" if comm_hook is None else compressor_name(comm_hook)
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIBIBYTE

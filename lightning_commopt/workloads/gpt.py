@@ -5,6 +5,7 @@ Shapes: ``B`` sequences of ``T`` bytes, width ``D``, ``H`` heads.
 
 from __future__ import annotations
 
+import math
 import sysconfig
 from pathlib import Path
 
@@ -21,7 +22,14 @@ _NUM_BYTES = 256
 _VALIDATION_EVERY = 10
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
+    """Attention and two linear layers, each on a norm of the stream and added to it.
+
+    Args:
+        width: of the residual stream.
+        num_heads: divides ``width``.
+    """
+
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -83,7 +91,7 @@ class GPT(LightningModule):
         self.activation_checkpointing = activation_checkpointing
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(_Block(width, num_heads) for _ in range(num_layers)))
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
         self.norm = nn.LayerNorm(width)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -111,13 +119,18 @@ class GPT(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns AdamW and a cycle over all steps of the fit."""
-        peak = self.hparams["learning_rate"]
+        peak, share = self.hparams["learning_rate"], self.hparams["warmup_share"]
+        num_steps = self.trainer.estimated_stepping_batches
+        if math.isinf(num_steps):
+            raise ValueError("the learning-rate cycle needs an end: set trainer.max_steps or trainer.max_epochs")
+        if math.isclose(share * num_steps, 1):  # OneCycleLR divides by what is more than one step of warm-up
+            share *= 1.1
         optimizer = torch.optim.AdamW(self.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
         cycle = torch.optim.lr_scheduler.OneCycleLR(
             optimizer,
             max_lr=peak,
-            total_steps=int(self.trainer.estimated_stepping_batches),
-            pct_start=self.hparams["warmup_share"],
+            total_steps=int(num_steps),
+            pct_start=share,
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 

@@ -11,7 +11,7 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeLogger, RunRecorder, Throughput, run_recorder
 from lightning_commopt.loss_curve import LOSS_FILE, read_losses
 from lightning_commopt.run_record import RUN_FILE, RunRecord
-from ranks import run_ranks
+from ranks import run_ranks, run_ranks_or_raise
 
 BATCH_SIZE = 4
 
@@ -19,13 +19,14 @@ BATCH_SIZE = 4
 class RankLoss(LightningModule):
     """Its loss is the number of the batch, plus ten times the rank; nothing is learnt."""
 
-    def __init__(self, fails_at=None):
+    def __init__(self, fails_at=None, failing_rank=0):
         super().__init__()
         self.layer = torch.nn.Linear(3, 2)
         self.fails_at = fails_at
+        self.failing_rank = failing_rank
 
     def training_step(self, batch, batch_idx):
-        if batch_idx == self.fails_at:
+        if batch_idx == self.fails_at and self.global_rank == self.failing_rank:
             raise RuntimeError("no such luck")
         return 0 * self.layer(batch[0]).sum() + batch_idx + 10 * self.global_rank
 
@@ -37,7 +38,7 @@ class RankLoss(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(folder, *, strategy="auto", devices=1, callbacks=(), recorder=None, model=None, **settings):
+def fit(folder, *, strategy="auto", devices=1, callbacks=(), recorder=None, model=None, ckpt_path=None, **settings):
     loader = DataLoader(TensorDataset(torch.ones(6 * devices * BATCH_SIZE, 3)), batch_size=BATCH_SIZE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -47,12 +48,11 @@ def fit(folder, *, strategy="auto", devices=1, callbacks=(), recorder=None, mode
             strategy=strategy,
             callbacks=[*callbacks, recorder or RunRecorder(dirpath=folder)],
             logger=False,
-            enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **{"max_epochs": 1, **settings},
+            **{"max_epochs": 1, "enable_checkpointing": False, **settings},
         )
-        trainer.fit(model or RankLoss(), loader, loader)
+        trainer.fit(model or RankLoss(), loader, loader, ckpt_path=ckpt_path)
 
 
 def two_ranks(folder):
@@ -105,6 +105,33 @@ def test_without_a_place_it_is_the_trainers(tmp_path):
     assert RunRecord.load(tmp_path).status == "finished"
 
 
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_accumulation_does_not_change_the_loss(tmp_path, num_batches):
+    fit(tmp_path, accumulate_grad_batches=num_batches)
+    assert [point.loss for point in read_losses(tmp_path) if point.kind == "train"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_fit_that_is_resumed_goes_on_with_its_curve(tmp_path):
+    fit(tmp_path, model=RankLoss(), max_steps=4, enable_checkpointing=True, default_root_dir=tmp_path)
+    seconds = read_losses(tmp_path)[-1].seconds
+    (checkpoint,) = tmp_path.glob("**/*.ckpt")
+    fit(tmp_path, max_epochs=2, ckpt_path=checkpoint)
+    points = [point for point in read_losses(tmp_path) if point.kind == "train"]
+    assert [point.step for point in points] == list(range(1, len(points) + 1))
+    assert len(points) >= 10
+    assert points[4].seconds > seconds
+
+
+def fails_on_rank_1(folder):
+    fit(folder, strategy=CommOptDDP(), devices=2, model=RankLoss(fails_at=2, failing_rank=1))
+
+
+def test_the_rank_that_failed_first_is_named(tmp_path):
+    answers = run_ranks_or_raise(fails_on_rank_1, tmp_path, world_size=2, limit_s=60, group_timeout_s=10)
+    assert answers[1][1] is not None
+    assert RunRecord.load(tmp_path).error == "rank 1: RuntimeError: no such luck"
+
+
 def test_who_goes_on_after_the_fit_ends_the_run(tmp_path):
     fit(tmp_path, recorder=RunRecorder(dirpath=tmp_path, ends_run=False))
     record = RunRecord.load(tmp_path)
@@ -117,6 +144,8 @@ def test_a_failed_run_keeps_its_error(tmp_path):
     record = RunRecord.load(tmp_path)
     assert (record.status, record.error) == ("failed", "RuntimeError: no such luck")
     assert record.seconds is not None
+    assert (record.strategy, record.world_size, record.num_parameters) == ("SingleDeviceStrategy", 1, 8)
+    assert [point.loss for point in read_losses(tmp_path)] == [0, 1]
 
 
 def test_a_sanity_check_is_no_validation(tmp_path):

@@ -26,6 +26,20 @@ def fitted(model, data, **settings):
         return trainer.validate(model, datamodule=data, verbose=False)[0]
 
 
+@pytest.mark.parametrize("max_steps", [1, 5, 10])
+def test_gpt_trains_however_few_steps_there_are(max_steps):
+    model = GPT(width=16, num_layers=1, num_heads=2, context=16, warmup_share=0.2)
+    fitted(model, StdlibSources(context=16, batch_size=2), max_steps=max_steps, limit_val_batches=1)
+    model = GPT(width=16, num_layers=1, num_heads=2, context=16, warmup_share=0.1)
+    fitted(model, StdlibSources(context=16, batch_size=2), max_steps=max_steps, limit_val_batches=1)
+
+
+def test_gpt_needs_an_end():
+    model = GPT(width=16, num_layers=1, num_heads=2, context=16)
+    with pytest.raises(ValueError, match=r"set trainer\.max_steps or trainer\.max_epochs"):
+        fitted(model, StdlibSources(context=16, batch_size=2), max_time="00:00:10:00", max_epochs=-1)
+
+
 def test_gpt_sees_no_later_byte():
     torch.manual_seed(0)
     model = GPT(width=16, num_layers=2, num_heads=2, context=8).eval()
