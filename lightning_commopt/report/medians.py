@@ -26,6 +26,7 @@ def measured_setting(found: RunsOfSetting) -> Setting:
     """Returns a setting with everything that its own runs say of it, and nothing that others do."""
     records = [run.record for run in found.runs]
     first = records[0]
+    seen = [record for record in records if _is_exchange_seen(record)]
     rates = [rate for run in found.runs if (rate := throughput(run)) is not None]
     return Setting(
         name=found.name,
@@ -41,16 +42,22 @@ def measured_setting(found: RunsOfSetting) -> Setting:
         difference=None,
         efficiency=None,
         step_s=_interval(records, lambda record: record.comm_time.get("step_s")),
-        exchange_s=_interval(records, lambda record: record.comm_time.get("exchange_s")),
-        exposed_s=_interval(records, lambda record: record.comm_time.get("exposed_s")),
-        exposed_share=_interval(records, lambda record: record.exposed_share),
-        wire_bytes=_median(records, lambda record: record.wire_bytes_per_step),
+        exchange_s=_interval(seen, lambda record: record.comm_time.get("exchange_s")),
+        exposed_s=_interval(seen, lambda record: record.comm_time.get("exposed_s")),
+        exposed_share=_interval(seen, lambda record: record.exposed_share),
+        wire_bytes=_median(seen, lambda record: record.wire_bytes_per_step),
         peak_memory_bytes=_median(records, lambda record: record.peak_memory_bytes),
         val_loss=_interval(records, lambda record: record.val_loss),
         val_accuracy=_interval(records, lambda record: record.val_accuracy),
         is_lossy=_is_lossy(first.plan),
         num_diverged=sum(record.val_loss is not None and not math.isfinite(record.val_loss) for record in records),
     )
+
+
+def _is_exchange_seen(record: RunRecord) -> bool:
+    """Returns whether `CommTimeLogger` knew what is exchanged: of FSDP, DeepSpeed and others it sees nothing."""
+    is_exchanging = (record.world_size or 1) > 1
+    return not is_exchanging or record.comm_time.get("exchange_s") != 0 or bool(record.wire_bytes_per_step)
 
 
 def _values(records: Sequence[RunRecord], read: Callable[[RunRecord], float | None]) -> list[float]:

@@ -83,6 +83,17 @@ def test_numbers_of_a_step_are_those_of_the_records(tmp_path):
     assert setting.is_lossy
 
 
+@pytest.mark.parametrize(("world_size", "is_known"), [(1, True), (2, False)])
+def test_an_exchange_that_nobody_sees_is_not_none(tmp_path, world_size, is_known):
+    """If it fails, FSDP is said to hide all of its communication."""
+    comm_time = {"step_s": 0.1, "exchange_s": 0.0, "exposed_s": 0.0, "wire_bytes": 0.0}
+    fields = {"comm_time": comm_time, "exposed_share": 0.0, "wire_bytes_per_step": 0.0, "world_size": world_size}
+    setting = _group(tmp_path, ("strategy=fsdp", {"plan": None, "strategy": "FSDPStrategy", **fields})).settings[0]
+    assert setting.step_s is not None
+    for name in ("exchange_s", "exposed_s", "exposed_share", "wire_bytes"):
+        assert (getattr(setting, name) is not None) is is_known
+
+
 @pytest.mark.parametrize(
     ("plan", "is_lossy"),
     [
