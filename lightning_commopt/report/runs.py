@@ -23,6 +23,7 @@ from lightning_commopt.sweep.job import SUMMARY_FILE
 
 _MAX_DEPTH = 6
 _MAX_NAMES = 4
+_OWN_GROUPS = ("commopt", "commopt_record")  # at whatever package a project puts them
 _MAX_STEPS_BYTES = 200_000_000  # five times as much in memory, for seconds; a page shows a single step
 
 
@@ -63,13 +64,15 @@ def read_runs(folders: Sequence[Path]) -> FoundRuns:
 def split_override(text: str) -> tuple[str, str]:
     """Returns name and value of an override, as settings are compared by.
 
-    >>> split_override("+commopt@engine.fit=bf16"), split_override("data.name='a b'")
-    (('commopt', 'bf16'), ('data.name', 'a b'))
+    >>> split_override("+commopt@engine.fit=bf16"), split_override("optim@gen='a b'")
+    (('commopt', 'bf16'), ('optim@gen', 'a b'))
     """
     name, _, value = text.partition("=")
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         value = value[1:-1]
-    return name.lstrip("+~").partition("@")[0], value
+    name = name.lstrip("+~")
+    group = name.partition("@")[0]
+    return group if group in _OWN_GROUPS else name, value
 
 
 @dataclass

@@ -81,7 +81,10 @@ def test_another_strategy_is_that_of_the_configuration(tmp_path):
     assert yaml.safe_load("\n".join(lines)) == {"strategy": {"_target_": "x.DDPStrategy", "static_graph": True}}
 
 
-@pytest.mark.parametrize("overrides", [("optimizer=sgd", "optimizer.lr=0.1"), ("optimizer.lr=0.1", "optimizer=sgd")])
+@pytest.mark.parametrize(
+    "overrides",
+    [("optimizer=sgd", "optimizer.lr=0.1"), ("optim@a=sgd", "optimizer.lr=0.1"), ("optimizer.lr=0.1", "optimizer=sgd")],
+)
 def test_the_choice_of_a_config_group_is_no_value(tmp_path, overrides):
     assert _lines(tmp_path, *overrides, plan=None)[1:] == ["optimizer:", "  lr: 0.1"]
 

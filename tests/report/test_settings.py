@@ -178,3 +178,22 @@ def test_sweeps_that_set_different_things_are_reported_together(tmp_path):
     save_run(tmp_path / "b" / "0", "experiment=buckets", "strategy.bucket_cap_mb=25")
     groups = group_runs(read_runs([tmp_path / "a", tmp_path / "b"]))
     assert [group.name for group in groups] == ["ladder", "buckets"]
+
+
+def test_without_overrides_failed_runs_are_of_their_plan(tmp_path):
+    for plan in ("none", "bf16"):
+        save_run(tmp_path / plan, plan_name=plan, plan={"comm_hook": {"name": plan}})
+    for plan in ("bf16", "int8"):
+        save_run(tmp_path / f"{plan}_failed", plan_name=plan, plan=None, status="failed", error="x", world_size=None)
+    (group,) = group_runs(read_runs([tmp_path]))
+    assert [setting.name for setting in group.settings] == ["bf16", "uncompressed"]
+    assert [run.setting for run in group.failed] == ["bf16", "int8"]
+
+
+def test_a_config_group_at_two_packages_is_two_choices(tmp_path):
+    jobs = [f"optim@gen={gen} optim@disc={disc}" for gen in "xy" for disc in "xy"]
+    (group,) = _groups(tmp_path, *jobs)
+    assert [dict(setting.values) for setting in group.settings] == [
+        {"optim@gen": gen, "optim@disc": disc} for gen in "xy" for disc in "xy"
+    ]
+    assert len({setting.name for setting in group.settings}) == 4
