@@ -13,9 +13,12 @@ from lightning_commopt.report.as_json import FORMAT, to_plain
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.intervals import Comparison, compare
 from lightning_commopt.report.model import Difference, Interval
+from lightning_commopt.report.runs import split_override
+from lightning_commopt.report.settings import changes_training
 
 Outcome = Literal["slower", "failed", "unknown", "missing", "faster", "new", "no difference"]
-"""Of a setting: "failed" where runs failed and none did before, "unknown" where runs are too few to tell."""
+"""Of a setting: "failed" where runs failed and none did before, or all do and some had worked; "unknown" where runs are
+too few to tell."""
 
 DEFAULT_TOLERANCE = 0.05
 """Share of the throughput by which a machine is another one at another time, whatever the runs of one sweep say."""
@@ -134,14 +137,20 @@ def _settings(report: Mapping[str, Any]) -> Iterator[_Place]:
         name = (run["group"], run["setting"])
         if name not in known:
             known.add(name)
-            yield _Place(run["group"], {"name": run["setting"], "overrides": None, "runs": []})
+            of_run = {"plan_name": run["plan_name"], "overrides": _overrides(run), "runs": []}
+            yield _Place(run["group"], {"name": run["setting"], **of_run})
+
+
+def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the overrides of a run as those of its setting."""
+    return {name: value for name, value in map(split_override, run["overrides"]) if changes_training(name)}
 
 
 def _pairs(report: Mapping[str, Any], before: Mapping[str, Any]) -> list[tuple[_Place | None, _Place | None]]:
     """Returns the settings of both reports side by side, those of the report first."""
     ours, theirs = list(_settings(report)), list(_settings(before))
     found: dict[int, _Place] = {}
-    for is_same in (_has_overrides_of, _has_name_of):
+    for is_same in (_has_overrides_of, _has_name_of, _has_plan_of):
         for index, setting in enumerate(ours):
             left = [each for each in theirs if not any(each is other for other in found.values())]
             same = [each for each in left if is_same(each, setting)]
@@ -160,6 +169,12 @@ def _has_name_of(setting: _Place, other: _Place) -> bool:
     return (setting.group, setting["name"]) == (other.group, other["name"])
 
 
+def _has_plan_of(setting: _Place, other: _Place) -> bool:
+    """Returns whether a setting is that of failed runs, of which little more than the plan is known."""
+    is_known = other["runs"] or setting["overrides"] or other["overrides"]
+    return not is_known and (setting.group, setting["plan_name"]) == (other.group, other["plan_name"])
+
+
 def _change(
     now: _Place | None, then: _Place | None, report: Mapping[str, Any], before: Mapping[str, Any], tolerance: float
 ) -> Change:
@@ -167,7 +182,8 @@ def _change(
     assert shown is not None
     change = Change(group=shown.group, setting=shown["name"], outcome="no difference")
     errors = [] if now is None else _errors(now, report)
-    if errors and then is not None and then["runs"] and not _errors(then, before):
+    had_worked = then is not None and bool(then["runs"]) and (not _errors(then, before) or not (now or {}).get("runs"))
+    if errors and had_worked:
         return dataclasses.replace(change, outcome="failed", error=errors[0])
     rates, earlier = _rates(now), _rates(then)
     if not rates or not earlier:
@@ -222,5 +238,5 @@ def _other_overrides(pairs: Sequence[tuple[_Place | None, _Place | None]]) -> li
 
 def _said(setting: _Place, other: _Place) -> str:
     """Returns the overrides that another setting does not have."""
-    own, others = setting["overrides"] or {}, other["overrides"] or {}
+    own, others = setting["overrides"], other["overrides"]
     return " ".join(f"{name}={value}" for name, value in own.items() if others.get(name) != value) or "nothing of that"

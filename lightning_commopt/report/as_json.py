@@ -86,6 +86,7 @@ def _plain_run(run: Run) -> dict[str, Any]:
         "name": run.name,
         "group": run.group,
         "setting": run.setting,
+        "plan_name": run.record.plan_name,
         "repetition": run.repetition,
         "overrides": list(run.record.overrides),
         **{name: getattr(run.record, name) for name in _OF_RUN},

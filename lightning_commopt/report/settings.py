@@ -109,13 +109,21 @@ def _varied(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
 def _told_apart(runs: Sequence[Run], values: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """Adds what the records say where equal overrides made different runs."""
     alike: dict[str, list[int]] = {}
-    for index, (run, own) in enumerate(zip(runs, values, strict=True)):
-        if run.record.status == "finished":
-            alike.setdefault(json.dumps(own, sort_keys=True), []).append(index)
+    for index, own in enumerate(values):
+        alike.setdefault(json.dumps(own, sort_keys=True), []).append(index)
     told = list(values)
     for indices in alike.values():
-        for index, more in zip(indices, _varied([_of_record(runs[index]) for index in indices]), strict=True):
-            told[index] = {**told[index], **more}
+        finished = [index for index in indices if runs[index].record.status == "finished"]
+        plans = [{"plan": runs[index].record.plan_name} for index in indices]
+        # Overrides say what a failed run was, if there are any.
+        told_plans = dict(zip(indices, _varied(plans if not values[indices[0]] else [{} for _ in plans]), strict=True))
+        said = _varied([_of_record(runs[index]) for index in finished])
+        for index, more in zip(finished, said, strict=True):
+            told[index] = {**values[index], **told_plans[index], **more}
+        # Of a failed run the record may know no more than its plan: it belongs to the first setting with that.
+        by_plan = {runs[index].record.plan_name: told[index] for index in reversed(finished)}
+        for index in set(indices).difference(finished):
+            told[index] = by_plan.get(runs[index].record.plan_name, {**values[index], **told_plans[index]})
     return told
 
 

@@ -86,6 +86,30 @@ def test_one_failed_repetition_of_several_is_worse(tmp_path):
     assert _outcomes(held)["int8"] == "failed"
 
 
+def test_repetitions_of_which_all_fail_now_are_worse(tmp_path):
+    """Also where one failed before."""
+    for sweep, number in (("before", 3), ("now", 0), ("now", 1), ("now", 2)):
+        run = tmp_path / sweep / f"int8_{number}"
+        save_run(run, "strategy/comm_hook=int8", f"repetition={number}", status="failed", error="x")
+    held = _held(tmp_path, {"none": BEFORE["none"], "bf16": BEFORE["bf16"]})
+    assert _outcomes(held)["int8"] == "failed"
+
+
+@pytest.mark.parametrize("overrides", [("strategy/comm_hook=bf16",), ()])
+@pytest.mark.parametrize("others", [("none",), ()])
+def test_a_setting_of_which_all_runs_fail_is_found(tmp_path, overrides, others):
+    """It may be the only one, and be called otherwise, as nobody knows its ranks; or come without overrides."""
+    for hook in ("bf16", *others):
+        own = ("strategy/comm_hook=none",) if overrides and hook == "none" else overrides
+        for sweep in ("before", "now"):
+            is_failed = (hook, sweep) == ("bf16", "now")
+            fields = {"status": "failed", "error": "x", "world_size": None} if is_failed else {"samples_per_s": 1.0}
+            save_run(tmp_path / sweep / hook, *own, **{"plan_name": hook, **fields})
+    held = hold_against(to_plain(build_report([tmp_path / "now"])), tmp_path / "before")
+    assert [change.outcome for change in held.changes if change.setting == "bf16"] == ["failed"]
+    assert len(held.changes) == 1 + len(others)
+
+
 def test_a_file_says_the_same_as_the_directory(tmp_path):
     now = {"none": [99, 101, 100], "bf16": [130, 131, 129]}
     held = _held(tmp_path, now)
