@@ -17,17 +17,22 @@ def register_resolvers() -> None:
     - ``${commopt.devices:n}``: the number of GPUs, or ``n`` processes on the CPU;
     - ``${commopt.gpu_or_cpu:a,b}``: ``a`` where there is a GPU, else ``b``;
     - ``${commopt.divide:n,d,...}``: ``n`` divided by all that follow; an error if something remains.
+
+    Each asks the machine that resolves it: Hydra sends resolvers from a login node to the nodes where jobs run.
     """
-    has_gpu = torch.cuda.is_available()
     resolvers: dict[str, Callable[..., Any]] = {
-        "commopt.accelerator": lambda: "gpu" if has_gpu else "cpu",
-        "commopt.device": lambda: "cuda:0" if has_gpu else "cpu",
-        "commopt.devices": lambda num_cpu_processes: torch.cuda.device_count() if has_gpu else num_cpu_processes,
-        "commopt.gpu_or_cpu": lambda on_gpu, on_cpu: on_gpu if has_gpu else on_cpu,
+        "commopt.accelerator": lambda: "gpu" if _has_gpu() else "cpu",
+        "commopt.device": lambda: "cuda:0" if _has_gpu() else "cpu",
+        "commopt.devices": lambda num_cpu_processes: torch.cuda.device_count() if _has_gpu() else num_cpu_processes,
+        "commopt.gpu_or_cpu": lambda on_gpu, on_cpu: on_gpu if _has_gpu() else on_cpu,
         "commopt.divide": divide,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 def divide(number: int, *divisors: int) -> int:
