@@ -36,7 +36,7 @@ def run_in_group(
 
     When its first process has ended, what it has left behind is killed. When we receive SIGINT, SIGTERM or SIGHUP,
     the group receives SIGINT, and SIGKILL after ``grace_s`` seconds (a rank in a hung collective obeys nothing
-    else), or at once when a second signal arrives.
+    else), or at once when a second signal arrives. Signals that we ignore, as under nohup, stay ignored.
 
     Args:
         command: program and arguments.
@@ -76,7 +76,7 @@ def run_in_group(
 def raised_signals() -> Iterator[None]:
     """Raises `InterruptedRun` for the first signal that asks us to stop; later ones find us at cleaning up.
 
-    For code that loses nothing when an exception comes at any place.
+    For code that loses nothing when an exception comes at any place. Signals that we ignore stay ignored.
     """
     received: list[int] = []
 
@@ -112,9 +112,15 @@ def _follow(
             time.sleep(_POLL_S)
         if received and kill_at is None:
             kill_at = time.monotonic() + grace_s
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, _stop_signal())
         if len(received) > 1 or (kill_at is not None and time.monotonic() > kill_at):
             return
+
+
+def _stop_signal() -> signal.Signals:
+    """Returns what asks a group to stop; it ignores what we ignored when it started."""
+    is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return signal.SIGTERM if is_deaf else signal.SIGINT
 
 
 def _kill_group(pid: int) -> None:
@@ -140,7 +146,8 @@ def _handled_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in _STOP_SIGNALS}
+    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:

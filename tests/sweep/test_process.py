@@ -76,6 +76,39 @@ def test_a_program_that_ignores_signals_is_killed():
     assert is_group_gone(int(said.split()[0]))
 
 
+def test_signals_that_were_ignored_stay_ignored(monkeypatch):
+    """If it fails, a sweep under nohup ends when its terminal closes."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        status, said = run("print(1)", on_output=lambda _: os.kill(os.getpid(), signal.SIGHUP))
+        assert (status, said) == (0, b"1\n")
+        with raised_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def test_a_program_that_inherits_an_ignored_interrupt_ends_in_order():
+    """A shell starts what it puts into the background so. If it fails, the program is killed before it tidies up."""
+    code = """
+import os, signal, sys, time
+def stop(*_):
+    os.write(1, b"tidy")
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+os.write(1, b"ready ")
+time.sleep(600)
+"""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        outcome, said = run(code, 600, lambda said: os.kill(os.getpid(), signal.SIGTERM) if b"ready" in said else None)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert isinstance(outcome, InterruptedRun)
+    assert said == b"ready tidy"
+
+
 def test_a_second_signal_does_not_wait():
     ignoring = "for n in (2, 15, 1): signal.signal(n, signal.SIG_IGN)\n"
     code = WITH_CHILD.replace("os.write(", ignoring + "os.write(") + "time.sleep(600)"
