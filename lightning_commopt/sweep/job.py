@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_commopt.run_record import RUN_FILE, RunRecord, write_json
-from lightning_commopt.sweep.output import LineReader, last_exception
+from lightning_commopt.sweep.output import LineReader, cause_in_another_rank, last_exception
 from lightning_commopt.sweep.process import InterruptedRun, run_in_group
 
 LOG_FILE = "job.log"
@@ -112,7 +112,8 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
         except InterruptedRun as error:
             interrupted, reason = error, str(error)
         reader.close()
-    result = JobResult(job=job, record=_final_record(job, reason, list(last_lines)))
+    said = None if interrupted else list(last_lines)
+    result = JobResult(job=job, record=_final_record(job, reason, said))
     observer.ended(result)
     if interrupted is not None:
         raise interrupted
@@ -150,16 +151,29 @@ def _reason(status: int) -> str | None:
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
-def _final_record(job: Job, reason: str | None, last_lines: list[str]) -> RunRecord:
-    """Returns the run's own record, or corrects one that is missing or ended too early."""
+def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) -> RunRecord:
+    """Returns the run's own record, or corrects one that is missing, ended too early or does not know the cause.
+
+    Args:
+        job: that has ended.
+        reason: for which its processes have failed, if they have.
+        last_lines: that they said; None if the reason explains it all.
+    """
     try:
         record = RunRecord.load(job.folder)
     except FileNotFoundError:
         record = RunRecord(status="running", plan_name=job.plan_name, overrides=job.overrides)
-    if record.status == "failed" or (record.status == "finished" and reason is None):
+    if record.status == "finished" and reason is None:
         return record
-    said = last_exception(last_lines)
-    why = "; ".join(part for part in (said, reason or "ended without a result") if part)
-    record = dataclasses.replace(record, status="failed", error=why)
+    error = reason or "ended without a result"
+    if last_lines is not None:
+        own = record.error if record.status == "failed" else None
+        error = own or _joined(last_exception(last_lines), error)
+        error = _joined(error, cause_in_another_rank(error, last_lines))
+    record = dataclasses.replace(record, status="failed", error=error)
     record.save(job.folder)
     return record
+
+
+def _joined(*parts: str | None) -> str:
+    return "; ".join(part for part in parts if part)

@@ -9,7 +9,14 @@ from collections.abc import Callable, Sequence
 _ENDS = re.compile(r"([\r\n])")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # How Python ends a traceback; a logger or Lightning may have put something before it.
-_EXCEPTION_LINE = re.compile(r"^(\[rank\d+\]: ?)?[\w.]*(Error|Exception|Interrupt|Exit)\b(: .*)?$")
+_EXCEPTION_LINE = re.compile(
+    r"^(\[rank(?P<rank>\d+)\]: ?)?(?P<exception>[\w.]*(Error|Exception|Interrupt|Exit)\b(: .*)?)$"
+)
+# What a rank says whose peer has gone, or that was stopped for that reason.
+_CONSEQUENCE = re.compile(
+    r"closed by peer|connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|\bDist\w*Error|SIG(TERM|KILL|ABRT)",
+    re.IGNORECASE,
+)
 
 
 class LineReader:
@@ -64,3 +71,26 @@ def lines_that_stay(output: str) -> list[str]:
 def last_exception(lines: Sequence[str]) -> str | None:
     """Returns the last line with which Python ends a traceback; None without any."""
     return next((line for line in reversed(lines) if _EXCEPTION_LINE.match(line)), None)
+
+
+def cause_in_another_rank(error: str, lines: Sequence[str]) -> str | None:
+    """Returns the exception of another rank that explains why one has failed.
+
+    Args:
+        error: of the rank that has failed.
+        lines: of all ranks, mixed.
+
+    Returns:
+        The first exception that is no consequence itself, after its rank; None if ``error`` is no lost connection and
+        no signal, or nothing explains it.
+
+    >>> cause_in_another_rank("RuntimeError: Connection closed by peer", ["[rank1]: ValueError: no such token"])
+    'rank 1: ValueError: no such token'
+    """
+    if not _CONSEQUENCE.search(error):
+        return None
+    for found in filter(None, map(_EXCEPTION_LINE.match, lines)):
+        exception = found["exception"]
+        if exception not in error and not _CONSEQUENCE.search(exception):
+            return f"{'another rank' if found['rank'] is None else 'rank ' + found['rank']}: {exception}"
+    return None

@@ -1,11 +1,13 @@
 import json
 import os
+import signal
 import sys
 
 import pytest
 
 from lightning_commopt.run_record import RunRecord
 from lightning_commopt.sweep.job import SUMMARY_FILE, Job, SweepObserver, run_job, save_summary
+from lightning_commopt.sweep.process import InterruptedRun
 
 # Written by hand, as the package takes seconds to import.
 WRITE = "import json; from pathlib import Path; Path('{folder}/run.json').write_text(json.dumps(dict(plan_name='p', "
@@ -37,6 +39,49 @@ def test_the_record_of_a_run_that_finished_is_its_own(tmp_path):
     ],
 )
 def test_a_run_that_did_not_finish_is_recorded_with_the_reason(tmp_path, code, error):
+    result = run_job(job(tmp_path, code), os.environ, SweepObserver())
+    assert (result.record.status, result.record.error) == ("failed", error)
+    assert RunRecord.load(tmp_path) == result.record
+
+
+def test_an_interrupted_run_is_recorded_so(tmp_path):
+    """If it fails, a job that was stopped looks as if it had a mistake: SystemExit."""
+
+    class Interrupts(SweepObserver):
+        def said(self, text, is_final):
+            if "ready" in text and is_final:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    code = (
+        "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    "
+        + FAILED.replace("E: own", "SystemExit: 1")
+        + "raise SystemExit(1)"
+    )
+    with pytest.raises(InterruptedRun):
+        run_job(job(tmp_path, code), os.environ, Interrupts())
+    record = RunRecord.load(tmp_path)
+    assert (record.status, record.error) == ("failed", "interrupted by SIGINT")
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (
+            "print('ValueError: no such token\\nRuntimeError: [pair.cc] Connection closed by peer')\n"
+            + FAILED.replace("E: own", "RuntimeError: [pair.cc] Connection closed by peer")
+            + "raise SystemExit(1)",
+            "RuntimeError: [pair.cc] Connection closed by peer; another rank: ValueError: no such token",
+        ),
+        (
+            RUNNING + "print('[rank1]: ValueError: no such token\\nRuntimeError: Connection closed by peer')\n"
+            "import os; os.kill(os.getpid(), 9)",
+            "RuntimeError: Connection closed by peer; killed by SIGKILL; rank 1: ValueError: no such token",
+        ),
+        (FAILED + "print('[rank1]: ValueError: no such token')\nraise SystemExit(1)", "E: own"),
+    ],
+)
+def test_what_another_rank_said_explains_a_lost_connection(tmp_path, code, error):
+    """If it fails, a sweep's table says that a connection was lost, and not why."""
     result = run_job(job(tmp_path, code), os.environ, SweepObserver())
     assert (result.record.status, result.record.error) == ("failed", error)
     assert RunRecord.load(tmp_path) == result.record

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_commopt.sweep.output import LineReader, last_exception, lines_that_stay
+from lightning_commopt.sweep.output import LineReader, cause_in_another_rank, last_exception, lines_that_stay
 
 
 def lines(*pieces: bytes) -> list[tuple[str, bool]]:
@@ -46,3 +46,21 @@ def test_what_was_written_over_does_not_stay():
 )
 def test_the_last_exception(lines, expected):
     assert last_exception(lines) == expected
+
+
+LOST = "RuntimeError: [/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:32444"
+
+
+@pytest.mark.parametrize(
+    ("error", "lines", "expected"),
+    [
+        (LOST, ["KeyError: 'a'", "during", "ValueError: x", LOST], "another rank: KeyError: 'a'"),
+        (LOST, ["torch.distributed.DistBackendError: NCCL error", "[rank3]: OSError: disk"], "rank 3: OSError: disk"),
+        (LOST, [LOST, "[rank1]: " + LOST], None),
+        ("ValueError: x; killed by SIGTERM", ["ValueError: x"], None),
+        ("killed by SIGTERM", ["[rank2]: MemoryError"], "rank 2: MemoryError"),
+        ("ValueError: x", ["KeyError: 'a'"], None),
+    ],
+)
+def test_the_cause_in_another_rank(error, lines, expected):
+    assert cause_in_another_rank(error, lines) == expected
