@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_commopt.report.final_loss import loss_sentence, loss_verdict
+from lightning_commopt.report.final_loss import is_lossless, loss_sentence, loss_verdict
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.phrases import compared, in_quotes, listed, significant
 from lightning_commopt.report.reference import compare_settings
@@ -15,7 +15,7 @@ class Answer(NamedTuple):
     """What to tell, and what it comes to.
 
     Attributes:
-        sentences: two to five.
+        sentences: a few.
         recommended: the setting to use; None where there is nothing to choose from.
     """
 
@@ -37,43 +37,66 @@ def answer_for(settings: Sequence[Setting], reference: Setting) -> Answer:
         why = "there is nothing to compare it with" if len(settings) == 1 else f"{in_quotes(reference.name)} has none"
         return Answer((f"{in_quotes(ranked[0].name)} made {_shown_rate(ranked[0])}{_loss(ranked[0])}; {why}.",), None)
     if reference.world_size == 1:
-        return _choice(ranked, reference)
+        return _without_diverged(_choice(ranked, reference), reference)
     # The question is how several ranks should exchange; whether they are worth it comes last.
-    answer = _choice([setting for setting in ranked if setting.world_size > 1], reference)
     on_one = [setting for setting in ranked if setting.world_size == 1]
+    where = " on several ranks" if ranked[0] in on_one else ""
+    answer = _choice([setting for setting in ranked if setting.world_size > 1], reference, where)
+    answer = _without_diverged(answer, reference)
     return Answer((*answer.sentences, *_one_process(on_one, answer.recommended)), answer.recommended)
 
 
-def _choice(ranked: Sequence[Setting], reference: Setting) -> Answer:
+def _choice(ranked: Sequence[Setting], reference: Setting, where: str = "") -> Answer:
     """Chooses from settings by falling throughput, the reference among them."""
     others = [setting for setting in ranked if setting.speedup is not None]
     winners = [setting for setting in others if setting.difference == "faster"]
     if not winners:
-        return _without_a_winner(ranked[0], others, reference)
+        return _without_a_winner(ranked[0], others, reference, where)
     fastest = winners[0]
     usable = [setting for setting in winners if loss_verdict(setting, reference) != "worse"]
     recommended = usable[0] if usable else reference
     if recommended is fastest:
         recommended, more = _among_equals(fastest, usable, reference)
     else:
-        more = [_instead(recommended, reference)]
-    sentences = [_lead(fastest, reference), *loss_sentence(fastest, reference), *more]
+        more = _instead(recommended, reference)
+    higher = ranked[: ranked.index(fastest)]
+    what = ("is the fastest beyond noise" if higher else "is the fastest") + where
+    sentences = [_lead(fastest, reference, what), *_uncertain(higher), *loss_sentence(fastest, reference), *more]
     return Answer((*sentences, *_on_most_ranks(ranked, reference)), recommended)
 
 
-def _without_a_winner(first: Setting, others: Sequence[Setting], reference: Setting) -> Answer:
+def _without_diverged(answer: Answer, reference: Setting) -> Answer:
+    """Says it first if the reference itself is of no use, and does not recommend it."""
+    if not reference.num_diverged:
+        return answer
+    which = f"{reference.num_diverged} of the {len(reference.runs)} runs"
+    sentence = f"In {which} of {in_quotes(reference.name)}, the reference, the final loss is no number: do not use it."
+    return Answer((sentence, *answer.sentences), None if answer.recommended is reference else answer.recommended)
+
+
+def _uncertain(higher: Sequence[Setting]) -> list[str]:
+    """Names the settings whose medians are above that of the fastest, though not beyond noise."""
+    if not higher:
+        return []
+    have = "has a higher median" if len(higher) == 1 else "have higher medians"
+    return [f"{listed([setting.name for setting in higher])} {have}, up to {_shown_rate(higher[0])}, but uncertain."]
+
+
+def _without_a_winner(first: Setting, others: Sequence[Setting], reference: Setting, where: str) -> Answer:
     """Says that the reference need not be changed, or that too few runs were made to tell."""
     name = in_quotes(reference.name)
     uncertain = [setting for setting in others if setting.difference == "unknown"]
     promising = [setting for setting in uncertain if setting.speedup is not None and setting.speedup.median > 1]
     if promising:
-        lead, loss = _lead(promising[0], reference), loss_sentence(promising[0], reference)
+        what = f"has the highest throughput{where}" if promising[0] is first else "has a higher throughput"
+        lead, loss = _lead(promising[0], reference, what), loss_sentence(promising[0], reference)
         return Answer((lead, *loss, *_too_few(uncertain)), None)
+    rest = "" if reference.num_diverged else ": leave the rest off"
     if first is reference:
-        what = "has the highest throughput" if uncertain else "is the fastest"
-        sentences = [f"{name} {what}, at {_shown_rate(reference)}: leave the rest off."]
+        what = ("has the highest throughput" if uncertain else "is the fastest") + where
+        sentences = [f"{name} {what}, at {_shown_rate(reference)}{rest}."]
     else:
-        sentences = [f"Nothing is faster than {name} beyond noise: leave the rest off."]
+        sentences = [f"Nothing is faster than {name} beyond noise{rest}."]
     if others and others[0].speedup is not None:
         within = ", which is within noise" if others[0].difference == "no difference" else ""
         sentences.append(f"{in_quotes(others[0].name)}, the nearest, is {compared(others[0].speedup, name)}{within}.")
@@ -103,31 +126,30 @@ def _loss(setting: Setting) -> str:
     return "" if setting.val_loss is None else f" with a final loss of {significant(setting.val_loss.median, 4)}"
 
 
-def _lead(fastest: Setting, reference: Setting) -> str:
+def _lead(fastest: Setting, reference: Setting, what: str) -> str:
     assert fastest.speedup is not None
     rates = f"{significant(_rate(fastest))} against {_shown_rate(reference)}"
     of_ideal = ""
-    if reference.world_size == 1 and fastest.world_size > 1:
-        share = fastest.speedup.median / fastest.world_size
-        of_ideal = f", {100 * share:.0f} % of what {fastest.world_size} ranks could give"
-    what = "has the highest throughput" if fastest.difference == "unknown" else "is the fastest"
+    if reference.world_size == 1 and fastest.world_size > 1 and fastest.efficiency is not None:
+        of_ideal = f", {100 * fastest.efficiency:.0f} % of what {fastest.world_size} ranks could give"
     return (
         f"{in_quotes(fastest.name)} {what}: {compared(fastest.speedup, in_quotes(reference.name))}, {rates}{of_ideal}."
     )
 
 
-def _instead(setting: Setting, reference: Setting) -> str:
+def _instead(setting: Setting, reference: Setting) -> list[str]:
     if setting is reference:
-        return f"Nothing else is faster than {in_quotes(reference.name)} beyond noise: leave the rest off."
+        rest = "" if reference.num_diverged else ": leave the rest off"
+        return [f"Nothing else is faster than {in_quotes(reference.name)} beyond noise{rest}."]
     assert setting.speedup is not None
-    kind = "its loss is no worse" if setting.is_lossy else "lossless"
-    return f"Use {in_quotes(setting.name)} ({kind}): {compared(setting.speedup, in_quotes(reference.name))}."
+    use = f"Use {in_quotes(setting.name)}: {compared(setting.speedup, in_quotes(reference.name))}."
+    return [use, *loss_sentence(setting, reference)]
 
 
 def _among_equals(fastest: Setting, usable: Sequence[Setting], reference: Setting) -> tuple[Setting, list[str]]:
     """Names those that are as fast within noise, and prefers one that loses nothing."""
     equals = [setting for setting in usable[1:] if _is_equal(setting, fastest)]
-    lossless = [setting for setting in usable if not setting.is_lossy]
+    lossless = [setting for setting in usable if is_lossless(setting, reference)]
     if fastest.is_lossy and lossless and lossless[0] in equals:
         return lossless[0], [f"{in_quotes(lossless[0].name)} is as fast within noise, and lossless: use that."]
     sentences = [f"As fast within noise: {listed([setting.name for setting in equals])}."] if equals else []

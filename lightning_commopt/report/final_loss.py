@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.phrases import percent_change, significant
+from lightning_commopt.report.words import is_of_plan
 
 LossVerdict = Literal["worse", "fine", "unknown"]
 
@@ -14,22 +15,37 @@ _SAME = 0.001
 _DIGITS = 4
 
 
+def is_lossless(setting: Setting, reference: Setting) -> bool:
+    """Returns whether what is known of a setting says that it trains as the reference does, but for rounding.
+
+    That is where it has a `CommPlan` whose compressor changes no gradients, and differs from the reference in nothing
+    but the plan and the number of ranks. Of precision, batch size and others' hooks nothing is known.
+    """
+    names = setting.values.keys() | reference.values.keys()
+    varied = [name for name in names if setting.values.get(name) != reference.values.get(name)]
+    return (
+        all(map(is_of_plan, varied))
+        and not setting.is_lossy
+        and all(run.record.plan is not None for run in setting.runs)
+    )
+
+
 def loss_verdict(setting: Setting, reference: Setting) -> LossVerdict:
     """Judges the final losses of a setting by those of the reference.
 
     Returns:
         "worse" if a run diverged, or the median is above by more than 0.1 % and all losses are above all of the
-        reference's. "unknown" for a lossy plan if one of them has no loss, or the loss of a single run is above. Else
-        "fine".
+        reference's. "unknown" if one of them has no loss, or the loss of a single run is above, unless the setting is
+        lossless. Else "fine".
     """
     if setting.num_diverged:
         return "worse"
     if setting.val_loss is None or reference.val_loss is None:
-        return "unknown" if setting.is_lossy else "fine"
+        return "fine" if is_lossless(setting, reference) else "unknown"
     if setting.val_loss.median - reference.val_loss.median <= _SAME * abs(reference.val_loss.median):
         return "fine"
     if _is_single(setting, reference):
-        return "unknown" if setting.is_lossy else "fine"
+        return "fine" if is_lossless(setting, reference) else "unknown"
     return "worse" if min(_losses(setting)) > max(_losses(reference)) else "fine"
 
 
@@ -39,21 +55,28 @@ def loss_sentence(setting: Setting, reference: Setting) -> list[str]:
         return [
             f"In {setting.num_diverged} of its {len(setting.runs)} runs the final loss is no number: do not use it."
         ]
-    kind = "It is lossy" if setting.is_lossy else "It is lossless"
+    kind = "It is lossy" if setting.is_lossy else "It is lossless" if is_lossless(setting, reference) else ""
     if setting.val_loss is None or reference.val_loss is None:
-        return (
-            [f"{kind}, and no final loss was recorded: compare the loss before you use it."] if setting.is_lossy else []
+        if kind == "It is lossless":
+            return []
+        known = (
+            "no final loss was recorded" if setting.val_loss is reference.val_loss else "one of the losses is missing"
         )
+        return [_sentence(kind, ", and ", f"{known}: compare the loss before you use it")]
     ours, theirs = setting.val_loss.median, reference.val_loss.median
     if abs(ours - theirs) <= _SAME * abs(theirs):
-        return [f"{kind}; the final loss is the same, {significant(ours, _DIGITS)}."]
+        return [_sentence(kind, "; ", f"the final loss is the same, {significant(ours, _DIGITS)}")]
     by = percent_change((ours - theirs) / abs(theirs)) if theirs else significant(abs(ours - theirs))
     both = f"{significant(ours, _DIGITS)} against {significant(theirs, _DIGITS)}"
-    says = f"{kind}; the final loss is {both}, {by} {'above' if ours > theirs else 'below'}"
+    says = f"the final loss is {both}, {by} {'above' if ours > theirs else 'below'}"
     if _is_single(setting, reference):
-        return [f"{says}, of single runs, whose spread is unknown."]
+        return [_sentence(kind, "; ", f"{says}, of single runs, whose spread is unknown")]
     overlap = max(min(_losses(setting)), min(_losses(reference))) <= min(max(_losses(setting)), max(_losses(reference)))
-    return [f"{says} and {'within' if overlap else 'beyond'} the spread over repetitions."]
+    return [_sentence(kind, "; ", f"{says} and {'within' if overlap else 'beyond'} the spread over repetitions")]
+
+
+def _sentence(kind: str, between: str, text: str) -> str:
+    return f"{kind}{between}{text}." if kind else f"{text[0].upper()}{text[1:]}."
 
 
 def _losses(setting: Setting) -> list[float]:

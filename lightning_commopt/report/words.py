@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import NamedTuple
+
+from lightning_commopt.plan import CommPlan
 
 _OFF = ("null", "none", "false", "")
 _RANKS = ("ranks", "trainer.devices", "world_size")
 _COMM_HOOK = ("strategy/comm_hook", "commopt", "strategy.comm_hook", "strategy.comm_hook.name", "plan")
 _PREFIXES = ("trainer.strategy.comm_hook.", "strategy.comm_hook.", "comm_hook.", "trainer.strategy.", "strategy.")
+
+_OF_PLAN = ("ranks", "comm_hook", "rung", "way", *(option.name for option in fields(CommPlan)))
 
 _SPELLED = {
     "none": "uncompressed",
@@ -58,6 +63,12 @@ def canonical(name: str) -> str:
 def is_ranks(name: str) -> bool:
     """Returns whether an override says how many ranks there are, apart from nodes."""
     return canonical(name) == "ranks"
+
+
+def is_of_plan(name: str) -> bool:
+    """Returns whether an override says how gradients travel, or between how many ranks, and nothing else."""
+    is_of_hook = "comm_hook." in name and "ddp_comm_hook" not in name
+    return is_of_hook or canonical(name) in _OF_PLAN
 
 
 def spelled(value: str) -> str:

@@ -36,10 +36,65 @@ def test_a_loss_beyond_the_spread_names_a_lossless_plan_as_well(tmp_path):
     assert group.fastest.name == "PowerSGD"
     assert group.answer[1:] == (
         "It is lossy; the final loss is 2.200 against 2.000, 10 % above and beyond the spread over repetitions.",
-        'Use "all reduce" (lossless): 50.5 % faster than "uncompressed" (50.0 to 50.5 % in 3 repetitions).',
+        'Use "all reduce": 50.5 % faster than "uncompressed" (50.0 to 50.5 % in 3 repetitions).',
+        "It is lossless; the final loss is the same, 2.000.",
     )
     assert group.recommended is not None
     assert group.recommended.name == "all reduce"
+
+
+def _save(folder, *overrides, rates, losses=LOW, **fields):  # type: ignore[no-untyped-def]
+    for repetition, (rate, loss) in enumerate(zip(rates, losses, strict=True)):
+        run = folder / f"{len(list(folder.iterdir())) if folder.exists() else 0}"
+        save_run(run, *overrides, f"repetition={repetition}", samples_per_s=rate, val_loss=loss, **fields)
+
+
+@pytest.mark.parametrize(
+    ("override", "plan", "kind"),
+    [
+        ("strategy.static_graph=true", {"static_graph": True}, "It is lossless; the"),
+        ("strategy.comm_hook.inner=none", {}, "It is lossless; the"),
+        ("trainer.precision=16", {}, "The"),
+        ("data.batch_size=8", {}, "The"),
+        ("trainer.accumulate_grad_batches=4", {}, "The"),
+        ("trainer.strategy.ddp_comm_hook.x=1", {}, "The"),
+        ("strategy.static_graph=true", None, "The"),
+    ],
+)
+def test_lossless_is_what_differs_in_the_plan_only(tmp_path, override, plan, kind):
+    _save(tmp_path, rates=SLOW)
+    _save(tmp_path, override, rates=FAST, plan=plan)
+    answer = build_report([tmp_path]).groups[0].answer
+    assert answer[1] == f"{kind} final loss is the same, 2.000."
+
+
+def test_a_higher_but_uncertain_median_is_said(tmp_path):
+    group = _group(tmp_path, {"none": SLOW, "bf16": FAST, "int8": [160, 320, 99]})
+    assert group.answer[:2] == (
+        '"bf16" is the fastest beyond noise: 50.5 % faster than "uncompressed" (50.0 to 50.5 % in 3 repetitions),'
+        " 150 against 100 samples/s.",
+        '"int8" has a higher median, up to 160 samples/s, but uncertain.',
+    )
+
+
+def test_the_loss_of_the_recommended_is_said(tmp_path):
+    """No fixed words: the ranges overlap, but the median is far above."""
+    losses = {"none": [2.0, 2.5, 1.9], "powersgd": [3.0, 3.1, 3.2], "bf16": [2.38, 2.39, 2.4]}
+    group = _group(tmp_path, {"none": SLOW, "powersgd": FASTER, "bf16": FAST}, losses)
+    assert group.answer[-1] == (
+        "It is lossy; the final loss is 2.390 against 2.000, 20 % above and within the spread over repetitions."
+    )
+
+
+@pytest.mark.parametrize(("rates", "recommended"), [(SLOW, None), (FAST, "bf16")])
+def test_a_reference_that_diverged_is_not_recommended(tmp_path, rates, recommended):
+    losses = {"none": [2.0, math.nan, 2.0], "bf16": LOW, "int8": LOW}
+    group = _group(tmp_path, {"none": SLOW, "bf16": rates, "int8": [50, 51, 49]}, losses)
+    assert group.answer[0] == (
+        'In 1 of the 3 runs of "uncompressed", the reference, the final loss is no number: do not use it.'
+    )
+    assert not any("leave the rest off" in sentence for sentence in group.answer)
+    assert (group.recommended and group.recommended.name) == recommended
 
 
 def test_nothing_but_the_plan_with_the_worse_loss_is_faster(tmp_path):
