@@ -7,7 +7,9 @@ import os
 from dataclasses import dataclass
 from functools import cache
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -55,19 +57,54 @@ def check_config(config: DictConfig) -> None:
         OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error)) from error
-    if num_repetitions(config) > 1:
-        raise ConfigError(f"repeat is for sweeps: add -m, or leave out repeat={config.repeat}")
-    if isinstance(config.repetition, bool) or not isinstance(config.repetition, int) or config.repetition < 0:
-        raise ConfigError(f"repetition must be an integer of at least 0, got {config.repetition!r}")
+    _check_repetition(config)
+    _check_warmup(config)
     _check_devices(config)
     _check_plan(config)
     _check_link(config)
 
 
+def _check_repetition(config: DictConfig) -> None:
+    if (repeat := num_repetitions(config)) > 1:
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+            repetitions = ",".join(map(str, range(repeat)))
+            raise ConfigError(
+                f"repeat={repeat} belongs to hydra/launcher=fresh_processes; with other launchers repetition="
+                f"{repetitions} does the same"
+            )
+        raise ConfigError(f"repeat is for sweeps: add -m, or leave out repeat={repeat}")
+    if not _is_integer(config.repetition) or config.repetition < 0:
+        raise ConfigError(f"repetition must be an integer of at least 0, got {config.repetition!r}")
+
+
+def _check_warmup(config: DictConfig) -> None:
+    """Refuses a run that is over before it is timed; how long one without ``trainer.max_steps`` is, nobody knows."""
+    num_warmup_steps = OmegaConf.select(config, "callbacks.throughput.num_warmup_steps")
+    if num_warmup_steps is None:
+        return
+    if not _is_integer(num_warmup_steps) or num_warmup_steps < 0:
+        raise ConfigError(f"num_warmup_steps must be an integer of at least 0, got {num_warmup_steps!r}")
+    max_steps = OmegaConf.select(config, "trainer.max_steps")
+    if _is_integer(max_steps) and 0 < max_steps <= num_warmup_steps:
+        raise ConfigError(
+            f"steps after the first num_warmup_steps are timed, and none would be left of trainer.max_steps="
+            f"{max_steps}: num_warmup_steps must be from 0 to {max_steps - 1}, got {num_warmup_steps}"
+        )
+
+
 def _check_devices(config: DictConfig) -> None:
     name = str(config.strategy.get("_target_", "")).rpartition(".")[2]
-    if name == "SingleDeviceStrategy" and config.trainer.devices not in (1, "1"):
-        raise ConfigError(f"strategy=single trains on one device, got trainer.devices={config.trainer.devices}")
+    if name == "SingleDeviceStrategy":
+        for option in ("devices", "num_nodes"):
+            if config.trainer[option] not in (1, "1"):
+                raise ConfigError(
+                    f"strategy=single trains on one device, got trainer.{option}={config.trainer[option]}"
+                )
+        if not is_lab_rank() and num_started_ranks() > 1:
+            raise ConfigError(
+                "strategy=single trains in one process, and each of several would train by itself into the same "
+                "directory: run it without torchrun and srun, or with one task"
+            )
     if name == "FSDPStrategy" and config.trainer.accelerator == "cpu":
         raise ConfigError("FSDPStrategy needs GPUs: trainer.accelerator must be gpu, got cpu")
 
@@ -79,13 +116,13 @@ def num_repetitions(config: DictConfig) -> int:
         ConfigError: ``repeat`` is not a number above 0.
     """
     repeat = config.repeat
-    if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
+    if not _is_integer(repeat) or repeat < 1:
         raise ConfigError(f"repeat must be an integer of at least 1, got {repeat!r}")
     return repeat
 
 
 def lab_shape(config: DictConfig) -> LabShape:
-    """Returns the hosts of a run with a link, and their ranks.
+    """Returns the hosts of a run with a link, and their ranks; one rank has one host, whatever ``hosts`` says.
 
     Raises:
         ConfigError: the ranks cannot be spread so.
@@ -102,6 +139,7 @@ def lab_shape(config: DictConfig) -> LabShape:
         NetLab(hosts, config.link)
     except ValueError as error:  # the rate has been checked
         raise ConfigError(f"hosts: {error}") from error
+    hosts = 1 if num_ranks == 1 else hosts
     if num_ranks % hosts:
         raise ConfigError(
             f"hosts must divide the number of ranks, trainer.devices x trainer.num_nodes = {num_ranks}, "
@@ -136,6 +174,28 @@ def plan_name(config: DictConfig) -> str:
 def is_lab_rank() -> bool:
     """Returns whether this process is a rank on a host of the network lab."""
     return LAB_RANK_VARIABLE in os.environ
+
+
+def num_started_ranks() -> int:
+    """Returns how many processes torchrun or srun has started to run this; 1 without them.
+
+    In a job of SLURM's this process may still be the only one: ``SLURM_NTASKS`` says how many it could have. And
+    without ``RANK``, ``WORLD_SIZE`` may be what Lightning has left of an earlier job in this process.
+    """
+    return max(
+        _integer_in_environment("WORLD_SIZE", default=1) if "RANK" in os.environ else 1,
+        _integer_in_environment("SLURM_STEP_NUM_TASKS", default=1),
+        _integer_in_environment("SLURM_PROCID", default=0) + 1,
+    )
+
+
+def _integer_in_environment(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_plan(config: DictConfig) -> None:

@@ -49,6 +49,14 @@ def test_every_job_of_an_experiment_can_be_run(experiment):
     assert len(jobs(experiment)) > 1
 
 
+@pytest.mark.parametrize("experiment", ["four_ways", "ladder", "scaling"])
+def test_two_hosts_are_enough_for_every_job_of_an_experiment(experiment, monkeypatch):
+    """Also for those of one process, which have one host."""
+    monkeypatch.setattr("lightning_commopt.run_config._why_no_lab", lambda: None)
+    for overrides in jobs(experiment):
+        check_config(composed(*overrides, "link=1gbit", "hosts=2", "trainer.accelerator=cpu"))
+
+
 def test_fsdp_without_gpus_is_an_error_before_anything_starts():
     config = composed("experiment=sharding", "strategy=fsdp", "trainer.accelerator=cpu")
     with pytest.raises(ConfigError, match=r"FSDPStrategy needs GPUs: trainer\.accelerator must be gpu, got cpu"):

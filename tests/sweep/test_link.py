@@ -72,6 +72,7 @@ def test_a_machine_without_a_lab_is_told(monkeypatch):
         (["link=1gbit", "ranks=1"], 1, 1),
         (["link=1gbit", "ranks=4"], 1, 4),
         (["link=1gbit", "ranks=4", "hosts=2"], 2, 2),
+        (["link=1gbit", "ranks=1", "hosts=2"], 1, 1),
         (["link=1gbit", "ranks=2", "trainer.num_nodes=3", "hosts=2"], 3, 2),
         (["link=unlimited", "strategy=single", "trainer.devices=1", "ranks=8"], 1, 1),
         (["ranks=3"], 3, 1),

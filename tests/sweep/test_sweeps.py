@@ -143,8 +143,8 @@ def test_more_repetitions_go_on_too(tmp_path):
 
 def test_a_job_with_other_settings_is_run_again_and_said(tmp_path):
     """If it fails, a table mixes runs of two configurations."""
-    fake_sweep(tmp_path, "seed=1,2", "trainer.max_steps=10")
-    losses, notes = fake_sweep(tmp_path, "seed=1,4", "trainer.max_steps=20")
+    fake_sweep(tmp_path, "seed=1,2", "trainer.max_steps=20")
+    losses, notes = fake_sweep(tmp_path, "seed=1,4", "trainer.max_steps=30")
     assert notes.numbers == [0, 1]
     assert losses == [1, 4]
     moved = [f"; what was there is in {tmp_path}/earlier/{number}.1" for number in notes.numbers]
