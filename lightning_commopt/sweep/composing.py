@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,24 +64,23 @@ class JobComposer:
         num_jobs = len(configs)
         return [
             [
-                self._job(
-                    list(own), config, (first_number * repeat) + repetition * num_jobs + place, repeat, repetition
-                )
+                self._job(list(own), config, (first_number * repeat) + round_number * num_jobs + place, repetition)
                 for place, (own, config) in enumerate(zip(job_overrides, configs, strict=True))
             ]
-            for repetition in range(repeat)
+            for round_number, repetition in enumerate(range(repeat) if repeat > 1 else [None])
         ]
 
     def _composed(self, overrides: list[str]) -> DictConfig:
         return self.context.config_loader.load_sweep_config(self.sweep_config, overrides)
 
-    def _job(self, overrides: list[str], config: DictConfig, number: int, repeat: int, repetition: int) -> Job:
+    def _job(self, overrides: list[str], config: DictConfig, number: int, repetition: int | None) -> Job:
         further = []
-        if repeat > 1:
-            config = copy.deepcopy(config)
-            config.repeat, config.repetition = 1, repetition
-            overrides = [*(o for o in overrides if not o.startswith("repeat=")), f"repetition={repetition}"]
-            further = ["repeat=1"]
+        if repetition is not None:
+            others = (o for o in overrides if not o.startswith(("repeat=", "repetition=")))
+            overrides = [*others, f"repetition={repetition}"]
+            config = self._composed(overrides)
+            if config.repeat != 1:  # a file says so
+                config.repeat, further = 1, ["repeat=1"]
         run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         with _as_job(config, number, folder=None) as folder:
             check_config(run_config)
@@ -108,6 +106,22 @@ class JobComposer:
             config_yaml=config_yaml,
             content=content,
         )
+
+
+def check_folders(jobs: Iterable[Job]) -> None:
+    """Checks that jobs do not write over each other.
+
+    Raises:
+        ConfigError: two of them have the same folder.
+    """
+    seen: dict[Path, Job] = {}
+    for job in jobs:
+        other = seen.setdefault(job.folder, job)
+        if other is not job:
+            raise ConfigError(
+                f"hydra.sweep.subdir must differ between jobs, but jobs {other.number} and {job.number} have the same "
+                f"directory {job.folder}: use ${{hydra.job.num}} in it"
+            )
 
 
 def quoted(path: str) -> str:

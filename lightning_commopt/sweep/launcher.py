@@ -22,8 +22,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from lightning_commopt.run_config import num_started_ranks
 from lightning_commopt.run_record import RunRecord
-from lightning_commopt.sweep.composing import JobComposer, SweepSettings
+from lightning_commopt.sweep.composing import JobComposer, SweepSettings, check_folders
 from lightning_commopt.sweep.continuing import changed_keys, finished_before, set_aside
 from lightning_commopt.sweep.job import Job, JobResult, run_job, save_summary
 
@@ -39,6 +40,8 @@ _RANK_VARIABLES = (
     "MASTER_PORT",
     "PL_GLOBAL_SEED",
 )
+# Of an allocation; paths in a configuration may have them. By the others Lightning would take its tasks for ranks.
+_SLURM_KEPT = ("SLURM_JOB_ID", "SLURM_TMPDIR")
 
 
 @dataclass
@@ -86,15 +89,20 @@ class FreshProcessLauncher(Launcher):
 
         Raises:
             HydraException: this process is itself one of several ranks.
+            ConfigError: a job cannot be run, or would write over another one.
             InterruptedRun: we were told to stop; no process is left.
         """
-        if "LOCAL_RANK" in os.environ:
-            raise HydraException("A sweep starts its own ranks: run it without torchrun, in one process.")
+        if "LOCAL_RANK" in os.environ or num_started_ranks() > 1:
+            raise HydraException(
+                "A sweep starts its own ranks: run it without torchrun, in one process; "
+                "under SLURM without srun, or with srun --ntasks=1."
+            )
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         sweep_dir = Path(self._config.hydra.sweep.dir).resolve()
         rounds = self._composer.rounds(job_overrides, initial_job_idx)
         to_run = self._without_equals([job for jobs in rounds for job in jobs])
+        check_folders(self._first_jobs.values())
         self._observer.planned(sweep_dir, len(self._first_jobs))
         self._keep_finished(to_run, sweep_dir)
         for job in to_run:
@@ -157,7 +165,11 @@ def register_launcher(settings: SweepSettings) -> None:
 
 
 def _environment() -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _RANK_VARIABLES and (name in _SLURM_KEPT or not name.startswith("SLURM_"))
+    }
     # A program that writes to a pipe would hold its lines back.
     return {**env, "PYTHONUNBUFFERED": "1"}
 

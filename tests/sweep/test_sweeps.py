@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from fake_sweeps import fake_sweep
+from fake_sweeps import JOB, fake_sweep
 from hydra.errors import HydraException
 
 from lightning_commopt.run_config import ConfigError
@@ -155,7 +155,47 @@ def test_a_job_with_other_settings_is_run_again_and_said(tmp_path):
     assert RunRecord.load(tmp_path / "earlier" / "1.1").val_loss == 2
 
 
-def test_a_sweep_within_a_job_of_several_ranks_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(HydraException, match="without torchrun"):
+@pytest.mark.parametrize(
+    "variables", [{"LOCAL_RANK": "0"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_PROCID": "1"}]
+)
+def test_a_sweep_within_a_job_of_several_ranks_is_refused(tmp_path, monkeypatch, variables):
+    """If it fails, several sweeps at once write into the same directories."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(HydraException, match=r"without torchrun, .* without srun, or with srun --ntasks=1"):
         fake_sweep(tmp_path, "seed=1,2")
+    assert numbers_in(tmp_path) == []
+
+
+def test_jobs_do_not_know_of_the_allocation_that_they_run_in(tmp_path, monkeypatch):
+    """If it fails, Lightning waits in every job for as many ranks as the allocation has tasks."""
+    allocation = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7"}
+    for name, value in allocation.items():
+        monkeypatch.setenv(name, value)
+    save = "import os; (Path(values['hydra.run.dir'].strip(\"'\")) / 'env').write_text(json.dumps(dict(os.environ)))"
+    monkeypatch.setattr("fake_sweeps.JOB", JOB + save)
+    assert fake_sweep(tmp_path, "strategy=single,commopt", "ranks=1", "seed=2")[0] == [2, 2]
+    found = json.loads((tmp_path / "0" / "env").read_text())
+    assert [name for name in found if name.startswith("SLURM_")] == ["SLURM_JOB_ID"]
+
+
+def test_repetitions_have_folders_of_their_own_under_any_name(tmp_path):
+    """If it fails, each repetition sets the one before it aside."""
+    named = "hydra.sweep.subdir=${hydra.job.override_dirname}"
+    losses, notes = fake_sweep(tmp_path, "seed=1,2", "repeat=2", named)
+    names = [job.folder.name for job in notes.started_jobs]
+    assert names == [f"repetition={repetition},seed={seed}" for repetition in range(2) for seed in (1, 2)]
+    assert losses == [51, 52]
+    assert fake_sweep(tmp_path, "seed=1,2", "repeat=2", named)[1].numbers == []
+
+
+@pytest.mark.parametrize("overrides", [["seed=1,2"], ["repeat=2"], ["seed=1,2", "hydra.sweeper.max_batch_size=1"]])
+def test_jobs_that_would_share_a_folder_are_refused(tmp_path, overrides):
+    """If it fails, each job sets the one before it aside."""
+    with pytest.raises(ConfigError, match=r"jobs 0 and 1 have the same directory .*/one: use \$\{hydra.job.num\}"):
+        fake_sweep(tmp_path, *overrides, "hydra.sweep.subdir=one")
+    assert (tmp_path / "one").exists() == ("max_batch_size" in overrides[-1])
+
+
+def test_jobs_that_train_the_same_may_share_a_folder(tmp_path):
+    assert fake_sweep(tmp_path, "ranks=2,2", "hydra.sweep.subdir=one")[1].numbers == [0]
