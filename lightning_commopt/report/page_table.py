@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from lightning_commopt.report.figures.units import TIMES, number, percent, spread_text
 from lightning_commopt.report.model import Group, Interval, Setting
+from lightning_commopt.report.phrases import kinds_of_intervals
 
 Order = Literal["ascending", "descending"]
 
@@ -50,13 +51,13 @@ class Table(NamedTuple):
         columns: those that have a value in some row.
         rows: a setting, and its cells.
         sources: where figures of others are from.
-        has_intervals: whether any throughput has one.
+        intervals: what the ends of those of the throughputs are; empty where they have none.
     """
 
     columns: list[Column]
     rows: list[tuple[Setting, list[Cell]]]
     sources: list[str]
-    has_intervals: bool
+    intervals: str
 
 
 def settings_table(group: Group) -> Table:
@@ -67,9 +68,7 @@ def settings_table(group: Group) -> Table:
         columns=[_columns(group)[index] for index in kept],
         rows=[(setting, [cells[index][row] for index in kept]) for row, setting in enumerate(group.settings)],
         sources=list(dict.fromkeys(figure.source for setting in group.settings for figure in setting.published)),
-        has_intervals=any(
-            setting.samples_per_s and setting.samples_per_s.low is not None for setting in group.settings
-        ),
+        intervals=kinds_of_intervals(setting.samples_per_s for setting in group.settings),
     )
 
 
@@ -120,7 +119,7 @@ def _columns(group: Group) -> list[Column]:
         Column(title="steps/s", first="descending", cell=lambda s: _interval(s.steps_per_s)),
         Column(title="efficiency", first="descending", cell=lambda s: _share(s.efficiency)),
         Column(title="exposed share of a step", first="ascending", cell=_exposed),
-        Column(title="MB on the wire, a step and rank", first="ascending", cell=lambda s: _megabytes(s.wire_bytes)),
+        Column(title="MB sent, a step and rank", first="ascending", cell=lambda s: _megabytes(s.wire_bytes)),
         Column(title="final validation loss", first="ascending", cell=_loss),
         Column(
             title="final validation accuracy",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_commopt.report.intervals import MIN_VALUES_OF_AN_INTERVAL
 from lightning_commopt.report.model import Interval
@@ -59,6 +59,27 @@ def compared(ratio: Interval, than: str) -> str:
         return f"{round(change, decimals) + 0.0:.{decimals}f}"  # 0.0 turns -0 into 0
 
     return f"{percent(ratio.median)} % {'faster' if is_faster else 'slower'} than {than}{_ends(ratio, percent, ' %')}"
+
+
+def kind_of_interval(interval: Interval) -> str:
+    """Returns what the ends of an interval are.
+
+    >>> kind_of_interval(Interval(median=2, low=1, high=3, num_values=5))
+    'range of 5 repetitions'
+    """
+    is_range = interval.num_values < MIN_VALUES_OF_AN_INTERVAL
+    return f"range of {interval.num_values} repetitions" if is_range else "95 % interval"
+
+
+def kinds_of_intervals(intervals: Iterable[Interval | None]) -> str:
+    """Returns what the ends of several intervals are; nothing where none has ends."""
+    counts = [each.num_values for each in intervals if each is not None and each.low is not None]
+    if not counts or min(counts) >= MIN_VALUES_OF_AN_INTERVAL:
+        return "95 % intervals" if counts else ""
+    ranges = f"ranges of {min(counts)}" if min(counts) == max(counts) else f"ranges of {min(counts)} to {max(counts)}"
+    if max(counts) < MIN_VALUES_OF_AN_INTERVAL:
+        return f"{ranges} repetitions"
+    return f"95 % intervals, or ranges of less than {MIN_VALUES_OF_AN_INTERVAL} repetitions"
 
 
 def percent_change(change: float) -> str:

@@ -40,7 +40,8 @@ def print_report(report: Report, console: Console) -> None:
         for sentence in group.answer:
             _print(sentence, console)
         chosen = group.recommended or group.fastest
-        heading = f"# {chosen.name}" if group.recommended else f"# {chosen.name}: the highest throughput so far"
+        is_highest = not group.recommended and chosen.samples_per_s is not None
+        heading = f"# {chosen.name}: the highest throughput so far" if is_highest else f"# {chosen.name}"
         console.print(Text("\n".join(["", heading, *chosen.config_lines]), style="cyan"), soft_wrap=True)
     for run in report.failed:
         _print(f"{run.name} ({run.setting}) failed: {run.record.error}", console, style="red")

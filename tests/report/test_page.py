@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from sample_runs import four_ways_report, ladder_report, sample_report, write_sweep
+from sample_runs import four_ways_report, ladder_report, sample_report, save_run, write_sweep
 from wheels import REPOSITORY, build_wheel
 
 from lightning_commopt.report.build import build_report
@@ -120,6 +120,23 @@ def test_a_run_that_diverged_is_said_so(sweep: Report, tmp_path: Path) -> None:
     changed = [replace(setting, val_loss=None, num_diverged=2) for setting in sweep.groups[0].settings]
     text = _table(_written(replace(sweep, groups=(_with(sweep.groups[0], changed),)), tmp_path)[1])
     assert "diverged: 2 of 3 runs" in text
+
+
+def test_a_range_is_not_called_an_interval(sweep: Report, ladder: Report, tmp_path: Path) -> None:
+    page, elements = _written(sweep, tmp_path)
+    assert "Medians over repetitions, with ranges of 3 repetitions below" in _table(elements)
+    assert "range of 3 repetitions: " in page
+    assert "error bars are ranges of 3 repetitions" in page
+    assert "95 % interval" not in page.replace("the bootstrap 95 % interval of that median", "")
+    assert "MB sent, a step and rank" in page
+    many = build_report([write_sweep(tmp_path / "many", num_repetitions=6)])
+    assert "with 95 % intervals below" in _table(_written(many, tmp_path)[1])
+
+
+def test_without_throughput_no_median_is_the_highest(tmp_path: Path) -> None:
+    save_run(tmp_path / "0", "rung=bf16")
+    save_run(tmp_path / "1", "rung=one_bucket")
+    assert "highest median" not in _written(build_report([tmp_path]), tmp_path)[0]
 
 
 def test_several_groups_have_contents_and_a_table_of_all(tmp_path: Path) -> None:

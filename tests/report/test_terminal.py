@@ -3,8 +3,9 @@ import re
 
 import pytest
 from rich.console import Console
-from sample_runs import four_ways_report, ladder_report, sample_report
+from sample_runs import four_ways_report, ladder_report, sample_report, save_run
 
+from lightning_commopt.report.build import build_report
 from lightning_commopt.report.terminal import print_report
 
 
@@ -50,3 +51,9 @@ def test_names_are_no_markup(tmp_path):
     report = sample_report(tmp_path)
     object.__setattr__(report, "problems", ("[red]x[/red]",))
     assert "note: [red]x[/red]" in _printed(report, 80)
+
+
+def test_without_throughput_none_is_the_highest(tmp_path):
+    save_run(tmp_path / "0", "rung=bf16")
+    save_run(tmp_path / "1", "rung=one_bucket")
+    assert "highest throughput" not in _printed(build_report([tmp_path]), 80)

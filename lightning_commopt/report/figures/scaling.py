@@ -14,6 +14,7 @@ from lightning_commopt.report.figures.style import QUIET, PlanStyle, line_styles
 from lightning_commopt.report.figures.throughput import error_bars
 from lightning_commopt.report.figures.units import TIMES, number, percent, spread_text
 from lightning_commopt.report.model import Group, Scaling
+from lightning_commopt.report.phrases import kind_of_interval
 
 _CURVE_POINTS = 40
 _SPACE = "\N{NO-BREAK SPACE}"
@@ -115,7 +116,7 @@ def _draw(figure: go.Figure, scaling: Scaling, style: PlanStyle, axis: _Axis) ->
         hovertext=[
             f"<b>{plain(scaling.plan_name)}, {ranks} rank{'s' * (ranks > 1)}</b><br>"
             f"{number(interval.median * factor)} {axis.unit}"
-            + (f"<br>95 % interval {spread_text(interval, factor)}" if interval.low is not None else "")
+            + (f"<br>{kind_of_interval(interval)}: {spread_text(interval, factor)}" if interval.low is not None else "")
             for ranks, interval, factor in points
         ],
         hoverinfo="text",

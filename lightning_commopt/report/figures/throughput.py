@@ -22,6 +22,7 @@ from lightning_commopt.report.figures.series import Series, series_of
 from lightning_commopt.report.figures.style import INK, PlanStyle, line_styles, new_figure
 from lightning_commopt.report.figures.units import TIMES, number, spread_text
 from lightning_commopt.report.model import Group, Interval, Setting
+from lightning_commopt.report.phrases import kind_of_interval, kinds_of_intervals
 
 _LEAST_TICK_DISTANCE = 0.09
 
@@ -48,8 +49,8 @@ def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         hovertext=[_hover(setting, interval) for setting, interval in found],
         hoverinfo="text",
     )
-    has_intervals = any(interval.low is not None for _, interval in found)
-    note = "Medians over repetitions; error bars are 95 % intervals." if has_intervals else "A single run of each."
+    kinds = kinds_of_intervals(interval for _, interval in found)
+    note = f"Medians over repetitions; error bars are {kinds}." if kinds else "A single run of each."
     return Chart(title="Throughput of all settings", note=f"{note} In the order of the sweep.", figure=rows.figure)
 
 
@@ -152,7 +153,9 @@ def _hover(setting: Setting, interval: Interval) -> str:
     lines = [
         f"<b>{plain(setting.name)}</b>",
         f"{number(interval.median, 4)} samples/s",
-        f"95 % interval {spread_text(interval)}" if interval.low is not None else "a single run, no interval",
+        f"{kind_of_interval(interval)}: {spread_text(interval)}"
+        if interval.low is not None
+        else "a single run, no interval",
         f"{number(setting.speedup.median)}{TIMES} the reference: {setting.difference}" if setting.speedup else "",
     ]
     return "<br>".join(line for line in lines if line)
