@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_commopt.report.model import Interval, Scaling, Setting
 from lightning_commopt.report.reference import compare_settings, without_ranks
-from lightning_commopt.report.words import setting_name, spelled
+from lightning_commopt.report.words import is_of_plan, setting_name, spelled
 
 
 def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
@@ -22,7 +22,7 @@ def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
         base = one_process_for(series[-1], settings)
         if base is None:
             continue
-        points = [(base.world_size, Interval(median=1.0, low=1.0, high=1.0, num_values=len(base.runs)))]
+        points = [(base.world_size, Interval(median=1.0, low=None, high=None, num_values=len(base.runs)))]
         for setting in series:
             comparison = compare_settings(setting, base)
             if setting.world_size > 1 and comparison is not None:
@@ -61,10 +61,24 @@ def amdahl_serial_share(num_ranks: Sequence[int], speedups: Sequence[float]) -> 
 
 
 def one_process_for(setting: Setting, settings: Sequence[Setting]) -> Setting | None:
-    """Returns the setting on one rank that a setting's speed-up is over: of the same plan, else the group's first."""
+    """Returns the setting on one rank that a setting's speed-up is over.
+
+    That is the one of the same plan, else the first that differs in nothing but how gradients travel. None where all
+    others differ in more, such as the batch size.
+    """
     on_one = [each for each in settings if each.world_size == 1 and each.samples_per_s is not None]
-    same = [each for each in on_one if without_ranks(each.values) == without_ranks(setting.values)]
-    return next(iter([*same, *on_one] if setting.world_size > 1 else on_one), None)
+    alike = [each for each in on_one if _without_plan(each) == _without_plan(setting)]
+    same = [each for each in alike if without_ranks(each.values) == without_ranks(setting.values)]
+    return next(iter([*same, *alike] if setting.world_size > 1 else alike), None)
+
+
+def _without_plan(setting: Setting) -> dict[str, str]:
+    values = without_ranks(setting.values)
+    return {
+        name: value
+        for name, value in values.items()
+        if not is_of_plan(name) and not name.startswith(("strategy", "trainer.strategy"))
+    }
 
 
 def _series(settings: Sequence[Setting]) -> list[list[Setting]]:

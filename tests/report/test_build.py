@@ -199,6 +199,7 @@ def test_efficiency_and_scaling_are_over_one_process(tmp_path):
     naive, ddp = group.scalings
     assert (naive.plan_name, naive.num_ranks) == ("naive", (1, 2, 4))
     assert [speedup.median for speedup in naive.speedups] == pytest.approx([1.0, 1.2, 1.5])
+    assert naive.speedups[0].low is naive.speedups[0].high is None
     assert naive.serial_share == pytest.approx((0.5 * (1 / 1.2 - 0.5) + 0.75 * (1 / 1.5 - 0.25)) / (0.5**2 + 0.75**2))
     assert (ddp.plan_name, ddp.num_ranks, ddp.serial_share) == ("DDP", (1, 2), None)
 
@@ -214,6 +215,21 @@ def test_a_plan_that_ran_on_one_rank_is_held_against_itself(tmp_path):
         "uncompressed": 1.5,
         "bf16": 2.0,
     }
+
+
+def test_one_process_with_another_batch_size_is_no_measure(tmp_path):
+    """If it fails, two ranks are said to be worth eight."""
+    group = _group(
+        tmp_path,
+        ("strategy=ddp ranks=1 data.batch_size=8", {"samples_per_s": 10, "world_size": 1}),
+        ("strategy=fsdp ranks=2 data.batch_size=64", {"samples_per_s": 160, "world_size": 2}),
+        ("strategy=fsdp ranks=2 data.batch_size=8", {"samples_per_s": 16, "world_size": 2}),
+        ("strategy=fsdp ranks=4 data.batch_size=64", {"samples_per_s": 300, "world_size": 4}),
+    )
+    assert [setting.efficiency for setting in group.settings] == [1.0, None, 0.8, None]
+    (group,) = build_report([tmp_path], reference=group.settings[0].name).groups
+    assert group.reference.world_size == 1
+    assert not any("could give" in sentence for sentence in group.answer)
 
 
 def test_without_one_rank_there_is_no_efficiency(tmp_path):
