@@ -54,7 +54,7 @@ class Against:
     """All changes from one report to another.
 
     Attributes:
-        other: where the earlier one is from.
+        other: what the earlier one is called.
         changes: of all settings of both.
         conditions: a line for each condition that is not what it was.
         tolerance: share of the throughput that a setting may lose.
@@ -101,7 +101,8 @@ def hold_against(report: Mapping[str, Any], other: Path, *, tolerance: float = D
     if not any(now is not None and then is not None for now, then in pairs):
         raise ValueError(f"{other} has no setting in common with this report: nothing can be compared")
     conditions = (*_conditions(report, before), *_other_overrides(pairs))
-    return Against(other=str(other), tolerance=tolerance, changes=tuple(changes), conditions=conditions)
+    shown = other.resolve().name if other.is_absolute() else str(other)
+    return Against(other=shown, tolerance=tolerance, changes=tuple(changes), conditions=conditions)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -88,11 +88,12 @@ class _Reader:
     def read_folder(self, folder: Path, shown: str) -> None:
         if not folder.is_dir():
             what = "is no directory" if folder.exists() else "does not exist"
-            self.problems.append(f"{folder} {what}")
+            self.problems.append(f"{shown or folder.name} {what}")
             return
         run_folders = list(_run_folders(folder))
         if not run_folders:
-            self.problems.append(f"{folder} is no sweep: there is no {RUN_FILE} in it, nor in its subdirectories")
+            called = shown or folder.resolve().name
+            self.problems.append(f"{called} is no sweep: there is no {RUN_FILE} in it, nor in its subdirectories")
         for run_folder in run_folders:
             if run_folder.resolve() in self.seen:  # one directory was asked for within another
                 continue
@@ -117,7 +118,8 @@ class _Reader:
         overrides = dict(split_override(override) for override in record.overrides)
         run = Run(folder=folder, record=record, overrides=overrides, name=name, root=root)
         if record.status == "failed":
-            self.failed.append(run)
+            told = None if record.error is None else _without_places(record.error, folder, root)
+            self.failed.append(dataclasses.replace(run, record=dataclasses.replace(record, error=told)))
             return
         config, losses, has_steps = self._config(run), self._losses(run), self._has_steps(run)
         if record.samples_per_s is None or not math.isfinite(record.samples_per_s) or record.samples_per_s <= 0:
@@ -169,14 +171,20 @@ class _Reader:
 
 
 def _shown_names(folders: Sequence[Path]) -> dict[Path, str]:
-    """Returns how to call each directory: not at all if it is the only one, and by the whole path if names clash."""
+    """Returns how to call each directory: not at all if it is the only one, else by as much as tells it apart."""
     distinct = list(dict.fromkeys(folders))
-    names = [folder.resolve().name for folder in distinct]
     if len(distinct) == 1:
         return {distinct[0]: ""}
-    return {
-        folder: name if names.count(name) == 1 else str(folder) for folder, name in zip(distinct, names, strict=True)
-    }
+    parts = {folder: folder.resolve().parts for folder in distinct}
+    return {folder: _shortest_tail(own, list(parts.values())) for folder, own in parts.items()}
+
+
+def _shortest_tail(own: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
+    """Returns the end of a path that no other one of some paths has."""
+    lengths = range(1, len(own))
+    alike = [other for other in others if other != own]
+    length = next((n for n in lengths if all(other[-n:] != own[-n:] for other in alike)), len(own))
+    return "/".join(own[-length:])
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
@@ -240,3 +248,13 @@ def _in_a_line(error: Exception, folder: Path) -> str:
 def _relative(text: str, folder: Path) -> str:
     """Returns text without the way to a run's directory, which the reader need not see twice."""
     return text.replace(f"{folder}{os.sep}", "")
+
+
+def _without_places(text: str, folder: Path, root: Path) -> str:
+    """Returns text without the paths that say where its author keeps a sweep: pages are shared."""
+    places = {
+        str(place) for each in (folder, root, Path("~").expanduser()) for place in (each.absolute(), each.resolve())
+    }
+    for place in sorted(places - {os.sep}, key=len, reverse=True):
+        text = text.replace(place, "…")
+    return text

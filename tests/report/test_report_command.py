@@ -108,8 +108,23 @@ def test_the_tolerance_is_said(tmp_path):
     before, after = save_rates(tmp_path / "before", RATES), save_rates(tmp_path / "after", SLOWER)
     result = _run(after, "--against", before, "--tolerance", 0.3)
     assert result.exit_code == 0, result.output
-    assert f"against {before}, with a tolerance of 30 %:" in result.stdout
+    assert "against before, with a tolerance of 30 %:" in result.stdout
     assert _run(after, "--against", before, "--tolerance", 5).exit_code == 2
+
+
+def test_no_file_says_where_it_was_made(tmp_path, monkeypatch):
+    """If it fails, a page that is shared tells a user's name and folders."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in "ab":
+        sweep = tmp_path / name / "sweep"
+        error = f"OSError: {sweep}/x/log, {sweep}/y and {tmp_path}/home/.cache"
+        save_rates(sweep, RATES)
+        save_run(sweep / "x", status="failed", error=error)
+    (tmp_path / "none").mkdir()
+    folders = [tmp_path / name for name in ("a/sweep", "b/sweep", "gone", "none")]
+    result = _run(*folders, "--json", "--output", tmp_path, "--against", tmp_path / "a" / "sweep")
+    assert json.loads(result.stdout)["failed"][0]["error"] == "OSError: …/log, …/y and …/.cache"
+    assert str(tmp_path) not in result.stdout + (tmp_path / "report.html").read_text()
 
 
 def test_a_job_that_fails_now_closes_the_gate(tmp_path):
@@ -138,7 +153,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_reported(tmp_path):
     (sweep / "bf16_0" / "run.json").write_text("{")
     result = _run(sweep, tmp_path / "gone")
     assert result.exit_code == 0
-    assert f"note: {tmp_path}/gone does not exist" in result.stdout
+    assert "note: gone does not exist" in result.stdout
     assert "note: sweep/bf16_0/run.json cannot be read" in result.stdout
     assert "is the fastest" in result.stdout
 

@@ -53,7 +53,12 @@ def test_folders_of_one_name_are_told_apart_by_their_paths(tmp_path):
     save_run(tmp_path / "a" / "sweep" / "0")
     save_run(tmp_path / "b" / "sweep" / "0")
     names = [run.name for run in read_runs([tmp_path / "a" / "sweep", tmp_path / "b" / "sweep"]).finished]
-    assert names == [f"{tmp_path}/a/sweep/0", f"{tmp_path}/b/sweep/0"]
+    assert names == ["a/sweep/0", "b/sweep/0"]
+
+
+def test_errors_keep_words_that_are_folders_of_the_reader(tmp_path, monkeypatch):
+    monkeypatch.chdir(save_run(tmp_path / "a" / "x", status="failed", error="ValueError: a b").parent.parent)
+    assert read_runs([tmp_path.joinpath("a").relative_to(tmp_path)]).failed[0].record.error == "ValueError: a b"
 
 
 def test_no_run_counts_twice(sweep, monkeypatch):
@@ -145,9 +150,9 @@ def test_other_directories_are_lines_beside_a_sweep(sweep, tmp_path):
     found = read_runs([sweep, tmp_path / "empty", tmp_path / "gone", tmp_path / "file"])
     assert len(found.finished) == 4
     assert found.problems == (
-        f"{tmp_path}/empty is no sweep: there is no run.json in it, nor in its subdirectories",
-        f"{tmp_path}/gone does not exist",
-        f"{tmp_path}/file is no directory",
+        "empty is no sweep: there is no run.json in it, nor in its subdirectories",
+        "gone does not exist",
+        "file is no directory",
     )
 
 
