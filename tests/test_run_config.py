@@ -1,9 +1,6 @@
 """What a run's configuration says against where it runs; see also test_conf and sweep/test_link."""
 
 import pytest
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import read_write
 from test_conf import composed
 
 from lightning_commopt.run_config import LAB_RANK_VARIABLE, ConfigError, check_config
@@ -59,11 +56,7 @@ def test_one_process_has_one_node():
 
 
 def test_repeat_under_another_launcher_says_what_to_write_there():
-    config = composed("repeat=3")
-    hydra_config = HydraConfig.instance().cfg
-    assert hydra_config is not None
-    with read_write(hydra_config.hydra):
-        hydra_config.hydra.mode = RunMode.MULTIRUN
+    config = composed("repeat=3", "hydra.mode=MULTIRUN")
     with pytest.raises(ConfigError, match=r"repeat=3 belongs to hydra/launcher=fresh_processes; .*repetition=0,1,2 "):
         check_config(config)
 
