@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from tiny_runs import TINY
 
 from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.loss_curve import read_losses
@@ -21,15 +22,6 @@ from lightning_commopt.train import register_with_hydra
 
 PAGE = Path(__file__).parents[1] / "docs" / "launchers.md"
 LIMIT_S = 120
-TINY = (
-    "model.width=16",
-    "model.num_layers=1",
-    "data.batch_size=2",
-    "trainer.max_steps=4",
-    "trainer.limit_val_batches=1",
-    "trainer.accelerator=cpu",
-    "num_warmup_steps=1",
-)
 
 
 def commands(program):

@@ -7,22 +7,13 @@ from pathlib import Path
 
 import pytest
 from process_groups import is_group_gone, living_members
+from tiny_runs import TINY
 
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.run_record import RunRecord
 from lightning_commopt.train import flags_first
 
 LIMIT_S = 120
-TINY = (
-    "model.width=16",
-    "model.num_layers=1",
-    "data.batch_size=2",
-    "trainer.max_steps=4",
-    "trainer.limit_val_batches=1",
-    "trainer.accelerator=cpu",
-    "callbacks.throughput.num_warmup_steps=1",
-    "callbacks.comm_time.num_warmup_steps=1",
-)
 # Embeddings 256 x 16 and 64 x 16, one block, one norm: elements of the tiny model.
 TINY_NUMEL = 256 * 16 + 64 * 16 + (2 * 32 + 16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 + 64 + 64 * 16 + 16) + 32
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from lab_traces import machine_traces
 from process_groups import is_group_gone
+from tiny_runs import TINY
 
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.run_record import RunRecord
@@ -17,22 +18,11 @@ from lightning_commopt.run_record import RunRecord
 pytestmark = [pytest.mark.usefixtures("lab_machine"), pytest.mark.slow]
 
 LIMIT_S = 240
-TINY = (
-    "model.width=16",
-    "model.num_layers=1",
-    "data.batch_size=2",
-    "trainer.max_steps=4",
-    "trainer.limit_val_batches=1",
-    "trainer.accelerator=cpu",
-    "callbacks.throughput.num_warmup_steps=1",
-    "callbacks.comm_time.num_warmup_steps=1",
-    "callbacks.comm_time.print_summary=false",
-    "link=1gbit",
-)
+IN_LAB = (*TINY, "callbacks.comm_time.print_summary=false", "link=1gbit")
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-u", "-m", "lightning_commopt.train", *arguments, *TINY]
+    return [sys.executable, "-u", "-m", "lightning_commopt.train", *arguments, *IN_LAB]
 
 
 def commopt_train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
