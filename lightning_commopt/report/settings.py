@@ -15,10 +15,11 @@ from lightning_commopt.report.runs import FoundRuns
 from lightning_commopt.report.words import canonical, is_ranks, setting_name
 
 _WITHOUT_EFFECT = (
-    *("seed", "repetition", "repeat", "num_warmup_steps", "hydra", "logger", "callbacks.progress_bar"),
+    *("repetition", "repeat", "num_warmup_steps", "hydra", "logger", "callbacks.progress_bar"),
     *("trainer.logger", "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps"),
     *("trainer.default_root_dir", "callbacks.comm_time.print_summary"),
 )
+_SEEDS = ("seed", "random_seed", "seed_everything")
 _CHOICES_OF_NOTHING = ("experiment", "rung", "way", "link", "hosts")
 _SPLITTING = ("model", "data", "datamodule", "link", "hosts", "experiment")
 _NOT_SPLITTING = ("data.batch_size", "model.activation_checkpointing")
@@ -79,12 +80,19 @@ def group_runs(found: FoundRuns) -> list[RunsOfGroup]:
 def turn(run: Run) -> tuple[str, str, str]:
     """Returns what a run shares with those of other settings that were made in the same repetition of a sweep."""
     repetition = run.overrides.get("repetition", f"the {run.repetition}th")
-    return str(run.folder.parent), run.overrides.get("seed", ""), repetition
+    seeds = " ".join(f"{name}={value}" for name, value in sorted(run.overrides.items()) if _is_seed(name))
+    return str(run.folder.parent), seeds, repetition
 
 
 def changes_training(name: str) -> bool:
     """Returns whether an override can change what is trained, other than as another repetition of it."""
-    return not any(name == other or name.startswith((f"{other}.", f"{other}/")) for other in _WITHOUT_EFFECT)
+    return not _is_seed(name) and not any(
+        name == other or name.startswith((f"{other}.", f"{other}/")) for other in _WITHOUT_EFFECT
+    )
+
+
+def _is_seed(name: str) -> bool:
+    return name.rpartition(".")[2] in _SEEDS
 
 
 def _effective(overrides: Mapping[str, str]) -> dict[str, str]:

@@ -75,6 +75,15 @@ def test_repetitions_and_seeds_are_runs_of_a_setting(tmp_path):
     assert [run.repetition for run in groups[0].settings[0].runs] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("name", ["random_seed", "seed_everything", "trainer.seed", "model.random_seed"])
+def test_a_seed_of_another_name_is_a_repetition_too(tmp_path, name):
+    (group,) = _groups(tmp_path, *(f"rung={rung} {name}={seed}" for rung in ("bf16", "powersgd") for seed in (2, 1)))
+    assert [len(setting.runs) for setting in group.settings] == [2, 2]
+    first, second = ({turn(run) for run in setting.runs} for setting in group.settings)
+    assert first == second
+    assert len(first) == 2
+
+
 def test_runs_are_in_the_order_of_their_repetitions(tmp_path):
     (group,) = _groups(tmp_path, "repetition=2", "repetition=0", "repetition=1")
     assert [run.name for run in group.settings[0].runs] == ["1", "2", "0"]
