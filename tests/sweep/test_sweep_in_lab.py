@@ -87,7 +87,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tmp_path):
     assert running.returncode == 128 + signal.SIGINT, said
     assert is_group_gone(job)
     assert machine_traces() == before
-    assert f"commopt-train -m strategy/comm_hook=bf16,none ranks=1 {' '.join(TINY)} hydra.sweep.dir=sweep\n" in said
+    assert f"commopt-train -m strategy/comm_hook=bf16,none ranks=1 {' '.join(IN_LAB)} hydra.sweep.dir=sweep\n" in said
     assert RunRecord.load(tmp_path / "sweep" / "1").error == "interrupted by SIGINT"
     kept = (tmp_path / "sweep" / "0" / "run.json").read_bytes()
 
