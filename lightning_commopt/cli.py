@@ -117,7 +117,9 @@ def report(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for report.html and report.csv, or the page itself; by default the first DIR."),
+        typer.Option(
+            help="Folder for report.html and report.csv, or the page itself; by default the first DIR there is."
+        ),
     ] = None,
     against: Annotated[
         Path | None,
@@ -144,7 +146,8 @@ def report(
             if held is not None:
                 _terminal.print_against(held, console)
         if output is not None or not json:
-            page, table = _files.write_files(found, output or dirs[0], csv)
+            beside = next(folder for folder in dirs if folder.is_dir())
+            page, table = _files.write_files(found, output or beside, csv)
             typer.echo(f"report: {page} and {table}", err=json)
         elif csv is not None:
             _as_json.write_csv(found, csv)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import yaml
 from lightning_commopt.loss_curve import LOSS_FILE, LossPoint, read_losses
 from lightning_commopt.measure.files import FOLDER, notices, read_run
 from lightning_commopt.report.model import Run
+from lightning_commopt.report.record_check import check_record
 from lightning_commopt.run_config import CONFIG_FILE
 from lightning_commopt.run_record import RUN_FILE, RunRecord
 from lightning_commopt.sweep.continuing import EARLIER_FOLDER
@@ -24,7 +25,7 @@ from lightning_commopt.sweep.job import SUMMARY_FILE
 _MAX_DEPTH = 6
 _MAX_NAMES = 4
 _OWN_GROUPS = ("commopt", "commopt_record")  # at whatever package a project puts them
-_MAX_STEPS_BYTES = 200_000_000  # five times as much in memory, for seconds; a page shows a single step
+_MAX_STEPS_BYTES = 200_000_000  # five times as much in memory, for seconds; of a run, and of all that are checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,7 @@ class _Reader:
     problems: list[str] = field(default_factory=list)
     lacking: dict[str, list[str]] = field(default_factory=dict)
     seen: set[Path] = field(default_factory=set)
+    steps_bytes: int = 0
 
     def read_folder(self, folder: Path, shown: str) -> None:
         if not folder.is_dir():
@@ -108,7 +110,7 @@ class _Reader:
     def _read_run(self, folder: Path, root: Path, name: str) -> None:
         try:
             record = RunRecord.load(folder)
-            _check_record(record)
+            check_record(record)
         except (OSError, ValueError, TypeError) as error:
             self.problems.append(f"{name}/{RUN_FILE} cannot be read, the run is left out: {_in_a_line(error, folder)}")
             return
@@ -123,7 +125,9 @@ class _Reader:
             return
         config, losses, has_steps = self._config(run), self._losses(run), self._has_steps(run)
         if record.samples_per_s is None or not math.isfinite(record.samples_per_s) or record.samples_per_s <= 0:
-            self._lacks("no throughput, which the callback Throughput measures", name)
+            is_short = record.num_timed_steps == 0
+            why = "as the run had no steps after its warm-up" if is_short else "which the callback Throughput measures"
+            self._lacks(f"no throughput, {why}", name)
         self.finished.append(dataclasses.replace(run, config=config, losses=losses, has_steps=has_steps))
 
     def _config(self, run: Run) -> Mapping[str, Any]:
@@ -152,14 +156,20 @@ class _Reader:
 
     def _has_steps(self, run: Run) -> bool:
         """Reads the steps of all ranks for what is wrong with them, unless they are too many."""
-        if sum(path.stat().st_size for path in (run.folder / FOLDER).glob("*.jsonl")) > _MAX_STEPS_BYTES:
-            self._lacks(f"more than {_MAX_STEPS_BYTES / 1e6:.0f} MB of steps in {FOLDER}, hence no timeline", run.name)
-            return False
         try:
+            sizes = [path.stat().st_size for path in (run.folder / FOLDER).glob("*.jsonl")]
+            if not sizes:
+                self._lacks(f"no steps in {FOLDER}, which CommTimeLogger saves, hence no timeline", run.name)
+                return False
+            if sum(sizes) > _MAX_STEPS_BYTES:
+                most = f"{_MAX_STEPS_BYTES / 1e6:.0f} MB"
+                self._lacks(f"more than {most} of steps in {FOLDER}, hence no timeline", run.name)
+                return False
+            self.steps_bytes += sum(sizes)
+            if self.steps_bytes > _MAX_STEPS_BYTES:
+                self._lacks(f"steps in {FOLDER} not checked for lines that are cut off, as there are many", run.name)
+                return True
             said = notices(read_run(run.folder))
-        except FileNotFoundError:
-            self._lacks(f"no steps in {FOLDER}, which CommTimeLogger saves, hence no timeline", run.name)
-            return False
         except (OSError, ValueError) as error:
             self.problems.append(f"{run.name}/{FOLDER} cannot be read: {_in_a_line(error, run.folder)}")
             return False
@@ -203,36 +213,6 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     """Sorts "2" before "10"."""
     parts = re.split(r"(\d+)", name)
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_mapping_to(value: Any, is_right: Callable[[Any], bool]) -> bool:
-    return isinstance(value, dict) and all(map(is_right, value.values()))
-
-
-_TYPES: dict[str, Callable[[Any], bool]] = {
-    "Status": lambda value: value in ("running", "finished", "failed"),
-    "str": lambda value: isinstance(value, str),
-    "str | None": lambda value: value is None or isinstance(value, str),
-    "int | None": lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool)),
-    "float | None": lambda value: value is None or _is_number(value),
-    "tuple[str, ...]": lambda value: all(isinstance(inner, str) for inner in value),
-    "tuple[dict[str, Any], ...]": lambda value: all(isinstance(inner, dict) for inner in value),
-    "dict[str, Any] | None": lambda value: value is None or isinstance(value, dict),
-    "dict[str, float]": lambda value: _is_mapping_to(value, _is_number),
-    "dict[str, str]": lambda value: _is_mapping_to(value, lambda inner: isinstance(inner, str)),
-}
-
-
-def _check_record(record: RunRecord) -> None:
-    """Checks types, which `RunRecord.load` takes as they are."""
-    for option in dataclasses.fields(record):
-        value = getattr(record, option.name)
-        if not _TYPES[str(option.type)](value):
-            raise ValueError(f"{option.name} is {str(value)[:80]!r}, which is no {option.type}")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -50,6 +50,13 @@ def test_output_is_a_folder_or_the_page(tmp_path, output, page, table):
     assert not (sweep / "report.html").exists()
 
 
+def test_no_folder_is_made_for_a_slip(tmp_path):
+    sweep = save_rates(tmp_path / "sweep", RATES)
+    assert _run(tmp_path / "sweeep", sweep).exit_code == 0
+    assert not (tmp_path / "sweeep").exists()
+    assert (sweep / "report.html").is_file()
+
+
 def test_csv_may_lie_elsewhere(tmp_path):
     sweep = save_rates(tmp_path / "sweep", RATES)
     assert _run(sweep, "--csv", tmp_path / "x.csv").exit_code == 0

@@ -137,6 +137,11 @@ def test_a_run_without_throughput_is_named(tmp_path, rate):
     assert "no throughput, which the callback Throughput measures: 0" in read_runs([tmp_path]).problems
 
 
+def test_a_run_shorter_than_its_warm_up_is_called_so(tmp_path):
+    save_run(tmp_path / "0", num_timed_steps=0)
+    assert "no throughput, as the run had no steps after its warm-up: 0" in read_runs([tmp_path]).problems
+
+
 def test_a_run_that_still_runs_is_named(sweep):
     save_run(sweep / "4", status="running")
     found = read_runs([sweep])
@@ -184,9 +189,25 @@ def test_a_loss_that_is_no_number_is_kept(tmp_path):
 
 
 def test_more_steps_than_can_be_read_are_left_out(sweep, monkeypatch):
-    monkeypatch.setattr("lightning_commopt.report.runs._MAX_STEPS_BYTES", 10_000)
+    monkeypatch.setattr("lightning_commopt.report.runs._MAX_STEPS_BYTES", 30_000)
     with rank_file(sweep / "1", 0).open("a") as file:
-        file.write("\n" * 10_000)
+        file.write("\n" * 30_000)
     found = read_runs([sweep])
     assert found.problems == ("more than 0 MB of steps in comm_time, hence no timeline: 1",)
     assert [run.has_steps for run in found.finished] == [True, False, True, True]
+
+
+def test_a_link_to_nothing_is_a_line(sweep):
+    rank_file(sweep / "1", 2).symlink_to("gone")
+    found = read_runs([sweep])
+    assert len(found.finished) == 4
+    assert found.problems[0].startswith("1/comm_time cannot be read: ")
+
+
+def test_many_runs_are_not_all_checked(sweep, monkeypatch):
+    """If it fails, a report of a hundred runs parses all of their steps, though it shows eight."""
+    most = sum(path.stat().st_size for number in "01" for path in (sweep / number).glob("comm_time/*"))
+    monkeypatch.setattr("lightning_commopt.report.runs._MAX_STEPS_BYTES", most)
+    found = read_runs([sweep])
+    assert found.problems == ("steps in comm_time not checked for lines that are cut off, as there are many: 2, 3",)
+    assert all(run.has_steps for run in found.finished)
