@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from plotly import graph_objects as go
-from sample_runs import SampleRun, four_ways_report, ladder_report, sample_report, write_run
+from sample_runs import SampleRun, four_ways_report, ladder_report, sample_report, save_run, write_run
 
 from lightning_commopt.loss_curve import LossPoint
 from lightning_commopt.measure.files import rank_file
@@ -149,6 +149,18 @@ def test_speedups_have_the_ideal_and_amdahls_curve(four_ways: Report) -> None:
     assert "naive" in chart.note
 
 
+def test_a_scaling_without_one_rank_is_drawn_over_the_fewest(tmp_path: Path) -> None:
+    for ranks in (2, 4, 8):
+        save_run(tmp_path / str(ranks), f"ranks={ranks}", world_size=ranks, samples_per_s=10.0 * ranks)
+    report = build_report([tmp_path])
+    chart = speedup(report.groups[0], _styles(report))
+    ideal, points = _drawn(chart)["data"]
+    assert ideal["y"] == points["y"][::2] == [1, 4]
+    titles = [each["text"] for each in _drawn(chart)["layout"]["annotations"] if each.get("name") == "y title"]
+    assert titles == ["speed-up over 2 ranks (times)"]
+    assert _drawn(efficiency(report.groups[0], _styles(report)))["data"][1]["y"] == [100, 100, 100]
+
+
 def test_efficiency_is_speedup_over_ranks(four_ways: Report) -> None:
     group = four_ways.groups[0]
     _, *lines = _drawn(efficiency(group, _styles(four_ways)))["data"]
@@ -204,14 +216,34 @@ def test_lossless_settings_of_a_plan_share_a_curve(sweep: Report) -> None:
     assert "4 of 8 settings" in chart.note
 
 
-def test_losses_that_are_no_numbers_are_not_drawn(sweep: Report) -> None:
+def test_a_loss_ends_where_it_is_no_number(sweep: Report) -> None:
+    """If it fails, a run that diverges looks like a shorter one that is well."""
     setting = sweep.groups[0].settings[0]
-    points = [LossPoint(kind="train", step=at, seconds=float(at), loss=math.nan if at > 2 else 5.0) for at in range(5)]
+    losses = [5.0, 5.0, 5.0, math.nan, 6.0]
+    points = [LossPoint(kind="train", step=at, seconds=float(at), loss=loss) for at, loss in enumerate(losses)]
     group = replace(
         sweep.groups[0], settings=(replace(setting, runs=(replace(setting.runs[0], losses=tuple(points)),)),)
     )
-    (line,) = _drawn(loss_curves(group, _styles(sweep))[0])["data"]
+    chart = loss_curves(group, _styles(sweep))[0]
+    (line,) = _drawn(chart)["data"]
     assert line["y"] == [5.0] * 3
+    assert f'The loss of "{setting.name}" is no number from step 3.' in chart.note
+
+
+def test_the_losses_that_matter_are_drawn_first(sweep: Report) -> None:
+    group = sweep.groups[0]
+    settings = [
+        replace(setting, name=f"{setting.name}, {turn}", plan_name=f"{setting.plan_name}{turn}")
+        for turn in range(3)
+        for setting in group.settings
+    ]
+    last = settings[-1]
+    many = replace(group, settings=tuple(settings), reference=last, fastest=settings[-3], recommended=settings[-5])
+    chart = loss_curves(many, plan_styles(setting.plan_name for setting in settings))[0]
+    hover = json.dumps(_drawn(chart)["data"])
+    assert all(setting.name in hover for setting in settings[-1:-6:-2])
+    assert len(_labels(chart)) == MOST_CURVES
+    assert "7 more are left out" in chart.note
 
 
 def test_a_steep_loss_has_a_logarithmic_axis(sweep: Report) -> None:

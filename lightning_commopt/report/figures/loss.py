@@ -16,6 +16,7 @@ from lightning_commopt.report.figures.series import typical_run
 from lightning_commopt.report.figures.style import PlanStyle, line_styles, new_figure
 from lightning_commopt.report.figures.units import number
 from lightning_commopt.report.model import Group, Setting
+from lightning_commopt.report.phrases import in_quotes
 
 MOST_CURVES = 8
 _SAME_LOSS = 0.005
@@ -28,11 +29,12 @@ _Axis = Literal["step", "seconds"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Curve:
-    """What is drawn of a setting."""
+    """What is drawn of a setting: all before its first loss that is no number, at this step."""
 
     setting: Setting
     train: tuple[LossPoint, ...]
     val: tuple[LossPoint, ...]
+    diverged_at: int | None
 
     @property
     def last(self) -> LossPoint:
@@ -45,15 +47,22 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
     all_curves = [curve for setting in group.settings if (curve := _curve(setting)) is not None]
     if not all_curves:
         return []
-    curves = _distinct(all_curves)[:MOST_CURVES]
+    first = [each.name for each in (group.reference, group.recommended, group.fastest) if each is not None]
+    distinct = _distinct(
+        sorted(all_curves, key=lambda curve: (curve.setting.name not in first, -_samples_per_s(curve.setting)))
+    )
+    curves = [curve for curve in all_curves if any(curve is each for each in distinct[:MOST_CURVES])]
     looks = line_styles([curve.setting.plan_name for curve in curves], styles)
     note = "Lines: training, smoothed. Markers: validation."
-    if len(curves) < len(all_curves):
-        note += (
-            f" {len(curves)} of {len(all_curves)} settings: of those of a plan with the same final loss, the fastest."
-        )
+    if len(distinct) < len(all_curves):
+        note += f" {len(distinct)} of {len(all_curves)} settings: one of those of a plan with the same final loss."
+    if len(curves) < len(distinct):
+        note += f" {len(distinct) - len(curves)} more are left out: the slower ones."
     if any(len(curve.setting.runs) > 1 for curve in curves):
         note += " Of repetitions, the run of median throughput."
+    for curve in curves:
+        if curve.diverged_at is not None:
+            note += f" The loss of {in_quotes(curve.setting.name)} is no number from step {curve.diverged_at:,}."
     by_step = _figure(curves, looks, "step", "optimizer steps (number)")
     by_time = _figure(curves, looks, "seconds", "time of training, without validation (s)")
     return [
@@ -65,25 +74,31 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
 def _curve(setting: Setting) -> _Curve | None:
     typical = typical_run(setting)
     runs = [run for run in (typical, *setting.runs) if run is not None and run.losses]
-    points = [point for point in runs[0].losses if math.isfinite(point.loss)] if runs else []
+    if not runs:
+        return None
+    losses = runs[0].losses
+    end = next((index for index, point in enumerate(losses) if not math.isfinite(point.loss)), len(losses))
+    points = losses[:end]
     if not points:
         return None
     train = _smoothed([point for point in points if point.kind == "train"])
-    return _Curve(setting=setting, train=train, val=tuple(point for point in points if point.kind == "val"))
+    val = tuple(point for point in points if point.kind == "val")
+    return _Curve(setting=setting, train=train, val=val, diverged_at=losses[end].step if end < len(losses) else None)
 
 
 def _distinct(curves: Sequence[_Curve]) -> list[_Curve]:
-    """Returns the fastest of those of a plan that end at the same loss; sizes of buckets do not change it."""
+    """Returns the first of those of a plan that end at the same loss; sizes of buckets do not change it."""
     kept: list[_Curve] = []
-    for curve in sorted(curves, key=lambda curve: -_samples_per_s(curve.setting)):
+    for curve in curves:
         is_new = all(
             curve.setting.plan_name != other.setting.plan_name
+            or curve.diverged_at != other.diverged_at
             or abs(_final(curve) - _final(other)) > _SAME_LOSS * abs(_final(other))
             for other in kept
         )
         if is_new:
             kept.append(curve)
-    return [curve for curve in curves if any(curve is other for other in kept)]
+    return kept
 
 
 def _final(curve: _Curve) -> float:
