@@ -140,10 +140,10 @@ class Scaling:
 
     Attributes:
         plan_name: of the settings, or what else they have in common.
-        num_ranks: in rising order.
-        speedups: over one rank.
+        num_ranks: in rising order, each once.
+        speedups: over the first of them, which is one rank where there are such runs.
         serial_share: f of Amdahl's law, 1 / speed-up = f + (1 - f) / ranks, by least squares; None with less than two
-            points beyond one rank.
+            points beyond one rank, and without that.
     """
 
     plan_name: str
@@ -161,7 +161,7 @@ class Group:
         settings: in the order of the sweep.
         reference: one of them, which the speed-ups are over.
         fastest: by median throughput.
-        scalings: one for each plan that was run on several numbers of ranks; with the runs on one rank in each.
+        scalings: one for each plan that was run on several numbers of ranks; with those on one rank, if there are any.
         answer: sentences: the fastest plan, by how much, at which loss; or that there is no difference.
         recommended: what the answer says to use; None where it cannot say.
     """

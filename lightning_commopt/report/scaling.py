@@ -13,25 +13,23 @@ from lightning_commopt.report.words import is_of_plan, setting_name, spelled
 def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
     """Returns a curve for each plan of a group that ran on several numbers of ranks.
 
-    One process is a point of every curve: that of the same plan if there is one, else the first of the group. Without
-    any there are no curves.
+    One process is a point of every curve: that of the same plan if there is one, else that of another. Without any, the
+    speed-ups are over the fewest ranks of the plan.
     """
     curves = []
     for series in _series(settings):
-        series = sorted(series, key=lambda each: each.world_size)
-        base = one_process_for(series[-1], settings)
-        if base is None:
-            continue
+        base = one_process_for(series[-1], settings) or series[0]
         points = [(base.world_size, Interval(median=1.0, low=None, high=None, num_values=len(base.runs)))]
         for setting in series:
             comparison = compare_settings(setting, base)
-            if setting.world_size > 1 and comparison is not None:
+            if setting.world_size > base.world_size and comparison is not None:
                 points.append((setting.world_size, comparison.ratio))
         if len(points) < 2:
             continue
         num_ranks = tuple(ranks for ranks, _ in points)
         speedups = tuple(speedup for _, speedup in points)
-        serial_share = amdahl_serial_share(num_ranks, [speedup.median for speedup in speedups])
+        medians = [speedup.median for speedup in speedups]
+        serial_share = amdahl_serial_share(num_ranks, medians) if base.world_size == 1 else None
         curves.append(
             Scaling(
                 plan_name=_name(series[0], settings), num_ranks=num_ranks, speedups=speedups, serial_share=serial_share
@@ -82,17 +80,30 @@ def _without_plan(setting: Setting) -> dict[str, str]:
 
 
 def _series(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Returns the settings that differ in nothing but the number of ranks, for each plan with several numbers."""
-    alike: dict[str, list[Setting]] = {}
-    for setting in settings:
-        alike.setdefault(json.dumps(without_ranks(setting.values), sort_keys=True), []).append(setting)
+    """Returns the settings that differ in nothing but the number of ranks, for each plan with several numbers.
+
+    They are in the order of their ranks. Of several layouts of as many ranks it is that on the fewest nodes.
+    """
+    alike: dict[str, list[Setting]] = {_key(setting): [] for setting in settings}
+    for setting in sorted(settings, key=lambda each: (each.world_size, _num_nodes(each))):
+        of_plan = alike[_key(setting)]
+        if setting.samples_per_s is not None and setting.world_size not in [each.world_size for each in of_plan]:
+            of_plan.append(setting)
     # Ways are there to be compared with one process, also on a single other number of ranks.
     return [
         series
         for series in alike.values()
-        if len({setting.world_size for setting in series}) > 1
-        or ("way" in series[0].values and series[0].world_size > 1)
+        if len(series) > 1 or (series and "way" in series[0].values and series[0].world_size > 1)
     ]
+
+
+def _key(setting: Setting) -> str:
+    return json.dumps(without_ranks(setting.values), sort_keys=True)
+
+
+def _num_nodes(setting: Setting) -> int:
+    said = setting.values.get("trainer.num_nodes", "1")
+    return int(said) if said.isdecimal() else 1
 
 
 def _name(setting: Setting, settings: Sequence[Setting]) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ _CHOICES_OF_NOTHING = ("experiment", "rung", "way", "link", "hosts")
 _SPLITTING = ("model", "data", "datamodule", "link", "hosts", "experiment")
 _NOT_SPLITTING = ("data.batch_size", "model.activation_checkpointing")
 _ON_ONE_PROCESS = ("one_process", "ddp_one_process")
+_Values = tuple[tuple[str, str], ...]
 _FIRST_PART = re.compile(r"[./@]")
 
 
@@ -66,15 +67,26 @@ def group_runs(found: FoundRuns) -> list[RunsOfGroup]:
     runs = [*found.finished, *found.failed]
     values = _varied([_effective(run.overrides) for run in runs])
     values = _told_apart(runs, values)
-    groups: dict[tuple[tuple[str, str], ...], dict[tuple[tuple[str, str], ...], list[Run]]] = {}
-    for run, own in zip(runs, values, strict=True):
-        split = tuple(sorted((name, value) for name, value in own.items() if _splits_groups(name)))
-        rest = tuple((name, value) for name, value in own.items() if not _splits_groups(name))
-        groups.setdefault(split, {}).setdefault(tuple(sorted(rest)), []).append(run)
+    groups = _split(runs, values, _splits_groups)
+    if all(len(settings) == 1 and not any(settings) for settings in groups.values()):
+        # Experiments of somebody else's, one for each plan: they are what is to be compared.
+        groups = _split(runs, values, lambda name: _splits_groups(name) and name != "experiment")
     group_names = _names([dict(split) for split in groups])
     return [
         _group(name, dict(split), settings) for name, (split, settings) in zip(group_names, groups.items(), strict=True)
     ]
+
+
+def _split(
+    runs: Sequence[Run], values: Sequence[Mapping[str, str]], splits: Callable[[str], bool]
+) -> dict[_Values, dict[_Values, list[Run]]]:
+    """Returns the runs of each setting of each group, by the values of what splits and of what does not."""
+    groups: dict[_Values, dict[_Values, list[Run]]] = {}
+    for run, own in zip(runs, values, strict=True):
+        split = tuple(sorted((name, value) for name, value in own.items() if splits(name)))
+        rest = tuple(sorted((name, value) for name, value in own.items() if not splits(name)))
+        groups.setdefault(split, {}).setdefault(rest, []).append(run)
+    return groups
 
 
 def turn(run: Run) -> tuple[str, str, str]:

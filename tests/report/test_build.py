@@ -232,10 +232,20 @@ def test_one_process_with_another_batch_size_is_no_measure(tmp_path):
     assert not any("could give" in sentence for sentence in group.answer)
 
 
-def test_without_one_rank_there_is_no_efficiency(tmp_path):
-    group = _group(tmp_path, *((f"ranks={n}", {"world_size": n}) for n in (2, 4)))
-    assert not group.scalings
+def test_without_one_rank_the_fewest_are_the_measure(tmp_path):
+    rates = {2: 100, 4: 180, 8: 300}
+    group = _group(tmp_path, *((f"ranks={n}", {"world_size": n, "samples_per_s": rate}) for n, rate in rates.items()))
+    (scaling,) = group.scalings
+    assert scaling.num_ranks == (2, 4, 8)
+    assert [speedup.median for speedup in scaling.speedups] == pytest.approx([1.0, 1.8, 3.0])
+    assert scaling.serial_share is None
     assert all(setting.efficiency is None for setting in group.settings)
+
+
+def test_layouts_of_as_many_ranks_are_one_point(tmp_path):
+    jobs = [(f"trainer.devices={d} trainer.num_nodes={n}", {"world_size": d * n}) for n in (2, 1) for d in (1, 2, 4)]
+    (scaling,) = _group(tmp_path, *jobs).scalings
+    assert scaling.num_ranks == (1, 2, 4, 8)
 
 
 def test_the_wrapper_around_one_process_has_an_efficiency_too(tmp_path):

@@ -112,11 +112,19 @@ def test_some_options_of_model_and_data_are_compared(tmp_path, option):
     assert len(_groups(tmp_path, "strategy=ddp", f"strategy=ddp {option}")) == 1
 
 
-@pytest.mark.parametrize(
-    "option", ["link=1gbit", "data=digits", "datamodule=x", "model/encoder=y", "experiment=ladder"]
-)
+@pytest.mark.parametrize("option", ["link=1gbit", "data=digits", "datamodule=x", "model/encoder=y"])
 def test_others_are_not(tmp_path, option):
     assert len(_groups(tmp_path, "strategy=ddp", f"strategy=ddp {option}")) == 2
+
+
+def test_experiments_that_each_choose_a_plan_are_compared(tmp_path):
+    jobs = [f"experiment={name} seed={seed}" for name in ("ddp", "bf16") for seed in (1, 2)]
+    assert _names(_groups(tmp_path, *jobs)) == {"": ["DDP", "bf16"]}
+
+
+def test_experiments_are_compared_for_each_size_of_a_model(tmp_path):
+    jobs = [f"experiment={name} model.size={size}" for name in ("ddp", "bf16") for size in ("small", "large")]
+    assert _names(_groups(tmp_path, *jobs)) == {"small": ["DDP", "bf16"], "large": ["DDP", "bf16"]}
 
 
 def test_one_process_is_the_same_whatever_ranks_says(tmp_path):

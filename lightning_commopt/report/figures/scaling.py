@@ -27,39 +27,56 @@ class _Axis:
     Attributes:
         title: name and unit.
         unit: behind a number.
+        base: ranks that the speed-ups are over.
         factor: what to show the speed-up on so many ranks times.
+        has_law: whether Amdahl's curves are drawn.
     """
 
     title: str
     unit: str
+    base: int
     factor: Callable[[int], float]
-
-
-_SPEEDUP = _Axis(title="speed-up over one rank (times)", unit=f"{TIMES} one rank", factor=lambda ranks: 1.0)
-_EFFICIENCY = _Axis(
-    title="efficiency: speed-up divided by ranks (%)",
-    unit="% of the ideal speed-up",
-    factor=lambda ranks: 100 / ranks,
-)
+    has_law: bool = False
 
 
 def speedup(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     """Returns speed-up against ranks; None where no plan was run on several numbers of ranks."""
-    scalings = [scaling for scaling in group.scalings if len(scaling.num_ranks) > 1]
+    scalings, base = _shown(group)
     if not scalings:
         return None
-    figure = _figure(scalings, _looks(scalings, group, styles), _SPEEDUP)
-    return Chart(title="Speed-up against ranks", note=_amdahl_in_words(scalings), figure=figure)
+    over = "one rank" if base == 1 else f"{base} ranks"
+    axis = _Axis(
+        title=f"speed-up over {over} (times)",
+        unit=f"{TIMES} {over}",
+        base=base,
+        factor=lambda ranks: 1.0,
+        has_law=True,
+    )
+    figure = _figure(scalings, _looks(scalings, group, styles), axis)
+    return Chart(title="Speed-up against ranks", note=_amdahl_in_words(scalings, base), figure=figure)
 
 
 def efficiency(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     """Returns what of the ideal speed-up is reached; None where no plan was run on several numbers of ranks."""
-    scalings = [scaling for scaling in group.scalings if len(scaling.num_ranks) > 1]
+    scalings, base = _shown(group)
     if not scalings:
         return None
-    figure = _figure(scalings, _looks(scalings, group, styles), _EFFICIENCY)
+    times = "ranks" if base == 1 else f"ranks / {base}"
+    axis = _Axis(
+        title=f"efficiency: speed-up divided by {times} (%)",
+        unit="% of the ideal speed-up",
+        base=base,
+        factor=lambda ranks: 100 * base / ranks,
+    )
+    figure = _figure(scalings, _looks(scalings, group, styles), axis)
     note = "100 % would be twice the throughput on twice the ranks."
     return Chart(title="Efficiency against ranks", note=note, figure=figure)
+
+
+def _shown(group: Group) -> tuple[list[Scaling], int]:
+    """Returns the scalings over the fewest ranks, as one axis is over one number of ranks; and that number."""
+    base = min((scaling.num_ranks[0] for scaling in group.scalings), default=1)
+    return [each for each in group.scalings if each.num_ranks[0] == base and len(each.num_ranks) > 1], base
 
 
 def _looks(scalings: Sequence[Scaling], group: Group, styles: Mapping[str, PlanStyle]) -> list[PlanStyle]:
@@ -68,7 +85,7 @@ def _looks(scalings: Sequence[Scaling], group: Group, styles: Mapping[str, PlanS
 
 def _figure(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], axis: _Axis) -> go.Figure:
     ranks = sorted({num_ranks for scaling in scalings for num_ranks in scaling.num_ranks})
-    ideal = [at * axis.factor(at) for at in (ranks[0], ranks[-1])]
+    ideal = [at / axis.base * axis.factor(at) for at in (ranks[0], ranks[-1])]
     ends = [_end(scaling, style, axis) for scaling, style in zip(scalings, looks, strict=True)]
     ends.append(LineEnd(ranks[-1], ideal[-1], "ideal", QUIET))
     figure = new_figure(
@@ -80,7 +97,7 @@ def _figure(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], axis: _Axis
     ideal_line = {"color": QUIET, "dash": "2px,4px", "width": 1.4}
     figure.add_scatter(mode="lines", x=[ranks[0], ranks[-1]], y=ideal, line=ideal_line, hoverinfo="skip")
     for scaling, style in zip(scalings, looks, strict=True):
-        if scaling.serial_share is not None and axis is _SPEEDUP:
+        if scaling.serial_share is not None and axis.has_law:
             _draw_amdahl(figure, scaling.serial_share, ranks[-1], style)
         _draw(figure, scaling, style, axis)
     tops = [
@@ -96,7 +113,7 @@ def _figure(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], axis: _Axis
 
 def _end(scaling: Scaling, style: PlanStyle, axis: _Axis) -> LineEnd:
     name = scaling.plan_name
-    if scaling.serial_share is not None and axis is _SPEEDUP:
+    if scaling.serial_share is not None and axis.has_law:
         name += f", f{_SPACE}={_SPACE}{number(scaling.serial_share, 2)}"
     ranks = scaling.num_ranks[-1]
     return LineEnd(ranks, scaling.speedups[-1].median * axis.factor(ranks), name, style.text_color)
@@ -135,10 +152,11 @@ def _draw_amdahl(figure: go.Figure, serial_share: float, most_ranks: int, style:
     )
 
 
-def _amdahl_in_words(scalings: Sequence[Scaling]) -> str:
+def _amdahl_in_words(scalings: Sequence[Scaling], base: int) -> str:
     known = [(each.plan_name, each.serial_share) for each in scalings if each.serial_share is not None]
     if not known:
-        return "The dotted straight line is the ideal: N ranks, N times the throughput."
+        ideal = "N times the throughput" if base == 1 else f"N / {base} times the throughput of {base}"
+        return f"The dotted straight line is the ideal: N ranks, {ideal}."
     shares = "; ".join(f"{name} {percent(share)}" for name, share in known)
     text = f"Dotted curves: Amdahl's law with f, the part of a one-rank step that more ranks do not shorten: {shares}."
     if any(share > 1 for _, share in known):
