@@ -73,9 +73,16 @@ def _median(records: Sequence[RunRecord], read: Callable[[RunRecord], float | No
     return statistics.median(values) if values else None
 
 
+def bucket_cap(run: Run) -> Any:
+    """Returns the size of buckets as the run's strategy has it: a number, several, or None for the default."""
+    trainer = run.config.get("trainer")
+    of_trainer = trainer.get("strategy") if isinstance(trainer, Mapping) else None
+    options: Any = run.record.plan if run.record.plan is not None else run.config.get("strategy", of_trainer)
+    return options.get("bucket_cap_mb") if isinstance(options, Mapping) else None
+
+
 def _bucket_cap_mb(run: Run) -> float | None:
-    options: Any = run.record.plan if run.record.plan is not None else run.config.get("strategy")
-    cap = options.get("bucket_cap_mb") if isinstance(options, Mapping) else None
+    cap = bucket_cap(run)
     return float(cap) if isinstance(cap, (int, float)) and not isinstance(cap, bool) else None
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from lightning_commopt.report.intervals import Comparison, compare
-from lightning_commopt.report.medians import throughput
+from lightning_commopt.report.medians import bucket_cap, throughput
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.settings import turn
 from lightning_commopt.report.words import canonical, is_ranks
@@ -87,5 +88,6 @@ def _distance_from_default(setting: Setting) -> tuple[int, float]:
         for name, value in without_ranks(setting.values).items()
         if value.lower() not in (*_OFF, *_NEUTRAL.get(name, ())) and canonical(name) != "comm_hook"
     ]
-    cap = setting.bucket_cap_mb
-    return len(options), 0.0 if cap is None else abs(cap - _DEFAULT_BUCKET_MB)
+    if setting.bucket_cap_mb is None:
+        return len(options), 0.0 if bucket_cap(setting.runs[0]) is None else math.inf
+    return len(options), abs(setting.bucket_cap_mb - _DEFAULT_BUCKET_MB)

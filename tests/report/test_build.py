@@ -139,6 +139,12 @@ REFERENCES = {
 }
 
 
+def test_several_sizes_of_buckets_are_far_from_the_default(tmp_path):
+    several, hundred = [{"plan": {"bucket_cap_mb": cap}} for cap in ([1, 25], 100)]
+    group = _group(tmp_path, ("strategy.bucket_cap_mb=[1,25]", several), ("strategy.bucket_cap_mb=100", hundred))
+    assert group.reference.name == "100 MB buckets"
+
+
 @pytest.mark.parametrize("jobs", REFERENCES.values(), ids=REFERENCES.keys())
 def test_the_reference(tmp_path, jobs):
     overrides, name = jobs

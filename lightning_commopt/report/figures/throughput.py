@@ -105,7 +105,8 @@ def error_bars(intervals: Sequence[Interval], factors: Sequence[float] | None = 
 
 
 def _known(series: Series) -> Series:
-    kept = {s.bucket_cap_mb: s for s in series.settings if s.bucket_cap_mb is not None and s.samples_per_s is not None}
+    """Returns the settings that can stand on a logarithmic axis."""
+    kept = {s.bucket_cap_mb: s for s in series.settings if (s.bucket_cap_mb or 0) > 0 and s.samples_per_s is not None}
     return Series(name=series.name, plan_name=series.plan_name, settings=tuple(kept.values()))
 
 
