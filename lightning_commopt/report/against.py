@@ -183,7 +183,8 @@ def _change(
     assert shown is not None
     change = Change(group=shown.group, setting=shown["name"], outcome="no difference")
     errors = [] if now is None else _errors(now, report)
-    had_worked = then is not None and bool(then["runs"]) and (not _errors(then, before) or not (now or {}).get("runs"))
+    all_fail = now is not None and not now["runs"]
+    had_worked = then is not None and bool(then["runs"]) and (all_fail or not _errors(then, before))
     if errors and had_worked:
         return dataclasses.replace(change, outcome="failed", error=errors[0])
     rates, earlier = _rates(now), _rates(then)

@@ -142,7 +142,7 @@ def test_a_tolerance_is_a_share(tmp_path, tolerance):
         hold_against({}, tmp_path, tolerance=tolerance)
 
 
-def _save(folder, rates):  # type: ignore[no-untyped-def]
+def _save(folder, rates):
     """Writes a sweep: samples per second by overrides."""
     for number, (overrides, rate) in enumerate(rates.items()):
         for repetition in range(3):

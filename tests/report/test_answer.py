@@ -43,7 +43,7 @@ def test_a_loss_beyond_the_spread_names_a_lossless_plan_as_well(tmp_path):
     assert group.recommended.name == "all reduce"
 
 
-def _save(folder, *overrides, rates, losses=LOW, **fields):  # type: ignore[no-untyped-def]
+def _save(folder, *overrides, rates, losses=LOW, **fields):
     for repetition, (rate, loss) in enumerate(zip(rates, losses, strict=True)):
         run = folder / f"{len(list(folder.iterdir())) if folder.exists() else 0}"
         save_run(run, *overrides, f"repetition={repetition}", samples_per_s=rate, val_loss=loss, **fields)

@@ -240,6 +240,14 @@ def test_a_loss_ends_where_it_is_no_number(sweep: Report) -> None:
     assert f'The loss of "{setting.name}" is no number from step 3.' in chart.note
 
 
+def test_a_loss_that_was_never_a_number_is_named(sweep: Report) -> None:
+    first, *others = sweep.groups[0].settings
+    point = LossPoint(kind="train", step=0, seconds=0.0, loss=math.nan)
+    settings = (replace(first, runs=(replace(first.runs[0], losses=(point,)),)), *others)
+    chart = loss_curves(replace(sweep.groups[0], settings=settings), _styles(sweep))[0]
+    assert f'Never a number: the loss of "{first.name}".' in chart.note
+
+
 def test_the_losses_that_matter_are_drawn_first(sweep: Report) -> None:
     group = sweep.groups[0]
     settings = [

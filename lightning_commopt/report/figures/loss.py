@@ -16,7 +16,7 @@ from lightning_commopt.report.figures.series import typical_run
 from lightning_commopt.report.figures.style import PlanStyle, line_styles, new_figure
 from lightning_commopt.report.figures.units import number
 from lightning_commopt.report.model import Group, Setting
-from lightning_commopt.report.phrases import in_quotes
+from lightning_commopt.report.phrases import in_quotes, listed
 
 MOST_CURVES = 8
 _SAME_LOSS = 0.005
@@ -60,6 +60,10 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
         note += f" {len(distinct) - len(curves)} more are left out: the slower ones."
     if any(len(curve.setting.runs) > 1 for curve in curves):
         note += " Of repetitions, the run of median throughput."
+    drawn = [curve.setting.name for curve in all_curves]
+    never = [each.name for each in group.settings if each.name not in drawn and any(run.losses for run in each.runs)]
+    if never:
+        note += f" Never a number: the loss of {listed(never)}."
     for curve in curves:
         if curve.diverged_at is not None:
             note += f" The loss of {in_quotes(curve.setting.name)} is no number from step {curve.diverged_at:,}."
