@@ -1,6 +1,15 @@
+import signal
+
 import pytest
 
 from lightning_commopt.netlab import why_not
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_count() -> None:
+    """Makes tests that interrupt themselves the same where a shell has started them in the background."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
