@@ -6,10 +6,11 @@ from lightning_commopt.netlab import why_not
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interrupts_count() -> None:
-    """Makes tests that interrupt themselves the same where a shell has started them in the background."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals_count() -> None:
+    """Makes tests that interrupt themselves the same in the background and under nohup, where signals are ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
