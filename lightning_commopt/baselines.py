@@ -43,6 +43,20 @@ class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
     """What `NaiveDP` and `InterleavedDP` share: all of data parallelism but when gradients are exchanged.
 
     It is a ``DDPStrategy`` to Lightning, but wraps nothing in ``DistributedDataParallel``.
+
+    Args:
+        accelerator: see ``DDPStrategy``, as for the others. DDP's own options have no meaning here and are refused.
+        parallel_devices: see ``DDPStrategy``.
+        cluster_environment: see ``DDPStrategy``.
+        checkpoint_io: see ``DDPStrategy``.
+        precision_plugin: see ``DDPStrategy``.
+        process_group_backend: "gloo", "nccl", ...
+        timeout: of the process group.
+        start_method: "popen", "spawn", "fork" or "forkserver".
+        **kwargs: refused.
+
+    Raises:
+        OptionError: an option is one of DDP's, unknown, or out of range.
     """
 
     _exchange_class: ClassVar[type[ParameterExchange]]
@@ -165,19 +179,7 @@ class NaiveDP(ParameterwiseDP):
     ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more. On CUDA each all-reduce is waited for by
     the stream, and the host runs ahead.
 
-    Args:
-        accelerator: see ``DDPStrategy``, as for the others. DDP's own options have no meaning here and are refused.
-        parallel_devices: see ``DDPStrategy``.
-        cluster_environment: see ``DDPStrategy``.
-        checkpoint_io: see ``DDPStrategy``.
-        precision_plugin: see ``DDPStrategy``.
-        process_group_backend: "gloo", "nccl", ...
-        timeout: of the process group.
-        start_method: "popen", "spawn", "fork" or "forkserver".
-        **kwargs: refused.
-
-    Raises:
-        OptionError: an option is one of DDP's, unknown, or out of range.
+    Takes the arguments of `ParameterwiseDP`.
     """
 
     _exchange_class = AfterBackward
@@ -186,22 +188,10 @@ class NaiveDP(ParameterwiseDP):
 class InterleavedDP(ParameterwiseDP):
     """Data parallelism that starts each gradient's all-reduce when backward has computed it, without buckets.
 
-    The exchange is hidden behind backward, while every parameter pays a collective's latency. All are waited for when
-    backward is over. Trains as ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more.
+    Backward hides the exchange as far as it lasts, while every parameter pays a collective's latency. All are waited
+    for when backward is over. Trains as ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more.
 
-    Args:
-        accelerator: see ``DDPStrategy``, as for the others. DDP's own options have no meaning here and are refused.
-        parallel_devices: see ``DDPStrategy``.
-        cluster_environment: see ``DDPStrategy``.
-        checkpoint_io: see ``DDPStrategy``.
-        precision_plugin: see ``DDPStrategy``.
-        process_group_backend: "gloo", "nccl", ...
-        timeout: of the process group.
-        start_method: "popen", "spawn", "fork" or "forkserver".
-        **kwargs: refused.
-
-    Raises:
-        OptionError: an option is one of DDP's, unknown, or out of range.
+    Takes the arguments of `ParameterwiseDP`.
     """
 
     _exchange_class = WhileBackwardRuns
