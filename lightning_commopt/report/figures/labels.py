@@ -1,4 +1,4 @@
-"""Names written beside the lines, so that no legend has to be searched."""
+"""Names written beside lines and above bars, so that no legend has to be searched."""
 
 from __future__ import annotations
 
@@ -150,6 +150,33 @@ def label_ends(
     kind = "log" if y_range.is_log else "linear"
     figure.update_yaxes(
         nticks=6, type=kind, range=[math.log10(low), math.log10(high)] if y_range.is_log else [low, high]
+    )
+
+
+def label_row(figure: go.Figure, text: str, top: float, *, color: str | None = None, size: int = FONT_SIZE) -> None:
+    """Writes a text at the left of a plot.
+
+    Args:
+        figure: gets the text.
+        text: as plotly is to show it.
+        top: where it begins, on the vertical axis.
+        color: None for that of all texts.
+        size: of the letters, in pixels.
+    """
+    figure.add_annotation(
+        text=text,
+        name="label",
+        showarrow=False,
+        align="left",
+        font={"color": color, "size": size},
+        xref="paper",
+        x=0,
+        xanchor="left",
+        xshift=-2,
+        yref="y",
+        y=top,
+        yanchor="top",
+        borderpad=0,
     )
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from plotly import graph_objects as go
 
-from lightning_commopt.report.figures.labels import LINE_HEIGHT, plain, wrap
-from lightning_commopt.report.figures.style import FONT_SIZE, new_figure
+from lightning_commopt.report.figures.labels import LINE_HEIGHT, label_row, plain, wrap
+from lightning_commopt.report.figures.style import new_figure
 
 _BAR, _GAP = 15, 14
 _MOST_CHARACTERS = 46
@@ -43,21 +43,7 @@ def new_rows(names: Sequence[str], values: Sequence[str], *, x_title: str, most:
     tops = [sum(heights[:at]) for at in range(len(heights) + 1)]
     figure = new_figure(x_title=x_title, y_title=None, plot_height=tops[-1])
     for text, top in zip(texts, tops, strict=False):
-        figure.add_annotation(
-            text=text,
-            name="label",
-            showarrow=False,
-            align="left",
-            font={"size": FONT_SIZE},
-            xref="paper",
-            x=0,
-            xanchor="left",
-            xshift=-2,
-            yref="y",
-            y=top,
-            yanchor="top",
-            borderpad=0,
-        )
+        label_row(figure, text, top)
     figure.update_yaxes(range=[tops[-1], 0])
     figure.update_xaxes(range=[0, most or 1.0])
     centers = tuple(bottom - _GAP + 2 - _BAR / 2 for bottom in tops[1:])

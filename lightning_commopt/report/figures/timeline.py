@@ -9,7 +9,7 @@ from plotly import graph_objects as go
 
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.report.figures.chart import Chart, Key
-from lightning_commopt.report.figures.labels import LINE_HEIGHT
+from lightning_commopt.report.figures.labels import LINE_HEIGHT, label_row
 from lightning_commopt.report.figures.steps import TypicalStep, typical_steps
 from lightning_commopt.report.figures.style import EXPOSED, INK, QUIET, new_figure
 from lightning_commopt.report.figures.units import Unit, byte_unit, number, time_unit
@@ -73,7 +73,7 @@ def _chart(step: TypicalStep, longest_s: float) -> Chart:
     spans = []
     for row, record in enumerate(step.ranks[:num_ranks]):
         top = row * rank_height
-        _name_rank(figure, f"rank {step.rank_numbers[row]}", top)
+        label_row(figure, f"rank {step.rank_numbers[row]}", top, color=QUIET, size=12)
         spans += _phases(record, step.origin_s, top + LINE_HEIGHT + _PHASE / 2, unit)
         spans += _buckets(record, step.origin_s, top + LINE_HEIGHT + _PHASE + 2, bucket_height, unit)
     for kind in dict.fromkeys(span.kind for span in spans):
@@ -85,23 +85,6 @@ def _chart(step: TypicalStep, longest_s: float) -> Chart:
 def _note(step: TypicalStep, num_ranks: int, unit: Unit) -> str:
     said = f"Step {step.number:,} of the run, {unit.text(step.ranks[0].step_s)}: {step.choice}."
     return said if num_ranks == len(step.ranks) else f"{said} {num_ranks} of {len(step.ranks)} ranks."
-
-
-def _name_rank(figure: go.Figure, name: str, top: float) -> None:
-    figure.add_annotation(
-        text=name,
-        name="label",
-        showarrow=False,
-        font={"color": QUIET, "size": 12},
-        xref="paper",
-        x=0,
-        xanchor="left",
-        xshift=-2,
-        yref="y",
-        y=top,
-        yanchor="top",
-        borderpad=0,
-    )
 
 
 def _phases(record: StepRecord, origin_s: float, center: float, unit: Unit) -> list[_Span]:
