@@ -96,9 +96,7 @@ def chart_json(chart: Chart) -> Markup:
 
 
 def _styles(report: Report) -> dict[str, PlanStyle]:
-    settings = [setting.plan_name for group in report.groups for setting in group.settings]
-    scalings = [scaling.plan_name for group in report.groups for scaling in group.scalings]
-    return plan_styles([*settings, *scalings])
+    return plan_styles(setting.plan_name for group in report.groups for setting in group.settings)
 
 
 def _made(*charts: Chart | None) -> list[Chart]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_commopt.report.model import Interval, Scaling, Setting
 from lightning_commopt.report.reference import compare_settings, without_ranks
-from lightning_commopt.report.words import is_of_plan, setting_name, spelled
+from lightning_commopt.report.words import distinct_name, is_of_plan
 
 
 def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
@@ -32,10 +32,23 @@ def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
         serial_share = amdahl_serial_share(num_ranks, medians) if base.world_size == 1 else None
         curves.append(
             Scaling(
-                plan_name=_name(series[0], settings), num_ranks=num_ranks, speedups=speedups, serial_share=serial_share
+                plan_name=scaling_name(series[0], settings),
+                num_ranks=num_ranks,
+                speedups=speedups,
+                serial_share=serial_share,
             )
         )
     return tuple(curves)
+
+
+def scaling_name(setting: Setting, settings: Sequence[Setting]) -> str:
+    """Returns what tells a plan, on any number of ranks, from the others of its group.
+
+    Args:
+        setting: of the plan.
+        settings: of the group.
+    """
+    return distinct_name(without_ranks(setting.values), [other.values for other in settings], setting.plan_name)
 
 
 def amdahl_serial_share(num_ranks: Sequence[int], speedups: Sequence[float]) -> float | None:
@@ -104,13 +117,3 @@ def _key(setting: Setting) -> str:
 def _num_nodes(setting: Setting) -> int:
     said = setting.values.get("trainer.num_nodes", "1")
     return int(said) if said.isdecimal() else 1
-
-
-def _name(setting: Setting, settings: Sequence[Setting]) -> str:
-    """Returns what tells a plan from the others of its group."""
-    values = {
-        name: value
-        for name, value in without_ranks(setting.values).items()
-        if any(other.values.get(name) != value for other in settings)
-    }
-    return (setting_name(values)[0] if values else "") or spelled(setting.plan_name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -91,6 +91,18 @@ def setting_name(values: Mapping[str, str]) -> tuple[str, str]:
     short = ", ".join(dict.fromkeys(each.said for each, _, _ in words if each.said))
     long = ", ".join(dict.fromkeys(each.said or each.unsaid or f"{name}={value}" for each, name, value in words))
     return short or long, long
+
+
+def distinct_name(values: Mapping[str, str], others: Sequence[Mapping[str, str]], plan_name: str) -> str:
+    """Returns what tells a setting from others; the name of its plan where nothing does.
+
+    Args:
+        values: of its overrides by name, only those that may be told.
+        others: those of the other settings; its own may be among them.
+        plan_name: short name of the way its gradients travel.
+    """
+    told = {name: value for name, value in values.items() if any(other.get(name) != value for other in others)}
+    return (setting_name(told)[0] if told else "") or spelled(plan_name)
 
 
 def _words(option: str, value: str) -> Words:

@@ -9,12 +9,12 @@ from plotly import graph_objects as go
 
 from lightning_commopt.report.figures.chart import Chart
 from lightning_commopt.report.figures.labels import LineEnd, Range, label_ends, plain, plot_height, right_margin
-from lightning_commopt.report.figures.series import plan_of
 from lightning_commopt.report.figures.style import QUIET, PlanStyle, line_styles, new_figure
 from lightning_commopt.report.figures.throughput import error_bars
 from lightning_commopt.report.figures.units import TIMES, number, percent, spread_text
 from lightning_commopt.report.model import Group, Scaling
 from lightning_commopt.report.phrases import kind_of_interval
+from lightning_commopt.report.scaling import scaling_name
 
 _CURVE_POINTS = 40
 _SPACE = "\N{NO-BREAK SPACE}"
@@ -80,7 +80,8 @@ def _shown(group: Group) -> tuple[list[Scaling], int]:
 
 
 def _looks(scalings: Sequence[Scaling], group: Group, styles: Mapping[str, PlanStyle]) -> list[PlanStyle]:
-    return line_styles([plan_of(scaling, group) for scaling in scalings], styles)
+    plan_names = {scaling_name(setting, group.settings): setting.plan_name for setting in group.settings}
+    return line_styles([plan_names[scaling.plan_name] for scaling in scalings], styles)
 
 
 def _figure(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], axis: _Axis) -> go.Figure:
