@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ def register_resolvers() -> None:
     - ``${commopt.device:}``: "cuda:0" or "cpu";
     - ``${commopt.devices:n}``: the number of GPUs, or ``n`` processes on the CPU;
     - ``${commopt.gpu_or_cpu:a,b}``: ``a`` where there is a GPU, else ``b``;
-    - ``${commopt.divide:n,d,...}``: ``n`` divided by all that follow; an error if something remains.
+    - ``${commopt.divide:n,d,...}``: ``n`` divided by all that follow; an error if something remains;
+    - ``${commopt.multiply:n,m,...}``: the product.
 
     Each asks the machine that resolves it: Hydra sends resolvers from a login node to the nodes where jobs run.
     """
@@ -26,6 +28,7 @@ def register_resolvers() -> None:
         "commopt.devices": lambda num_cpu_processes: torch.cuda.device_count() if _has_gpu() else num_cpu_processes,
         "commopt.gpu_or_cpu": lambda on_gpu, on_cpu: on_gpu if _has_gpu() else on_cpu,
         "commopt.divide": divide,
+        "commopt.multiply": multiply,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -48,12 +51,30 @@ def divide(number: int, *divisors: int) -> int:
     >>> divide(1024, 4, 2)
     128
     """
-    divisor = 1
-    for value in (number, *divisors):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"commopt.divide takes integers above 0, got {value!r}")
-    for value in divisors:
-        divisor *= value
+    _check_counts("commopt.divide", number, *divisors)
+    divisor = math.prod(divisors)
     if number % divisor:
         raise ValueError(f"{number} cannot be divided by {' x '.join(map(str, divisors))} without a remainder")
     return number // divisor
+
+
+def multiply(*factors: int) -> int:
+    """Multiplies counts.
+
+    Args:
+        factors: which there are.
+
+    Raises:
+        ValueError: a factor is no integer above 0.
+
+    >>> multiply(8, 2)
+    16
+    """
+    _check_counts("commopt.multiply", *factors)
+    return math.prod(factors)
+
+
+def _check_counts(name: str, *counts: object) -> None:
+    for value in counts:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} takes integers above 0, got {value!r}")

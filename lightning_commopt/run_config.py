@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from hydra.utils import get_class
+from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -105,8 +106,13 @@ def _check_devices(config: DictConfig) -> None:
                 "strategy=single trains in one process, and each of several would train by itself into the same "
                 "directory: run it without torchrun and srun, or with one task"
             )
-    if name == "FSDPStrategy" and config.trainer.accelerator == "cpu":
-        raise ConfigError("FSDPStrategy needs GPUs: trainer.accelerator must be gpu, got cpu")
+    if name == "ModelParallelStrategy" and not _shards_itself(model := str(config.model.get("_target_", ""))):
+        raise ConfigError(f"strategy=fsdp needs a model with configure_model, in which it shards itself, got {model}")
+
+
+def _shards_itself(model: str) -> bool:
+    cls = get_class(model)
+    return issubclass(cls, LightningModule) and cls.configure_model is not LightningModule.configure_model
 
 
 def num_repetitions(config: DictConfig) -> int:

@@ -14,7 +14,6 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd, instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -178,8 +177,7 @@ def _fit(config: DictConfig, folder: Path) -> dict[str, float]:
 
 def _validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
     has_validation = trainer.limit_val_batches != 0 and is_overridden("validation_step", model)
-    # What FSDP has sharded it cannot wrap again (Lightning issue 19015).
-    if not has_validation or isinstance(trainer.strategy, FSDPStrategy):
+    if not has_validation:
         return {}
     of_each_loader = trainer.validate(model, datamodule=data, verbose=False)
     return {name: float(value) for metrics in of_each_loader for name, value in metrics.items()}

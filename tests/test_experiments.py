@@ -10,8 +10,8 @@ from test_conf import composed
 
 from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.plan import DDP_OPTION_SINCE
-from lightning_commopt.resolvers import divide
-from lightning_commopt.run_config import ConfigError, check_config
+from lightning_commopt.resolvers import divide, multiply
+from lightning_commopt.run_config import ConfigError, as_trained, check_config
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.train import register_with_hydra
 
@@ -40,7 +40,7 @@ def strategy_of(config):
     return {name: value for name, value in values.items() if value is not None}
 
 
-@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name != "sharding"])
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_job_of_an_experiment_can_be_run(experiment):
     for overrides in jobs(experiment):
         config = composed(*overrides)
@@ -57,10 +57,17 @@ def test_two_hosts_are_enough_for_every_job_of_an_experiment(experiment, monkeyp
         check_config(composed(*overrides, "link=1gbit", "hosts=2", "trainer.accelerator=cpu"))
 
 
-def test_fsdp_without_gpus_is_an_error_before_anything_starts():
-    config = composed("experiment=sharding", "strategy=fsdp", "trainer.accelerator=cpu")
-    with pytest.raises(ConfigError, match=r"FSDPStrategy needs GPUs: trainer\.accelerator must be gpu, got cpu"):
+def test_fsdp_of_a_model_that_does_not_shard_itself_is_an_error_before_anything_starts():
+    config = composed("strategy=fsdp", "model=mlp", "data=blobs")
+    with pytest.raises(ConfigError, match=r"strategy=fsdp needs a model with configure_model, .*, got .*MLP"):
         check_config(config)
+
+
+@pytest.mark.parametrize("options", [[], ["link=1gbit", "hosts=2"]])
+def test_fsdp_shards_over_the_ranks_of_all_nodes(options, monkeypatch):
+    monkeypatch.setattr("lightning_commopt.run_config._why_no_lab", lambda: None)
+    config = composed("strategy=fsdp", "ranks=4", "trainer.accelerator=cpu", *options)
+    assert as_trained(config).strategy.data_parallel_size == 4
 
 
 def test_every_rung_of_the_ladder_adds_to_the_one_before():
@@ -107,6 +114,11 @@ def test_a_batch_that_ranks_cannot_share_is_an_error():
 def test_divide_refuses_a_remainder_and_what_is_no_count(values):
     with pytest.raises(ValueError, match=r"cannot be divided|integers above 0"):
         divide(*values)
+
+
+def test_multiply_refuses_what_is_no_count():
+    with pytest.raises(ValueError, match=r"commopt\.multiply takes integers above 0, got 'auto'"):
+        multiply("auto", 2)  # type: ignore[arg-type]
 
 
 def test_newer_options_are_left_alone_by_all_experiments():

@@ -28,7 +28,7 @@ _SPELLED = {
     "ddp_one_process": "DDP on one process",
     "bucket_view": "bucket view",
     "DDPStrategy": "Lightning's DDP",
-    "FSDPStrategy": "Lightning's FSDP",
+    "ModelParallelStrategy": "Lightning's FSDP",
     "SingleDeviceStrategy": "one process",
 }
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -96,6 +97,14 @@ class GPT(LightningModule):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
+
+    def configure_model(self) -> None:
+        """Shards each block, and what is left as one more unit, where a strategy wants that (FSDP2)."""
+        if self.device_mesh is None or isinstance(self, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for module in (*self.blocks, self):
+            fully_shard(module, mesh=mesh)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps ``(B, T)`` bytes to ``(B, T, vocabulary)`` logits of the next byte."""

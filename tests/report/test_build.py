@@ -88,7 +88,9 @@ def test_an_exchange_that_nobody_sees_is_not_none(tmp_path, world_size, is_known
     """If it fails, FSDP is said to hide all of its communication."""
     comm_time = {"step_s": 0.1, "exchange_s": 0.0, "exposed_s": 0.0, "wire_bytes": 0.0}
     fields = {"comm_time": comm_time, "exposed_share": 0.0, "wire_bytes_per_step": 0.0, "world_size": world_size}
-    setting = _group(tmp_path, ("strategy=fsdp", {"plan": None, "strategy": "FSDPStrategy", **fields})).settings[0]
+    setting = _group(
+        tmp_path, ("strategy=fsdp", {"plan": None, "strategy": "ModelParallelStrategy", **fields})
+    ).settings[0]
     assert setting.step_s is not None
     for name in ("exchange_s", "exposed_s", "exposed_share", "wire_bytes"):
         assert (getattr(setting, name) is not None) is is_known
@@ -151,7 +153,7 @@ def test_the_reference(tmp_path, jobs):
 
     def fields(text):
         values = dict(part.split("=") for part in text.split())
-        hook = values.get("strategy/comm_hook", "FSDPStrategy" if values.get("strategy") == "fsdp" else "none")
+        hook = values.get("strategy/comm_hook", "ModelParallelStrategy" if values.get("strategy") == "fsdp" else "none")
         size = values.get("strategy.bucket_cap_mb", "null")
         ranks = 1 if "one_process" in text else int(values.get("ranks", 2))
         plan = {} if size == "null" else {"bucket_cap_mb": float(size)}

@@ -3,19 +3,22 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.tensor import DTensor
 
 from lightning_commopt.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.workloads.gpt import GPT, StdlibSources
 from lightning_commopt.workloads.mlp import MLP, SIZES, Blobs
 from lightning_commopt.workloads.vision import RandomImages, VisionModel
+from ranks import run_ranks
 
 
-def fitted(model, data, **settings):
+def fitted(model, data, devices=1, **settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice on the speed of tiny runs
         trainer = Trainer(
             accelerator="cpu",
-            devices=1,
+            devices=devices,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -84,6 +87,26 @@ def test_gpt_trains_the_rows_that_no_byte_uses_too():
     gradient = model.token.weight.grad
     assert gradient is not None
     assert gradient[256:].abs().min() > 0
+
+
+def fit_gpt_on_two_ranks(sharded, activation_checkpointing):
+    """Returns the validation loss after training, and which share of its blocks this rank holds then."""
+    seed_everything(0, verbose=False)
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if sharded else DDPStrategy()
+    model = GPT(width=16, num_layers=2, num_heads=2, context=16, activation_checkpointing=activation_checkpointing)
+    data = StdlibSources(context=16, batch_size=2)
+    loss = fitted(model, data, devices=2, strategy=strategy, max_steps=6, limit_val_batches=2)["val_loss"]
+    local = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in model.blocks.parameters()]
+    return loss, sum(p.numel() for p in local) / sum(p.numel() for p in model.blocks.parameters())
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_gpt_shards_itself_under_fsdp_and_trains_as_with_ddp(activation_checkpointing):
+    (loss_of_ddp, whole), _ = run_ranks(fit_gpt_on_two_ranks, False, activation_checkpointing)
+    sharded = run_ranks(fit_gpt_on_two_ranks, True, activation_checkpointing)
+    assert whole == 1
+    assert [share for _, share in sharded] == pytest.approx([0.5, 0.5])
+    assert [loss for loss, _ in sharded] == pytest.approx([loss_of_ddp, loss_of_ddp], rel=1e-5)
 
 
 def gradients_of_gpt(activation_checkpointing):
