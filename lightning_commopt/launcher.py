@@ -7,19 +7,15 @@ behind (process group, rank variables) makes the next one train with the first o
 from __future__ import annotations
 
 import os
-import re
 import subprocess
-import sys
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import get_original_cwd, to_absolute_path
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from omegaconf import OmegaConf
 
 from lightning_commopt.channel import leave_process_group
+from lightning_commopt.hydra_command import single_run_command
 from lightning_commopt.planned import check_group
 
 _RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -88,51 +84,3 @@ class RunsInOwnGroup(DDPStrategy):
         """
         super().setup_distributed()
         check_group(self.world_size, type(self).__name__)
-
-
-def single_run_command(rank: int | str) -> tuple[list[str], str]:
-    """Returns the command line for one more rank of the current job, and the directory to start it in.
-
-    The command carries the job's own overrides instead of the sweep's, and writes no configuration of its own.
-
-    Args:
-        rank: of the process that the command will be; for a command that several ranks share, an interpolation that
-            says it in each, such as ``${oc.env:RANK}``. Names Hydra's log file.
-    """
-    import __main__
-
-    hydra = HydraConfig.get()
-    if __main__.__spec__ is None:
-        program = [sys.executable, to_absolute_path(sys.argv[0])]
-    else:
-        program = [sys.executable, "-m", __main__.__spec__.name]
-    overrides = [
-        *hydra.overrides.task,
-        *(override for override in hydra.overrides.hydra if "hydra.mode=" not in override),
-        "hydra.mode=RUN",
-        f"hydra.run.dir={_quoted(hydra.runtime.output_dir)}",
-        *(
-            f"hydra.job.{key}={_quoted(OmegaConf.select(hydra.job, key))}"  # type: ignore[arg-type]
-            for key in ("num", "id")
-            if not OmegaConf.is_missing(hydra.job, key)
-        ),
-        f"hydra.job.name={_quoted(f'{hydra.job.name}_rank_{rank}')}",
-        "hydra.output_subdir=null",
-    ]
-    return [*program, *_config_flags(), *overrides], get_original_cwd()
-
-
-def _quoted(value: object) -> object:
-    """Returns a value as Hydra's grammar of overrides reads it back: backslashes count only before a quote."""
-    if not isinstance(value, str):
-        return value
-    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + ('\\"' if found[2] else ""), value)
-    return f'"{escaped}"'
-
-
-def _config_flags() -> list[str]:
-    """Returns the flags of this process that say where Hydra finds its configuration."""
-    arguments, _ = get_args_parser().parse_known_args()
-    flags = {"--config-path": "config_path", "--config-name": "config_name", "--config-dir": "config_dir"}
-    found = [(flag, getattr(arguments, name)) for flag, name in flags.items()]
-    return [word for flag, value in found if value for word in (flag, value)]

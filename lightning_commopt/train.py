@@ -20,6 +20,7 @@ from rich.console import Console
 
 from lightning_commopt.callbacks import RunRecorder
 from lightning_commopt.conf_path import conf_dir
+from lightning_commopt.hydra_command import config_flags
 from lightning_commopt.resolvers import register_resolvers
 from lightning_commopt.run_config import CONFIG_FILE, as_trained, check_config, is_lab_rank, plan_name
 from lightning_commopt.run_record import RunRecord, new_record, record_failure
@@ -81,7 +82,7 @@ def register_with_hydra(observer: SweepObserver) -> None:
         observer: is told what happens in a sweep.
     """
     register_resolvers()
-    command = (sys.executable, "-m", "lightning_commopt.train", *_config_flags())
+    command = (sys.executable, "-m", "lightning_commopt.train", *config_flags())
     register_launcher(SweepSettings(command=command, observer=observer))
 
 
@@ -138,17 +139,6 @@ def flags_first(arguments: list[str]) -> list[str]:
     for override in reversed(overrides):
         del flags[len(flags) - 1 - flags[::-1].index(override)]
     return [*flags, *overrides]
-
-
-def _config_flags() -> list[str]:
-    """Returns the flags of this process that say where Hydra finds its configuration."""
-    arguments, _ = get_args_parser().parse_known_args()
-    flags = {
-        "--config-path": arguments.config_path,
-        "--config-name": arguments.config_name,
-        "--config-dir": arguments.config_dir,
-    }
-    return [word for flag, value in flags.items() if value is not None for word in (flag, value)]
 
 
 def _is_first_rank() -> bool:

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from lightning_commopt.hydra_command import quoted
 from lightning_commopt.run_config import ConfigError, as_trained, check_config, num_repetitions, plan_name
 from lightning_commopt.sweep.job import Job, SweepObserver
 
@@ -95,7 +96,7 @@ class JobComposer:
             "hydra.mode=RUN",
             f"hydra.run.dir={quoted(str(folder))}",
             f"hydra.job.num={number}",
-            f"hydra.job.id='{number}'",
+            f"hydra.job.id={quoted(str(number))}",
         ]
         return Job(
             number=number,
@@ -122,12 +123,6 @@ def check_folders(jobs: Iterable[Job]) -> None:
                 f"hydra.sweep.subdir must differ between jobs, but jobs {other.number} and {job.number} have the same "
                 f"directory {job.folder}: use ${{hydra.job.num}} in it"
             )
-
-
-def quoted(path: str) -> str:
-    """Returns a path as one value of Hydra's override grammar."""
-    escaped = path.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
-    return f"'{escaped}'"
 
 
 def _repeat(configs: Sequence[DictConfig]) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
+from lightning_commopt.hydra_command import quoted
 from lightning_commopt.run_config import CONFIG_FILE
 from lightning_commopt.run_record import RUN_FILE, RunRecord
-from lightning_commopt.sweep.composing import quoted
 from lightning_commopt.sweep.job import Job
 
 EARLIER_FOLDER = "earlier"
@@ -80,7 +80,7 @@ def continue_command(arguments: Sequence[str], sweep_dir: Path) -> str:
     here = Path.cwd()
     shown = sweep_dir.relative_to(here) if sweep_dir.is_relative_to(here) else sweep_dir
     others = [argument for argument in arguments if not argument.startswith(_SWEEP_DIR)]
-    value = str(shown) if _PLAIN_PATH.fullmatch(str(shown)) else quoted(str(shown))
+    value = shown if _PLAIN_PATH.fullmatch(str(shown)) else quoted(str(shown))
     return shlex.join(["commopt-train", *others, f"{_SWEEP_DIR}{value}"])
 
 

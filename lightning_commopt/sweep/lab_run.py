@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
-from lightning_commopt.launcher import single_run_command
+from lightning_commopt.hydra_command import single_run_command
 from lightning_commopt.netlab import NetLab, RankError
 from lightning_commopt.run_config import LAB_RANK_VARIABLE, LabShape, lab_shape, plan_name
 from lightning_commopt.run_record import RUN_FILE, RunRecord, new_record

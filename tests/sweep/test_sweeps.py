@@ -172,7 +172,7 @@ def test_jobs_do_not_know_of_the_allocation_that_they_run_in(tmp_path, monkeypat
     allocation = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7"}
     for name, value in allocation.items():
         monkeypatch.setenv(name, value)
-    save = "import os; (Path(values['hydra.run.dir'].strip(\"'\")) / 'env').write_text(json.dumps(dict(os.environ)))"
+    save = "import os; (Path(values['hydra.run.dir'].strip('\"')) / 'env').write_text(json.dumps(dict(os.environ)))"
     monkeypatch.setattr("fake_sweeps.JOB", JOB + save)
     assert fake_sweep(tmp_path, "strategy=single,commopt", "ranks=1", "seed=2")[0] == [2, 2]
     found = json.loads((tmp_path / "0" / "env").read_text())

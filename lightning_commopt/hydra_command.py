@@ -1,0 +1,69 @@
+"""Command lines of Hydra's programs: overrides that say what is meant, and one more rank of a job."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_original_cwd, to_absolute_path
+from omegaconf import OmegaConf
+
+
+def quoted(value: object, *, is_literal: bool = True) -> object:
+    r"""Returns a value as an override has to have it, for Hydra to read it back; only text needs quotes.
+
+    Args:
+        value: of the override.
+        is_literal: whether ``${...}`` in it means itself, and not the value of something else.
+
+    >>> print(quoted('a, "b" and ${c}'))
+    "a, \"b\" and \${c}"
+    """
+    if not isinstance(value, str):
+        return value
+    # In both grammars backslashes count only before what they escape.
+    text = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", value) if is_literal else value
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + ('\\"' if found[2] else ""), text)
+    return f'"{escaped}"'
+
+
+def config_flags() -> list[str]:
+    """Returns the flags of this process that say where Hydra finds its configuration."""
+    arguments, _ = get_args_parser().parse_known_args()
+    flags = {"--config-path": "config_path", "--config-name": "config_name", "--config-dir": "config_dir"}
+    found = [(flag, getattr(arguments, name)) for flag, name in flags.items()]
+    return [word for flag, value in found if value for word in (flag, value)]
+
+
+def single_run_command(rank: int | str) -> tuple[list[str], str]:
+    """Returns the command line for one more rank of the current job, and the directory to start it in.
+
+    The command carries the job's own overrides instead of the sweep's, and writes no configuration of its own.
+
+    Args:
+        rank: of the process that the command will be; for a command that several ranks share, an interpolation that
+            says it in each, such as ``${oc.env:RANK}``. Names Hydra's log file.
+    """
+    import __main__
+
+    hydra = HydraConfig.get()
+    if __main__.__spec__ is None:
+        program = [sys.executable, to_absolute_path(sys.argv[0])]
+    else:
+        program = [sys.executable, "-m", __main__.__spec__.name]
+    overrides = [
+        *hydra.overrides.task,
+        *(override for override in hydra.overrides.hydra if "hydra.mode=" not in override),
+        "hydra.mode=RUN",
+        f"hydra.run.dir={quoted(hydra.runtime.output_dir)}",
+        *(
+            f"hydra.job.{key}={quoted(OmegaConf.select(hydra.job, key))}"  # type: ignore[arg-type]
+            for key in ("num", "id")
+            if not OmegaConf.is_missing(hydra.job, key)
+        ),
+        f"hydra.job.name={quoted(f'{hydra.job.name}_rank_{rank}', is_literal=False)}",
+        "hydra.output_subdir=null",
+    ]
+    return [*program, *config_flags(), *overrides], get_original_cwd()
