@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
-from lightning_commopt.callbacks.phases import FollowsPhases, step_of_loggers
+from lightning_commopt.callbacks.phases import FollowsPhases, samples_in, step_of_loggers
 from lightning_commopt.channel import group_beside
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.compressors.settings import check_integer, check_switch
@@ -158,7 +156,7 @@ class CommTimeLogger(FollowsPhases):
         pass
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
-        self._num_samples += _batch_size(batch)
+        self._num_samples += samples_in(batch) or 0
         if not has_stepped or self._recorder is None:
             return
         self._recorder.end_step(step_of_loggers(trainer), self._num_samples)
@@ -282,13 +280,6 @@ def _comm_hook(strategy: Strategy) -> str:
         return type(strategy).__name__
     hook = getattr(strategy, "_ddp_comm_hook", None)
     return "none" if hook is None else str(getattr(hook, "__name__", type(hook).__name__))
-
-
-def _batch_size(batch: Any) -> int:
-    try:
-        return extract_batch_size(batch)
-    except MisconfigurationException:  # it holds no tensor
-        return 0
 
 
 def _floats(values: Mapping[str, torch.Tensor]) -> dict[str, float]:

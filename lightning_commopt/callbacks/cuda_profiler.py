@@ -12,10 +12,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_commopt.callbacks.phases import batch_follows, step_of_loggers
+from lightning_commopt.callbacks.phases import batch_follows, samples_in, step_of_loggers
 from lightning_commopt.compressors.settings import check_integer, say_once
 
 
@@ -213,12 +212,11 @@ class _OpenWindow:
         self._started = time.perf_counter()
 
     def add(self, batch: Any, world_size: int) -> None:
-        if self._num_samples is None:
-            return
-        try:
-            self._num_samples += extract_batch_size(batch) * world_size
-        except MisconfigurationException:
+        num_samples = samples_in(batch)
+        if self._num_samples is None or num_samples is None:
             self._num_samples = None
+        else:
+            self._num_samples += num_samples * world_size
 
     def close(self) -> ProfiledWindow | None:
         """Returns what it held; None if that is not one step."""

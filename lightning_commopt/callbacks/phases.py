@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.observing import before_backward, observe_wrapped
@@ -143,3 +145,13 @@ def batch_follows(trainer: Trainer) -> bool:
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     return trainer.validating or not loop._should_check_val_fx(fetcher)
+
+
+def samples_in(batch: Any) -> int | None:
+    """Returns how many samples a batch holds; None if it does not show that. Lightning skips a batch that is None."""
+    if batch is None:
+        return 0
+    try:
+        return extract_batch_size(batch)
+    except (MisconfigurationException, RecursionError):  # it holds no tensor, or itself
+        return None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.data import extract_batch_size
+
+from lightning_commopt.callbacks.phases import samples_in
 
 
 class Throughput(Callback):
@@ -25,7 +26,8 @@ class Throughput(Callback):
         num_steps: timed optimizer steps. Several optimizers that step in one batch make one step.
         seconds: that they took, with waiting for data.
         steps_per_s: None as long as no step was timed.
-        samples_per_s: of this rank's samples, times the number of ranks.
+        samples_per_s: of this rank's samples, times the number of ranks; None also where a batch does not show how
+            many it holds.
         wire_bytes_per_step: payload that this rank handed to collectives for gradients; for strategies that do not
             count it, the size of the gradients where DDP exchanges them as they are, else None.
     """
@@ -39,7 +41,7 @@ class Throughput(Callback):
     def _reset(self) -> None:
         self.num_steps = 0
         self.seconds = 0.0
-        self._num_samples = 0
+        self._num_samples: int | None = 0
         self._world_size = 1
         self._wire_bytes: float | None = 0
         self._num_warmed_up = 0
@@ -55,7 +57,9 @@ class Throughput(Callback):
     @property
     def samples_per_s(self) -> float | None:
         """Samples in a second, over all ranks."""
-        return self._num_samples * self._world_size / self.seconds if self.num_steps else None
+        if not self.num_steps or self._num_samples is None:
+            return None
+        return self._num_samples * self._world_size / self.seconds
 
     @property
     def wire_bytes_per_step(self) -> float | None:
@@ -84,7 +88,11 @@ class Throughput(Callback):
         if self._started is None:
             self._num_warmed_up += has_stepped
             return
-        self._num_samples += extract_batch_size(batch)
+        num_samples = samples_in(batch)
+        if self._num_samples is None or num_samples is None:
+            self._num_samples = None
+        else:
+            self._num_samples += num_samples
         self.num_steps += has_stepped
         if has_stepped and self._wire_bytes is not None and self._wire_bytes_at_start is None:
             exchanged = _gradient_bytes_of_ddp(trainer)

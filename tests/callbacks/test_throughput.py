@@ -1,10 +1,11 @@
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import Throughput
@@ -28,9 +29,25 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(strategy="auto", devices=1, num_warmup_steps=2, **settings):
+class Opaque(Line):
+    """Its batches show no size."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return SimpleNamespace(x=batch[0])
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch.x).sum()
+
+
+def every_other(samples):
+    return None if samples[0][0][0] % 2 else default_collate(samples)
+
+
+def fit(strategy="auto", devices=1, num_warmup_steps=2, model=Line, collate_fn=None, **settings):
     throughput = Throughput(num_warmup_steps=num_warmup_steps)
-    loader = DataLoader(TensorDataset(torch.ones(40 * devices, 3)), batch_size=4)
+    batch_numbers = torch.arange(10).repeat_interleave(4 * devices)
+    data = TensorDataset(batch_numbers[:, None].expand(-1, 3).float())
+    loader = DataLoader(data, batch_size=4, collate_fn=collate_fn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
@@ -44,7 +61,7 @@ def fit(strategy="auto", devices=1, num_warmup_steps=2, **settings):
             enable_model_summary=False,
             **{"max_epochs": 2, **settings},
         )
-        trainer.fit(Line(), loader, loader)
+        trainer.fit(model(), loader, loader)
     return throughput
 
 
@@ -86,6 +103,19 @@ def two_ranks(kind):
 )
 def test_bytes_on_the_wire(kind, wire_bytes):
     assert run_ranks(two_ranks, kind) == [(18, wire_bytes)] * 2
+
+
+def test_batches_that_do_not_show_their_size():
+    throughput = fit(model=Opaque)
+    assert throughput.num_steps == 18
+    assert throughput.samples_per_s is None
+
+
+def test_batches_that_lightning_skips():
+    """If it fails, a collate_fn that returns None ends training, or the batches that it drops are counted."""
+    throughput = fit(collate_fn=every_other, num_warmup_steps=0)
+    assert throughput.num_steps == 10
+    assert throughput.samples_per_s == pytest.approx(4 * throughput.steps_per_s)
 
 
 def test_a_negative_warm_up_is_refused():
