@@ -62,7 +62,8 @@ class SavesCommState(DDPStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         saved = checkpoint.pop(KEY, None)
         module = self.lightning_module
-        if module is None or module.trainer.state.fn != TrainerFn.FITTING:
+        # After a fit in spawned processes the module of the process that started them belongs to no trainer.
+        if module is None or module._trainer is None or module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         self._restored = self._read(saved)
         if isinstance(self.model, DistributedDataParallel):  # in the middle of a fit, as the learning rate finder does

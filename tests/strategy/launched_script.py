@@ -1,4 +1,4 @@
-"""Trains on two ranks, however they are started; run by ``test_launching``.
+"""Trains on two ranks, however they are started, saves and loads; run by ``test_launching``.
 
 Usage: launched_script.py FILE START_METHOD... [--breaks]
 """
@@ -26,6 +26,8 @@ def main() -> None:
         module = SelfFed(breaks)
         run = trainer(strategy, devices=2)
         run.fit(module)
+        run.save_checkpoint("fit.ckpt")
+        run.strategy.load_checkpoint("fit.ckpt")
         results.update({f"{start_method} {name}": values for name, values in numbers(module).items()})
     if run.is_global_zero:
         np.savez(path, **results)  # type: ignore[arg-type]
