@@ -17,8 +17,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_commopt.channel import leave_process_group
 from lightning_commopt.hydra_command import single_run_command
 from lightning_commopt.planned import check_group
-
-_RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+from lightning_commopt.rank_variables import RANK_VARIABLES
 
 _launched_job_dir: str | None = None
 _variables_before_launch: dict[str, str | None] = {}
@@ -55,7 +54,7 @@ class MultirunLauncher(_SubprocessScriptLauncher):
         global _launched_job_dir
         self._check_can_spawn_children()
         _launched_job_dir = multirun_job_dir()
-        _variables_before_launch.update({name: os.environ.get(name) for name in _RANK_VARIABLES})
+        _variables_before_launch.update({name: os.environ.get(name) for name in RANK_VARIABLES})
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         os.environ["NODE_RANK"] = str(self.cluster_environment.node_rank())

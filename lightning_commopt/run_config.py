@@ -17,13 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_commopt.netlab import NetLab, parse_rate, why_not
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
+from lightning_commopt.rank_variables import is_lab_rank, num_started_ranks
 from lightning_commopt.strategy import CommOptDDP
 
 CONFIG_FILE = "config.yaml"
 """In a run's directory: its configuration, resolved."""
-
-LAB_RANK_VARIABLE = "COMMOPT_LAB_RANK"
-"""Set in the environment of a rank that `lightning_commopt.sweep.lab_run` has started."""
 
 _why_no_lab = cache(why_not)
 
@@ -175,29 +173,6 @@ def plan_name(config: DictConfig) -> str:
         return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
     comm_hook = config.strategy.get("comm_hook")
     return str(comm_hook.get("name") if isinstance(comm_hook, DictConfig) else comm_hook or "none")
-
-
-def is_lab_rank() -> bool:
-    """Returns whether this process is a rank on a host of the network lab."""
-    return LAB_RANK_VARIABLE in os.environ
-
-
-def num_started_ranks() -> int:
-    """Returns how many processes torchrun or srun has started to run this; 1 without them.
-
-    In a job of SLURM's this process may still be the only one: ``SLURM_NTASKS`` says how many it could have. And
-    without ``RANK``, ``WORLD_SIZE`` may be what Lightning has left of an earlier job in this process.
-    """
-    return max(
-        _integer_in_environment("WORLD_SIZE", default=1) if "RANK" in os.environ else 1,
-        _integer_in_environment("SLURM_STEP_NUM_TASKS", default=1),
-        _integer_in_environment("SLURM_PROCID", default=0) + 1,
-    )
-
-
-def _integer_in_environment(name: str, default: int) -> int:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else default
 
 
 def _is_integer(value: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 import warnings
@@ -21,8 +20,9 @@ from rich.console import Console
 from lightning_commopt.callbacks import RunRecorder
 from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.hydra_command import config_flags
+from lightning_commopt.rank_variables import is_first_rank, is_lab_rank
 from lightning_commopt.resolvers import register_resolvers
-from lightning_commopt.run_config import CONFIG_FILE, as_trained, check_config, is_lab_rank, plan_name
+from lightning_commopt.run_config import CONFIG_FILE, as_trained, check_config, plan_name
 from lightning_commopt.run_record import RunRecord, new_record, record_failure
 from lightning_commopt.run_table import run_table
 from lightning_commopt.sweep.composing import SweepSettings
@@ -33,7 +33,6 @@ from lightning_commopt.sweep.launcher import register_launcher
 from lightning_commopt.sweep.process import InterruptedRun
 from lightning_commopt.train_display import SweepDisplay
 
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 _NOISE = (
     # The workloads make a batch in less time than another process would take to send it.
     ".*does not have many workers.*",
@@ -103,18 +102,18 @@ def train(config: DictConfig) -> float | None:
     if config.link is not None and not is_lab_rank():
         return train_in_lab(config, folder).val_loss
     config = as_trained(config)
-    is_first_rank = _is_first_rank()
+    is_first = is_first_rank()
     started = time.perf_counter()
-    if is_first_rank:
+    if is_first:
         OmegaConf.save(config, folder / CONFIG_FILE, resolve=True)
         new_record(plan_name(config), HydraConfig.get().overrides.task, Path(get_original_cwd())).save(folder)
     try:
         metrics = _fit(config, folder)
     except BaseException as error:
-        if is_first_rank:
+        if is_first:
             record_failure(folder, error, rank=0, seconds=time.perf_counter() - started)
         raise
-    if not is_first_rank:
+    if not is_first:
         return metrics.get("val_loss")
     record = _with_final_metrics(RunRecord.load(folder), metrics, time.perf_counter() - started)
     record.save(folder)
@@ -139,11 +138,6 @@ def flags_first(arguments: list[str]) -> list[str]:
     for override in reversed(overrides):
         del flags[len(flags) - 1 - flags[::-1].index(override)]
     return [*flags, *overrides]
-
-
-def _is_first_rank() -> bool:
-    # Asked before any process group exists, and the same in every launcher: world rank 0 has 0 or nothing in them all.
-    return all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
 
 
 def _fit(config: DictConfig, folder: Path) -> dict[str, float]:

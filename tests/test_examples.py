@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_commopt.rank_variables import RANK_VARIABLES
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LIMIT_S = 150
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def _start(folder: Path, *command: str) -> subprocess.Popen[str]:

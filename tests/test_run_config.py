@@ -3,7 +3,8 @@
 import pytest
 from test_conf import composed
 
-from lightning_commopt.run_config import LAB_RANK_VARIABLE, ConfigError, check_config
+from lightning_commopt.rank_variables import LAB_RANK_VARIABLE
+from lightning_commopt.run_config import ConfigError, check_config
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.train import register_with_hydra
 

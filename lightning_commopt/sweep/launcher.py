@@ -22,24 +22,13 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from lightning_commopt.run_config import num_started_ranks
+from lightning_commopt.rank_variables import RANK_VARIABLES, num_started_ranks
 from lightning_commopt.run_record import RunRecord
 from lightning_commopt.sweep.composing import JobComposer, SweepSettings, check_folders
 from lightning_commopt.sweep.continuing import changed_keys, finished_before, set_aside
 from lightning_commopt.sweep.job import Job, JobResult, run_job, save_summary
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
-_RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "PL_GLOBAL_SEED",
-)
 # Of an allocation; paths in a configuration may have them. By the others Lightning would take its tasks for ranks.
 _SLURM_KEPT = ("SLURM_JOB_ID", "SLURM_TMPDIR")
 
@@ -168,7 +157,7 @@ def _environment() -> dict[str, str]:
     env = {
         name: value
         for name, value in os.environ.items()
-        if name not in _RANK_VARIABLES and (name in _SLURM_KEPT or not name.startswith("SLURM_"))
+        if name not in (*RANK_VARIABLES, "PL_GLOBAL_SEED") and (name in _SLURM_KEPT or not name.startswith("SLURM_"))
     }
     # A program that writes to a pipe would hold its lines back.
     return {**env, "PYTHONUNBUFFERED": "1"}

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 from lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namespaces_in
 
-from lightning_commopt.run_config import LAB_RANK_VARIABLE, LabShape
+from lightning_commopt.rank_variables import LAB_RANK_VARIABLE
+from lightning_commopt.run_config import LabShape
 from lightning_commopt.run_record import RUN_FILE, RunRecord
 from lightning_commopt.sweep.lab_run import RankFailed, run_in_lab
 from lightning_commopt.sweep.process import InterruptedRun

@@ -6,8 +6,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_commopt import run_config
 from lightning_commopt.conf_path import conf_dir
+from lightning_commopt.rank_variables import LAB_RANK_VARIABLE
 from lightning_commopt.resolvers import register_resolvers
-from lightning_commopt.run_config import LAB_RANK_VARIABLE, ConfigError, as_trained, check_config
+from lightning_commopt.run_config import ConfigError, as_trained, check_config
 from lightning_commopt.sweep.composing import SweepSettings
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.sweep.launcher import register_launcher

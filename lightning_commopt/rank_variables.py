@@ -1,0 +1,42 @@
+"""What the environment says of ranks: the variables by which launchers tell a process which one it is."""
+
+from __future__ import annotations
+
+import os
+
+_NUMBERS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
+
+RANK_VARIABLES = (*_NUMBERS, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Set by Lightning, torchrun or the network lab; SLURM's own are not among them."""
+
+LAB_RANK_VARIABLE = "COMMOPT_LAB_RANK"
+"""Set in the environment of a rank that `lightning_commopt.sweep.lab_run` has started."""
+
+
+def is_lab_rank() -> bool:
+    """Returns whether this process is a rank on a host of the network lab."""
+    return LAB_RANK_VARIABLE in os.environ
+
+
+def is_first_rank() -> bool:
+    """Returns whether this process is rank 0, or the only one; can be asked before there is a process group."""
+    # The same in every launcher: world rank 0 has 0 or nothing in them all.
+    return all(os.environ.get(name, "0") == "0" for name in (*_NUMBERS, "SLURM_PROCID"))
+
+
+def num_started_ranks() -> int:
+    """Returns how many processes torchrun or srun has started to run this; 1 without them.
+
+    In a job of SLURM's this process may still be the only one: ``SLURM_NTASKS`` says how many it could have. And
+    without ``RANK``, ``WORLD_SIZE`` may be what Lightning has left of an earlier job in this process.
+    """
+    return max(
+        _integer_in_environment("WORLD_SIZE", default=1) if "RANK" in os.environ else 1,
+        _integer_in_environment("SLURM_STEP_NUM_TASKS", default=1),
+        _integer_in_environment("SLURM_PROCID", default=0) + 1,
+    )
+
+
+def _integer_in_environment(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default
