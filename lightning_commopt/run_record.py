@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning_commopt.git_state import git_state
 from lightning_commopt.info import devices, versions
@@ -92,10 +93,14 @@ class RunRecord:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or not {"status", "plan_name"} <= values.keys():
             raise ValueError(f"{path} is not the record of a run")
-        known = {option.name for option in dataclasses.fields(cls)}
-        kept = {name: value for name, value in values.items() if name in known}
-        lists = {name: tuple(kept.get(name, ())) for name in ("overrides", "hardware")}
-        return cls(**{**kept, **lists})
+        types = get_type_hints(cls)
+        kept: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in types
+        }
+        for name, value in kept.items():
+            if not _is_a(value, types[name]):
+                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is no {cls.__annotations__[name]}")
+        return cls(**kept)
 
 
 def new_record(plan_name: str, overrides: Sequence[str], folder: Path) -> RunRecord:
@@ -145,3 +150,21 @@ def write_json(path: Path, value: Any) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(path)
+
+
+def _is_a(value: Any, type_hint: Any) -> bool:
+    """Returns whether a value is what an annotation says; a whole number is a float, and a truth value no number."""
+    origin, inner = get_origin(type_hint), get_args(type_hint)
+    if type_hint is Any:
+        return True
+    if origin is Literal:
+        return value in inner
+    if origin is UnionType:
+        return any(_is_a(value, each) for each in inner)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_a(each, inner[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_a(each, inner[1]) for each in value.values())
+    if type_hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if type_hint is float else type_hint)

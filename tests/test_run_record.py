@@ -48,3 +48,28 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     with pytest.raises(TypeError):
         write_json(tmp_path / "a.json", {"a": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("status", "done"),
+        ("plan_name", None),
+        ("overrides", "a=1"),
+        ("overrides", [1]),
+        ("world_size", 2.0),
+        ("world_size", True),
+        ("val_loss", "low"),
+        ("metrics", {"loss": None}),
+        ("hardware", ["cpu"]),
+    ],
+)
+def test_what_no_run_has_written_is_refused(tmp_path, name, value):
+    write_json(tmp_path / RUN_FILE, {**dataclasses.asdict(FULL), name: value})
+    with pytest.raises(ValueError, match=f"{RUN_FILE}: {name} is .*, which is no "):
+        RunRecord.load(tmp_path)
+
+
+def test_a_whole_number_is_a_number(tmp_path):
+    write_json(tmp_path / RUN_FILE, {**dataclasses.asdict(FULL), "val_loss": 1, "metrics": {"loss": 1}})
+    assert RunRecord.load(tmp_path).val_loss == 1

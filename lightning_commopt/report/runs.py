@@ -16,7 +16,6 @@ import yaml
 from lightning_commopt.loss_curve import LOSS_FILE, LossPoint, read_losses
 from lightning_commopt.measure.files import FOLDER, notices, read_run
 from lightning_commopt.report.model import Run
-from lightning_commopt.report.record_check import check_record
 from lightning_commopt.run_config import CONFIG_FILE
 from lightning_commopt.run_record import RUN_FILE, RunRecord
 from lightning_commopt.sweep.continuing import EARLIER_FOLDER
@@ -110,8 +109,7 @@ class _Reader:
     def _read_run(self, folder: Path, root: Path, name: str) -> None:
         try:
             record = RunRecord.load(folder)
-            check_record(record)
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError) as error:
             self.problems.append(f"{name}/{RUN_FILE} cannot be read, the run is left out: {_in_a_line(error, folder)}")
             return
         if record.status == "running":
