@@ -66,14 +66,16 @@ def now_s(trainer: Trainer) -> float:
 
 
 class StepTimes(Callback):
-    """Collects the end of every batch in ``ends``."""
+    """Collects the end of every batch in ``ends``, and this process's processor time until then in ``processor``."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.processor: list[float] = []
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Takes the time."""
         self.ends.append(now_s(trainer))
+        self.processor.append(time.process_time())
 
 
 class Switch(Callback):
@@ -158,8 +160,8 @@ def fit(arguments: argparse.Namespace, num_steps: int, folder: str, callbacks: l
     )
 
 
-def time_ours(arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Returns for each turn the seconds of a step in each variant."""
+def time_ours(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Returns for each turn the seconds of a step in each variant, and its seconds on the processor."""
     generator = np.random.default_rng(0)  # the same on all ranks
     order = [OURS[index] for _ in range(arguments.num_turns + 1) for index in generator.permutation(len(OURS))]
     times = StepTimes()
@@ -167,7 +169,15 @@ def time_ours(arguments: argparse.Namespace) -> list[dict[str, float]]:
         variants = {name: our_callbacks(name, folder) for name in OURS}
         switch = Switch(variants, order, arguments.num_steps)
         fit(arguments, len(order) * arguments.num_steps, folder, [switch, times], None)
-    seconds = np.diff(np.array(times.ends), prepend=np.nan).reshape(len(order), arguments.num_steps)
+    return {
+        "ours": medians_by_turn(times.ends, order, arguments.num_steps),
+        "ours_processor": medians_by_turn(times.processor, order, arguments.num_steps),
+    }
+
+
+def medians_by_turn(clock_s: list[float], order: list[str], num_steps: int) -> list[dict[str, float]]:
+    """Returns for each turn but the first, which warms up, the median step of each variant, by a clock."""
+    seconds = np.diff(np.array(clock_s), prepend=np.nan).reshape(len(order), num_steps)
     medians = np.median(seconds[:, NUM_SETTLING_STEPS:], axis=1).tolist()
     size = len(OURS)
     turns = [
@@ -224,7 +234,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    result = {"ours": time_ours(arguments), "peers": time_peers(arguments), "host_s": time_host(arguments)}
+    result = {**time_ours(arguments), "peers": time_peers(arguments), "host_s": time_host(arguments)}
     if rank == 0:
         print(RESULT + json.dumps(result), flush=True)
 
@@ -278,7 +288,7 @@ def main() -> None:
     command = [sys.executable, *launcher, __file__, "--worker", *sys.argv[1:]]
     said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
     result = json.loads(next(line for line in said.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
-    rows = {part: summary(result[part]) for part in ("ours", "peers")}
+    rows = {part: summary(result[part]) for part in ("ours", "ours_processor", "peers")}
     for part, of_part in rows.items():
         print_table(of_part, f"{part}: added to each step")
     print("processor time, us a step:", {label: round(1e6 * seconds) for label, seconds in result["host_s"].items()})
