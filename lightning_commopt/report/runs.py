@@ -49,16 +49,17 @@ def read_runs(folders: Sequence[Path]) -> FoundRuns:
         folders: each a sweep's directory, with runs at any depth down to six, or a run's own.
 
     Raises:
-        ValueError: there is neither a finished run nor a failed one.
+        ValueError: there is neither a finished run nor a failed one; the message has the directories as they were
+            given.
     """
-    reader = _Reader()
-    for folder, shown in _shown_names(folders).items():
-        reader.read_folder(folder, shown)
-    problems = (*reader.problems, *reader.missing_parts())
+    reader = _read(_shown_names(folders))
     if not reader.finished and not reader.failed:
-        asked = ", ".join(map(str, folders))
-        raise ValueError("; ".join(problems) or f"{asked}: nothing to report")
-    return FoundRuns(finished=tuple(reader.finished), failed=tuple(reader.failed), problems=problems)
+        # An error is read where it was asked for, not in a page that is shared: it has the whole paths.
+        as_asked = _read({folder: str(folder) for folder in folders})
+        raise ValueError("; ".join(as_asked.all_problems()) or "nothing to report")
+    return FoundRuns(
+        finished=tuple(reader.finished), failed=tuple(reader.failed), problems=tuple(reader.all_problems())
+    )
 
 
 def split_override(text: str) -> tuple[str, str]:
@@ -102,9 +103,9 @@ class _Reader:
             name = (Path(shown) / run_folder.relative_to(folder)).as_posix()
             self._read_run(run_folder, folder, folder.resolve().name if name == "." else name)
 
-    def missing_parts(self) -> list[str]:
-        """Returns a line for everything that runs lack, with their names."""
-        return [f"{what}: {_listed(names)}" for what, names in self.lacking.items()]
+    def all_problems(self) -> list[str]:
+        """Returns a line for everything that is wrong, at last for what runs lack, with their names."""
+        return [*self.problems, *(f"{what}: {_listed(names)}" for what, names in self.lacking.items())]
 
     def _read_run(self, folder: Path, root: Path, name: str) -> None:
         try:
@@ -176,6 +177,13 @@ class _Reader:
 
     def _lacks(self, what: str, name: str) -> None:
         self.lacking.setdefault(what, []).append(name)
+
+
+def _read(shown_names: Mapping[Path, str]) -> _Reader:
+    reader = _Reader()
+    for folder, shown in shown_names.items():
+        reader.read_folder(folder, shown)
+    return reader
 
 
 def _shown_names(folders: Sequence[Path]) -> dict[Path, str]:

@@ -1,4 +1,6 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 from sample_runs import plan_run, save_rates, save_run, write_run
@@ -161,11 +163,27 @@ def test_other_directories_are_lines_beside_a_sweep(sweep, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["empty", "gone"])
-def test_nothing_to_report_is_an_error(tmp_path, name):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=f"{name} (is no sweep|does not exist)"):
-        read_runs([tmp_path / name])
+@pytest.mark.parametrize("root", ["", "{tmp_path}/"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "{root}a/empty is no sweep: there is no run.json in it",
+        "{root}a/gone does not exist",
+        "{root}a/broken/0/run.json cannot be read, the run is left out: ",
+        "still running, or killed without a word; left out: {root}a/running/0",
+    ],
+)
+def test_nothing_to_report_is_an_error_with_the_path_as_it_was_given(tmp_path, monkeypatch, root, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "empty").mkdir(parents=True)
+    (save_run(tmp_path / "a" / "broken" / "0") / "run.json").write_text("{")
+    save_run(tmp_path / "a" / "running" / "0", status="running")
+    root = root.format(tmp_path=tmp_path)
+    folders = [Path(root) / "a" / name for name in ("empty", "gone", "broken", "running")]
+    with pytest.raises(ValueError, match=re.escape(message.format(root=root))):
+        read_runs(folders)
+    with pytest.raises(ValueError, match=re.escape(message.format(root=root))):
+        read_runs([folder for folder in folders if f"/{folder.name}" in message])
 
 
 def test_only_failed_runs_can_be_reported(tmp_path):
