@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from lightning_commopt.workloads.classifier import Classifier
 
 _NUM_CLASSES = 10
 _VALIDATION_SHARE = 0.2
 
 
-class DigitsCNN(LightningModule):
+class DigitsCNN(Classifier):
     """Two convolutions and two linear layers on 8x8 images, trained with Adam.
 
     Logs ``train_loss``, ``val_loss`` and ``val_accuracy``; the latter two are averaged over ranks.
@@ -41,21 +42,6 @@ class DigitsCNN(LightningModule):
     def forward(self, images: Tensor) -> Tensor:
         """Maps ``(B, 1, 8, 8)`` images to ``(B, 10)`` logits."""
         return self.net(images)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Returns the mean loss of ``(images, labels)``."""
-        images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
-        self.log("train_loss", loss.detach(), prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Logs loss and accuracy of ``(images, labels)``."""
-        images, labels = batch
-        logits = self(images)
-        accuracy = (logits.argmax(dim=1) == labels).float().mean()
-        values = {"val_loss": F.cross_entropy(logits, labels), "val_accuracy": accuracy}
-        self.log_dict(values, prog_bar=True, sync_dist=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns Adam."""

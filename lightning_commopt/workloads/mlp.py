@@ -7,10 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_commopt.workloads.classifier import Classifier
 
 _NUM_FEATURES = 784
 _NUM_CLASSES = 10
@@ -23,7 +24,7 @@ SIZES: dict[str, tuple[int, ...]] = {
 """Widths of the hidden layers."""
 
 
-class MLP(LightningModule):
+class MLP(Classifier):
     """Linear layers with ReLU between them, 784 features to 10 classes, trained with SGD.
 
     The sizes have 1.5, 8.4, 35.2 and 52.0 million parameters. The write-up that compares ways of data parallelism on
@@ -57,21 +58,6 @@ class MLP(LightningModule):
     def forward(self, features: Tensor) -> Tensor:
         """Maps ``(B, 784)`` features to ``(B, 10)`` logits."""
         return self.net(features)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Returns the mean loss of ``(features, labels)``."""
-        features, labels = batch
-        loss = F.cross_entropy(self(features), labels)
-        self.log("train_loss", loss.detach(), prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Logs loss and accuracy of ``(features, labels)``."""
-        features, labels = batch
-        logits = self(features)
-        accuracy = (logits.argmax(dim=1) == labels).float().mean()
-        values = {"val_loss": F.cross_entropy(logits, labels), "val_accuracy": accuracy}
-        self.log_dict(values, prog_bar=True, sync_dist=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns SGD."""
