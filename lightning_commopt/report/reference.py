@@ -9,12 +9,11 @@ from lightning_commopt.report.intervals import Comparison, compare
 from lightning_commopt.report.medians import bucket_cap, throughput
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.settings import turn
-from lightning_commopt.report.words import canonical, is_ranks
+from lightning_commopt.report.words import OFF, canonical, is_ranks
 
 _UNCOMPRESSED_DDP = ("none", "DDPStrategy")
 _FIRST_RUNG = "one_bucket"
 _DEFAULT_BUCKET_MB = 25
-_OFF = ("null", "none", "false", "")
 _NEUTRAL = {"strategy": ("ddp", "commopt"), "trainer.accumulate_grad_batches": ("1",)}
 
 
@@ -86,7 +85,7 @@ def _distance_from_default(setting: Setting) -> tuple[int, float]:
     options = [
         name
         for name, value in without_ranks(setting.values).items()
-        if value.lower() not in (*_OFF, *_NEUTRAL.get(name, ())) and canonical(name) != "comm_hook"
+        if value.lower() not in (*OFF, *_NEUTRAL.get(name, ())) and canonical(name) != "comm_hook"
     ]
     if setting.bucket_cap_mb is None:
         return len(options), 0.0 if bucket_cap(setting.runs[0]) is None else math.inf

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from lightning_commopt.plan import CommPlan
 
-_OFF = ("null", "none", "false", "")
+OFF = ("null", "none", "false", "")
+"""Values that leave an option unused, in lower case."""
+
 _RANKS = ("ranks", "trainer.devices", "world_size")
 _COMM_HOOK = ("strategy/comm_hook", "commopt", "strategy.comm_hook", "strategy.comm_hook.name", "plan")
 _PREFIXES = ("trainer.strategy.comm_hook.", "strategy.comm_hook.", "comm_hook.", "trainer.strategy.", "strategy.")
@@ -111,7 +113,7 @@ def _words(option: str, value: str) -> Words:
     name = option.replace("_", " ")
     if value.lower() == "true":
         return Words(name)
-    return Words("", f"no {name}") if value.lower() in _OFF else Words(f"{name} {spelled(value)}")
+    return Words("", f"no {name}") if value.lower() in OFF else Words(f"{name} {spelled(value)}")
 
 
 def _place(option: str) -> int:
@@ -129,7 +131,7 @@ def _number_of(singular: str, plural: str) -> Callable[[str], Words]:
 
 def _switch(name: str) -> Callable[[str], Words]:
     def words(value: str) -> Words:
-        return Words("", f"no {name}") if value.lower() in _OFF else Words(name)
+        return Words("", f"no {name}") if value.lower() in OFF else Words(name)
 
     return words
 
@@ -139,7 +141,7 @@ def _choice(value: str) -> Words:
 
 
 def _bucket_cap(value: str) -> Words:
-    if value in _OFF:
+    if value in OFF:
         return Words("default buckets")
     if value.startswith("["):
         return Words(f"buckets of {value.strip('[]').replace(',', ', ').replace('  ', ' ')} MB")
@@ -150,7 +152,7 @@ def _link(value: str) -> Words:
     rate = _RATE.fullmatch(value.lower())
     if rate:
         return Words(f"{rate[1]} {rate[2].replace('m', 'M').replace('g', 'G')}bit/s")
-    return Words("", "no link") if value in _OFF else Words(value)
+    return Words("", "no link") if value in OFF else Words(value)
 
 
 _SAID: dict[str, Callable[[str], Words]] = {
@@ -161,7 +163,7 @@ _SAID: dict[str, Callable[[str], Words]] = {
     "rung": _choice,
     "way": _choice,
     "strategy": _choice,
-    "comm_hook": lambda value: Words(spelled("none" if value in _OFF else value)),
+    "comm_hook": lambda value: Words(spelled("none" if value in OFF else value)),
     "matrix_rank": lambda value: Words(f"matrix rank {value}"),
     "bucket_cap_mb": _bucket_cap,
     "static_graph": _switch("static graph"),
@@ -172,7 +174,7 @@ _SAID: dict[str, Callable[[str], Words]] = {
     "model.activation_checkpointing": _switch("activation checkpointing"),
     "data.batch_size": lambda value: Words(f"batch {value}"),
     "link": _link,
-    "hosts": lambda value: Words("", "default hosts") if value in _OFF else _number_of("host", "hosts")(value),
+    "hosts": lambda value: Words("", "default hosts") if value in OFF else _number_of("host", "hosts")(value),
     "trainer.num_nodes": _number_of("node", "nodes"),
     "ranks": _number_of("rank", "ranks"),
 }
