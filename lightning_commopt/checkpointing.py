@@ -25,6 +25,7 @@ from lightning_commopt.comm_state import (
     to_checkpoint,
     to_plain,
 )
+from lightning_commopt.compressors.base import as_real
 from lightning_commopt.gathering import all_come, gather_on_rank_0
 from lightning_commopt.hook import CommHook
 from lightning_commopt.plan import CommPlan
@@ -171,7 +172,7 @@ def _told_owed(state: CommState) -> dict[str, Tensor]:
 
 
 def _of_known_parameters(owed: dict[str, Tensor], module: Module) -> dict[str, Tensor]:
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    shapes = {name: as_real(parameter).shape for name, parameter in module.named_parameters()}
     lost = [name for name, value in owed.items() if shapes.get(name) != value.shape]
     if lost:
         shown = ", ".join(lost[:_NAMES_IN_MESSAGE]) + (", ..." if len(lost) > _NAMES_IN_MESSAGE else "")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_commopt.compressors import Compressor, Layout, State
+from lightning_commopt.compressors.base import as_real
 from lightning_commopt.compressors.registry import compressor_from_config, compressor_to_config
 from lightning_commopt.gathering import map_tensors
 
@@ -149,7 +150,7 @@ def adopted(state: CommState, compressor: Compressor, module: Module) -> BucketS
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     buckets: BucketStates = {}
     for index, (names, layout, saved) in state.buckets.items():
-        shapes = tuple(parameters[name].shape if name in parameters else None for name in names)
+        shapes = tuple(as_real(parameters[name]).shape if name in parameters else None for name in names)
         if shapes != layout.shapes:
             raise CheckpointError("it was saved with other parameters")
         device = parameters[names[0]].device

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.channel import Channel, node_channel, twin_group
@@ -36,7 +37,7 @@ class CommHook:
     Args:
         compressor: averages the buckets.
         channel: the ranks to exchange with.
-        names: of the parameters, by ``id``.
+        names: of the parameters whose gradients DDP exchanges, by ``id``.
         driver: runs the exchanges, in the order of the buckets.
         step: exchanges of whole gradients that were made before this hook came.
         observers: are told of every bucket.
@@ -58,6 +59,7 @@ class CommHook:
         self._step = step
         self._observers = observers if observers is not None else Observers()
         self._layouts: dict[int, tuple[tuple[str, ...], Layout]] = {}
+        self._came: dict[str, int] = {}
         self._states: BucketStates = {}
         self._owed: dict[str, Tensor] = {}
         self._relayout: Relayout | None = None
@@ -82,20 +84,39 @@ class CommHook:
         Returns:
             A future of the bucket's buffer, which then holds the average.
         """
-        index, flat = bucket.index(), bucket.buffer()
-        parameters = bucket.parameters()
+        flat, parameters = bucket.buffer(), bucket.parameters()
         names = tuple(self._names[id(parameter)] for parameter in parameters)
+        index, is_last = self._place(bucket, names)
         if index not in self._layouts or self._layouts[index][0] != names:
             self._layouts[index] = names, Layout.of(parameters, flat.dtype)
-        exchange = self._observers.ready(BucketInfo(index, _dense(flat).nbytes, names, bucket.is_last()))
+        exchange = self._observers.ready(BucketInfo(index, _dense(flat).nbytes, names, is_last))
         job = Bucket(index, flat, self._layouts[index][1], names, self._step, exchange)
         promise = self._driver.promise(flat)
         if self._relayout is None or not self._relayout.keeps(job, promise):
             self._driver.submit(lambda: self._exchange_or_explain(job), [promise])
-        if bucket.is_last():
+        if is_last:
             self._step += 1
             self._exchange_kept()
         return promise.future
+
+    def _place(self, bucket: dist.GradBucket, names: tuple[str, ...]) -> tuple[int, bool]:
+        """Returns the index of a bucket, and whether it is the last one of its backward.
+
+        In the first backward of a static graph DDP calls every bucket number 0 and, unless there is one only, none
+        the last.
+        """
+        index, is_last = bucket.index(), bucket.is_last()
+        if index or is_last:
+            self._came.clear()
+            return index, is_last
+        if any(name in self._came for name in names):  # an earlier backward has broken off
+            self._came.clear()
+        index = len(set(self._came.values()))
+        self._came.update(dict.fromkeys(names, index))
+        is_last = len(self._came) == len(self._names)
+        if is_last:
+            self._came.clear()
+        return index, is_last
 
     @property
     def has_only_resumed(self) -> bool:
@@ -265,10 +286,19 @@ def attach_comm_hook(
     else:
         driver = SideStream(model.device)
     channel = Channel(group) if ranks_per_node is None else node_channel(group, ranks_per_node, timeout)
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in exchanged_parameters(model)}
     hook = CommHook(compressor, channel, names, driver, step, observers)
     model.register_comm_hook(None, hook.reduce)
     return hook
+
+
+def exchanged_parameters(model: DistributedDataParallel) -> list[tuple[str, Parameter]]:
+    """Returns the names and parameters whose gradients DDP exchanges; for a model that was just wrapped."""
+    return [
+        (name, parameter)
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    ]
 
 
 def _run(rounds: Rounds, exchange: Exchange) -> None:

@@ -12,15 +12,13 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.compressors.base import as_real
+from lightning_commopt.hook import exchanged_parameters
+
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
     """Returns the size of all gradients that DDP exchanges in one backward."""
-    parameters = [
-        parameter
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    ]
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return sum(parameter.numel() * parameter.element_size() for _, parameter in exchanged_parameters(model))
 
 
 class Trainable:
@@ -80,7 +78,7 @@ class Additions:
 
     Args:
         module: whose parameters; those that ask for no gradient are left out.
-        owed: by the parameter's name; in its shape.
+        owed: by the parameter's name; in its shape, or for a complex one as pairs of real numbers.
 
     Attributes:
         owed: what has not been added yet.
@@ -94,7 +92,8 @@ class Additions:
     def _add_once(self, name: str, parameter: Parameter) -> RemovableHandle:
         def add(gradient: Tensor) -> Tensor:
             self._handles.pop(name).remove()
-            return gradient + self.owed.pop(name).to(gradient)
+            total = as_real(gradient) + self.owed.pop(name).to(as_real(gradient))
+            return torch.view_as_complex(total) if gradient.is_complex() else total
 
         return parameter.register_hook(add)
 

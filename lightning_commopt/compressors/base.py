@@ -36,6 +36,8 @@ class Layout:
     @classmethod
     def of(cls, parameters: Sequence[Tensor], dtype: torch.dtype) -> Layout:
         """Returns the layout of DDP's bucket for these parameters."""
+        if not dtype.is_complex:
+            parameters = [as_real(x) for x in parameters]
         return cls(tuple(x.shape for x in parameters), tuple(_bucket_stride(x) for x in parameters), dtype)
 
     def select(self, mask: Sequence[bool]) -> Layout:
@@ -76,6 +78,11 @@ class Layout:
         """Returns one view of ``flat`` ``(n,)`` for each gradient, in its shape."""
         parts = zip(flat.split(self.numels), self.shapes, self.strides, strict=True)
         return [part.as_strided(shape, stride) for part, shape, stride in parts]
+
+
+def as_real(x: Tensor) -> Tensor:
+    """Returns a complex tensor as pairs of real numbers, ``(..., 2)``, as DDP has it in buckets; others as they are."""
+    return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x
 
 
 def _bucket_stride(x: Tensor) -> tuple[int, ...]:

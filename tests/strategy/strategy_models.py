@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_commopt.compressors.base import as_real
+
 FEATURES = 6
 Params = dict[str, np.ndarray]
 
@@ -278,8 +280,8 @@ def trainer(strategy: Any, **options: Any) -> Trainer:
 
 
 def numbers(module: nn.Module) -> Params:
-    """Returns the parameters and buffers."""
-    state = {name: tensor.detach().double().numpy() for name, tensor in module.state_dict().items()}
+    """Returns the parameters and buffers; complex ones as pairs."""
+    state = {name: as_real(tensor).double().numpy() for name, tensor in module.state_dict().items()}
     return {name.replace("_orig_mod.", ""): values for name, values in state.items()}
 
 

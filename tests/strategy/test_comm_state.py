@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
 from lightning_commopt.comm_state import KEY
 from lightning_commopt.compressors import Compressor, ErrorFeedback, Hierarchical, LowRank
+from lightning_commopt.compressors.base import as_real
 from lightning_commopt.plan import OptionError
 from ranks import run_ranks, run_ranks_or_raise
 
@@ -33,6 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unused": {"bucket_cap_mb": 0.002, "find_unused_parameters": True},
 }
 POWERSGD = PowerSGD(min_compression_rate=0.5)
+_COMPLEX_WORKS = torch.__version__ >= "2.15"
+_COMPLEX = pytest.mark.skipif(not _COMPLEX_WORKS, reason="DDP itself cannot send complex parameters over gloo")
 
 
 class Mixed(LightningModule):
@@ -85,6 +88,30 @@ class Sparse(Mixed):
 
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class TwoTypes(Mixed):
+    """Has a parameter of another dtype, and so a bucket more in the first backward of a static graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(16, 12, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        aim = self.global_step / 10 + self.global_rank
+        return super().training_step(batch, batch_idx) + (self.wide - aim).square().mean().float()
+
+
+class Phased(Mixed):
+    """Has a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.randn(8, 6, dtype=torch.complex64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        turned = self.phases * (1 + self.global_step + 10j * self.global_rank)
+        return super().training_step(batch, batch_idx) + (turned.abs() - 1).square().mean() / 100
 
 
 class Freezing(Mixed):
@@ -192,13 +219,19 @@ def test_resumed_training_goes_on_bit_for_bit(folder: Path, name: str, world_siz
         (2, "many_buckets", "int8", {"module": Sparse}),
         (2, "many_buckets", "powersgd_rank_2", {"module": Freezing}),
         (2, "unused", "powersgd_rank_2", {}),
+        (2, "static_view", "powersgd_rank_2", {"module": TwoTypes}),
+        pytest.param(2, "many_buckets", "powersgd_rank_2", {"module": Phased}, marks=_COMPLEX),
+        pytest.param(2, "many_buckets", "int8", {"module": Phased}, marks=_COMPLEX),
     ],
-    ids=["four_ranks", "accumulation", "overflow", "overflow_static", "sparse", "frozen", "unused"],
+    ids=[
+        *("four_ranks", "accumulation", "overflow", "overflow_static", "sparse", "frozen", "unused"),
+        *("two_types_static", "complex_powersgd", "complex_int8"),
+    ],
 )
 def test_resumed_under_other_circumstances(
     folder: Path, world_size: int, options: str, name: str, run: dict[str, Any]
 ) -> None:
-    """If it fails, accumulation, a gradient scaler's skipped step, sparse gradients or nodes make resuming inexact."""
+    """If it fails, accumulation, a skipped step, kinds of gradients, or nodes make resuming inexact, or hang it."""
     through, resumed = _through_and_resumed(folder, world_size, options, (name,), tuple(run.items()))
     _assert_exact(through, resumed, name, has_other_buckets_first=options != "unused")
 
@@ -229,11 +262,11 @@ class Fed(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ParameterDict({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+        self.parts = nn.ParameterDict({name: torch.zeros_like(fed) for name, fed in _fed(0, 0).items()})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         fed = _fed(self.global_step, self.global_rank)
-        return torch.stack([(value * fed[name]).sum() for name, value in self.parts.items()]).sum()
+        return torch.stack([(value * fed[name].conj()).real.sum() for name, value in self.parts.items()]).sum()
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(torch.zeros(5, 1))  # type: ignore[arg-type]
@@ -243,16 +276,19 @@ class Fed(LightningModule):
 
 
 SHAPES = {"c": (12, 20), "a": (30, 8), "d": (7,), "b": (16, 16)}
+COMPLEX_SHAPES = {"e": (12, 10)} if _COMPLEX_WORKS else {}
 
 
 def _fed(step: int, rank: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    fed = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    pairs = {name: torch.randn(*shape, 2, generator=generator) for name, shape in COMPLEX_SHAPES.items()}
+    return fed | {name: torch.view_as_complex(pair) for name, pair in pairs.items()}
 
 
 def _fed_in_all(steps: range, world_size: int) -> Params:
     gradients = [_fed(step, rank) for step in steps for rank in range(world_size)]
-    sums = {name: torch.stack([each[name].double() for each in gradients]).sum(0) for name in SHAPES}
+    sums = {name: torch.stack([as_real(each[name]).double() for each in gradients]).sum(0) for name in gradients[0]}
     return {f"parts.{name}": value.numpy() / world_size for name, value in sums.items()}
 
 
