@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import DDPStrategy
+from pytorch_lightning.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import CommTimeLogger
+from lightning_commopt.callbacks import CommTimeLogger, NVTXRanges, Throughput
 from lightning_commopt.callbacks import comm_time as comm_time_module
 from lightning_commopt.measure.files import rank_file, read_run
 from ranks import run_ranks
@@ -195,6 +197,30 @@ def same_with_and_without(options: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("options", [{}, {"comm_hook": "int8"}, {"static_graph": True}])
 def test_no_bit_of_what_is_trained_changes(options: dict[str, Any]) -> None:
     assert all(run_ranks(same_with_and_without, options))
+
+
+def measured_in_the_other_package() -> tuple[float, int]:
+    comm_time, throughput = CommTimeLogger(num_warmup_steps=0, save_records=False), Throughput(num_warmup_steps=0)
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        callbacks=[comm_time, throughput, NVTXRanges()],  # type: ignore[list-item]
+        max_steps=NUM_STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's own
+        trainer.fit(BoringModel())
+    return comm_time.summary["gradient_bytes"], throughput.num_steps
+
+
+def test_the_trainer_of_pytorch_lightning_is_measured_too() -> None:
+    """If it fails, the callbacks do not work in projects that import ``pytorch_lightning``."""
+    assert run_ranks(measured_in_the_other_package) == [(4 * (32 * 2 + 2), NUM_STEPS)] * 2
 
 
 def test_one_process_has_no_exchange(tmp_path: Path) -> None:
