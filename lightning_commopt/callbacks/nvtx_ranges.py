@@ -57,8 +57,8 @@ class NVTXRanges(FollowsPhases):
     backward are launched by a thread of autograd, so that ``backward`` has no projection; there
     ``nsys profile --pytorch=autograd-nvtx`` names the single operations.
 
-    Without a profiler this callback does nothing at all, nor are exchanges observed. With one it comes first in the
-    Trainer's callbacks, ``trainer.save_checkpoint`` is wrapped during the fit, and the names of all batches are kept.
+    Without a profiler this callback does nothing at all, nor are exchanges observed. With one, during the fit, it comes
+    first in the Trainer's callbacks and ``trainer.save_checkpoint`` is wrapped; the names of all batches are kept.
 
     Args:
         domain: the NVTX domain of the ranges.
@@ -77,6 +77,7 @@ class NVTXRanges(FollowsPhases):
         self._exchanges: ExchangeRanges | None = None
         self._opener: _OpensBatches | None = None
         self._save: functools.partial[None] | None = None
+        self._place = 0
         self._batch_depth = 0
         self._is_in_batch = False
         self._is_saving = False
@@ -94,6 +95,7 @@ class NVTXRanges(FollowsPhases):
         # profiler no range is open, of which it would see one end only.
         self._opener = _OpensBatches(self._open_batch)
         others = [callback for callback in _callbacks(trainer) if callback is not self]
+        self._place = _callbacks(trainer).index(self)
         trainer.callbacks = [self, *others, self._opener]  # type: ignore[attr-defined]
         # Callbacks are not told when a checkpoint is written, and of one with weights only they are not told at all.
         self._save = functools.partial(self._save_in_range, trainer.save_checkpoint)
@@ -171,8 +173,8 @@ class NVTXRanges(FollowsPhases):
         stop_observing(trainer.strategy, self._exchanges)
         self._exchanges.close()
         self._enter(None)
-        others = [callback for callback in _callbacks(trainer) if callback is not self._opener]
-        trainer.callbacks = others  # type: ignore[attr-defined]
+        others = [callback for callback in _callbacks(trainer) if callback not in (self, self._opener)]
+        trainer.callbacks = [*others[: self._place], self, *others[self._place :]]  # type: ignore[attr-defined]
         if trainer.__dict__.get("save_checkpoint") is self._save:
             del trainer.save_checkpoint
             if trainer.save_checkpoint != wrapped:

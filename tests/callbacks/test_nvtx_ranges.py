@@ -252,6 +252,7 @@ def test_a_trainer_that_fits_twice(domain):
         ranges = NVTXRanges()
         before = pickle.dumps(ranges)
         trainer = trainer_for([Callback(), ranges], limit_val_batches=0)
+        callbacks = list(trainer.callbacks)
         model = Line()
         trainer.fit(model, loader(1))
         trainer.validate(model, loader(1), verbose=False)
@@ -259,6 +260,7 @@ def test_a_trainer_that_fits_twice(domain):
         trainer.fit(model, loader(1))
     assert domain.tree == [batch(0, STEP), batch(1, STEP)]
     assert domain.is_balanced
+    assert trainer.callbacks == callbacks
     assert pickle.loads(pickle.dumps(ranges)).state_dict() == {} == pickle.loads(before).state_dict()
 
 
