@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.bucket_order import BucketOrder
 from lightning_commopt.channel import Channel, node_channel, twin_group
 from lightning_commopt.comm_state import BucketStates, CommState, owed_by_name
 from lightning_commopt.compressors import Compressor, Layout, Rounds, State
@@ -59,7 +60,7 @@ class CommHook:
         self._step = step
         self._observers = observers if observers is not None else Observers()
         self._layouts: dict[int, tuple[tuple[str, ...], Layout]] = {}
-        self._came: dict[str, int] = {}
+        self._order = BucketOrder(len(names))
         self._states: BucketStates = {}
         self._owed: dict[str, Tensor] = {}
         self._relayout: Relayout | None = None
@@ -86,7 +87,7 @@ class CommHook:
         """
         flat, parameters = bucket.buffer(), bucket.parameters()
         names = tuple(self._names[id(parameter)] for parameter in parameters)
-        index, is_last = self._place(bucket, names)
+        index, is_last = self._order.place(bucket.index(), bucket.is_last(), names)
         if index not in self._layouts or self._layouts[index][0] != names:
             self._layouts[index] = names, Layout.of(parameters, flat.dtype)
         exchange = self._observers.ready(BucketInfo(index, _dense(flat).nbytes, names, is_last))
@@ -98,25 +99,6 @@ class CommHook:
             self._step += 1
             self._exchange_kept()
         return promise.future
-
-    def _place(self, bucket: dist.GradBucket, names: tuple[str, ...]) -> tuple[int, bool]:
-        """Returns the index of a bucket, and whether it is the last one of its backward.
-
-        In the first backward of a static graph DDP calls every bucket number 0 and, unless there is one only, none
-        the last.
-        """
-        index, is_last = bucket.index(), bucket.is_last()
-        if index or is_last:
-            self._came.clear()
-            return index, is_last
-        if any(name in self._came for name in names):  # an earlier backward has broken off
-            self._came.clear()
-        index = len(set(self._came.values()))
-        self._came.update(dict.fromkeys(names, index))
-        is_last = len(self._came) == len(self._names)
-        if is_last:
-            self._came.clear()
-        return index, is_last
 
     @property
     def has_only_resumed(self) -> bool:

@@ -1,0 +1,41 @@
+"""Which of a backward's buckets is which, where DDP does not say."""
+
+from __future__ import annotations
+
+
+class BucketOrder:
+    """Counts buckets where DDP does not: in the first backward of a static graph.
+
+    DDP calls all of them number 0 then and, unless there is one only, none the last.
+
+    Args:
+        num_parameters: whose gradients are exchanged in a backward.
+
+    >>> order = BucketOrder(num_parameters=3)
+    >>> order.place(0, False, ("a", "b")), order.place(0, False, ("c",))
+    ((0, False), (1, True))
+    """
+
+    def __init__(self, num_parameters: int) -> None:
+        self._num_parameters = num_parameters
+        self._came: dict[str, int] = {}
+
+    def place(self, index: int, is_last: bool, names: tuple[str, ...]) -> tuple[int, bool]:
+        """Returns the index of the next bucket, and whether it is the last one of its backward.
+
+        Args:
+            index: as DDP says.
+            is_last: as DDP says.
+            names: of the bucket's parameters.
+        """
+        if index or is_last:
+            self._came.clear()
+            return index, is_last
+        if any(name in self._came for name in names):  # an earlier backward has broken off
+            self._came.clear()
+        index = len(set(self._came.values()))
+        self._came.update(dict.fromkeys(names, index))
+        is_last = len(self._came) == self._num_parameters
+        if is_last:
+            self._came.clear()
+        return index, is_last
