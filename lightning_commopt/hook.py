@@ -1,4 +1,4 @@
-"""DDP's side of a compressor; no other module knows of buckets.
+"""DDP's side of a compressor.
 
 DDP compares the annotations of a hook by identity and reads its ``__qualname__``: hence no
 ``from __future__ import annotations`` here, and a bound method as the hook.
@@ -268,19 +268,25 @@ def attach_comm_hook(
     else:
         driver = SideStream(model.device)
     channel = Channel(group) if ranks_per_node is None else node_channel(group, ranks_per_node, timeout)
-    names = {id(parameter): name for name, parameter in exchanged_parameters(model)}
+    exchanged = {id(parameter) for parameter in exchanged_parameters(model)}
+    names = {id(x): name for name, x in model.module.named_parameters() if id(x) in exchanged}
     hook = CommHook(compressor, channel, names, driver, step, observers)
     model.register_comm_hook(None, hook.reduce)
     return hook
 
 
-def exchanged_parameters(model: DistributedDataParallel) -> list[tuple[str, Parameter]]:
-    """Returns the names and parameters whose gradients DDP exchanges; for a model that was just wrapped."""
-    return [
-        (name, parameter)
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    ]
+def exchanged_parameters(model: DistributedDataParallel) -> set[Parameter]:
+    """Returns the parameters whose gradients DDP exchanges; for a model that was just wrapped.
+
+    As DDP finds them: one that is to be ignored is exchanged if it has another name as well, and so is one of the
+    model itself, whose name DDP takes to begin with a dot.
+    """
+    return {
+        parameter
+        for of_module, module in model.module.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad and f"{of_module}.{name}" not in model.parameters_to_ignore
+    }
 
 
 def _run(rounds: Rounds, exchange: Exchange) -> None:

@@ -25,7 +25,7 @@ def quoted(value: object, *, is_literal: bool = True) -> object:
         return value
     # In both grammars backslashes count only before what they escape.
     text = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", value) if is_literal else value
-    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + ('\\"' if found[2] else ""), text)
+    escaped = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + ('\\"' if found[2] else ""), text)
     return f'"{escaped}"'
 
 

@@ -67,7 +67,7 @@ class CommPlan:
         lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
 
     Raises:
-        OptionError: a value is out of range, or the installed torch lacks the option.
+        OptionError: a value is out of range, two exclude each other, or the installed torch lacks the option.
     """
 
     static_graph: bool | None = None
@@ -98,6 +98,11 @@ class CommPlan:
             object.__setattr__(self, "comm_hook", compressor_from_config(self.comm_hook))
         except (ValueError, TypeError) as error:
             raise OptionError(f"comm_hook: {error}") from error
+        if self.comm_hook is not None and self.skip_all_reduce_unused_params:
+            raise OptionError(
+                "comm_hook and skip_all_reduce_unused_params=True exclude each other: DDP then leaves out buckets"
+                " without telling the hook"
+            )
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> CommPlan:

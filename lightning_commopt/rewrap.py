@@ -18,7 +18,7 @@ from lightning_commopt.hook import exchanged_parameters
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
     """Returns the size of all gradients that DDP exchanges in one backward."""
-    return sum(parameter.numel() * parameter.element_size() for _, parameter in exchanged_parameters(model))
+    return sum(parameter.numel() * parameter.element_size() for parameter in exchanged_parameters(model))
 
 
 class Trainable:

@@ -10,7 +10,7 @@ from functools import cache
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from hydra.utils import get_class
+from hydra.utils import get_class, get_object
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -104,13 +104,17 @@ def _check_devices(config: DictConfig) -> None:
                 "strategy=single trains in one process, and each of several would train by itself into the same "
                 "directory: run it without torchrun and srun, or with one task"
             )
-    if name == "ModelParallelStrategy" and not _shards_itself(model := str(config.model.get("_target_", ""))):
+    if name == "ModelParallelStrategy" and not _shards_itself(model := str(config.model.get("_target_"))):
         raise ConfigError(f"strategy=fsdp needs a model with configure_model, in which it shards itself, got {model}")
 
 
 def _shards_itself(model: str) -> bool:
-    cls = get_class(model)
-    return issubclass(cls, LightningModule) and cls.configure_model is not LightningModule.configure_model
+    try:
+        found = get_object(model)
+    except (ValueError, ImportError):
+        return True  # what is wrong is said when the model is made
+    is_module = isinstance(found, type) and issubclass(found, LightningModule)
+    return not is_module or found.configure_model is not LightningModule.configure_model
 
 
 def num_repetitions(config: DictConfig) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_commopt.git_state import git_state
 from lightning_commopt.info import devices, versions
@@ -159,7 +159,7 @@ def _is_a(value: Any, type_hint: Any) -> bool:
         return True
     if origin is Literal:
         return value in inner
-    if origin is UnionType:
+    if origin in (Union, UnionType):
         return any(_is_a(value, each) for each in inner)
     if origin is tuple:
         return isinstance(value, tuple) and all(_is_a(each, inner[0]) for each in value)

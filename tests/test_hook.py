@@ -169,6 +169,44 @@ def test_sparse_gradients_travel_uncompressed() -> None:
         assert any(native)
 
 
+class _Ignoring(nn.Module):
+    """Has a parameter that DDP ignores, and two that it is asked to but exchanges, which it knows by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.of_root = nn.Parameter(torch.ones(8))
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        self.layers[2].weight = self.layers[1].weight
+        self._ddp_params_and_buffers_to_ignore = ["of_root", "layers.0.bias", "layers.1.weight"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x * self.of_root)
+
+
+def _gradients_where_some_are_ignored() -> list[list[Tensor]]:
+    found = []
+    for compressor in (None, AllReduce()):
+        model = DistributedDataParallel(_Ignoring(), bucket_cap_mb=0.0001)
+        hook = attach_comm_hook(model, compressor, None) if compressor else None
+        torch.manual_seed(dist.get_rank())
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(4, 8)).pow(2).sum().backward()
+        found.append([parameter.grad for parameter in model.module.parameters()])
+        if hook:
+            assert hook.state().num_exchanges == 3
+            hook.close()
+    return found
+
+
+def test_what_ddp_is_to_ignore_stays_out_and_the_rest_is_exchanged() -> None:
+    """If it fails, models of other projects that name parameters to ignore end with an error, or are not averaged."""
+    for native, hooked in run_ranks(_gradients_where_some_are_ignored):
+        assert len(native) == 6
+        assert all(torch.equal(one, other) for one, other in zip(native, hooked, strict=True))
+
+
 def _closed_groups() -> list[Any]:
     counts = []
     for _ in range(3):

@@ -129,6 +129,14 @@ def test_an_option_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
             CommOptDDP(**options)
 
 
+def test_a_hook_where_ddp_leaves_out_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, the hook waits for the last bucket of a backward, which may never come."""
+    monkeypatch.setattr(plan_module, "ddp_options", lambda: frozenset({"skip_all_reduce_unused_params"}))
+    with pytest.raises(OptionError, match="comm_hook and skip_all_reduce_unused_params=True exclude each other"):
+        CommPlan.from_dict({"comm_hook": "bf16", "skip_all_reduce_unused_params": True})
+    CommPlan.from_dict({"skip_all_reduce_unused_params": True})
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"bucket_cap": 1}'])
 def test_bad_json(text: str, tmp_path: Path) -> None:
     """If it fails, a broken plan file ends in an unclear error."""

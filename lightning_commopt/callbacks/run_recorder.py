@@ -189,7 +189,7 @@ def _description(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "plan": strategy.plan.to_dict() if isinstance(strategy, FollowsPlan) else None,
         "world_size": trainer.world_size,
-        "num_parameters": sum(parameter.numel() for parameter in module.parameters()),  # before FSDP shards them
+        "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
 
 

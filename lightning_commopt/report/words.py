@@ -30,7 +30,8 @@ _SPELLED = {
     "ddp_one_process": "DDP on one process",
     "bucket_view": "bucket view",
     "DDPStrategy": "Lightning's DDP",
-    "ModelParallelStrategy": "Lightning's FSDP",
+    "FSDPStrategy": "Lightning's FSDP",
+    "ModelParallelStrategy": "Lightning's FSDP2",
     "SingleDeviceStrategy": "one process",
 }
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")

@@ -161,7 +161,7 @@ def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) ->
     """
     try:
         record = RunRecord.load(job.folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         record = RunRecord(status="running", plan_name=job.plan_name, overrides=job.overrides)
     if record.status == "finished" and reason is None:
         return record

@@ -102,7 +102,7 @@ def _record_failure(folder: Path, unfinished: RunRecord, reason: str, is_first_r
     """Leaves a record that says what ended the run; rank 0 knows best what ended itself."""
     try:
         record = RunRecord.load(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         record = unfinished
     if not (is_first_rank and record.status == "failed"):
         dataclasses.replace(record, status="failed", error=reason).save(folder)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 class Classifier(LightningModule):
     """Learns classes by cross-entropy; a subclass has ``forward``, from a batch of inputs to ``(B, classes)`` logits.
 
-    Logs ``train_loss``, ``val_loss`` and ``val_accuracy``; the latter two are averaged over ranks.
+    Logs ``train_loss``, and in validation ``val_loss`` and ``val_accuracy``, which are averaged over ranks.
     """
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
