@@ -1,6 +1,9 @@
-"""Which of a backward's buckets is which, where DDP does not say."""
+"""What DDP does not say: whose gradients it exchanges, and which of a backward's buckets is which."""
 
 from __future__ import annotations
+
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 
 class BucketOrder:
@@ -39,3 +42,17 @@ class BucketOrder:
         if is_last:
             self._came.clear()
         return index, is_last
+
+
+def exchanged_parameters(model: DistributedDataParallel) -> set[Parameter]:
+    """Returns the parameters whose gradients DDP exchanges; for a model that was just wrapped.
+
+    As DDP finds them: one that is to be ignored is exchanged if it has another name as well, and so is one of the
+    model itself, whose name DDP takes to begin with a dot.
+    """
+    return {
+        parameter
+        for of_module, module in model.module.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad and f"{of_module}.{name}" not in model.parameters_to_ignore
+    }

@@ -11,10 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.bucket_order import BucketOrder
+from lightning_commopt.bucket_order import BucketOrder, exchanged_parameters
 from lightning_commopt.channel import Channel, node_channel, twin_group
 from lightning_commopt.comm_state import BucketStates, CommState, owed_by_name
 from lightning_commopt.compressors import Compressor, Layout, Rounds, State
@@ -273,20 +272,6 @@ def attach_comm_hook(
     hook = CommHook(compressor, channel, names, driver, step, observers)
     model.register_comm_hook(None, hook.reduce)
     return hook
-
-
-def exchanged_parameters(model: DistributedDataParallel) -> set[Parameter]:
-    """Returns the parameters whose gradients DDP exchanges; for a model that was just wrapped.
-
-    As DDP finds them: one that is to be ignored is exchanged if it has another name as well, and so is one of the
-    model itself, whose name DDP takes to begin with a dot.
-    """
-    return {
-        parameter
-        for of_module, module in model.module.named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad and f"{of_module}.{name}" not in model.parameters_to_ignore
-    }
 
 
 def _run(rounds: Rounds, exchange: Exchange) -> None:

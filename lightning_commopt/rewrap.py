@@ -12,8 +12,8 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.bucket_order import exchanged_parameters
 from lightning_commopt.compressors.base import as_real
-from lightning_commopt.hook import exchanged_parameters
 
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
