@@ -6,10 +6,10 @@ cannot be switched: they and the reference have fits of their own, which take tu
 its steps. In both parts the reference comes twice: its difference to itself is the noise of the measurement. Prints and
 stores the medians of the differences to the reference of the same turn, with bootstrap 95 % intervals.
 
-Other work on the machine may hide a few tenths of a millisecond. So a third part adds up the processor time that the
-main thread spends in our code: in the callbacks, the ends of windows included, and in DDP's hook, with the start of the
-all-reduce, which DDP would have to make as well. No profiler is attached to the process; the window of
-CUDAProfilerWindow never opens.
+Other work on the machine may hide a few tenths of a millisecond. So our blocks count a second time, by the processor
+time of the whole process, all its threads. And a third part adds up the processor time that the main thread spends in
+our code: in the callbacks, the ends of windows included, and in DDP's hook, with the start of the all-reduce, which DDP
+would have to make as well. No profiler is attached to the process; the window of CUDAProfilerWindow never opens.
 
 python benchmarks/measuring_overhead.py --output benchmarks/results/measuring_overhead_HARDWARE_DATE.json
 python benchmarks/measuring_overhead.py --device cuda --output ...

@@ -63,6 +63,11 @@ def test_fsdp_of_a_model_that_does_not_shard_itself_is_an_error_before_anything_
         check_config(config)
 
 
+@pytest.mark.parametrize("target", ["torchvision.models.get_model", "no.such.Model", "null"])
+def test_what_fsdp_is_to_shard_is_left_to_who_makes_it_where_it_is_no_class(target):
+    check_config(composed("strategy=fsdp", f"model._target_={target}"))
+
+
 @pytest.mark.parametrize("options", [[], ["link=1gbit", "hosts=2"]])
 def test_fsdp_shards_over_the_ranks_of_all_nodes(options, monkeypatch):
     monkeypatch.setattr("lightning_commopt.run_config._why_no_lab", lambda: None)

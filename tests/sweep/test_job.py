@@ -14,6 +14,7 @@ WRITE = "import json; from pathlib import Path; Path('{folder}/run.json').write_
 FINISHED = WRITE + "status='finished', val_loss=1.0)));"
 RUNNING = WRITE + "status='running', world_size=2)));"
 FAILED = WRITE + "status='failed', error='E: own')));"
+BROKEN = WRITE + "status='finished', val_loss='low')));"
 
 
 def job(folder, code):
@@ -36,6 +37,8 @@ def test_the_record_of_a_run_that_finished_is_its_own(tmp_path):
         (RUNNING + "import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
         (FAILED + "raise SystemExit(1)", "E: own"),
         (FINISHED + "raise SystemExit(1)", "exit status 1"),
+        (BROKEN, "ended without a result"),
+        ("open('{folder}/run.json', 'w').write('{'); raise SystemExit(3)", "exit status 3"),
     ],
 )
 def test_a_run_that_did_not_finish_is_recorded_with_the_reason(tmp_path, code, error):

@@ -86,6 +86,7 @@ time.sleep(600)
         ("record('failed', error='E: own'); raise ValueError('this value')", "E: own"),
         ("record('finished'); os.kill(os.getpid(), 9)", "rank 0 ended with status -9"),
         ("raise SystemExit(3)", "rank 0 ended with status 3"),
+        ("record('finished', val_loss='low'); raise SystemExit(3)", "rank 0 ended with status 3"),
     ],
 )
 def test_rank_0_is_recorded_with_its_reason(tmp_path, capfd, code, error):
