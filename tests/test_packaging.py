@@ -46,6 +46,10 @@ def test_hydra_plugins_stays_a_namespace(wheel: Path) -> None:
     assert all("lightning_commopt" in name for name in modules)
 
 
+def test_wheel_has_the_kernels_in_c(wheel: Path) -> None:
+    assert "lightning_commopt/kernels/low_rank.c" in _names(wheel)
+
+
 def test_wheel_has_license_and_type_marker(wheel: Path) -> None:
     assert "lightning_commopt/py.typed" in _names(wheel)
     assert [name for name in _names(wheel) if name.endswith("licenses/LICENSE")]

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.composed import Composed, with_feedback
+from lightning_commopt.compressors.fed_back import FedBack
 from lightning_commopt.compressors.low_rank import DEFAULT_EPSILON, Parts, PowerIteration, put_others, take_others
 from lightning_commopt.compressors.wrappers import AfterSteps
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
-from lightning_commopt.kernels.low_rank import multiply_columns, multiply_rows, settle
 from lightning_commopt.kernels.orthonormal import orthonormalize
 
 if TYPE_CHECKING:
@@ -51,12 +51,13 @@ class AlternatingLowRank(PowerIteration):
         """Averages ``P`` in even steps and ``Q`` in odd ones, with the uncompressed gradients."""
         sends_q = step % 2 == 1
         sent, kept, shapes = ("q", "p", parts.q_shapes) if sends_q else ("p", "q", parts.p_shapes)
-        multiply = multiply_columns if sends_q else multiply_rows
+        gradients = FedBack(bucket, residual, parts.matrices, state)
 
         num_factors = sum(r * side for r, side in shapes)
         message = bucket.new_empty(num_factors + parts.num_others)
         mean = message[:num_factors]
-        multiply(bucket, residual, parts.matrices, state[kept], mean)
+        multiply = gradients.multiply_columns if sends_q else gradients.multiply_rows
+        multiply(state[kept], mean)
         own = mean.clone()
         take_others(bucket, residual, parts, message[num_factors:])
         yield channel.all_reduce(message.mul_(1 / channel.size))
@@ -65,7 +66,7 @@ class AlternatingLowRank(PowerIteration):
         def pair(factors: Tensor) -> tuple[Tensor, Tensor]:
             return (state[kept], factors) if sends_q else (factors, state[kept])
 
-        settle(bucket, residual, parts.matrices, pair(own), pair(mean), finite)
+        gradients.replace(pair(own), pair(mean), finite)
         put_others(bucket, residual, parts, message[num_factors:], finite)
         state[sent] = orthonormalize(mean, shapes, state[sent], self.epsilon, finite)
 

@@ -57,6 +57,10 @@ class Composed(Compressor):
         """Runs the rounds of the composition."""
         return (yield from self.composed.rounds(flat, layout, state, channel, residual))
 
+    def settle(self, layout: Layout, state: State, residual: Tensor) -> None:
+        """Settles what the composition has put off."""
+        self.composed.settle(layout, state, residual)
+
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what is sent once the compression has started."""
         return self.composed.wire_bytes(layout, world_size)

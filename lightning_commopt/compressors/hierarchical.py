@@ -78,6 +78,8 @@ class Hierarchical(Compressor):
         dropped = None if residual is None else torch.zeros_like(mine)
         if across.size > 1 and mine.numel():  # a small bucket leaves some ranks without a part
             yield from self.inner.rounds(mine, mine_layout, state["inner"], across, dropped)
+            if dropped is not None:
+                self.inner.settle(mine_layout, state["inner"], dropped)
         gathered = yield within.all_gather(row)
         for row, (begin, part) in zip(gathered, parts, strict=True):
             flat[begin : begin + part.numel].copy_(row[: part.numel])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.fed_back import settle
 from lightning_commopt.compressors.settings import check_integer, say_once
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.low_rank import Matrix, p_shapes, q_shapes
@@ -156,6 +157,10 @@ class PowerIteration(Compressor):
         if not parts.matrices:
             return _UNCOMPRESSED.wire_bytes(layout, world_size)
         return (parts.num_factors + num_steps * parts.num_others) * wide_dtype(layout.dtype).itemsize // num_steps
+
+    def settle(self, layout: Layout, state: State, residual: Tensor) -> None:
+        """Subtracts what was sent of the matrices in the last exchange."""
+        settle(residual, self._cut(layout).matrices, state)
 
     @abstractmethod
     def _first_factors(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.composed import Composed, with_feedback
+from lightning_commopt.compressors.fed_back import FedBack
 from lightning_commopt.compressors.low_rank import DEFAULT_EPSILON, Parts, PowerIteration, put_others, take_others
 from lightning_commopt.compressors.settings import check_switch
 from lightning_commopt.compressors.wrappers import AfterSteps
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
-from lightning_commopt.kernels.low_rank import multiply_columns, multiply_rows, settle
 from lightning_commopt.kernels.orthonormal import orthonormalize
 
 if TYPE_CHECKING:
@@ -65,22 +65,22 @@ class LowRank(PowerIteration):
         self, bucket: Tensor, parts: Parts, state: State, step: int, channel: Channel, residual: Tensor | None
     ) -> Rounds:
         """Averages ``P`` and the uncompressed gradients, then ``Q``."""
-        matrices, q = parts.matrices, state["q"]
+        gradients, q = FedBack(bucket, residual, parts.matrices, state), state["q"]
         num_p = sum(r * m for r, m in parts.p_shapes)
         message = bucket.new_empty(num_p + parts.num_others)
-        multiply_rows(bucket, residual, matrices, q, message[:num_p])
+        gradients.multiply_rows(q, message[:num_p])
         take_others(bucket, residual, parts, message[num_p:])
         yield channel.all_reduce(message.mul_(1 / channel.size))
         finite = all_finite(message)
         p = orthonormalize(message[:num_p], parts.p_shapes, None, self.epsilon, finite)
 
         own_q = torch.empty_like(q)
-        multiply_columns(bucket, None, matrices, p, own_q)
+        gradients.multiply_columns(p, own_q)
         mean_q = own_q * (1 / channel.size)
         yield channel.all_reduce(mean_q)
         finite = finite & all_finite(mean_q)
 
-        settle(bucket, residual, matrices, (p, own_q), (p, mean_q), finite)
+        gradients.replace((p, own_q), (p, mean_q), finite)
         put_others(bucket, residual, parts, message[num_p:], finite)
         state["q"] = orthonormalize(mean_q, parts.q_shapes, q, self.epsilon, finite)
 

@@ -78,6 +78,7 @@ class ErrorFeedback(Compressor):
 
     def residual(self, layout: Layout, state: State) -> Tensor | None:
         """Returns the residual."""
+        self.inner.settle(layout, state["inner"], state["residual"])
         return state["residual"]
 
     def take_over(self, layout: Layout, state: State, owed: Tensor) -> bool:
@@ -120,6 +121,10 @@ class AfterSteps(Compressor):
             yield from self.inner.rounds(flat, layout, state["inner"], channel, residual)
         else:
             yield from _UNCOMPRESSED.rounds(flat, layout, {}, channel, residual)
+
+    def settle(self, layout: Layout, state: State, residual: Tensor) -> None:
+        """Settles what ``inner`` has put off."""
+        self.inner.settle(layout, state["inner"], residual)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what ``inner`` sends."""
@@ -177,6 +182,14 @@ class BySize(Compressor):
                     if residual is not None and owed is not None:
                         _scatter(owed, residual, layout, mask)
         return None
+
+    def settle(self, layout: Layout, state: State, residual: Tensor) -> None:
+        """Settles what ``inner`` has put off of the large gradients."""
+        is_large = self._is_large(layout)
+        if any(is_large):
+            owed = _gather(residual, layout, is_large)
+            self.inner.settle(layout.select(is_large), state["inner"], owed)
+            _scatter(owed, residual, layout, is_large)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what ``inner`` sends for the large gradients and the bytes of the small ones."""

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from lightning_commopt.kernels.compiled import library
+
 CHUNK_NUMEL = 2**19
 """Elements: a few chunks stay in the last-level cache, and calls for each of them cost little."""
 
@@ -15,6 +17,11 @@ CHUNK_NUMEL = 2**19
 def use_triton(tensor: Tensor) -> bool:
     """Returns whether the fused form of a kernel runs for ``tensor``: on CUDA, where Triton is installed."""
     return tensor.is_cuda and _has_triton()
+
+
+def use_compiled(tensor: Tensor) -> bool:
+    """Returns whether the form of a kernel in C runs for ``tensor``: float32 on CPU, where a compiler is installed."""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
 
 
 @cache

@@ -30,41 +30,75 @@ from lightning_commopt.kernels.low_rank import Matrix
 # Rows and columns of a tile. Wide where a row is summed up, tall where a column is: few partial sums.
 _ROWS_TILE = (32, 128)
 _COLUMNS_TILE = (256, 32)
-_SETTLE_TILE = (32, 128)
+_TILE = (32, 128)
 _SUM_SPLITS, _SUM_BLOCK = 16, 64
 
 
-def multiply_rows(flat: Tensor, residual: Tensor | None, matrices: tuple[Matrix, ...], q: Tensor, p: Tensor) -> None:
+def fold_rows(
+    gradient: Tensor,
+    residual: Tensor,
+    matrices: tuple[Matrix, ...],
+    sent: tuple[Tensor, Tensor],
+    q: Tensor,
+    p: Tensor,
+) -> None:
+    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, then ``P = Q @ residual.T``."""
+    _multiply(gradient, (residual, *sent), _rows_plan(matrices, gradient.device), q, p, _ROWS_TILE, BY_ROWS=True)
+
+
+def fold_columns(
+    gradient: Tensor,
+    residual: Tensor,
+    matrices: tuple[Matrix, ...],
+    sent: tuple[Tensor, Tensor],
+    p: Tensor,
+    q: Tensor,
+) -> None:
+    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, then ``Q = P @ residual``."""
+    _multiply(gradient, (residual, *sent), _columns_plan(matrices, gradient.device), p, q, _COLUMNS_TILE, BY_ROWS=False)
+
+
+def multiply_rows(flat: Tensor, matrices: tuple[Matrix, ...], q: Tensor, p: Tensor) -> None:
     """Sets ``P = Q @ M.T``."""
-    _multiply(flat, residual, _rows_plan(matrices, flat.device), q, p, _ROWS_TILE, BY_ROWS=True)
+    _multiply(flat, None, _rows_plan(matrices, flat.device), q, p, _ROWS_TILE, BY_ROWS=True)
 
 
-def multiply_columns(flat: Tensor, residual: Tensor | None, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor) -> None:
+def multiply_columns(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor) -> None:
     """Sets ``Q = P @ M``."""
-    _multiply(flat, residual, _columns_plan(matrices, flat.device), p, q, _COLUMNS_TILE, BY_ROWS=False)
+    _multiply(flat, None, _columns_plan(matrices, flat.device), p, q, _COLUMNS_TILE, BY_ROWS=False)
 
 
-def settle(
+def subtract_product(
+    flat: Tensor, matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor
+) -> None:
+    """Sets ``out = M - P.T @ Q``, if ``finite``."""
+    plan = _tiles_plan(matrices, flat.device)
+    with torch.cuda.device_of(flat):
+        _subtract_product[(len(plan.tiles),)](
+            plan.tiles, flat, out, *factors, finite, ALIGNED=plan.aligned, **_shape(_TILE)
+        )
+
+
+def write_product(
     flat: Tensor,
     residual: Tensor | None,
     matrices: tuple[Matrix, ...],
-    own: tuple[Tensor, Tensor],
-    mean: tuple[Tensor, Tensor],
+    factors: tuple[Tensor, Tensor],
     finite: Tensor,
 ) -> None:
-    """Sets ``residual = M - P.T @ Q`` of ``own``, then ``M = P.T @ Q`` of ``mean``."""
-    plan = _settle_plan(matrices, flat.device)
-    owed = flat if residual is None else residual
+    """Sets ``M = P.T @ Q``; if not ``finite``, takes the gradients out of ``residual`` and sets ``M`` to NaN."""
+    plan = _tiles_plan(matrices, flat.device)
+    folded = flat if residual is None else residual
     constants = {"HAS_RESIDUAL": residual is not None, "ALIGNED": plan.aligned}
     with torch.cuda.device_of(flat):
-        _settle[(len(plan.tiles),)](plan.tiles, flat, owed, *own, *mean, finite, **constants, **_shape(_SETTLE_TILE))
+        _write_product[(len(plan.tiles),)](plan.tiles, flat, folded, *factors, finite, **constants, **_shape(_TILE))
 
 
 class _Plan(NamedTuple):
     """What a kernel has to know of a bucket.
 
     Attributes:
-        tiles: ``(tiles, 8)`` int64, see `_load_tile`.
+        tiles: ``(tiles, 9)`` int64, see `_load_tile`.
         aligned: elements of which all matrices and their rows begin at a multiple, so that loads can be wide.
         num_partials: elements that hold partial sums; 0 if every sum is within a tile.
         sums: ``(sums, 5)`` int64, see `_add_up`.
@@ -78,7 +112,7 @@ class _Plan(NamedTuple):
 
 def _multiply(
     flat: Tensor,
-    residual: Tensor | None,
+    fold: tuple[Tensor, Tensor, Tensor] | None,
     plan: _Plan,
     factor: Tensor,
     out: Tensor,
@@ -86,10 +120,10 @@ def _multiply(
     BY_ROWS: bool,
 ) -> None:
     partials = flat.new_empty(plan.num_partials) if plan.num_partials else out
-    owed = flat if residual is None else residual
-    constants = {"BY_ROWS": BY_ROWS, "HAS_RESIDUAL": residual is not None, "ALIGNED": plan.aligned}
+    folded = (flat, factor, factor) if fold is None else fold
+    constants = {"BY_ROWS": BY_ROWS, "FOLD": fold is not None, "ALIGNED": plan.aligned}
     with torch.cuda.device_of(flat):
-        _multiply_tile[(len(plan.tiles),)](plan.tiles, flat, owed, factor, partials, **constants, **_shape(tile))
+        _multiply_tile[(len(plan.tiles),)](plan.tiles, flat, *folded, factor, partials, **constants, **_shape(tile))
         if plan.num_partials:
             _add_up[(len(plan.sums),)](plan.sums, partials, out, SPLITS=_SUM_SPLITS, BLOCK=_SUM_BLOCK, num_warps=4)
 
@@ -116,16 +150,16 @@ def _product_plan(
 ) -> _Plan:
     """Returns the plan of a product; the partial sums of a matrix are ``(splits, r, m)`` or ``(splits, r, k)``."""
     p_starts, q_starts = _factor_starts(matrices)
-    from_starts, to_starts = (q_starts, p_starts) if BY_ROWS else (p_starts, q_starts)
+    to_starts = p_starts if BY_ROWS else q_starts
     sizes = [matrix.r * (matrix.m if BY_ROWS else matrix.k) for matrix in matrices]
     partial_starts = list(accumulate((size * num for size, num in zip(sizes, splits, strict=True)), initial=0))
     tiles, sums = [], []
-    for matrix, size, num, begin, end, first in zip(
-        matrices, sizes, splits, from_starts, to_starts, partial_starts[:-1], strict=True
+    for matrix, size, num, p_start, q_start, end, first in zip(
+        matrices, sizes, splits, p_starts, q_starts, to_starts, partial_starts[:-1], strict=True
     ):
         for row, column in _corners(matrix, tile):
             split = column // tile[1] if BY_ROWS else row // tile[0]
-            tiles.append((*matrix, row, column, begin, first + split * size))
+            tiles.append((*matrix, row, column, p_start, q_start, first + split * size))
         for offset in range(0, size, _SUM_BLOCK):
             sums.append((first + offset, num, size, end + offset, size - offset))
     num_partials = partial_starts[-1] if max(splits) > 1 else 0
@@ -133,11 +167,11 @@ def _product_plan(
 
 
 @lru_cache(maxsize=1024)
-def _settle_plan(matrices: tuple[Matrix, ...], device: torch.device) -> _Plan:
+def _tiles_plan(matrices: tuple[Matrix, ...], device: torch.device) -> _Plan:
     tiles = [
-        (*matrix, row, column, p_start, q_start)
+        (*matrix, row, column, p_start, q_start, 0)
         for matrix, p_start, q_start in zip(matrices, *_factor_starts(matrices), strict=True)
-        for row, column in _corners(matrix, _SETTLE_TILE)
+        for row, column in _corners(matrix, _TILE)
     ]
     return _Plan(_table(tiles, device), _alignment(matrices), 0, _table([], device))
 
@@ -165,13 +199,14 @@ def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
 def _load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     """Returns what this program's row in the table says.
 
-    A row is: start, m, k and r of the matrix; first row and column of the tile; two offsets that the kernel names.
+    A row is: start, m, k and r of the matrix; first row and column of the tile; where the matrix's ``P`` and ``Q``
+    begin, and this tile's share of a product.
 
     Returns:
         m, k and r; the rows ``(TILE_M,)`` and columns ``(TILE_K,)``; where their elements are in the bucket and which
-        of them there are, both ``(TILE_M, TILE_K)``; the two offsets.
+        of them there are, both ``(TILE_M, TILE_K)``; the three places.
     """
-    tile = tiles + tl.program_id(0) * 8
+    tile = tiles + tl.program_id(0) * 9
     start = tl.multiple_of(tl.load(tile), ALIGNED)
     m = tl.load(tile + 1)
     k = tl.multiple_of(tl.load(tile + 2), ALIGNED)
@@ -179,7 +214,19 @@ def _load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.co
     columns = tl.multiple_of(tl.load(tile + 5), TILE_K) + tl.arange(0, TILE_K)
     elements = start + rows[:, None] * k + columns[None, :]
     inside = (rows < m)[:, None] & (columns < k)[None, :]
-    return m, k, tl.load(tile + 3), rows, columns, elements, inside, tl.load(tile + 6), tl.load(tile + 7)
+    places = tl.load(tile + 6), tl.load(tile + 7), tl.load(tile + 8)
+    return m, k, tl.load(tile + 3), rows, columns, elements, inside, places
+
+
+@triton.jit
+def _product(factor_p, factor_q, m, k, r, rows, columns, zeros):
+    """Returns this tile of ``P.T @ Q``; ``factor_p`` and ``factor_q`` point to the matrix's."""
+    product = zeros
+    for i in range(r):
+        thin_p = tl.load(factor_p + i * m + rows, rows < m, 0)
+        thin_q = tl.load(factor_q + i * k + columns, columns < k, 0)
+        product += thin_p[:, None] * thin_q[None, :]
+    return product
 
 
 @triton.jit
@@ -187,29 +234,32 @@ def _multiply_tile(
     tiles,
     flat,
     residual,
+    sent_p,
+    sent_q,
     factor,
     partials,
     BY_ROWS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    FOLD: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Multiplies one tile with its part of ``Q`` (``BY_ROWS``) or ``P``.
-
-    The offsets in the table: where the matrix's factor begins in ``factor``, and this tile's share in ``partials``.
-    """
-    m, k, r, rows, columns, elements, inside, begin, out = _load_tile(tiles, ALIGNED, TILE_M, TILE_K)
+    """Folds one tile into ``residual`` if asked to, and multiplies it with its part of ``Q`` (``BY_ROWS``) or ``P``."""
+    m, k, r, rows, columns, elements, inside, places = _load_tile(tiles, ALIGNED, TILE_M, TILE_K)
+    p, q, out = places
     values = tl.load(flat + elements, inside, 0)
-    if HAS_RESIDUAL:
-        values += tl.load(residual + elements, inside, 0).to(values.dtype)
-        tl.store(flat + elements, values, inside)
+    if FOLD:
+        gradients = values
+        owed = tl.load(residual + elements, inside, 0)
+        owed -= _product(sent_p + p, sent_q + q, m, k, r, rows, columns, tl.zeros_like(owed))
+        values += owed
+        tl.store(residual + elements, tl.where(gradients - gradients == 0, values, owed), inside)
     for i in range(r):
         if BY_ROWS:
-            thin = tl.load(factor + begin + i * k + columns, columns < k, 0)
+            thin = tl.load(factor + q + i * k + columns, columns < k, 0)
             tl.store(partials + out + i * m + rows, tl.sum(values * thin[None, :], 1), rows < m)
         else:
-            thin = tl.load(factor + begin + i * m + rows, rows < m, 0)
+            thin = tl.load(factor + p + i * m + rows, rows < m, 0)
             tl.store(partials + out + i * k + columns, tl.sum(values * thin[:, None], 0), columns < k)
 
 
@@ -233,35 +283,42 @@ def _add_up(sums, partials, out, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _settle(
+def _subtract_product(
+    tiles, flat, out, factor_p, factor_q, finite, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr
+):
+    """Subtracts from one tile."""
+    if tl.load(finite) != 0:
+        m, k, r, rows, columns, elements, inside, places = _load_tile(tiles, ALIGNED, TILE_M, TILE_K)
+        p, q, _ = places
+        rest = tl.load(flat + elements, inside, 0)
+        rest -= _product(factor_p + p, factor_q + q, m, k, r, rows, columns, tl.zeros_like(rest))
+        tl.store(out + elements, rounded_for(out, rest), inside)
+
+
+@triton.jit
+def _write_product(
     tiles,
     flat,
     residual,
-    own_p,
-    own_q,
-    mean_p,
-    mean_q,
+    factor_p,
+    factor_q,
     finite,
     HAS_RESIDUAL: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Settles one tile. The offsets in the table: where the matrix's ``P`` and ``Q`` begin."""
-    m, k, r, rows, columns, elements, inside, p, q = _load_tile(tiles, ALIGNED, TILE_M, TILE_K)
+    """Writes one tile."""
+    m, k, r, rows, columns, elements, inside, places = _load_tile(tiles, ALIGNED, TILE_M, TILE_K)
+    p, q, _ = places
     mean = tl.zeros((TILE_M, TILE_K), flat.dtype.element_ty)
     if tl.load(finite) != 0:
-        if HAS_RESIDUAL:
-            rest = tl.load(flat + elements, inside, 0)
-            for i in range(r):
-                thin_p = tl.load(own_p + p + i * m + rows, rows < m, 0)
-                thin_q = tl.load(own_q + q + i * k + columns, columns < k, 0)
-                rest -= thin_p[:, None] * thin_q[None, :]
-            tl.store(residual + elements, rounded_for(residual, rest), inside)
-        for i in range(r):
-            thin_p = tl.load(mean_p + p + i * m + rows, rows < m, 0)
-            thin_q = tl.load(mean_q + q + i * k + columns, columns < k, 0)
-            mean += thin_p[:, None] * thin_q[None, :]
+        mean = _product(factor_p + p, factor_q + q, m, k, r, rows, columns, mean)
     else:
+        if HAS_RESIDUAL:
+            gradients = tl.load(flat + elements, inside, 0)
+            folded = tl.load(residual + elements, inside, 0)
+            folded -= tl.where(gradients - gradients == 0, gradients, 0)
+            tl.store(residual + elements, tl.where(folded - folded == 0, folded, 0), inside)
         mean += float("nan")
     tl.store(flat + elements, mean, inside)

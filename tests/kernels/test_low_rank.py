@@ -1,6 +1,9 @@
-"""Products with thin factors, against float64, and that their two forms agree."""
+"""Products with thin factors, against float64, and that their forms agree."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,63 +12,77 @@ from interpreted import fused, main, needs_cuda, needs_triton, run_interpreted
 from torch import Tensor
 
 from lightning_commopt.kernels import low_rank
+from lightning_commopt.kernels.compiled import library
 from lightning_commopt.kernels.low_rank import Matrix, p_shapes, q_shapes, views
 
 RANKS = [1, 2, 3, 5, 8]
 DTYPES = [torch.float32, torch.float64]
-OWED = [None, torch.float32, torch.bfloat16]
+FORMS = ["plain", "compiled"]
+CHUNK_NUMEL = 2**14
 # The last ones are longer than a chunk in one direction or the other.
 SIDES = {
     "one": [(9, 13)],
     "many": [(40, 130), (8, 9), (257, 33), (33, 257), (64, 128)],
-    "long": [(600, 700), (8, 2**18 + 3)],
+    "long": [(90, 700), (8, 2**14 + 3)],
 }
 SMALL = {"one": SIDES["one"], "many": SIDES["many"], "aligned": [(300, 32), (40, 260)]}
 
 
 class Bucket:
-    """Matrices with other elements before, between and behind them, and random factors of them."""
+    """Matrices with other elements before, between and behind them, a residual, and random factors of all of them."""
 
-    def __init__(self, sides: list[tuple[int, int]], r: int, dtype: torch.dtype, owed: torch.dtype | None) -> None:
+    def __init__(self, sides: list[tuple[int, int]], r: int, dtype: torch.dtype) -> None:
         gap = 4 if all(k % 4 == 0 for _, k in sides) else 3
         ends = list(itertools.accumulate((m * k + gap for m, k in sides), initial=gap))
         self.matrices = tuple(Matrix(start, m, k, r) for start, (m, k) in zip(ends, sides, strict=False))
         generator = torch.Generator().manual_seed(len(sides) + r)
 
-        def random(numel: int, its_dtype: torch.dtype) -> Tensor:
-            return torch.randn(numel, generator=generator, dtype=torch.float64).to(its_dtype)
+        def random(numel: int) -> Tensor:
+            return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
-        self.flat = random(ends[-1], dtype)
-        self.residual = None if owed is None else random(ends[-1], owed)
+        self.flat, self.residual = random(ends[-1]), random(ends[-1])
         num_p, num_q = (sum(a * b for a, b in shapes(self.matrices)) for shapes in (p_shapes, q_shapes))
-        self.own = random(num_p, dtype), random(num_q, dtype)
-        self.mean = random(num_p, dtype), random(num_q, dtype)
+        self.sent = random(num_p), random(num_q)
+        self.factors = random(num_p), random(num_q)
         is_matrix = torch.zeros(ends[-1], dtype=torch.bool)
         for matrix in self.matrices:
             matrix.of(is_matrix).fill_(True)
         self.others = ~is_matrix
 
     def to(self, device: str) -> "Bucket":
-        self.flat, self.others = self.flat.to(device), self.others.to(device)
-        self.residual = None if self.residual is None else self.residual.to(device)
-        self.own, self.mean = ((p.to(device), q.to(device)) for p, q in (self.own, self.mean))
+        for name in ("flat", "residual", "others"):
+            setattr(self, name, getattr(self, name).to(device))
+        self.sent, self.factors = ((p.to(device), q.to(device)) for p, q in (self.sent, self.factors))
         return self
 
-    def exact(self) -> list[np.ndarray]:
-        """Returns all matrices with the residual added."""
-        flat = self.flat.double() + (0 if self.residual is None else self.residual.double())
-        return [matrix.of(flat).numpy() for matrix in self.matrices]
+    def exact(self, flat: Tensor) -> list[np.ndarray]:
+        """Returns the matrices of a bucket."""
+        return [matrix.of(flat).double().numpy() for matrix in self.matrices]
 
-    def factors(self, pair: tuple[Tensor, Tensor]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def exact_factors(self, pair: tuple[Tensor, Tensor]) -> list[tuple[np.ndarray, np.ndarray]]:
         ps, qs = views(pair[0], p_shapes(self.matrices)), views(pair[1], q_shapes(self.matrices))
         return [(p.double().numpy(), q.double().numpy()) for p, q in zip(ps, qs, strict=True)]
+
+    def exact_owed(self) -> list[np.ndarray]:
+        """Returns what is owed of each matrix."""
+        return [m - p.T @ q for m, (p, q) in zip(self.exact(self.residual), self.exact_factors(self.sent), strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes long matrices of short ones, and keeps to one thread: several wait for each other where cores are busy."""
+    monkeypatch.setattr(low_rank, "CHUNK_NUMEL", CHUNK_NUMEL)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 grid = [
     pytest.mark.parametrize("sides", SIDES),
     pytest.mark.parametrize("r", RANKS),
     pytest.mark.parametrize("dtype", DTYPES),
-    pytest.mark.parametrize("owed", OWED),
+    pytest.mark.parametrize("form", FORMS),
 ]
 
 
@@ -75,83 +92,188 @@ def over_grid(test):
     return test
 
 
+@contextmanager
+def in_form(form: str) -> Iterator[None]:
+    """Chooses between plain torch and C, where C has an operation."""
+    assert library() is not None, "there is no C compiler"
+    if form == "compiled":
+        yield
+    else:
+        with mock.patch.object(low_rank, "use_compiled", return_value=False):
+            yield
+
+
 def assert_near(actual: np.ndarray, wanted: np.ndarray, dtype: torch.dtype) -> None:
     """Compares to a precision in units of the largest element, as a sum has it."""
     tolerance = {torch.float32: 2e-5, torch.float64: 1e-13, torch.bfloat16: 2.0**-8}[dtype]
     np.testing.assert_allclose(actual, wanted, rtol=0, atol=tolerance * max(1.0, np.abs(wanted).max()))
 
 
+def fold(bucket: Bucket, by_rows: bool) -> tuple[Tensor, Tensor]:
+    """Folds, and returns the factors with the new one in place of the old."""
+    p, q = (x.clone() for x in bucket.factors)
+    arguments = (bucket.flat, bucket.residual, bucket.matrices, bucket.sent)
+    if by_rows:
+        low_rank.fold_rows(*arguments, q, p.fill_(torch.nan))
+    else:
+        low_rank.fold_columns(*arguments, p, q.fill_(torch.nan))
+    return p, q
+
+
+def multiply(bucket: Bucket, by_rows: bool) -> tuple[Tensor, Tensor]:
+    p, q = (x.clone() for x in bucket.factors)
+    if by_rows:
+        low_rank.multiply_rows(bucket.flat, bucket.matrices, q, p.fill_(torch.nan))
+    else:
+        low_rank.multiply_columns(bucket.flat, bucket.matrices, p, q.fill_(torch.nan))
+    return p, q
+
+
+def assert_product(bucket: Bucket, pair: tuple[Tensor, Tensor], wanted: list[np.ndarray], by_rows: bool) -> None:
+    for (new_p, new_q), (p, q), whole in zip(
+        bucket.exact_factors(pair), bucket.exact_factors(bucket.factors), wanted, strict=True
+    ):
+        assert_near(new_p, q @ whole.T if by_rows else p, bucket.flat.dtype)
+        assert_near(new_q, q if by_rows else p @ whole, bucket.flat.dtype)
+
+
 @over_grid
-def test_products(sides: str, r: int, dtype: torch.dtype, owed: torch.dtype | None) -> None:
-    """If it fails, factors stand for another matrix, or a residual is added twice or not at all."""
+def test_folding(sides: str, r: int, dtype: torch.dtype, form: str) -> None:
+    """If it fails, what is owed is not what was not sent, or gradients are added twice or not at all."""
     for by_rows in (True, False):
-        bucket = Bucket(SIDES[sides], r, dtype, owed)
-        before, (p, q) = bucket.flat.clone(), bucket.own
-        wanted = bucket.exact()
-        factors = bucket.factors(bucket.own)
-        if by_rows:
-            low_rank.multiply_rows(bucket.flat, bucket.residual, bucket.matrices, q, p)
-        else:
-            low_rank.multiply_columns(bucket.flat, bucket.residual, bucket.matrices, p, q)
-        for matrix, whole, old, new in zip(bucket.matrices, wanted, factors, bucket.factors(bucket.own), strict=True):
-            assert_near(matrix.of(bucket.flat).double().numpy(), whole, dtype)
-            assert_near(new[0], old[1] @ whole.T if by_rows else old[0], dtype)
-            assert_near(new[1], old[1] if by_rows else old[0] @ whole, dtype)
-        assert bucket.flat[bucket.others].equal(before[bucket.others])
+        bucket = Bucket(SIDES[sides], r, dtype)
+        flat, residual = bucket.flat.clone(), bucket.residual.clone()
+        wanted = [owed + new for owed, new in zip(bucket.exact_owed(), bucket.exact(flat), strict=True)]
+        with in_form(form):
+            pair = fold(bucket, by_rows)
+        assert bucket.flat.equal(flat)
+        assert bucket.residual[bucket.others].equal(residual[bucket.others])
+        for sums, exact in zip(bucket.exact(bucket.residual), wanted, strict=True):
+            assert_near(sums, exact, dtype)
+        assert_product(bucket, pair, wanted, by_rows)
 
 
 @over_grid
-def test_settling(sides: str, r: int, dtype: torch.dtype, owed: torch.dtype | None) -> None:
-    """If it fails, what is kept is not what was not sent, or the average is wrong."""
-    bucket = Bucket(SIDES[sides], r, dtype, owed)
-    residual = bucket.residual
-    before = bucket.flat.clone(), None if residual is None else residual.clone()
-    low_rank.settle(bucket.flat, residual, bucket.matrices, bucket.own, bucket.mean, torch.tensor(True))
-    own, mean = bucket.factors(bucket.own), bucket.factors(bucket.mean)
-    for matrix, (own_p, own_q), (p, q) in zip(bucket.matrices, own, mean, strict=True):
-        assert_near(matrix.of(bucket.flat).double().numpy(), p.T @ q, dtype)
-        if residual is not None:
-            rest = matrix.of(before[0]).double().numpy() - own_p.T @ own_q
-            assert_near(
-                matrix.of(residual).double().numpy(), rest, min(dtype, residual.dtype, key=lambda x: x.itemsize)
-            )
-    assert bucket.flat[bucket.others].equal(before[0][bucket.others])
-    if residual is not None and before[1] is not None:
-        assert residual[bucket.others].equal(before[1][bucket.others])
+def test_products(sides: str, r: int, dtype: torch.dtype, form: str) -> None:
+    """If it fails, factors stand for another matrix."""
+    for by_rows in (True, False):
+        bucket = Bucket(SIDES[sides], r, dtype)
+        before = bucket.flat.clone()
+        with in_form(form):
+            pair = multiply(bucket, by_rows)
+        assert bucket.flat.equal(before)
+        assert_product(bucket, pair, bucket.exact(before), by_rows)
 
 
-@pytest.mark.parametrize("sides", SIDES)
-def test_a_step_that_is_not_finite_leaves_the_residual(sides: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_gradients_that_are_not_finite_stay_out_of_the_residual(bad: float, r: int, form: str) -> None:
     """If it fails, an overflow outlives its step, or a gradient scaler does not see it."""
-    bucket = Bucket(SIDES[sides], 2, torch.float32, torch.float32)
-    assert bucket.residual is not None
-    before = bucket.residual.clone()
-    low_rank.settle(bucket.flat, bucket.residual, bucket.matrices, bucket.own, bucket.mean, torch.tensor(False))
-    assert bucket.residual.equal(before)
-    assert bucket.flat.isnan().equal(~bucket.others)
+    for sides, by_rows in itertools.product(SIDES.values(), (True, False)):
+        bucket = Bucket(sides, r, torch.float32)
+        owed = bucket.exact_owed()
+        others = bucket.residual[bucket.others].clone()
+        for matrix in bucket.matrices:
+            matrix.of(bucket.flat)[0, 0] = matrix.of(bucket.flat)[matrix.m // 2, -1] = bad
+        with in_form(form):
+            p, q = fold(bucket, by_rows)
+        for matrix, new_p, new_q in zip(
+            bucket.matrices, views(p, p_shapes(bucket.matrices)), views(q, q_shapes(bucket.matrices)), strict=True
+        ):
+            if by_rows:
+                assert not new_p[:, [0, matrix.m // 2]].isfinite().all(0).any()
+            else:
+                assert not new_q[:, [0, -1]].isfinite().all(0).any()
+        for sums, exact in zip(bucket.exact(bucket.residual), owed, strict=True):
+            assert np.isfinite(sums).all()
+            assert_near(sums[0, 0], exact[0, 0], torch.float32)
+        low_rank.write_product(bucket.flat, bucket.residual, bucket.matrices, (p, q), torch.tensor(False))
+        assert bucket.flat.isnan().equal(~bucket.others)
+        for sums, exact in zip(bucket.exact(bucket.residual), owed, strict=True):
+            assert_near(sums, exact, torch.float32)
+        assert bucket.residual[bucket.others].equal(others)
 
 
-def results(
-    device: str, sides: list[tuple[int, int]], r: int, dtype: torch.dtype, owed: torch.dtype | None, finite: bool
-) -> list[Tensor]:
+@pytest.mark.parametrize("form", FORMS)
+def test_huge_gradients_poison_no_residual(form: str) -> None:
+    """If it fails, a sum that overflows outlives its step."""
+    bucket = Bucket(SIDES["one"], 2, torch.float32)
+    bucket.flat.fill_(torch.finfo(torch.float32).max)
+    bucket.residual.fill_(torch.finfo(torch.float32).max / 2)
+    for factor in bucket.sent:
+        factor.zero_()
+    with in_form(form):
+        p, q = fold(bucket, by_rows=True)
+    assert not p.isfinite().all()
+    low_rank.write_product(bucket.flat, bucket.residual, bucket.matrices, (p, q), torch.tensor(False))
+    assert bucket.residual.isfinite().all()
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_threads_change_no_bit(by_rows: bool) -> None:
+    """If it fails, a resume with another number of threads goes another way."""
+    results = []
+    for threads in (1, 2, 3):
+        bucket = Bucket([(600, 700), (300, 1001)], 3, torch.float32)
+        torch.set_num_threads(threads)
+        results.append([*fold(bucket, by_rows), bucket.residual, *multiply(bucket, by_rows=False)])
+    for others in results[1:]:
+        assert all(ours.equal(theirs) for ours, theirs in zip(results[0], others, strict=True))
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize("sides", SIDES)
+def test_subtracting(sides: str, r: int, dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
+    """If it fails, what is kept is not what was not sent. Without a dtype, in place."""
+    bucket = Bucket(SIDES[sides], r, dtype)
+    out = bucket.residual if out_dtype is None else bucket.flat.to(out_dtype)
+    before, wanted = out.clone(), bucket.exact_owed()
+    low_rank.subtract_product(bucket.residual, bucket.matrices, bucket.sent, out, torch.tensor(False))
+    assert out.equal(before)
+    low_rank.subtract_product(bucket.residual, bucket.matrices, bucket.sent, out, torch.tensor(True))
+    for rest, exact in zip(bucket.exact(out), wanted, strict=True):
+        assert_near(rest, exact, min(dtype, out.dtype, key=lambda x: x.itemsize))
+    assert out[bucket.others].equal(before[bucket.others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize("sides", SIDES)
+def test_writing(sides: str, r: int, dtype: torch.dtype) -> None:
+    """If it fails, the average is wrong, or a finite step changes what is owed."""
+    bucket = Bucket(SIDES[sides], r, dtype)
+    flat, residual = bucket.flat.clone(), bucket.residual.clone()
+    low_rank.write_product(bucket.flat, bucket.residual, bucket.matrices, bucket.factors, torch.tensor(True))
+    for mean, (p, q) in zip(bucket.exact(bucket.flat), bucket.exact_factors(bucket.factors), strict=True):
+        assert_near(mean, p.T @ q, dtype)
+    assert bucket.flat[bucket.others].equal(flat[bucket.others])
+    assert bucket.residual.equal(residual)
+
+
+def results(device: str, sides: list[tuple[int, int]], r: int, dtype: torch.dtype, finite: bool) -> list[Tensor]:
     """Everything that the operations write."""
-    bucket = Bucket(sides, r, dtype, owed).to(device)
-    flat, residual, matrices, (p, q) = bucket.flat, bucket.residual, bucket.matrices, bucket.own
+    bucket = Bucket(sides, r, dtype).to(device)
+    if not finite:
+        bucket.flat[bucket.matrices[-1].start] = torch.inf
+    flag = torch.tensor(finite, device=device)
     written = []
-    new_p, new_q = torch.full_like(p, torch.nan), torch.full_like(q, torch.nan)
-    low_rank.multiply_rows(flat, residual, matrices, q, new_p)
-    written += [flat.clone(), new_p]
-    low_rank.multiply_columns(flat, residual, matrices, p, new_q)
-    written += [flat.clone(), new_q]
-    low_rank.settle(flat, residual, matrices, bucket.own, bucket.mean, torch.tensor(finite, device=device))
-    return [x.cpu() for x in (*written, flat, *([] if residual is None else [residual]))]
+    for by_rows in (True, False):
+        written += [*fold(bucket, by_rows), bucket.residual.clone(), *multiply(bucket, by_rows)]
+    for out in (torch.zeros_like(bucket.flat), torch.zeros_like(bucket.flat, dtype=torch.bfloat16)):
+        low_rank.subtract_product(bucket.residual, bucket.matrices, bucket.sent, out, flag)
+        written.append(out)
+    low_rank.write_product(bucket.flat, bucket.residual, bucket.matrices, bucket.factors, flag)
+    return [x.cpu() for x in (*written, bucket.flat, bucket.residual)]
 
 
 def both_forms_agree(device: str) -> None:
     """The interpreter cuts bfloat16 off where devices round to nearest, and is slow: it gets some of the cases."""
     for name, sides in SMALL.items():
-        cases = list(itertools.product(RANKS if name == "many" else (2,), DTYPES, OWED, (True, False)))
-        for case in cases[:: 7 if device == "cpu" else 1]:
+        cases = list(itertools.product(RANKS if name == "many" else (2,), DTYPES, (True, False)))
+        for case in cases[:: 5 if device == "cpu" else 1]:
             plain = results("cpu", sides, *case)
             with fused(low_rank):
                 by_triton = results(device, sides, *case)
@@ -176,7 +298,7 @@ def test_triton_agrees_on_cuda() -> None:
 def test_bits_are_the_same_every_time_on_cuda() -> None:
     """If it fails, a run cannot be repeated."""
     sides = [(4000, 1000), (1000, 4000), (511, 513)]
-    first, *others = (results("cuda", sides, 4, torch.float32, torch.float32, True) for _ in range(4))
+    first, *others = (results("cuda", sides, 4, torch.float32, True) for _ in range(4))
     for other in others:
         assert all(a.equal(b) for a, b in zip(first, other, strict=True))
 

@@ -1,0 +1,67 @@
+"""The operations of `low_rank` that read all matrices, in C for float32 on CPU; what they do is defined there.
+
+torch writes the averages on every machine: all ranks get the same bits of them, whether they have a compiler or not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.kernels.compiled import library
+from lightning_commopt.kernels.low_rank import Matrix, each
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_ssize_t
+
+
+def fold_rows(
+    gradient: Tensor,
+    residual: Tensor,
+    matrices: tuple[Matrix, ...],
+    sent: tuple[Tensor, Tensor],
+    q: Tensor,
+    p: Tensor,
+) -> None:
+    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, then ``P = Q @ residual.T``."""
+    for matrix, its_sent, (its_p, its_q) in each(matrices, sent, (p, q)):
+        _call("fold_rows", matrix, matrix.of(gradient), matrix.of(residual), *its_sent, its_q, its_p)
+
+
+def fold_columns(
+    gradient: Tensor,
+    residual: Tensor,
+    matrices: tuple[Matrix, ...],
+    sent: tuple[Tensor, Tensor],
+    p: Tensor,
+    q: Tensor,
+) -> None:
+    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, then ``Q = P @ residual``."""
+    for matrix, its_sent, (its_p, its_q) in each(matrices, sent, (p, q)):
+        _call("fold_columns", matrix, matrix.of(gradient), matrix.of(residual), *its_sent, its_p, its_q)
+
+
+def multiply_columns(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor) -> None:
+    """Sets ``Q = P @ M``."""
+    for matrix, (its_p, its_q) in each(matrices, (p, q)):
+        _call("multiply_columns", matrix, matrix.of(flat), its_p, its_q)
+
+
+def _call(name: str, matrix: Matrix, *tensors: Tensor) -> None:
+    function = _functions()[name]
+    if function(torch.get_num_threads(), matrix.m, matrix.k, matrix.r, *(x.data_ptr() for x in tensors)):
+        raise MemoryError(f"no memory for the factors of {matrix.m} by {matrix.k} gradients, of rank {matrix.r}")
+
+
+@cache
+def _functions() -> dict[str, ctypes._NamedFuncPointer]:
+    its_library = library()
+    assert its_library is not None
+    functions = {}
+    for name, num_tensors in {"fold_rows": 6, "fold_columns": 6, "multiply_columns": 3}.items():
+        functions[name] = getattr(its_library, name)
+        functions[name].argtypes = [ctypes.c_int, _SIZE, _SIZE, ctypes.c_int, *[_POINTER] * num_tensors]
+        functions[name].restype = ctypes.c_int
+    return functions
