@@ -12,7 +12,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from tiny_runs import TINY
+from typer.testing import CliRunner
 
+from lightning_commopt.cli import app
 from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.loss_curve import read_losses
 from lightning_commopt.measure.files import read_run
@@ -21,7 +23,7 @@ from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.train import register_with_hydra
 
 PAGE = Path(__file__).parents[1] / "docs" / "launchers.md"
-LIMIT_S = 120
+LIMIT_S = 240
 
 
 def commands(program):
@@ -46,23 +48,38 @@ def assert_recorded(folder, name):
     assert [len(rank.steps) for rank in read_run(folder)] == [4, 4]
 
 
+def finish(processes):
+    """Waits for processes that run side by side; all of them end well."""
+    try:
+        said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), said
+
+
 def test_torchrun_leaves_the_records_of_a_sweep(tmp_path):
     (words,) = commands("torchrun")
     assert words[1:3] == ["--nproc-per-node=2", "-m"]
-    for name in ("none", "bf16"):
-        own = [word.replace("$plan", name) for word in words[1:]]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-        run = subprocess.run([*torchrun, *own, *TINY], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
-        assert run.returncode == 0, run.stderr
-        assert_recorded(tmp_path / "sweeps" / "plans" / name, name)
-    report = subprocess.run(
-        [Path(sys.executable).with_name("commopt"), "report", "--json", "sweeps/plans"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    names = ("none", "bf16")
+    finish(
+        [
+            subprocess.Popen(
+                [*torchrun, *(word.replace("$plan", name) for word in words[1:]), *TINY],
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for name in names
+        ]
     )
-    assert report.returncode == 0, report.stderr
+    for name in names:
+        assert_recorded(tmp_path / "sweeps" / "plans" / name, name)
+    report = CliRunner().invoke(app, ["report", "--json", str(tmp_path / "sweeps" / "plans")])
+    assert report.exit_code == 0, report.output
     assert '"bf16"' in report.stdout
 
 
@@ -90,13 +107,7 @@ def test_srun_trains_with_its_tasks_as_ranks(tmp_path):
         )
         for task in range(2)
     ]
-    try:
-        said = [task.communicate(timeout=LIMIT_S)[0] for task in tasks]
-    finally:
-        for task in tasks:
-            task.kill()
-            task.wait()
-    assert [task.returncode for task in tasks] == [0, 0], said
+    finish(tasks)
     assert_recorded(tmp_path / "sweeps" / "plans" / "bf16", "bf16")
 
 

@@ -11,16 +11,30 @@ from tiny_runs import TINY
 
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.run_record import RunRecord
-from lightning_commopt.train import flags_first
+from lightning_commopt.train import flags_first, main
+from ranks import run_ranks
 
-LIMIT_S = 120
+LIMIT_S = 240
 # Embeddings 256 x 16 and 64 x 16, one block, one norm: elements of the tiny model.
 TINY_NUMEL = 256 * 16 + 64 * 16 + (2 * 32 + 16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 + 64 + 64 * 16 + 16) + 32
 
 
+def started(*arguments: str, cwd: Path, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    command = [sys.executable, "-u", "-m", "lightning_commopt.train", *arguments]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
+
+
+def finished(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
 def commopt_train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning_commopt.train", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S)
+    return finished(started(*arguments, cwd=cwd))
 
 
 def test_a_run_of_two_ranks_is_recorded(tmp_path):
@@ -52,14 +66,23 @@ def test_a_run_of_two_ranks_is_recorded(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "run"]
 
 
+def train_as_rank(overrides: list[str]) -> int | str | None:
+    """Runs ``commopt-train`` in this rank; gives its exit status."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    sys.argv = ["commopt-train", *overrides, "hydra.output_subdir=null"]
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         ("experiment=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=3"),
         (
             "experiment=vit_l_32",
-            "model.name=vit_b_32",
-            "+model.options.image_size=32",
+            "model.name=squeezenet1_1",
+            "+model.options.dropout=0.1",
             "data.image_size=32",
             "data.batch_size=1",
             "trainer.max_steps=2",
@@ -75,81 +98,80 @@ def test_a_run_of_two_ranks_is_recorded(tmp_path):
             "num_warmup_steps=1",
         ),
     ],
-    ids=["digits", "vit", "sharding"],
+    ids=["digits", "vision", "sharding"],
 )
 def test_experiments_train_on_two_ranks(tmp_path, overrides):
-    run = commopt_train(*overrides, "strategy/comm_hook=powersgd", "hydra.run.dir=run", cwd=tmp_path)
-    assert run.returncode == 0, run.stdout + run.stderr
-    record = RunRecord.load(tmp_path / "run")
-    assert (record.status, record.world_size) == ("finished", 2)
+    of_both = ("strategy/comm_hook=powersgd", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}")
+    assert run_ranks(train_as_rank, [*overrides, *of_both]) == [0, 0]
+    record = RunRecord.load(tmp_path)
+    assert (record.status, record.world_size, record.plan_name) == ("finished", 2, "powersgd")
     assert record.val_loss is not None
 
 
-@pytest.mark.parametrize("devices", ["1,2", "2,1"])
-def test_a_sweep_over_devices_trains_with_as_many_ranks(tmp_path, devices):
-    sweep = commopt_train("-m", *TINY, f"trainer.devices={devices}", "hydra.sweep.dir=sweep", cwd=tmp_path)
-    assert sweep.returncode == 0, sweep.stdout + sweep.stderr
-    expected = [int(number) for number in devices.split(",")]
-    records = [RunRecord.load(tmp_path / "sweep" / str(number)) for number in range(2)]
-    assert [record.world_size for record in records] == expected
-    for number, (record, world_size) in enumerate(zip(records, expected, strict=True)):
-        assert record.wire_bytes_per_step == (4 * TINY_NUMEL if world_size == 2 else 0)
-        assert f"devices: {world_size}\n" in (tmp_path / "sweep" / str(number) / "config.yaml").read_text()
-    summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    assert [job["run"]["world_size"] for job in summary] == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
-
-
-def test_a_job_that_fails_does_not_stop_the_others(tmp_path):
+def test_a_sweep_trains_with_as_many_ranks_as_each_job_says_and_goes_on_after_a_failure(tmp_path):
     (tmp_path / "sources").mkdir()  # too few of them
+    (tmp_path / "more" / "job").mkdir(parents=True)
+    jobs = {"two": "devices: 2", "broken": "devices: 1}\ndata: {folder: sources", "one": "devices: 1"}
+    for name, values in jobs.items():
+        (tmp_path / "more" / "job" / f"{name}.yaml").write_text(f"# @package _global_\ntrainer: {{{values}}}\n")
     sweep = commopt_train(
-        "-m", *TINY, "trainer.devices=1", "data.folder=sources,null", "hydra.sweep.dir=sweep", cwd=tmp_path
+        "-m", *TINY, f"+job={','.join(jobs)}", "--config-dir", "more", "hydra.sweep.dir=sweep", cwd=tmp_path
     )
-    assert sweep.returncode == 1
-    records = [RunRecord.load(tmp_path / "sweep" / str(number)) for number in range(2)]
-    assert [record.status for record in records] == ["failed", "finished"]
-    assert "sources has too few Python sources" in str(records[0].error)
+    assert sweep.returncode == 1, sweep.stdout + sweep.stderr
+    folders = [tmp_path / "sweep" / str(number) for number in range(3)]
+    records = [RunRecord.load(folder) for folder in folders]
+    assert [record.status for record in records] == ["finished", "failed", "finished"], sweep.stdout
+    for record, folder, world_size in ((records[0], folders[0], 2), (records[2], folders[2], 1)):
+        assert record.world_size == world_size
+        assert record.wire_bytes_per_step == (4 * TINY_NUMEL if world_size == 2 else 0)
+        assert f"devices: {world_size}\n" in (folder / "config.yaml").read_text()
+    assert "sources has too few Python sources" in str(records[1].error)
     said = " ".join(sweep.stdout.split())
     assert "failed: FileNotFoundError: sources has too few" in said
-    assert str(tmp_path / "sweep" / "0" / "job.log") in said
-    assert "FileNotFoundError" in (tmp_path / "sweep" / "0" / "job.log").read_text()
+    assert str(folders[1] / "job.log") in said
+    assert "FileNotFoundError" in (folders[1] / "job.log").read_text()
+    summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert [job["run"]["world_size"] for job in summary if job["run"]["status"] == "finished"] == [2, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "sources", "sweep"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_a_job_leaves_no_process(tmp_path, number):
+def test_a_signal_in_a_job_leaves_no_process(tmp_path):
     many = [argument.replace("max_steps=4", "max_steps=1000000") for argument in TINY]
-    command = [sys.executable, "-u", "-m", "lightning_commopt.train", "-m", *many, "seed=1,2", "hydra.sweep.dir=sweep"]
-    sweep = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    sweeps = [
+        started("-m", *many, "seed=1,2", f"hydra.sweep.dir={number.name}", cwd=tmp_path, stderr=subprocess.STDOUT)
+        for number in numbers
+    ]
     try:
-        assert sweep.stdout is not None
-        for line in sweep.stdout:
-            if "All distributed processes registered" in line:
-                break
-        children = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()
-        job = next(int(child) for child in children if os.getpgid(int(child)) == int(child))
-        assert len(living_members(job)) >= 2
-        sweep.send_signal(number)
-        rest = sweep.communicate(timeout=LIMIT_S)[0]
+        for number, sweep in zip(numbers, sweeps, strict=True):
+            assert sweep.stdout is not None
+            for line in sweep.stdout:
+                if "All distributed processes registered" in line:
+                    break
+            children = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()
+            job = next(int(child) for child in children if os.getpgid(int(child)) == int(child))
+            assert len(living_members(job)) >= 2
+            sweep.send_signal(number)
+            end = finished(sweep)
+            assert end.returncode == 128 + number, end.stdout
+            assert is_group_gone(job)
+            assert is_group_gone(sweep.pid)
+            assert RunRecord.load(tmp_path / number.name / "0").status == "failed"
+            assert not (tmp_path / number.name / "1").exists()
     finally:
-        sweep.kill()
-        sweep.wait()
-    assert sweep.returncode == 128 + number, rest
-    assert is_group_gone(job)
-    assert is_group_gone(sweep.pid)
-    record = RunRecord.load(tmp_path / "sweep" / "0")
-    assert record.status == "failed"
-    assert not (tmp_path / "sweep" / "1").exists()
+        for sweep in sweeps:
+            sweep.terminate()
+            finished(sweep)
 
 
-@pytest.mark.parametrize("mode", [[], ["-m"]])
-def test_a_wrong_value_is_a_short_error_before_anything_starts(tmp_path, mode):
-    run = commopt_train(*mode, "strategy.bucket_cap_mb=-1", "hydra.run.dir=run", "hydra.sweep.dir=run", cwd=tmp_path)
-    assert run.returncode == 1
-    assert "bucket_cap_mb must be a number of MiB above 0" in run.stderr
-    assert "Traceback" not in run.stderr
-    assert len(run.stderr.splitlines()) < 8
+def test_a_wrong_value_is_a_short_error_before_anything_starts(tmp_path):
+    wrong = ("strategy.bucket_cap_mb=-1", "hydra.run.dir=run", "hydra.sweep.dir=run")
+    for process in [started(*mode, *wrong, cwd=tmp_path) for mode in ((), ("-m",))]:
+        run = finished(process)
+        assert run.returncode == 1
+        assert "bucket_cap_mb must be a number of MiB above 0" in run.stderr
+        assert "Traceback" not in run.stderr
+        assert len(run.stderr.splitlines()) < 8
     assert not list((tmp_path / "run").glob("**/run.json"))
 
 
