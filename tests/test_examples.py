@@ -8,10 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from side_by_side import two_at_a_time
+from typer.testing import CliRunner
 
+from lightning_commopt.cli import app
 from lightning_commopt.rank_variables import RANK_VARIABLES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -69,13 +74,51 @@ def _running(group: int) -> list[str]:
     return found
 
 
-def _run(folder: Path, name: str, *arguments: str) -> str:
-    return _finish(_start(folder, str(EXAMPLES / name), *arguments))
+RUNS = {
+    "plain": ("plain.py",),
+    "measure": ("measure.py",),
+    "fabric": ("fabric.py",),
+    "cli flags": (
+        *("cli.py", "fit", "--trainer.strategy", "lightning_commopt.CommOptDDP", "--trainer.strategy.comm_hook"),
+        *("bf16", "--trainer.devices", "2", "--trainer.max_epochs", "2"),
+    ),
+    "cli yaml": (
+        *("cli.py", "fit", "--config", str(EXAMPLES / "cli.yaml")),
+        *("--trainer.devices", "2", "--trainer.max_epochs", "2"),
+    ),
+    "sweep": ("hydra_app.py", "-m", "strategy.comm_hook=none,bf16", "trainer.devices=1,2", "trainer.max_epochs=1"),
+    "downstream group": ("hydra_app.py", "+commopt=powersgd", "trainer.max_epochs=1"),
+}
 
 
-def test_plain(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[tuple[Path, str]]]]:
+
+    def run(name: str) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        script, *arguments = RUNS[name]
+        return folder, _finish(_start(folder, str(EXAMPLES / script), *arguments))
+
+    with two_at_a_time(request, "example", run) as started:
+        yield started
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest, runs: dict[str, Future[tuple[Path, str]]]) -> tuple[Path, str]:
+    """The folder that an example ran in, and what it said."""
+    return runs[request.param].result()
+
+
+def runs_example(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("example", names, indirect=True)
+
+
+@runs_example("plain")
+def test_plain(example: tuple[Path, str]) -> None:
     """If it fails, the two-line change to a Lightning script does not work."""
-    output = _run(tmp_path, "plain.py")
+    _, output = example
     assert "Starting with 2 processes" in output
     assert "max_epochs=3` reached" in output
 
@@ -86,55 +129,49 @@ def test_plain_differs_in_two_lines() -> None:
     assert len([line for line in lines if "commopt" in line.lower()]) == 2
 
 
-def test_measure(tmp_path: Path) -> None:
+@runs_example("measure")
+def test_measure(example: tuple[Path, str]) -> None:
     """If it fails, an existing project cannot be measured, or no trace comes of it."""
-    output = _run(tmp_path, "measure.py")
+    folder, output = example
     assert "of the step" in output
     assert "steps/s" in output
-    command = [sys.executable, "-c", "from lightning_commopt.cli import app; app()", "trace", "measured"]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
+    said = CliRunner().invoke(app, ["trace", str(folder / "measured")], catch_exceptions=False).output
     assert "87 steps were saved" in said
-    assert (tmp_path / "measured" / "comm_time" / "trace.json").stat().st_size > 10_000
+    assert (folder / "measured" / "comm_time" / "trace.json").stat().st_size > 10_000
 
 
-def test_fabric(tmp_path: Path) -> None:
+@runs_example("fabric")
+def test_fabric(example: tuple[Path, str]) -> None:
     """If it fails, the Fabric example is broken or compresses nothing."""
-    output = _run(tmp_path, "fabric.py")
+    _, output = example
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", output)]
     assert len(losses) == 3
     assert losses[-1] < 1.5
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--trainer.strategy", "lightning_commopt.CommOptDDP", "--trainer.strategy.comm_hook", "bf16"),
-        ("--config", str(EXAMPLES / "cli.yaml")),
-    ],
-    ids=["flags", "yaml"],
-)
-def test_cli(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+@runs_example("cli flags", "cli yaml")
+def test_cli(example: tuple[Path, str]) -> None:
     """If it fails, LightningCLI cannot make the strategy."""
-    output = _run(tmp_path, "cli.py", "fit", *arguments, "--trainer.devices", "2", "--trainer.max_epochs", "2")
+    _, output = example
     assert "Starting with 2 processes" in output
     assert "max_epochs=2` reached" in output
 
 
-def test_hydra_sweep_over_plans_and_devices(tmp_path: Path) -> None:
+@runs_example("sweep")
+def test_hydra_sweep_over_plans_and_devices(example: tuple[Path, str]) -> None:
     """If it fails, a job of a multirun trains on another number of ranks than it says, or not at all."""
-    sweep = ("-m", "strategy.comm_hook=none,bf16", "trainer.devices=1,2,1", "trainer.max_epochs=1")
-    output = _run(tmp_path, "hydra_app.py", *sweep)
+    folder, output = example
     jobs = re.findall(r"^(\d) ranks, (\{.*?\}): \{'val_accuracy': ([\d.]+)\}$", output, re.MULTILINE)
-    assert [int(ranks) for ranks, _, _ in jobs] == [1, 2, 1] * 2
-    assert ["bf16" in plan for _, plan, _ in jobs] == [False] * 3 + [True] * 3
-    folders = {path.name for path in next(iter((tmp_path / "multirun").glob("*/*"))).iterdir() if path.is_dir()}
-    assert folders == {"0", "1", "2", "3", "4", "5"}
-    assert len(list((tmp_path / "multirun").glob("*/*"))) == 1
+    assert [int(ranks) for ranks, _, _ in jobs] == [1, 2] * 2
+    assert ["bf16" in plan for _, plan, _ in jobs] == [False] * 2 + [True] * 2
+    (sweep,) = (folder / "multirun").glob("*/*")
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == {"0", "1", "2", "3"}
 
 
-def test_hydra_downstream_group(tmp_path: Path) -> None:
+@runs_example("downstream group")
+def test_hydra_downstream_group(example: tuple[Path, str]) -> None:
     """If it fails, +commopt=NAME does not work in a project of the user's own."""
-    output = _run(tmp_path, "hydra_app.py", "+commopt=powersgd", "trainer.max_epochs=1")
+    _, output = example
     assert "2 ranks, {'comm_hook': {'name': 'powersgd'" in output
 
 
