@@ -20,10 +20,11 @@ One rounding is off by at most ``0.50005 * scale``, which is at most ``max(top /
 Example, B = 4: ``[1, -0.5, 0.1, 0]`` has scale 0.007874 and codes ``[127, -64, 13, 0]``, and decodes to
 ``[1, -0.5039, 0.1024, 0]``; ``[0, 0.0039, -0.0024, 0]`` stay in the residual.
 
-On CUDA the same in Triton where it is installed. Both forms multiply and add with one rounding where a sum follows a
-product, in plain torch wherever its vectors do that (AVX2, AVX-512). There they give the same bits, but for the last
-one of a residual; elsewhere means differ in the last bit, and codes by one where ``c / scale`` is half way between two.
-Blocks of less than 32 are slow on CPU, where torch does not vectorise maxima over so few.
+On CUDA the same in Triton where it is installed, and in C for float32 on CPU where there is a compiler. All forms
+multiply and add with one rounding where a sum follows a product, in plain torch wherever its vectors do that (AVX2,
+AVX-512). There they give the same bits, but for the last one of a residual; elsewhere means differ in the last bit, and
+codes by one where ``c / scale`` is half way between two. Blocks of less than 32 are slow in plain torch on CPU, which
+does not vectorise maxima over so few.
 
 Source: blocks as in Dettmers et al., 8-bit Optimizers (arXiv:2110.02861), we round evenly, not by a table; two
 quantised transfers around a float32 sum as in Wang et al., ZeRO++ (arXiv:2306.10209), we keep what is rounded off.
@@ -46,7 +47,7 @@ from lightning_commopt.kernels.block_int8_stretches import (
     stretches,
     write_codes,
 )
-from lightning_commopt.kernels.chunks import use_triton
+from lightning_commopt.kernels.chunks import use_compiled, use_triton
 
 
 def shard_numel(numel: int, world_size: int, block_size: int) -> int:
@@ -85,6 +86,10 @@ def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_size: i
         from lightning_commopt.kernels import block_int8_triton
 
         return block_int8_triton.encode(flat, residual, parts)
+    if _is_compiled(flat, residual, block_size):
+        from lightning_commopt.kernels import block_int8_compiled
+
+        return block_int8_compiled.encode(flat, residual, parts)
     scratch = Scratch.like(parts)
     for elements, codes, scales in stretches(parts, len(scratch.stretch)):
         part = flat[elements]
@@ -120,6 +125,10 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
         from lightning_commopt.kernels import block_int8_triton
 
         return block_int8_triton.reduce(shares, mean, residual_shard)
+    if _is_compiled(mean.scales, residual_shard, block_size):
+        from lightning_commopt.kernels import block_int8_compiled
+
+        return block_int8_compiled.reduce(shares, mean, residual_shard)
     scratch = Scratch.like(mean)
     for elements, codes, scales in stretches(mean, len(scratch.stretch)):
         average = average_shares(shares, elements, scratch)
@@ -145,6 +154,10 @@ def decode(message: Tensor, flat: Tensor, block_size: int) -> None:
         from lightning_commopt.kernels import block_int8_triton
 
         return block_int8_triton.decode(parts, flat)
+    if _is_compiled(flat, None, block_size):
+        from lightning_commopt.kernels import block_int8_compiled
+
+        return block_int8_compiled.decode(parts, flat)
     scratch = Scratch.like(parts)
     for elements, codes, scales in stretches(parts, len(scratch.chunk)):
         part = flat[elements]
@@ -215,6 +228,11 @@ def undo_reduce(
         lost.addcmul_(codes.float(), scales.unsqueeze(1), value=-1)
         add_finite(lost, scales, residual_shard[elements], -len(received))
     return None
+
+
+def _is_compiled(values: Tensor, residual: Tensor | None, block_size: int) -> bool:
+    """Returns whether the form in C runs."""
+    return use_compiled(values) and (residual is None or residual.dtype == torch.float32) and block_size <= 256
 
 
 def _parts_for(flat: Tensor, message: Tensor, block_size: int) -> Parts:

@@ -16,7 +16,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-_SOURCE = Path(__file__).with_name("low_rank.c")
+import torch
+from torch import Tensor
+
+_SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 _THREADS = "-fopenmp"  # which not every compiler has
 _TIMEOUT_S = 60
@@ -29,7 +32,7 @@ def library() -> ctypes.CDLL | None:
     """Returns the kernels, or None where they cannot be made; why is logged at level INFO."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler or shutil.which(compiler[0]) is None:
-        _logger.info("There is no C compiler: low-rank compressors use plain torch on CPU.")
+        _logger.info("There is no C compiler: compressors use plain torch on CPU.")
         return None
     try:
         return ctypes.CDLL(str(_made(compiler)))
@@ -38,16 +41,33 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def call(name: str, *arguments: int | Tensor | None) -> int:
+    """Calls a kernel, with the number of threads that torch uses before its other arguments.
+
+    Args:
+        name: of the C function; all its numbers are ``ptrdiff_t``.
+        arguments: numbers, tensors for pointers to their first element, None for NULL.
+    """
+    return getattr(library(), name)(ctypes.c_ssize_t(torch.get_num_threads()), *map(_as_c, arguments))
+
+
+def _as_c(argument: int | Tensor | None) -> ctypes.c_ssize_t | ctypes.c_void_p | None:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return None if argument is None else ctypes.c_ssize_t(argument)
+
+
 def _made(compiler: list[str]) -> Path:
     """Returns the library's file; it is made if there is none yet of this source, compiler and processor."""
     # Among what a compiler predefines are its version and what the processor has.
     predefined = _run([*compiler, "-march=native", "-dM", "-E", "-"])
-    digest = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), predefined, repr(compiler).encode()])).hexdigest()
-    file = _folder() / f"{_SOURCE.stem}-{digest[:16]}.so"
+    contents = [*(source.read_bytes() for source in _SOURCES), predefined, repr(compiler).encode()]
+    digest = hashlib.sha256(b"\0".join(contents)).hexdigest()
+    file = _folder() / f"kernels-{digest[:16]}.so"
     if not file.exists():
         descriptor, name = tempfile.mkstemp(dir=file.parent, suffix=".so")
         os.close(descriptor)
-        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", name]
+        command = [*compiler, *_FLAGS, *map(str, _SOURCES), "-o", name]
         try:
             try:
                 _run([*command, _THREADS])

@@ -23,8 +23,7 @@ typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef int bits __attribute__((vector_size(4 * LANES)));
 
 typedef struct {
-    ptrdiff_t m, k;
-    int r;
+    ptrdiff_t m, k, r;
     const float *gradient, *sent_p; /* NULL if nothing is folded */
     float *matrix;
     float *p;      /* written by ROW_SUMS, read by COLUMN_SUMS */
@@ -161,29 +160,29 @@ static int start(product *x, const float *sent_q, const float *q) {
     return 0;
 }
 
-INLINE void sum_columns(const int does, int threads, const product *x) {
+INLINE void sum_columns(const int does, ptrdiff_t threads, const product *x) {
     ptrdiff_t share = padded((x->k + threads - 1) / threads);
-#pragma omp parallel for num_threads(threads) if (threads > 1 && x->m * x->k >= LEAST_SHARED)
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && x->m * x->k >= LEAST_SHARED)
     for (ptrdiff_t begin = 0; begin < x->k; begin += share)
         visit_part(does, x, 0, x->m, begin, least(x->k, begin + share));
 }
 
 /* Each returns 0, or -1 if there is no memory. */
 
-int fold_rows(int threads, ptrdiff_t m, ptrdiff_t k, int r, const float *gradient, float *residual, const float *sent_p,
+int fold_rows(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *gradient, float *residual, const float *sent_p,
               const float *sent_q, const float *q, float *p) {
     product x = {m, k, r, gradient, sent_p, residual, p, NULL};
     if (start(&x, sent_q, q)) return -1;
     memset(p, 0, sizeof(float) * r * m);
     ptrdiff_t share = ((m + threads - 1) / threads + ROWS - 1) / ROWS * ROWS;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && m * k >= LEAST_SHARED)
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && m * k >= LEAST_SHARED)
     for (ptrdiff_t row = 0; row < m; row += share)
         visit_part(SUBTRACT | ADD | ROW_SUMS, &x, row, least(m, row + share), 0, k);
     free(x.packed);
     return 0;
 }
 
-int fold_columns(int threads, ptrdiff_t m, ptrdiff_t k, int r, const float *gradient, float *residual, const float *sent_p,
+int fold_columns(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *gradient, float *residual, const float *sent_p,
                  const float *sent_q, const float *p, float *q) {
     product x = {m, k, r, gradient, sent_p, residual, (float *)p, NULL};
     if (start(&x, sent_q, NULL)) return -1;
@@ -193,7 +192,7 @@ int fold_columns(int threads, ptrdiff_t m, ptrdiff_t k, int r, const float *grad
     return 0;
 }
 
-int multiply_columns(int threads, ptrdiff_t m, ptrdiff_t k, int r, const float *matrix, const float *p, float *q) {
+int multiply_columns(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *matrix, const float *p, float *q) {
     product x = {m, k, r, NULL, NULL, (float *)matrix, (float *)p, NULL};
     if (start(&x, NULL, NULL)) return -1;
     sum_columns(COLUMN_SUMS, threads, &x);

@@ -5,16 +5,10 @@ torch writes the averages on every machine: all ranks get the same bits of them,
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-
-import torch
 from torch import Tensor
 
-from lightning_commopt.kernels.compiled import library
+from lightning_commopt.kernels.compiled import call
 from lightning_commopt.kernels.low_rank import Matrix, each
-
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_ssize_t
 
 
 def fold_rows(
@@ -50,18 +44,5 @@ def multiply_columns(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: T
 
 
 def _call(name: str, matrix: Matrix, *tensors: Tensor) -> None:
-    function = _functions()[name]
-    if function(torch.get_num_threads(), matrix.m, matrix.k, matrix.r, *(x.data_ptr() for x in tensors)):
+    if call(name, matrix.m, matrix.k, matrix.r, *tensors):
         raise MemoryError(f"no memory for the factors of {matrix.m} by {matrix.k} gradients, of rank {matrix.r}")
-
-
-@cache
-def _functions() -> dict[str, ctypes._NamedFuncPointer]:
-    its_library = library()
-    assert its_library is not None
-    functions = {}
-    for name, num_tensors in {"fold_rows": 6, "fold_columns": 6, "multiply_columns": 3}.items():
-        functions[name] = getattr(its_library, name)
-        functions[name].argtypes = [ctypes.c_int, _SIZE, _SIZE, ctypes.c_int, *[_POINTER] * num_tensors]
-        functions[name].restype = ctypes.c_int
-    return functions

@@ -1,4 +1,4 @@
-"""What the int8 arithmetic loses, against float64, and that its two forms agree."""
+"""What the int8 arithmetic loses, against float64, and that its forms agree."""
 
 import itertools
 import os
@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.kernels import block_int8, block_int8_stretches
+from lightning_commopt.kernels.compiled import library
 
 BOUND = 0.50005  # of a scale, for one rounding
 NUMELS = [1, 15, 64, 1000, 4099]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 BLOCK_SIZES = [16, 32, 64, 128, 256]
+
+
+@pytest.fixture(autouse=True, params=["plain", "compiled"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds for both forms on CPU."""
+    if request.param == "plain":
+        monkeypatch.setattr(block_int8, "use_compiled", lambda tensor: False)
+    else:
+        assert library() is not None, "there is no C compiler"
 
 
 def gradients(numel: int, world_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -231,7 +241,7 @@ def fuses() -> bool:
 
 
 def results(
-    fused: bool, device: str, numel: int, world_size: int, block_size: int, dtype: torch.dtype, owed: torch.dtype | None
+    form: str, device: str, numel: int, world_size: int, block_size: int, dtype: torch.dtype, owed: torch.dtype | None
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """The messages, the mean and the residuals of a step that is not finite if it has 1500 elements."""
     flats = [flat.to(device) for flat in gradients(numel, world_size, dtype)]
@@ -239,7 +249,10 @@ def results(
     residuals = None
     if owed is not None:
         residuals = [x.mul(0.01).to(device, owed) for x in gradients(numel, world_size, seed=1)]
-    with mock.patch.object(block_int8, "use_triton", return_value=fused):
+    with (
+        mock.patch.object(block_int8, "use_triton", return_value=form == "triton"),
+        mock.patch.object(block_int8, "use_compiled", return_value=form == "compiled"),
+    ):
         step = Step(flats, residuals, block_size)
         after = [x.clone() for x in residuals or []]
         if residuals:
@@ -248,33 +261,47 @@ def results(
     return [x.cpu() for x in (*step.sent, step.gathered)], [step.mean.cpu()], [x.cpu() for x in owes]
 
 
-def both_forms_agree(device: str, error: float, bfloat16_error: float) -> None:
-    """Compares every result of a step in Triton, on ``device``, to those in plain torch on CPU.
+def forms_agree(form: str, device: str, dtypes: list[torch.dtype], error: float, bfloat16_error: float) -> None:
+    """Compares every result of a step in one form, on ``device``, to those in plain torch on CPU.
 
     Args:
-        device: where Triton runs.
+        form: "triton" or "compiled".
+        device: where it runs.
+        dtypes: of the gradients.
         error: by how much scales may differ, relatively.
         bfloat16_error: by how much a mean in bfloat16 may, relatively.
     """
     owed_dtypes = (None, torch.float32, torch.bfloat16)
     sizes = ((1, 1, 16), (300, 3, 16), (300, 2, 256), (1500, 3, 64))
-    for size, dtype, owed in itertools.product(sizes, DTYPES, owed_dtypes):
+    for size, dtype, owed in itertools.product(sizes, dtypes, owed_dtypes):
+        if form == "compiled" and owed == torch.bfloat16:
+            continue
         case = (*size, dtype, owed)
-        messages, mean, owes = results(False, "cpu", *case)
-        fused_messages, fused_mean, fused_owes = results(True, device, *case)
-        for message, fused in zip(messages, fused_messages, strict=True):
+        messages, mean, owes = results("plain", "cpu", *case)
+        its_messages, its_mean, its_owes = results(form, device, *case)
+        for message, its_message in zip(messages, its_messages, strict=True):
             codes, scales = block_int8.split(message, case[2])
-            fused_codes, fused_scales = block_int8.split(fused, case[2])
-            torch.testing.assert_close(fused_scales, scales, rtol=error, atol=0, equal_nan=True)
-            assert torch.equal(fused_codes[scales.isfinite()], codes[scales.isfinite()])
+            its_codes, its_scales = block_int8.split(its_message, case[2])
+            assert torch.equal(its_scales.isfinite(), scales.isfinite())
+            usable = scales.isfinite()
+            torch.testing.assert_close(its_scales[usable], scales[usable], rtol=error, atol=0)
+            assert torch.equal(its_codes[usable], codes[usable])
         mean_rtol = bfloat16_error if case[3] == torch.bfloat16 else error
-        torch.testing.assert_close(fused_mean, mean, rtol=mean_rtol, atol=0, equal_nan=True)
+        torch.testing.assert_close(its_mean, mean, rtol=mean_rtol, atol=0, equal_nan=True)
         owed_atol = 1e-3 if case[4] == torch.bfloat16 else 1e-6
-        torch.testing.assert_close(fused_owes, owes, rtol=0, atol=owed_atol)
+        torch.testing.assert_close(its_owes, owes, rtol=0, atol=owed_atol)
+
+
+@pytest.mark.skipif(not fuses(), reason="this processor rounds twice in addcmul")
+@pytest.mark.parametrize("form", ["plain"], indirect=True)
+def test_c_gives_the_bits_of_plain_torch() -> None:
+    """If it fails, a step depends on whether there is a compiler."""
+    forms_agree("compiled", "cpu", [torch.float32], error=0, bfloat16_error=0)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(not fuses(), reason="this processor rounds twice in addcmul")
+@pytest.mark.parametrize("form", ["plain"], indirect=True)
 def test_triton_gives_the_bits_of_plain_torch_in_its_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
@@ -285,12 +312,13 @@ def test_triton_gives_the_bits_of_plain_torch_in_its_interpreter() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(not fuses(), reason="this processor rounds twice in addcmul")
+@pytest.mark.parametrize("form", ["plain"], indirect=True)
 def test_triton_gives_the_bits_of_plain_torch_on_cuda() -> None:
-    both_forms_agree("cuda", error=0, bfloat16_error=0)
+    forms_agree("triton", "cuda", DTYPES, error=0, bfloat16_error=0)
 
 
 if __name__ == "__main__":
     # Triton's interpreter rounds twice in an fma before 3.9, and cuts bfloat16 off where devices round to nearest.
     rounds_once = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
-    both_forms_agree("cpu", error=0 if rounds_once else 2**-22, bfloat16_error=2**-7)
+    forms_agree("triton", "cpu", DTYPES, error=0 if rounds_once else 2**-22, bfloat16_error=2**-7)
     print("agree")
