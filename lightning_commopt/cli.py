@@ -28,6 +28,9 @@ app = typer.Typer(
 )
 
 
+_KERNELS = {"c": "C", "triton": "Triton", "torch": "plain torch"}
+
+
 @app.callback()
 def _main() -> None:
     # With a callback typer keeps the command's name even while there is one command only.
@@ -47,6 +50,8 @@ def info(
     for table in (_versions_table(found), _devices_table(found), _backends_table(found), _options_table(found)):
         console.print(table)
     console.print(f"comm_hook: {', '.join(found.comm_hooks)}", highlight=False)
+    shown = ", ".join(f"{_KERNELS[name]} on {kind.upper()}" for kind, name in found.kernels.items())
+    console.print(f"arithmetic of compressors: {shown}", highlight=False)
 
 
 @app.command()

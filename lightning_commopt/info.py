@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.compressors import compressor_names
+from lightning_commopt.kernels.chunks import has_triton
+from lightning_commopt.kernels.compiled import library
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
 
 _DISTRIBUTIONS = {
@@ -65,6 +67,8 @@ class Info:
         nccl_version: of the NCCL in this torch; None where there is none.
         ddp_options: the newer options, oldest first.
         comm_hooks: the names that ``comm_hook`` takes.
+        kernels: by kind of device, what the arithmetic of compressors is in: "c" on CPU, where there is a compiler,
+            "triton" on CUDA, where that is installed, else "torch".
     """
 
     versions: dict[str, str]
@@ -74,6 +78,7 @@ class Info:
     nccl_version: str | None
     ddp_options: list[DDPOption]
     comm_hooks: list[str]
+    kernels: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything in types that JSON has."""
@@ -97,6 +102,7 @@ def collect() -> Info:
             for name, since in DDP_OPTION_SINCE.items()
         ],
         comm_hooks=compressor_names(),
+        kernels=kernels(),
     )
 
 
@@ -109,6 +115,14 @@ def versions() -> dict[str, str]:
     # torch's own string has the build in it, as in 2.6.0+cpu; the metadata of some builds lacks that.
     installed = {name: version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
     return {"python": platform.python_version(), **installed, "torch": str(torch.__version__)}
+
+
+def kernels() -> dict[str, str]:
+    """Returns what the arithmetic of compressors is in; makes the kernels in C, if they are not made yet."""
+    return {
+        "cpu": "torch" if library() is None else "c",
+        "cuda": "triton" if has_triton() else "torch",
+    }
 
 
 def devices() -> list[Device]:

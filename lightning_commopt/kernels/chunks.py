@@ -16,7 +16,7 @@ CHUNK_NUMEL = 2**19
 
 def use_triton(tensor: Tensor) -> bool:
     """Returns whether the fused form of a kernel runs for ``tensor``: on CUDA, where Triton is installed."""
-    return tensor.is_cuda and _has_triton()
+    return tensor.is_cuda and has_triton()
 
 
 def use_compiled(tensor: Tensor) -> bool:
@@ -25,7 +25,8 @@ def use_compiled(tensor: Tensor) -> bool:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Returns whether Triton is installed."""
     return find_spec("triton") is not None
 
 

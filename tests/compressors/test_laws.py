@@ -1,5 +1,6 @@
 """Laws that hold for every compressor, on real ranks and real DDP buckets."""
 
+import os
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, PowerSGD
 from lightning_commopt.hook import CommHook, attach_comm_hook
+from lightning_commopt.kernels.compiled import library
 from ranks import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -135,6 +137,20 @@ def test_lossless_equals_ddp(name: str, options: str, world_size: int) -> None:
     if world_size == 2:  # a sum of two has one order only
         np.testing.assert_array_equal(ours, ddp)
     np.testing.assert_allclose(ours, ddp, rtol=1e-6, atol=1e-6)
+
+
+def _received_where_one_host_has_no_compiler(names: list[str]) -> list[np.ndarray]:
+    if dist.get_rank() == 1:
+        os.environ["CC"] = "there-is-no-such-compiler"
+    assert (library() is None) == (dist.get_rank() == 1)
+    return [_run_steps(name, OPTIONS["many_buckets"], 6)["received"] for name in names]
+
+
+def test_ranks_agree_where_one_host_has_no_compiler() -> None:
+    """If it fails, parameters drift apart between ranks that compute in C and in plain torch."""
+    names = ["powersgd_rank_1", "powersgd_rank_2", "alternating_rank_2", "hierarchical_powersgd", "int8"]
+    ours, theirs = run_ranks(_received_where_one_host_has_no_compiler, names)
+    np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
