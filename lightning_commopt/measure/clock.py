@@ -38,9 +38,7 @@ class HostClock(Clock):
         self._origin = time.perf_counter()
         self.origin_unix_s = time.time()
 
-    def mark(self) -> float:
-        """Returns the time now."""
-        return time.perf_counter()
+    mark = staticmethod(time.perf_counter)  # itself, as it is called some twenty times a step
 
     def has_passed(self, mark: float) -> bool:
         """Returns true: a mark of the host is never ahead."""

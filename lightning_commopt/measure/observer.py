@@ -31,6 +31,8 @@ class Exchange(ABC):
     are pairs of `send` and `arrive`. After an exchange that failed nothing more comes.
     """
 
+    __slots__ = ()
+
     @abstractmethod
     def start(self) -> None:
         """The bucket's turn has come: it is being compressed, or sent."""
@@ -90,6 +92,8 @@ class Observers(ExchangeObserver):
 
     def ready(self, bucket: BucketInfo) -> Exchange:
         """Tells all of them."""
+        if len(self._observers) == 1:
+            return self._observers[0].ready(bucket)
         return Exchanges([observer.ready(bucket) for observer in self._observers])
 
 

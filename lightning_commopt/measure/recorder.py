@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
+from collections.abc import Callable
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from lightning_commopt.measure.clock import Clock
@@ -32,9 +33,8 @@ class StepRecorder(ExchangeObserver):
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._phase: str | None = None
-        self._phase_began: Any = None
-        self._phases: list[tuple[str, Any, Any]] = []
+        self._mark = clock.mark
+        self._phases: list[tuple[str | None, Any]] = []
         self._exchanges: list[_RecordedExchange] = []
         self._backward = 0
         self._pending: deque[_Marks] = deque()
@@ -46,14 +46,11 @@ class StepRecorder(ExchangeObserver):
 
     def enter(self, phase: str | None) -> None:
         """Ends the phase before, and begins another; None for what is no part of a step."""
-        now = self._clock.mark()
-        if self._phase is not None:
-            self._phases.append((self._phase, self._phase_began, now))
-        self._phase, self._phase_began = phase, now
+        self._phases.append((phase, self._mark()))
 
     def ready(self, bucket: BucketInfo) -> Exchange:
         """Marks that a bucket is ready."""
-        exchange = _RecordedExchange(self._clock, bucket, self._backward)
+        exchange = _RecordedExchange(self._mark, bucket, self._backward)
         self._exchanges.append(exchange)
         self._backward += bucket.is_last
         return exchange
@@ -87,72 +84,67 @@ class StepRecorder(ExchangeObserver):
 
     def _resolve(self, marks: _Marks) -> RecordedStep:
         seconds = self._clock.seconds
+        began = [(name, seconds(mark)) for name, mark in marks.phases]
+        phases = [Phase(name, at_s, end_s) for (name, at_s), (_, end_s) in pairwise(began) if name is not None]
         record = StepRecord(
             step=marks.step,
             num_samples=marks.num_samples,
-            phases=tuple(Phase(name, seconds(start), seconds(end)) for name, start, end in marks.phases),
-            buckets=tuple(exchange.span() for exchange in marks.exchanges if exchange.has_ended),
+            phases=tuple(phases),
+            buckets=tuple([exchange.span(seconds) for exchange in marks.exchanges if exchange.has_ended]),
         )
         return RecordedStep(record, {exchange.bucket.index: exchange.bucket for exchange in marks.exchanges})
 
 
 class _Marks(NamedTuple):
-    """A step as it was marked."""
+    """A step as it was marked: when each phase began, None for the end of the one before; and its exchanges."""
 
     step: int
     num_samples: int
-    phases: list[tuple[str, Any, Any]]
+    phases: list[tuple[str | None, Any]]
     exchanges: list[_RecordedExchange]
 
     @property
     def end(self) -> Any:
-        return self.phases[-1][2]
+        return self.phases[-1][1]
 
 
 class _RecordedExchange(Exchange):
-    """Marks what happens to one bucket."""
+    """Marks what happens to one bucket: ready, start, each send and arrival, end."""
 
-    __slots__ = ("_backward", "_clock", "_end", "_ready", "_start", "_wire", "_wire_bytes", "bucket")
+    __slots__ = ("_backward", "_mark", "_marks", "_wire_bytes", "bucket")
 
-    def __init__(self, clock: Clock, bucket: BucketInfo, backward: int) -> None:
-        self._clock = clock
-        self.bucket = bucket
+    def __init__(self, mark: Callable[[], Any], bucket: BucketInfo, backward: int) -> None:
+        self._mark = mark
+        self._marks = [mark()]
+        self._wire_bytes: int | None = None
         self._backward = backward
-        self._ready = clock.mark()
-        self._start: Any = None
-        self._end: Any = None
-        self._wire: list[Any] = []
-        self._wire_bytes = 0
+        self.bucket = bucket
 
     def start(self) -> None:
-        self._start = self._clock.mark()
+        self._marks.append(self._mark())
 
-    def send(self) -> None:
-        self._wire.append(self._clock.mark())
-
-    def arrive(self) -> None:
-        self._wire.append(self._clock.mark())
+    send = arrive = start
 
     def end(self, wire_bytes: int) -> None:
+        self._marks.append(self._mark())
         self._wire_bytes = wire_bytes
-        self._end = self._clock.mark()
 
     @property
     def has_ended(self) -> bool:
         """Whether there is a whole span; after a failure there is none."""
-        return self._end is not None
+        return self._wire_bytes is not None
 
-    def span(self) -> BucketSpan:
-        """Returns the marks as seconds."""
-        seconds = self._clock.seconds
-        wire = [seconds(mark) for mark in self._wire]
+    def span(self, seconds: Callable[[Any], float]) -> BucketSpan:
+        """Returns the marks as seconds; it must have ended."""
+        assert self._wire_bytes is not None
+        ready_s, start_s, *wire_s, end_s = map(seconds, self._marks)
         return BucketSpan(
             index=self.bucket.index,
             backward=self._backward,
             gradient_bytes=self.bucket.gradient_bytes,
             wire_bytes=self._wire_bytes,
-            ready_s=seconds(self._ready),
-            start_s=seconds(self._start),
-            end_s=seconds(self._end),
-            wire=tuple(zip(wire[::2], wire[1::2], strict=True)),
+            ready_s=ready_s,
+            start_s=start_s,
+            end_s=end_s,
+            wire=tuple(zip(wire_s[::2], wire_s[1::2], strict=True)),
         )
