@@ -40,7 +40,7 @@ from small_gpt import train_gpt
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeLogger, CUDAProfilerWindow, NVTXRanges
 from lightning_commopt.measure.observer import ExchangeObserver
-from lightning_commopt.observing import ObservedHook, observe, observers_of, stop_observing
+from lightning_commopt.observing import ObservedAllReduce, observe, observers_of, stop_observing
 
 RESULT = "RESULT "
 NEVER = 10**9
@@ -222,7 +222,7 @@ def time_host(arguments: argparse.Namespace) -> dict[str, float]:
         for callback in callbacks:
             for name in HOOKS:
                 time_method(callback, name, type(callback).__name__)
-        time_method(ObservedHook, "reduce", "DDP's hook")
+        time_method(ObservedAllReduce, "reduce", "DDP's hook")
         fit(arguments, arguments.num_host_steps, folder, callbacks, None)
     return {label: seconds / arguments.num_host_steps for label, seconds in spent_s.items()}
 

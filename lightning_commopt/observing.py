@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.bucket_order import BucketOrder, exchanged_parameters
 from lightning_commopt.compressors.settings import say_once
 from lightning_commopt.measure.observer import BucketInfo, ExchangeObserver, Observers
 
@@ -30,7 +30,7 @@ _SETTLING_BACKWARDS = 4
 DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 _observers: WeakKeyDictionary[Strategy, Observers] = WeakKeyDictionary()
-_all_reduces: "WeakKeyDictionary[DistributedDataParallel, _AllReduceOfDDP]" = WeakKeyDictionary()
+_where_kept_gradients_matter: "WeakKeyDictionary[DistributedDataParallel, ObservedAllReduce]" = WeakKeyDictionary()
 
 
 class ShowsExchanges:
@@ -77,7 +77,7 @@ def observe_wrapped(strategy: Strategy) -> None:
         return
     if not model._comm_hooks:
         register_observed_all_reduce(model, observers_of(strategy))
-    elif not any(isinstance(getattr(hook, "__self__", None), ObservedHook) for hook, _ in model._comm_hooks):
+    elif not any(isinstance(getattr(hook, "__self__", None), _ObservedBuckets) for hook, _ in model._comm_hooks):
         say_once("a comm hook that the strategy does not know of cannot be seen: only the phases of a step are timed.")
 
 
@@ -86,8 +86,8 @@ def observed_wrapper(strategy: DDPStrategy) -> Callable[[DDPHook], DDPHook]:
     wrapper, observers = strategy._ddp_comm_wrapper, observers_of(strategy)
 
     def observed(hook: DDPHook) -> DDPHook:
-        assert strategy.lightning_module is not None
-        return ObservedHook(wrapper(hook) if wrapper is not None else hook, strategy.lightning_module, observers).reduce
+        assert isinstance(strategy.model, DistributedDataParallel)
+        return ObservedHook(wrapper(hook) if wrapper is not None else hook, strategy.model, observers).reduce
 
     return observed
 
@@ -96,20 +96,52 @@ def register_observed_all_reduce(model: DistributedDataParallel, observers: Obse
     """Makes DDP average its gradients as it does by itself, but visibly.
 
     Args:
-        model: without a hook.
+        model: freshly wrapped, without a hook.
         observers: are told of every bucket.
     """
-    all_reduce = _all_reduces[model] = _AllReduceOfDDP(model)
-    model.register_comm_hook(None, ObservedHook(all_reduce.reduce, model.module, observers).reduce)
+    all_reduce = ObservedAllReduce(model, observers)
+    if all_reduce.looks_for_kept_gradients:
+        _where_kept_gradients_matter[model] = all_reduce
+    model.register_comm_hook(None, all_reduce.reduce)
 
 
 def before_backward(strategy: Strategy) -> None:
     """Must be called before every backward of a strategy that is observed."""
-    if isinstance(strategy.model, DistributedDataParallel) and strategy.model in _all_reduces:
-        _all_reduces[strategy.model].look_for_kept_gradients()
+    if not _where_kept_gradients_matter:
+        return
+    if isinstance(strategy.model, DistributedDataParallel) and strategy.model in _where_kept_gradients_matter:
+        _where_kept_gradients_matter[strategy.model].look_for_kept_gradients()
 
 
-class ObservedHook:
+class _ObservedBuckets:
+    """What DDP's buckets are, for hooks that tell observers of them.
+
+    Args:
+        model: freshly wrapped.
+        observers: are told of every bucket.
+    """
+
+    def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
+        self._observers = observers
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._order = BucketOrder(len(exchanged_parameters(model)))
+        self._settled: dict[int, BucketInfo] = {}
+        self._num_backwards = 0
+
+    def _info(self, bucket: dist.GradBucket, flat: torch.Tensor) -> BucketInfo:
+        index = bucket.index()
+        if index in self._settled:
+            return self._settled[index]
+        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        index, is_last = self._order.place(index, bucket.is_last(), names)
+        info = BucketInfo(index, _values(flat).nbytes, names, is_last)
+        self._num_backwards += index == 0
+        if self._num_backwards > _SETTLING_BACKWARDS and not flat.is_sparse:
+            self._settled[index] = info
+        return info
+
+
+class ObservedHook(_ObservedBuckets):
     """Wraps a hook of DDP that knows nothing of observers; `reduce` is the hook.
 
     What happens between the call and the result counts as on the wire: the hook does not say more. How many bytes it
@@ -117,27 +149,14 @@ class ObservedHook:
 
     Args:
         hook: takes a state and a bucket, and returns a future.
-        module: that DDP wraps, for the names of its parameters.
+        model: freshly wrapped, without a hook.
         observers: are told of every bucket.
     """
 
-    def __init__(self, hook: DDPHook, module: Module, observers: Observers) -> None:
+    def __init__(self, hook: DDPHook, model: DistributedDataParallel, observers: Observers) -> None:
+        super().__init__(model, observers)
         self._hook = hook
         self._casts = getattr(hook, "__name__", "") in _HOOKS_THAT_CAST_TO_16_BITS
-        self._observers = observers
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._infos: dict[int, BucketInfo] = {}
-        self._num_backwards = 0
-
-    def _info(self, bucket: dist.GradBucket, values: torch.Tensor) -> BucketInfo:
-        index = bucket.index()
-        known = self._infos.get(index)
-        self._num_backwards += index == 0
-        if known is not None and known.gradient_bytes == values.nbytes and self._num_backwards > _SETTLING_BACKWARDS:
-            return known
-        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
-        info = self._infos[index] = BucketInfo(index, values.nbytes, names, bucket.is_last())
-        return info
 
     def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts to average one bucket as the hook does.
@@ -149,62 +168,88 @@ class ObservedHook:
         Returns:
             A future of what the hook's future holds.
         """
-        if not self._observers:
-            return self._hook(state, bucket).then(_single)
-        values = _values(bucket.buffer())
-        exchange = self._observers.ready(self._info(bucket, values))
+        flat = bucket.buffer()
+        exchange = self._observers.ready(self._info(bucket, flat))
         exchange.start()
         exchange.send()
+        values = _values(flat)
         numel_before = _numel_after_compression(state)
         future = self._hook(state, bucket)
         numel = _numel_after_compression(state) - numel_before or values.numel()
         num_bytes = numel * (2 if self._casts else values.element_size())
 
         def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
-            averaged = _single(done)
+            value = done.value()
             exchange.arrive()
             exchange.end(num_bytes)
-            return averaged
+            return value[0] if isinstance(value, list) else value
 
         return future.then(finish)
 
 
-class _AllReduceOfDDP:
+class ObservedAllReduce(_ObservedBuckets):
     """What DDP does without a hook: every rank's gradients are divided by the number of ranks, then summed.
 
     DDP multiplies by the reciprocal on the way into the bucket, and divides what is in the bucket already: gradients
     that are views of it and were kept from earlier batches. The two differ where the reciprocal is rounded.
+
+    `reduce` is the hook.
+
+    Args:
+        model: freshly wrapped, without a hook.
+        observers: are told of every bucket.
+
+    Attributes:
+        looks_for_kept_gradients: whether `look_for_kept_gradients` must be called before every backward.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
+        super().__init__(model, observers)
         self._group: dist.ProcessGroup = model.process_group
         self._world_size = dist.get_world_size(self._group)
         is_power_of_two = self._world_size & (self._world_size - 1) == 0
-        self._looks = model.gradient_as_bucket_view and not is_power_of_two
+        self.looks_for_kept_gradients = model.gradient_as_bucket_view and not is_power_of_two
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._kept: dict[int, int] = {}
 
     def look_for_kept_gradients(self) -> None:
-        """Notes where gradients are before a backward, by parameter, if that makes a difference."""
-        if self._looks:
-            self._kept = {id(p): p.grad.data_ptr() for p in self._parameters if p.grad is not None}
+        """Notes where gradients are before a backward, by parameter."""
+        self._kept = {id(p): p.grad.data_ptr() for p in self._parameters if p.grad is not None}
 
-    def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+    def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Starts to average one bucket.
+
+        Args:
+            state: unused; DDP hands over what was registered with the hook.
+            bucket: this rank's gradients.
+
+        Returns:
+            A future of the bucket's buffer, which then holds the average.
+        """
         flat = bucket.buffer()
+        info = self._info(bucket, flat)
+        exchange = self._observers.ready(info)
+        exchange.start()
+        exchange.send()
         if self._kept:
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                if self._kept.get(id(parameter)) == gradient.data_ptr():
-                    gradient.div_(self._world_size)
-                else:
-                    gradient.mul_(1 / self._world_size)
+            self._divide_where_kept(bucket)
         elif self._world_size > 1:
             flat.mul_(1 / self._world_size)
-        return self._group.allreduce([flat]).get_future()  # what DDP calls; dist.all_reduce is slower
 
+        def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
+            (averaged,) = done.value()
+            exchange.arrive()
+            exchange.end(info.gradient_bytes)
+            return averaged
 
-def _single(done: torch.futures.Future[Any]) -> torch.Tensor:
-    value = done.value()
-    return value[0] if isinstance(value, list) else value
+        return self._group.allreduce([flat]).get_future().then(finish)  # what DDP calls; dist.all_reduce is slower
+
+    def _divide_where_kept(self, bucket: dist.GradBucket) -> None:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if self._kept.get(id(parameter)) == gradient.data_ptr():
+                gradient.div_(self._world_size)
+            else:
+                gradient.mul_(1 / self._world_size)
 
 
 def _values(flat: torch.Tensor) -> torch.Tensor:

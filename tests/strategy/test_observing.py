@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from strategy_models import Embedded, Gan, Keeping, Manual, Params, Tiny, assert_same, loader, numbers, trainer
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -126,6 +127,38 @@ def test_every_bucket_is_seen_and_no_bit_changes(strategy: str, model: str, worl
             assert record.gradient_bytes == GRADIENT_BYTES
             assert_in_order(record)
         assert len(records[-1].buckets) >= (1 if strategy == "torch's PowerSGD" else 2)
+
+
+STATIC: dict[str, Callable[[], Any]] = {
+    "native": lambda: own(static_graph=True),
+    "torch's all-reduce": lambda: own(static_graph=True, ddp_comm_hook=allreduce_hook),
+    "Lightning's": lambda: stock(static_graph=True),
+}
+
+
+class TwoDtypes(Tiny):
+    """Has a bucket for each of two dtypes from the first backward on, also with a static graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale.float()
+
+
+def first_step_of_static_graph(strategy: str) -> StepRecord:
+    watch = Watch()
+    fit(STATIC[strategy](), TwoDtypes, {}, watch)
+    return watch.records()[0]
+
+
+@pytest.mark.parametrize("strategy", STATIC)
+def test_buckets_of_the_first_backward_of_a_static_graph_are_counted(strategy: str) -> None:
+    """DDP calls all of them number 0, and none the last."""
+    for record in run_ranks(first_step_of_static_graph, strategy):
+        assert record.gradient_bytes == GRADIENT_BYTES + 8
+        assert [(bucket.backward, bucket.index) for bucket in record.buckets] == [(0, 0), (0, 1)]
 
 
 def assert_in_order(record: StepRecord) -> None:
