@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from lightning_commopt.run_record import RunRecord
 pytestmark = [pytest.mark.usefixtures("lab_machine"), pytest.mark.slow]
 
 LIMIT_S = 240
+Ended = tuple[Path, subprocess.CompletedProcess[str]]
 IN_LAB = (*TINY, "callbacks.comm_time.print_summary=false", "link=1gbit")
 
 
@@ -29,30 +32,42 @@ def commopt_train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S)
 
 
-def test_two_ranks_are_two_hosts(tmp_path):
-    run = commopt_train("hydra.run.dir=run", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
+    """One run that finishes and one that fails, side by side, each in a folder of its own."""
+
+    def run(name: str, *arguments: str) -> Ended:
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "sources").mkdir()  # too few of them
+        return folder, commopt_train("hydra.run.dir=run", *arguments, cwd=folder)
+
+    with ThreadPoolExecutor() as pool:
+        yield {"finished": pool.submit(run, "finished"), "failed": pool.submit(run, "failed", "data.folder=sources")}
+
+
+def test_two_ranks_are_two_hosts(runs):
+    folder, run = runs["finished"].result()
     assert run.returncode == 0, run.stdout + run.stderr
-    record = RunRecord.load(tmp_path / "run")
+    record = RunRecord.load(folder / "run")
     assert (record.status, record.world_size, record.strategy) == ("finished", 2, "CommOptDDP")
     assert record.val_loss is not None
     assert "link=1gbit" in record.overrides
-    config = (tmp_path / "run" / "config.yaml").read_text()
+    config = (folder / "run" / "config.yaml").read_text()
     assert "devices: 1\n" in config
     assert "num_nodes: 2\n" in config
-    ranks = read_run(tmp_path / "run")
+    ranks = read_run(folder / "run")
     assert [records.rank for records in ranks] == [0, 1]
     assert [len(records.steps) for records in ranks] == [4, 4]
     assert run.stdout.count("final") == 1, "the table, as rank 0 prints it"
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert sorted(path.name for path in folder.iterdir()) == ["run", "sources"]
 
 
-def test_a_rank_that_fails_is_shown_and_recorded(tmp_path):
-    (tmp_path / "sources").mkdir()  # too few of them
-    run = commopt_train("hydra.run.dir=run", "data.folder=sources", cwd=tmp_path)
+def test_a_rank_that_fails_is_shown_and_recorded(runs):
+    folder, run = runs["failed"].result()
     assert run.returncode == 1
     assert "sources has too few Python sources" in run.stdout + run.stderr
     assert "ended with status 1" in run.stderr
-    record = RunRecord.load(tmp_path / "run")
+    record = RunRecord.load(folder / "run")
     assert record.status == "failed"
     assert "FileNotFoundError: sources has too few" in str(record.error)
 
