@@ -30,13 +30,13 @@ _logger = logging.getLogger(__name__)
 @cache
 def library() -> ctypes.CDLL | None:
     """Returns the kernels, or None where they cannot be made; why is logged at level INFO."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    if not compiler or shutil.which(compiler[0]) is None:
-        _logger.info("There is no C compiler: compressors use plain torch on CPU.")
-        return None
     try:
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+        if not compiler or shutil.which(compiler[0]) is None:
+            _logger.info("There is no C compiler: compressors use plain torch on CPU.")
+            return None
         return ctypes.CDLL(str(_made(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         _logger.info("The kernels in C cannot be used, plain torch does their work: %s", _described(error))
         return None
 

@@ -37,7 +37,7 @@ def test_it_is_made_once(tmp_path: Path) -> None:
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-@pytest.mark.parametrize("command", ["there-is-no-such-compiler", "false", "", "sh -c 'exit 3'"])
+@pytest.mark.parametrize("command", ["there-is-no-such-compiler", "false", "", "sh -c 'exit 3'", "'"])
 def test_without_a_compiler_there_is_none(
     command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
