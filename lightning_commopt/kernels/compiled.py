@@ -81,12 +81,12 @@ def _made(compiler: list[str]) -> Path:
 
 def _folder() -> Path:
     """Returns a folder of this user's own for what is made."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_commopt"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_commopt"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
         return Path(tempfile.mkdtemp())
 
 
