@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -92,6 +91,7 @@ class CommTimeLogger(FollowsPhases):
         self._num_gathered = 0
         self._last_step_sent = 0
         self._num_buckets = 0
+        self._of_window = StepStatistics()
         self._of_fit = StepStatistics()
         self._all_ranks: AllRanks | None = None
         self._writer: StepWriter | None = None
@@ -206,9 +206,9 @@ class CommTimeLogger(FollowsPhases):
         return True
 
     def _publish(self, trainer: Trainer, values: torch.Tensor) -> None:
-        of_window = StepStatistics()
-        of_window.update(values)
-        self.metrics = _floats(of_window.compute())
+        self._of_window.reset()
+        self._of_window.update(values)
+        self.metrics = self._of_window.floats()
         num_warmup = max(0, self._num_warmup_steps - self._num_gathered)
         self._num_gathered += values.shape[1]
         if values.shape[1] > num_warmup:
@@ -234,7 +234,7 @@ class CommTimeLogger(FollowsPhases):
                     f" and num_warmup_steps={self._num_warmup_steps} are left out."
                 )
             return
-        self.summary = _floats(self._of_fit.compute())
+        self.summary = self._of_fit.floats()
         self.verdict = verdict(
             self.summary,
             world_size=trainer.world_size,
@@ -280,7 +280,3 @@ def _comm_hook(strategy: Strategy) -> str:
         return type(strategy).__name__
     hook = getattr(strategy, "_ddp_comm_hook", None)
     return "none" if hook is None else str(getattr(hook, "__name__", type(hook).__name__))
-
-
-def _floats(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    return {name: value.item() for name, value in values.items()}

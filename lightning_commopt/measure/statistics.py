@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import torch
@@ -9,20 +10,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_commopt.measure.bandwidth import bus_factor
-from lightning_commopt.measure.record import PHASES, StepRecord
+from lightning_commopt.measure.record import StepRecord, Totals
 from lightning_commopt.measure.stragglers import find_straggler
 
-QUANTITIES = (
-    "step_s",
-    *(f"{phase}_s" for phase in PHASES),
-    "exchange_s",
-    "exposed_s",
-    "wire_s",
-    "compression_s",
-    "gradient_bytes",
-    "wire_bytes",
-    "num_samples",
-)
+QUANTITIES = (*Totals._fields, "num_samples")
 """What is known of one step on one rank, in the order of `row`."""
 
 TIMES = (
@@ -47,8 +38,7 @@ _AT = {name: index for index, name in enumerate(_COLUMNS)}
 
 def row(record: StepRecord) -> list[float]:
     """Returns the numbers of one step, one for each of `QUANTITIES`."""
-    phases = {f"{phase}_s": record.phase_s(phase) for phase in PHASES}
-    return [float(phases[name] if name in phases else getattr(record, name)) for name in QUANTITIES]
+    return [*map(float, record.totals), float(record.num_samples)]
 
 
 class StepStatistics(Metric):
@@ -142,9 +132,13 @@ class StepStatistics(Metric):
             - ``steps_per_s`` and ``samples_per_s``, the latter over all ranks,
             - ``straggler_rank``, -1 for none, and ``straggler_slowdown``, then 0; see `find_straggler`.
         """
+        return {name: self.sums.new_tensor(value) for name, value in self.floats().items()}
+
+    def floats(self) -> dict[str, float]:
+        """Returns what `compute` does as plain numbers, in less time."""
         return {**self._of_times(), **self._of_sums(), **self._of_straggler()}
 
-    def _of_times(self) -> dict[str, Tensor]:
+    def _of_times(self) -> dict[str, float]:
         columns = torch.tensor([_AT[name] for name in TIMES], device=self.sums.device)
         kept = self.kept[:, :, columns].flatten(0, 1)
         if len(kept):
@@ -155,35 +149,32 @@ class StepStatistics(Metric):
             statistics = kept.new_full((len(_SUFFIXES), len(TIMES)), torch.nan)
         return {
             f"{name}{suffix}": value
-            for name, of_name in zip(TIMES, statistics.unbind(1), strict=True)
-            for suffix, value in zip(_SUFFIXES, of_name.unbind(), strict=True)
+            for name, of_name in zip(TIMES, statistics.T.tolist(), strict=True)
+            for suffix, value in zip(_SUFFIXES, of_name, strict=True)
         }
 
-    def _of_sums(self) -> dict[str, Tensor]:
-        world_size = self.places.shape[0]
-        total = dict(zip(_COLUMNS, self.sums, strict=True))
-        num_values = self.num_steps * world_size
-        algorithm_bandwidth = _ratio(total["wire_bytes"] / world_size, self.least_wire_s)
+    def _of_sums(self) -> dict[str, float]:
+        world_size = max(1, self.places.shape[0])
+        total: dict[str, float] = dict(zip(_COLUMNS, self.sums.tolist(), strict=True))
+        num_values = int(self.num_steps) * world_size
+        algorithm_bandwidth = _ratio(total["wire_bytes"] / world_size, self.least_wire_s.item())
         return {
             "exposed_share": _ratio(total["exposed_s"], total["step_s"]),
-            "overlapped_share": (1 - _ratio(total["exposed_s"], total["exchange_s"])).clamp(min=0),
-            "gradient_bytes": total["gradient_bytes"] / num_values,
-            "wire_bytes": total["wire_bytes"] / num_values,
+            "overlapped_share": max(1 - _ratio(total["exposed_s"], total["exchange_s"]), 0.0),  # NaN stays NaN
+            "gradient_bytes": _ratio(total["gradient_bytes"], num_values),
+            "wire_bytes": _ratio(total["wire_bytes"], num_values),
             "compression_ratio": _ratio(total["gradient_bytes"], total["wire_bytes"]),
             "algorithm_bandwidth": algorithm_bandwidth,
-            "bus_bandwidth": algorithm_bandwidth * bus_factor("all_reduce", max(1, world_size)),
-            "steps_per_s": _ratio(num_values.to(self.sums), total["step_s"]),
+            "bus_bandwidth": algorithm_bandwidth * bus_factor("all_reduce", world_size),
+            "steps_per_s": _ratio(num_values, total["step_s"]),
             "samples_per_s": _ratio(total["num_samples"] * world_size, total["step_s"]),
         }
 
-    def _of_straggler(self) -> dict[str, Tensor]:
+    def _of_straggler(self) -> dict[str, float]:
         wire_s, step_s, exposed_s = (self.kept[:, :, _AT[name]] for name in ("wire_s", "step_s", "exposed_s"))
         straggler = find_straggler(wire_s=wire_s, step_s=step_s, exposed_s=exposed_s)
         rank, slowdown = (-1, 0.0) if straggler is None else (straggler.rank, straggler.slowdown)
-        return {
-            "straggler_rank": self.sums.new_tensor(rank),
-            "straggler_slowdown": self.sums.new_tensor(slowdown),
-        }
+        return {"straggler_rank": float(rank), "straggler_slowdown": slowdown}
 
     def _keep(self, steps: Tensor) -> None:
         """Keeps the first steps as they come, and of all that have come an even sample when there are too many."""
@@ -205,6 +196,6 @@ def _draw(index: int) -> int:
     return Random(index).randrange(index + 1)
 
 
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+def _ratio(numerator: float, denominator: float) -> float:
     """Returns NaN where the denominator is 0."""
-    return torch.where(denominator > 0, numerator / denominator, torch.nan)
+    return numerator / denominator if denominator > 0 else math.nan

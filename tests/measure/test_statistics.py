@@ -205,6 +205,16 @@ def test_ranks_agree_and_a_reset_begins_anew() -> None:
     assert first == second == run(one)
 
 
+def test_plain_numbers_are_those_of_the_metric_also_after_a_reset() -> None:
+    statistics = StepStatistics()
+    statistics.update(random_steps(2, 20))
+    first = statistics.floats()
+    assert first == {name: value.item() for name, value in statistics.compute().items()}
+    statistics.reset()
+    statistics.update(random_steps(2, 30, seed=1))
+    assert statistics.floats() == computed(random_steps(2, 30, seed=1)) != first
+
+
 def test_copies_go_on_alike() -> None:
     statistics = StepStatistics(max_kept_values=1)
     for seed in range(10):
