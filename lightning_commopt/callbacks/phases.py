@@ -21,7 +21,7 @@ class FollowsPhases(Callback):
     which is defined here calls it.
     """
 
-    _is_manual = False
+    _between = "other"
     _global_step = 0
     _handles: tuple[RemovableHandle, ...] = ()
 
@@ -49,7 +49,8 @@ class FollowsPhases(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Asks the optimizers to say when a step is over."""
-        self._is_manual = not pl_module.automatic_optimization
+        # Under manual optimization another forward may follow backward; otherwise hooks and schedulers do.
+        self._between = "other" if pl_module.automatic_optimization else "forward"
         self._global_step = trainer.global_step
         self._handles = tuple(
             optimizer.register_step_post_hook(self._on_stepped)
@@ -83,8 +84,9 @@ class FollowsPhases(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The batch is over; what comes now is waiting for the next one."""
-        has_stepped = trainer.global_step > self._global_step
-        self._global_step = trainer.global_step
+        global_step = trainer.global_step
+        has_stepped = global_step > self._global_step
+        self._global_step = global_step
         self._end_batch(trainer, batch, has_stepped)
         self._enter("data")
 
@@ -113,11 +115,6 @@ class FollowsPhases(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lets go of the optimizers."""
         self._release()
-
-    @property
-    def _between(self) -> str:
-        # Under manual optimization another forward may follow; otherwise hooks and schedulers do.
-        return "forward" if self._is_manual else "other"
 
     def _on_stepped(self, *args: Any) -> None:
         self._enter(self._between)
