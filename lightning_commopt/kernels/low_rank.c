@@ -6,8 +6,12 @@
  * of two apart, where caches have room for a few of them only: what is needed of Q for the same columns is packed.
  */
 #include <stddef.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 #define ROWS 4
 #define WIDTH 4
@@ -199,4 +203,53 @@ int multiply_columns(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, c
     pack(&x, 1, NULL, q);
     free(x.packed);
     return 0;
+}
+
+/* Writes past the caches, which have no room for what is not read again. `to` is aligned to a store. */
+INLINE void store_past(float *to, lanes values) {
+#ifdef __AVX__
+    __m256 bits;
+    memcpy(&bits, &values, sizeof bits);
+    _mm256_stream_ps(to, bits);
+#else
+    store(to, values, LANES);
+#endif
+}
+
+/* Another thread sees what was written past the caches. */
+INLINE void fence(void) {
+#ifdef __AVX__
+    _mm_sfence();
+#endif
+}
+
+/* Of P.T @ Q. Every product and every sum is rounded by itself, so that all processors give the same bits. */
+#ifdef __clang__
+#define UNFUSED
+#pragma clang fp contract(off)
+#else
+#define UNFUSED __attribute__((optimize("fp-contract=off")))
+#endif
+UNFUSED static inline lanes product_lanes(ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *p, const float *q,
+                                          const ptrdiff_t n) {
+    lanes sum = p[0] * load(q, n);
+    for (ptrdiff_t i = 1; i < r; i++) sum += p[i * m] * load(q + i * k, n);
+    return sum;
+}
+
+UNFUSED static void write_row(ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *p, const float *q, float *out) {
+    ptrdiff_t column = least(k, (ptrdiff_t)(-(uintptr_t)out / sizeof(float) % LANES)); /* to where a store is aligned */
+    store(out, product_lanes(m, k, r, p, q, column), column);
+    for (; column + LANES <= k; column += LANES)
+        store_past(out + column, product_lanes(m, k, r, p, q + column, LANES));
+    store(out + column, product_lanes(m, k, r, p, q + column, k - column), k - column);
+}
+
+void write_product(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *p, const float *q, float *out) {
+#pragma omp parallel num_threads((int)threads) if (threads > 1 && m * k >= LEAST_SHARED)
+    {
+#pragma omp for nowait
+        for (ptrdiff_t row = 0; row < m; row++) write_row(m, k, r, p + row, q, out + row * k);
+        fence();
+    }
 }

@@ -14,7 +14,7 @@ residual. With ``p = [0, 1]``, `multiply_columns` gives its last row, ``q = [4, 
 makes ``[1, 0, 0, 4, 5]`` of the bucket, and what is owed, by `subtract_product`, is ``[2, 3, 0, 0]``.
 
 Plain torch forms, which define the operations and run on CPU in chunks that stay in its cache. On CUDA one fused kernel
-each, for all matrices at once; those that read all matrices are fused for float32 on CPU as well, in C.
+each, for all matrices at once; most are fused for float32 on CPU as well, in C.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.kernels.chunks import CHUNK_NUMEL, use_compiled, use_triton
+
+_MOST_ROWS_ONE_BY_ONE = 4
+"""Rows of the factors up to which they are multiplied one after another; more in a product of matrices."""
 
 
 class Matrix(NamedTuple):
@@ -225,8 +228,7 @@ def write_product(
     for matrix, (p, q) in each(matrices, factors):
         whole = matrix.of(flat)
         if finite:
-            for rows in _row_chunks(matrix):
-                _write_product(p[:, rows], q, out=whole[rows])
+            _write_product(matrix, p, q, out=whole)
             continue
         if residual is not None:
             folded = matrix.of(residual)
@@ -276,11 +278,20 @@ def _subtract_product(part: Tensor, p: Tensor, q: Tensor, out: Tensor) -> None:
         out.copy_(rest)
 
 
-def _write_product(p: Tensor, q: Tensor, out: Tensor) -> None:
-    """Sets ``out = p.T @ q``; from rank 2 to 4 one row of the factors after another is faster on CPU."""
-    if not 1 < len(p) <= 4:
-        torch.mm(p.T, q, out=out)
-        return
-    torch.mul(p[0].unsqueeze(1), q[0], out=out)
-    for row_p, row_q in zip(p[1:], q[1:], strict=True):
-        out.addcmul_(row_p.unsqueeze(1), row_q)
+def _write_product(matrix: Matrix, p: Tensor, q: Tensor, out: Tensor) -> None:
+    """Sets ``out = p.T @ q``. All ranks must get the same bits of it, whether they have a compiler or not."""
+    if matrix.r <= _MOST_ROWS_ONE_BY_ONE and use_compiled(out):
+        from lightning_commopt.kernels import low_rank_compiled
+
+        return low_rank_compiled.write_product(matrix, p, q, out)
+    scratch = torch.empty_like(out[_row_chunks(matrix)[0]]) if 1 < matrix.r <= _MOST_ROWS_ONE_BY_ONE else None
+    for rows in _row_chunks(matrix):
+        part = out[rows]
+        if scratch is None:
+            torch.mm(p[:, rows].T, q, out=part)
+            continue
+        product = scratch[: len(part)]
+        torch.mul(p[0, rows].unsqueeze(1), q[0], out=part)
+        for row_p, row_q in zip(p[1:, rows], q[1:], strict=True):
+            part.add_(torch.mul(row_p.unsqueeze(1), row_q, out=product))  # in two roundings everywhere
+    return None

@@ -1,7 +1,4 @@
-"""The operations of `low_rank` that read all matrices, in C for float32 on CPU; what they do is defined there.
-
-torch writes the averages on every machine: all ranks get the same bits of them, whether they have a compiler or not.
-"""
+"""The operations of `low_rank` in C, for float32 on CPU; what they do is defined there."""
 
 from __future__ import annotations
 
@@ -41,6 +38,11 @@ def multiply_columns(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: T
     """Sets ``Q = P @ M``."""
     for matrix, (its_p, its_q) in each(matrices, (p, q)):
         _call("multiply_columns", matrix, matrix.of(flat), its_p, its_q)
+
+
+def write_product(matrix: Matrix, p: Tensor, q: Tensor, out: Tensor) -> None:
+    """Sets ``out = P.T @ Q`` of one matrix, each product and each sum rounded by itself."""
+    call("write_product", matrix.m, matrix.k, matrix.r, p, q, out)
 
 
 def _call(name: str, matrix: Matrix, *tensors: Tensor) -> None:

@@ -253,7 +253,7 @@ def _multiply_tile(
         owed = tl.load(residual + elements, inside, 0)
         owed -= _product(sent_p + p, sent_q + q, m, k, r, rows, columns, tl.zeros_like(owed))
         values += owed
-        tl.store(residual + elements, tl.where(gradients - gradients == 0, values, owed), inside)
+        tl.store(residual + elements, tl.where(tl.abs(gradients) < float("inf"), values, owed), inside)
     for i in range(r):
         if BY_ROWS:
             thin = tl.load(factor + q + i * k + columns, columns < k, 0)
@@ -318,7 +318,7 @@ def _write_product(
         if HAS_RESIDUAL:
             gradients = tl.load(flat + elements, inside, 0)
             folded = tl.load(residual + elements, inside, 0)
-            folded -= tl.where(gradients - gradients == 0, gradients, 0)
-            tl.store(residual + elements, tl.where(folded - folded == 0, folded, 0), inside)
+            folded -= tl.where(tl.abs(gradients) < float("inf"), gradients, 0)
+            tl.store(residual + elements, tl.where(tl.abs(folded) < float("inf"), folded, 0), inside)
         mean += float("nan")
     tl.store(flat + elements, mean, inside)

@@ -239,18 +239,30 @@ def test_subtracting(sides: str, r: int, dtype: torch.dtype, out_dtype: torch.dt
     assert out[bucket.others].equal(before[bucket.others])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("r", RANKS)
-@pytest.mark.parametrize("sides", SIDES)
-def test_writing(sides: str, r: int, dtype: torch.dtype) -> None:
+@over_grid
+def test_writing(sides: str, r: int, dtype: torch.dtype, form: str) -> None:
     """If it fails, the average is wrong, or a finite step changes what is owed."""
     bucket = Bucket(SIDES[sides], r, dtype)
     flat, residual = bucket.flat.clone(), bucket.residual.clone()
-    low_rank.write_product(bucket.flat, bucket.residual, bucket.matrices, bucket.factors, torch.tensor(True))
+    with in_form(form):
+        low_rank.write_product(bucket.flat, bucket.residual, bucket.matrices, bucket.factors, torch.tensor(True))
     for mean, (p, q) in zip(bucket.exact(bucket.flat), bucket.exact_factors(bucket.factors), strict=True):
         assert_near(mean, p.T @ q, dtype)
     assert bucket.flat[bucket.others].equal(flat[bucket.others])
     assert bucket.residual.equal(residual)
+
+
+@pytest.mark.parametrize("r", RANKS)
+def test_all_ranks_write_the_same_bits(r: int) -> None:
+    """If it fails, parameters drift apart between a host with a compiler and one without."""
+    written = []
+    for form in FORMS:
+        buckets = [Bucket(sides, r, torch.float32) for sides in SIDES.values()]
+        with in_form(form):
+            for bucket in buckets:
+                low_rank.write_product(bucket.flat, None, bucket.matrices, bucket.factors, torch.tensor(True))
+        written.append([bucket.flat for bucket in buckets])
+    assert all(ours.equal(theirs) for ours, theirs in zip(*written, strict=True))
 
 
 def results(device: str, sides: list[tuple[int, int]], r: int, dtype: torch.dtype, finite: bool) -> list[Tensor]:
