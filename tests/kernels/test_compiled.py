@@ -1,6 +1,7 @@
 """How the kernels in C are made, and what happens where they cannot be."""
 
 import logging
+import shutil
 import stat
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_commopt.kernels import compiled
+from lightning_commopt.kernels import chunks, compiled
 from lightning_commopt.kernels.chunks import use_compiled
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +26,7 @@ def not_made_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compiled, "library", compiled.library.__wrapped__)
 
 
+@needs_compiler
 def test_it_is_made_once(tmp_path: Path) -> None:
     """If it fails, every process waits for a compiler, or finds half of a library that another one is writing."""
     command = [sys.executable, "-c", "import runpy; print(runpy.run_path('compiled.py')['library']()._name)"]
@@ -48,6 +52,7 @@ def test_without_a_compiler_there_is_none(
     assert "plain torch" in caplog.text
 
 
+@needs_compiler
 def test_a_compiler_without_openmp_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If it fails, macOS has no kernels in C."""
     script = tmp_path / "compiler"
@@ -57,6 +62,7 @@ def test_a_compiler_without_openmp_is_enough(monkeypatch: pytest.MonkeyPatch, tm
     assert compiled.library() is not None
 
 
+@needs_compiler
 def test_a_home_that_is_read_only_is_no_hindrance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If it fails, training ends in containers whose home cannot be written."""
     occupied = tmp_path / "file"
@@ -65,8 +71,9 @@ def test_a_home_that_is_read_only_is_no_hindrance(monkeypatch: pytest.MonkeyPatc
     assert compiled.library() is not None
 
 
-def test_only_float32_on_cpu_is_for_them() -> None:
+def test_only_float32_on_cpu_is_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, other dtypes are read as if they were float32."""
+    monkeypatch.setattr(chunks, "library", object)
     assert use_compiled(torch.zeros(1))
     assert not use_compiled(torch.zeros(1, dtype=torch.float64))
     assert not use_compiled(torch.zeros(1, dtype=torch.bfloat16))

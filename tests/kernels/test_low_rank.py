@@ -95,8 +95,9 @@ def over_grid(test):
 @contextmanager
 def in_form(form: str) -> Iterator[None]:
     """Chooses between plain torch and C, where C has an operation."""
-    assert library() is not None, "there is no C compiler"
     if form == "compiled":
+        if library() is None:
+            pytest.skip("there is no C compiler")
         yield
     else:
         with mock.patch.object(low_rank, "use_compiled", return_value=False):
