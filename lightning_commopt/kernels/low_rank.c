@@ -135,7 +135,7 @@ INLINE void visit_part(const int does, const product *x, ptrdiff_t first_row, pt
         for (int first = WIDTH; first < x->r && does & SUBTRACT; first += WIDTH)
             visit_factors(rows, SUBTRACT, x, first, row, begin, end);
         visit_factors(rows, does, x, 0, row, begin, end);
-        for (int first = WIDTH; first < x->r; first += WIDTH)
+        for (int first = WIDTH; first < x->r && does & (ROW_SUMS | COLUMN_SUMS); first += WIDTH)
             visit_factors(rows, does & (ROW_SUMS | COLUMN_SUMS), x, first, row, begin, end);
     }
 }
@@ -164,7 +164,7 @@ static int start(product *x, const float *sent_q, const float *q) {
     return 0;
 }
 
-INLINE void sum_columns(const int does, ptrdiff_t threads, const product *x) {
+INLINE void by_columns(const int does, ptrdiff_t threads, const product *x) {
     ptrdiff_t share = padded((x->k + threads - 1) / threads);
 #pragma omp parallel for num_threads((int)threads) if (threads > 1 && x->m * x->k >= LEAST_SHARED)
     for (ptrdiff_t begin = 0; begin < x->k; begin += share)
@@ -190,7 +190,7 @@ int fold_columns(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const
                  const float *sent_q, const float *p, float *q) {
     product x = {m, k, r, gradient, sent_p, residual, (float *)p, NULL};
     if (start(&x, sent_q, NULL)) return -1;
-    sum_columns(SUBTRACT | ADD | COLUMN_SUMS, threads, &x);
+    by_columns(SUBTRACT | ADD | COLUMN_SUMS, threads, &x);
     pack(&x, 1, NULL, q);
     free(x.packed);
     return 0;
@@ -199,8 +199,17 @@ int fold_columns(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const
 int multiply_columns(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *matrix, const float *p, float *q) {
     product x = {m, k, r, NULL, NULL, (float *)matrix, (float *)p, NULL};
     if (start(&x, NULL, NULL)) return -1;
-    sum_columns(COLUMN_SUMS, threads, &x);
+    by_columns(COLUMN_SUMS, threads, &x);
     pack(&x, 1, NULL, q);
+    free(x.packed);
+    return 0;
+}
+
+/* In place, with the bits that `fold_rows` and `fold_columns` have before they add the gradient. */
+int subtract_product(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, float *matrix, const float *p, const float *q) {
+    product x = {m, k, r, NULL, p, matrix, NULL, NULL};
+    if (start(&x, q, NULL)) return -1;
+    by_columns(SUBTRACT, threads, &x);
     free(x.packed);
     return 0;
 }

@@ -181,7 +181,7 @@ def multiply_columns(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: T
 def subtract_product(
     flat: Tensor, matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor
 ) -> None:
-    """Sets ``out = M - P.T @ Q`` for every matrix.
+    """Sets ``out = M - P.T @ Q`` for every matrix. In place with the bits that `fold_rows` would have of it.
 
     Args:
         flat: ``(n,)`` float32 or float64.
@@ -196,6 +196,10 @@ def subtract_product(
         return low_rank_triton.subtract_product(flat, matrices, factors, out, finite)
     if not finite:
         return None
+    if use_compiled(flat) and out is flat:
+        from lightning_commopt.kernels import low_rank_compiled
+
+        return low_rank_compiled.subtract_product(matrices, factors, out)
     for matrix, (p, q) in each(matrices, factors):
         for rows in _row_chunks(matrix):
             _subtract_product(matrix.of(flat)[rows], p[:, rows], q, out=matrix.of(out)[rows])

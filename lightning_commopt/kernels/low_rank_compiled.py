@@ -40,6 +40,12 @@ def multiply_columns(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: T
         _call("multiply_columns", matrix, matrix.of(flat), its_p, its_q)
 
 
+def subtract_product(matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """Sets ``M -= P.T @ Q`` in ``out``."""
+    for matrix, (p, q) in each(matrices, factors):
+        _call("subtract_product", matrix, matrix.of(out), p, q)
+
+
 def write_product(matrix: Matrix, p: Tensor, q: Tensor, out: Tensor) -> None:
     """Sets ``out = P.T @ Q`` of one matrix, each product and each sum rounded by itself."""
     call("write_product", matrix.m, matrix.k, matrix.r, p, q, out)
