@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lightning_commopt.kernels.compiled import library
+from lightning_commopt.kernels.compiled import loaded
 
 CHUNK_NUMEL = 2**19
 """Elements: a few chunks stay in the last-level cache, and calls for each of them cost little."""
@@ -21,7 +21,7 @@ def use_triton(tensor: Tensor) -> bool:
 
 def use_compiled(tensor: Tensor) -> bool:
     """Returns whether the form of a kernel in C runs for ``tensor``: float32 on CPU, where a compiler is installed."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and loaded() is not None
 
 
 @cache

@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def loaded() -> ctypes.CDLL | None:
     """Returns the kernels, or None where they cannot be made; why is logged at level INFO."""
     try:
         compiler = shlex.split(os.environ.get("CC", "cc"))
@@ -48,7 +48,7 @@ def call(name: str, *arguments: int | Tensor | None) -> int:
         name: of the C function; all its numbers are ``ptrdiff_t``.
         arguments: numbers, tensors for pointers to their first element, None for NULL.
     """
-    return getattr(library(), name)(ctypes.c_ssize_t(torch.get_num_threads()), *map(_as_c, arguments))
+    return getattr(loaded(), name)(ctypes.c_ssize_t(torch.get_num_threads()), *map(_as_c, arguments))
 
 
 def _as_c(argument: int | Tensor | None) -> ctypes.c_ssize_t | ctypes.c_void_p | None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, PowerSGD
 from lightning_commopt.hook import CommHook, attach_comm_hook
-from lightning_commopt.kernels.compiled import library
+from lightning_commopt.kernels.compiled import loaded
 from ranks import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -143,8 +143,8 @@ def test_lossless_equals_ddp(name: str, options: str, world_size: int) -> None:
 def _received_where_one_host_has_no_compiler(names: list[str]) -> list[np.ndarray]:
     if dist.get_rank() == 1:
         os.environ["CC"] = "there-is-no-such-compiler"
-    library.cache_clear()
-    assert (library() is None) == (dist.get_rank() == 1)
+    loaded.cache_clear()
+    assert (loaded() is None) == (dist.get_rank() == 1)
     return [_run_steps(name, OPTIONS["many_buckets"], 6)["received"] for name in names]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.kernels import block_int8, block_int8_stretches
-from lightning_commopt.kernels.compiled import library
+from lightning_commopt.kernels.compiled import loaded
 
 BOUND = 0.50005  # of a scale, for one rounding
 NUMELS = [1, 15, 64, 1000, 4099]
@@ -27,7 +27,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Everything holds for both forms on CPU."""
     if request.param == "plain":
         monkeypatch.setattr(block_int8, "use_compiled", lambda tensor: False)
-    elif library() is None:
+    elif loaded() is None:
         pytest.skip("there is no C compiler")
 
 

@@ -23,13 +23,13 @@ def not_made_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every test makes its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(compiled, "library", compiled.library.__wrapped__)
+    monkeypatch.setattr(compiled, "loaded", compiled.loaded.__wrapped__)
 
 
 @needs_compiler
 def test_it_is_made_once(tmp_path: Path) -> None:
     """If it fails, every process waits for a compiler, or finds half of a library that another one is writing."""
-    command = [sys.executable, "-c", "import runpy; print(runpy.run_path('compiled.py')['library']()._name)"]
+    command = [sys.executable, "-c", "import runpy; print(runpy.run_path('compiled.py')['loaded']()._name)"]
     make = partial(subprocess.check_output, text=True, cwd=Path(compiled.__file__).parent)
     with ThreadPoolExecutor() as pool:
         printed = list(pool.map(make, [command] * 3))
@@ -37,7 +37,7 @@ def test_it_is_made_once(tmp_path: Path) -> None:
     assert printed == [f"{file}\n"] * 3
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     before = file.stat()
-    assert compiled.library() is not None
+    assert compiled.loaded() is not None
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
@@ -48,7 +48,7 @@ def test_without_a_compiler_there_is_none(
     """If it fails, training ends where there is no compiler, or nobody learns why it is slower."""
     monkeypatch.setenv("CC", command)
     with caplog.at_level(logging.INFO):
-        assert compiled.library() is None
+        assert compiled.loaded() is None
     assert "plain torch" in caplog.text
 
 
@@ -59,7 +59,7 @@ def test_a_compiler_without_openmp_is_enough(monkeypatch: pytest.MonkeyPatch, tm
     script.write_text('#!/bin/sh\nfor x; do [ "$x" = -fopenmp ] && exit 1; done\nexec cc "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
-    assert compiled.library() is not None
+    assert compiled.loaded() is not None
 
 
 @needs_compiler
@@ -68,12 +68,12 @@ def test_a_home_that_is_read_only_is_no_hindrance(monkeypatch: pytest.MonkeyPatc
     occupied = tmp_path / "file"
     occupied.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(occupied))
-    assert compiled.library() is not None
+    assert compiled.loaded() is not None
 
 
 def test_only_float32_on_cpu_is_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, other dtypes are read as if they were float32."""
-    monkeypatch.setattr(chunks, "library", object)
+    monkeypatch.setattr(chunks, "loaded", object)
     assert use_compiled(torch.zeros(1))
     assert not use_compiled(torch.zeros(1, dtype=torch.float64))
     assert not use_compiled(torch.zeros(1, dtype=torch.bfloat16))

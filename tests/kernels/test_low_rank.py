@@ -12,7 +12,7 @@ from interpreted import fused, main, needs_cuda, needs_triton, run_interpreted
 from torch import Tensor
 
 from lightning_commopt.kernels import low_rank
-from lightning_commopt.kernels.compiled import library
+from lightning_commopt.kernels.compiled import loaded
 from lightning_commopt.kernels.low_rank import Matrix, p_shapes, q_shapes, views
 
 RANKS = [1, 2, 3, 5, 8]
@@ -96,7 +96,7 @@ def over_grid(test):
 def in_form(form: str) -> Iterator[None]:
     """Chooses between plain torch and C, where C has an operation."""
     if form == "compiled":
-        if library() is None:
+        if loaded() is None:
             pytest.skip("there is no C compiler")
         yield
     else:
