@@ -53,18 +53,18 @@ class AlternatingLowRank(PowerIteration):
         sent, kept, shapes = ("q", "p", parts.q_shapes) if sends_q else ("p", "q", parts.p_shapes)
         gradients = FedBack(bucket, residual, parts.matrices, state)
 
+        def pair(factors: Tensor) -> tuple[Tensor, Tensor]:
+            return (state[kept], factors) if sends_q else (factors, state[kept])
+
         num_factors = sum(r * side for r, side in shapes)
         message = bucket.new_empty(num_factors + parts.num_others)
         mean = message[:num_factors]
-        multiply = gradients.multiply_columns if sends_q else gradients.multiply_rows
-        multiply(state[kept], mean)
+        p, q = pair(mean)
+        gradients.multiply(p, q, by_rows=not sends_q)
         own = mean.clone()
         take_others(bucket, residual, parts, message[num_factors:])
         yield channel.all_reduce(message.mul_(1 / channel.size))
         finite = all_finite(message)
-
-        def pair(factors: Tensor) -> tuple[Tensor, Tensor]:
-            return (state[kept], factors) if sends_q else (factors, state[kept])
 
         gradients.replace(pair(own), pair(mean), finite)
         put_others(bucket, residual, parts, message[num_factors:], finite)

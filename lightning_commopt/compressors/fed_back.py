@@ -8,10 +8,8 @@ from torch import Tensor
 from lightning_commopt.compressors.base import State
 from lightning_commopt.kernels.low_rank import (
     Matrix,
-    fold_columns,
-    fold_rows,
-    multiply_columns,
-    multiply_rows,
+    fold,
+    multiply,
     p_shapes,
     q_shapes,
     subtract_product,
@@ -41,19 +39,18 @@ class FedBack:
         self._in_residual = residual is not None and residual.dtype == bucket.dtype
         self._is_summed = False
 
-    def multiply_rows(self, q: Tensor, p: Tensor) -> None:
-        """Sets ``P = Q @ M.T`` for every matrix: ``q`` ``(sum of r * k,)``, ``p`` ``(sum of r * m,)``."""
-        if self._must_fold():
-            fold_rows(self._bucket, self._sums, self._matrices, self._sent(), q, p)
-        else:
-            multiply_rows(self._sums, self._matrices, q, p)
+    def multiply(self, p: Tensor, q: Tensor, by_rows: bool) -> None:
+        """Sets ``P = Q @ M.T`` for every matrix if ``by_rows``, else ``Q = P @ M``.
 
-    def multiply_columns(self, p: Tensor, q: Tensor) -> None:
-        """Sets ``Q = P @ M`` for every matrix: ``p`` ``(sum of r * m,)``, ``q`` ``(sum of r * k,)``."""
+        Args:
+            p: ``(sum of r * m,)``.
+            q: ``(sum of r * k,)``.
+            by_rows: which of them is overwritten.
+        """
         if self._must_fold():
-            fold_columns(self._bucket, self._sums, self._matrices, self._sent(), p, q)
+            fold(self._bucket, self._sums, self._matrices, self._sent(), p, q, by_rows)
         else:
-            multiply_columns(self._sums, self._matrices, p, q)
+            multiply(self._sums, self._matrices, p, q, by_rows)
 
     def replace(self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], finite: Tensor) -> None:
         """Replaces the gradients by their average, and keeps what is owed.

@@ -68,14 +68,14 @@ class LowRank(PowerIteration):
         gradients, q = FedBack(bucket, residual, parts.matrices, state), state["q"]
         num_p = sum(r * m for r, m in parts.p_shapes)
         message = bucket.new_empty(num_p + parts.num_others)
-        gradients.multiply_rows(q, message[:num_p])
+        gradients.multiply(message[:num_p], q, by_rows=True)
         take_others(bucket, residual, parts, message[num_p:])
         yield channel.all_reduce(message.mul_(1 / channel.size))
         finite = all_finite(message)
         p = orthonormalize(message[:num_p], parts.p_shapes, None, self.epsilon, finite)
 
         own_q = torch.empty_like(q)
-        gradients.multiply_columns(p, own_q)
+        gradients.multiply(p, own_q, by_rows=False)
         mean_q = own_q * (1 / channel.size)
         yield channel.all_reduce(mean_q)
         finite = finite & all_finite(mean_q)

@@ -9,9 +9,9 @@ the matrices that were to be sent, and beside it are the factors of what was sen
 all of it once more: of 28 bytes for each element in a step of two rounds, 20 are left.
 
 Example: the bucket ``[1, 2, 3, 4, 5]`` holds ``Matrix(start=1, m=2, k=2, r=1)``, which is ``[[2, 3], [4, 5]]``. With
-a residual of zeros and ``q = [1, 0]``, `fold_rows` gives its first column, ``p = [2, 4]``, and leaves the matrix in the
-residual. With ``p = [0, 1]``, `multiply_columns` gives its last row, ``q = [4, 5]``. This row is sent: `write_product`
-makes ``[1, 0, 0, 4, 5]`` of the bucket, and what is owed, by `subtract_product`, is ``[2, 3, 0, 0]``.
+a residual of zeros and ``q = [1, 0]``, `fold` by rows gives its first column, ``p = [2, 4]``, and leaves the matrix in
+the residual. With ``p = [0, 1]``, `multiply` by columns gives its last row, ``q = [4, 5]``. This row is sent:
+`write_product` makes ``[1, 0, 0, 4, 5]`` of the bucket, and what is owed, by `subtract_product`, is ``[2, 3, 0, 0]``.
 
 Plain torch forms, which define the operations and run on CPU in chunks that stay in its cache. On CUDA one fused kernel
 each, for all matrices at once; most are fused for float32 on CPU as well, in C.
@@ -73,115 +73,77 @@ def each(matrices: tuple[Matrix, ...], *pairs: tuple[Tensor, Tensor]) -> Iterato
     return zip(matrices, *(zip(views(p, ps), views(q, qs), strict=True) for p, q in pairs), strict=True)
 
 
-def fold_rows(
+def fold(
     gradient: Tensor,
     residual: Tensor,
     matrices: tuple[Matrix, ...],
     sent: tuple[Tensor, Tensor],
-    q: Tensor,
     p: Tensor,
+    q: Tensor,
+    by_rows: bool,
 ) -> None:
-    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, then ``P = Q @ residual.T``, for every matrix.
+    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, and multiplies that as `multiply` does, for every matrix.
 
-    A gradient that is not finite makes elements of ``p`` so, and is not added to the residual.
+    A gradient that is not finite makes elements of the product so, and is not added to the residual.
 
     Args:
         gradient: ``(n,)`` the bucket, float32 or float64.
         residual: ``(n,)`` of the same dtype; overwritten at the matrices.
         matrices: of the bucket.
         sent: ``(sum of r * m,)`` and ``(sum of r * k,)``, what was sent of the residual.
-        q: ``(sum of r * k,)``, of the same dtype.
-        p: ``(sum of r * m,)``, of the same dtype; overwritten.
+        p: ``(sum of r * m,)``, of the same dtype; overwritten if ``by_rows``.
+        q: ``(sum of r * k,)``, of the same dtype; overwritten if not.
+        by_rows: see `multiply`.
     """
     if use_triton(gradient):
         from lightning_commopt.kernels import low_rank_triton
 
-        return low_rank_triton.fold_rows(gradient, residual, matrices, sent, q, p)
+        return low_rank_triton.fold(gradient, residual, matrices, sent, p, q, by_rows)
     if use_compiled(gradient):
         from lightning_commopt.kernels import low_rank_compiled
 
-        return low_rank_compiled.fold_rows(gradient, residual, matrices, sent, q, p)
-    return _fold(gradient, residual, matrices, sent, p, q, by_rows=True)
-
-
-def fold_columns(
-    gradient: Tensor,
-    residual: Tensor,
-    matrices: tuple[Matrix, ...],
-    sent: tuple[Tensor, Tensor],
-    p: Tensor,
-    q: Tensor,
-) -> None:
-    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, then ``Q = P @ residual``, for every matrix.
-
-    As `fold_rows`, but for the last two arguments.
-
-    Args:
-        gradient: ``(n,)``.
-        residual: ``(n,)``; overwritten at the matrices.
-        matrices: of the bucket.
-        sent: ``(sum of r * m,)`` and ``(sum of r * k,)``.
-        p: ``(sum of r * m,)``.
-        q: ``(sum of r * k,)``; overwritten.
-    """
-    if use_triton(gradient):
-        from lightning_commopt.kernels import low_rank_triton
-
-        return low_rank_triton.fold_columns(gradient, residual, matrices, sent, p, q)
-    if use_compiled(gradient):
-        from lightning_commopt.kernels import low_rank_compiled
-
-        return low_rank_compiled.fold_columns(gradient, residual, matrices, sent, p, q)
-    return _fold(gradient, residual, matrices, sent, p, q.zero_(), by_rows=False)
-
-
-def multiply_rows(flat: Tensor, matrices: tuple[Matrix, ...], q: Tensor, p: Tensor) -> None:
-    """Sets ``P = Q @ M.T`` for every matrix.
-
-    Args:
-        flat: ``(n,)`` float32 or float64.
-        matrices: of the bucket.
-        q: ``(sum of r * k,)``, of the dtype of ``flat``.
-        p: ``(sum of r * m,)``, of the same dtype; overwritten.
-    """
-    if use_triton(flat):
-        from lightning_commopt.kernels import low_rank_triton
-
-        return low_rank_triton.multiply_rows(flat, matrices, q, p)
-    for matrix, (its_p, its_q) in each(matrices, (p, q)):
-        for rows in _row_chunks(matrix):
-            torch.mm(its_q, matrix.of(flat)[rows].T, out=its_p[:, rows])
+        return low_rank_compiled.fold(gradient, residual, matrices, sent, p, q, by_rows)
+    for matrix, (sent_p, sent_q), (its_p, its_q) in each(matrices, sent, (p, q)):
+        chunks = _row_chunks(matrix)
+        scratch = torch.empty_like(matrix.of(residual)[chunks[0]])
+        for rows in chunks:
+            new, part = matrix.of(gradient)[rows], matrix.of(residual)[rows]
+            owed = scratch[: len(part)]
+            _subtract_product(part, sent_p[:, rows], sent_q, out=owed)
+            torch.add(owed, new, out=part)
+            if not _multiply(part, rows, its_p, its_q, by_rows).isfinite().all():
+                torch.where(new.isfinite(), part, owed, out=part)
     return None
 
 
-def multiply_columns(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor) -> None:
-    """Sets ``Q = P @ M`` for every matrix.
+def multiply(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor, by_rows: bool) -> None:
+    """Sets ``P = Q @ M.T`` for every matrix if ``by_rows``, else ``Q = P @ M``.
 
     Args:
         flat: ``(n,)`` float32 or float64.
         matrices: of the bucket.
-        p: ``(sum of r * m,)``, of the dtype of ``flat``.
-        q: ``(sum of r * k,)``, of the same dtype; overwritten.
+        p: ``(sum of r * m,)``, of the dtype of ``flat``; overwritten if ``by_rows``.
+        q: ``(sum of r * k,)``, of the same dtype; overwritten if not.
+        by_rows: whether rows of the matrices are summed up, or columns.
     """
     if use_triton(flat):
         from lightning_commopt.kernels import low_rank_triton
 
-        return low_rank_triton.multiply_columns(flat, matrices, p, q)
-    if use_compiled(flat):
+        return low_rank_triton.multiply(flat, matrices, p, q, by_rows)
+    if use_compiled(flat) and not by_rows:
         from lightning_commopt.kernels import low_rank_compiled
 
         return low_rank_compiled.multiply_columns(flat, matrices, p, q)
-    q.zero_()
     for matrix, (its_p, its_q) in each(matrices, (p, q)):
         for rows in _row_chunks(matrix):
-            its_q.addmm_(its_p[:, rows], matrix.of(flat)[rows])
+            _multiply(matrix.of(flat)[rows], rows, its_p, its_q, by_rows)
     return None
 
 
 def subtract_product(
     flat: Tensor, matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor
 ) -> None:
-    """Sets ``out = M - P.T @ Q`` for every matrix. In place with the bits that `fold_rows` would have of it.
+    """Sets ``out = M - P.T @ Q`` for every matrix. In place with the bits that `fold` would have of it.
 
     Args:
         flat: ``(n,)`` float32 or float64.
@@ -220,7 +182,7 @@ def write_product(
 
     Args:
         flat: ``(n,)`` the bucket with its gradients, float32 or float64; its matrices are overwritten.
-        residual: ``(n,)`` of the same dtype, from `fold_rows` or `fold_columns`; None if nothing was folded.
+        residual: ``(n,)`` of the same dtype, from `fold`; None if nothing was folded.
         matrices: of the bucket.
         factors: ``(sum of r * m,)`` and ``(sum of r * k,)``, of the same dtype.
         finite: 0-dim bool. On CUDA nobody waits for it.
@@ -246,30 +208,16 @@ def _row_chunks(matrix: Matrix) -> list[slice]:
     return [slice(start, start + num_rows) for start in range(0, matrix.m, num_rows)]
 
 
-def _fold(
-    gradient: Tensor,
-    residual: Tensor,
-    matrices: tuple[Matrix, ...],
-    sent: tuple[Tensor, Tensor],
-    p: Tensor,
-    q: Tensor,
-    by_rows: bool,
-) -> None:
-    for matrix, (sent_p, sent_q), (its_p, its_q) in each(matrices, sent, (p, q)):
-        chunks = _row_chunks(matrix)
-        scratch = torch.empty_like(matrix.of(residual)[chunks[0]])
-        for rows in chunks:
-            new, part = matrix.of(gradient)[rows], matrix.of(residual)[rows]
-            owed = scratch[: len(part)]
-            _subtract_product(part, sent_p[:, rows], sent_q, out=owed)
-            torch.add(owed, new, out=part)
-            if by_rows:
-                product = torch.mm(its_q, part.T, out=its_p[:, rows])
-            else:
-                product = its_p[:, rows] @ part
-                its_q.add_(product)
-            if not product.isfinite().all():
-                torch.where(new.isfinite(), part, owed, out=part)
+def _multiply(part: Tensor, rows: slice, p: Tensor, q: Tensor, by_rows: bool) -> Tensor:
+    """Multiplies some rows of a matrix, from the first ones on; returns their own part of the product."""
+    if by_rows:
+        return torch.mm(q, part.T, out=p[:, rows])
+    product = p[:, rows] @ part
+    if rows.start:
+        q.add_(product)
+    else:
+        q.copy_(product)
+    return product
 
 
 def _subtract_product(part: Tensor, p: Tensor, q: Tensor, out: Tensor) -> None:

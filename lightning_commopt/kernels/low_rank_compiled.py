@@ -8,30 +8,19 @@ from lightning_commopt.kernels.compiled import call
 from lightning_commopt.kernels.low_rank import Matrix, each
 
 
-def fold_rows(
-    gradient: Tensor,
-    residual: Tensor,
-    matrices: tuple[Matrix, ...],
-    sent: tuple[Tensor, Tensor],
-    q: Tensor,
-    p: Tensor,
-) -> None:
-    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, then ``P = Q @ residual.T``."""
-    for matrix, its_sent, (its_p, its_q) in each(matrices, sent, (p, q)):
-        _call("fold_rows", matrix, matrix.of(gradient), matrix.of(residual), *its_sent, its_q, its_p)
-
-
-def fold_columns(
+def fold(
     gradient: Tensor,
     residual: Tensor,
     matrices: tuple[Matrix, ...],
     sent: tuple[Tensor, Tensor],
     p: Tensor,
     q: Tensor,
+    by_rows: bool,
 ) -> None:
-    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, then ``Q = P @ residual``."""
+    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, and multiplies that."""
     for matrix, its_sent, (its_p, its_q) in each(matrices, sent, (p, q)):
-        _call("fold_columns", matrix, matrix.of(gradient), matrix.of(residual), *its_sent, its_p, its_q)
+        name, factors = ("fold_rows", (its_q, its_p)) if by_rows else ("fold_columns", (its_p, its_q))
+        _call(name, matrix, matrix.of(gradient), matrix.of(residual), *its_sent, *factors)
 
 
 def multiply_columns(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor) -> None:

@@ -13,12 +13,6 @@ Source: tiles as in Triton's tutorials; the products are sums of float32 (float6
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate, product
-from math import gcd
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -26,56 +20,37 @@ from torch import Tensor
 
 from lightning_commopt.kernels.cast_triton import rounded_for
 from lightning_commopt.kernels.low_rank import Matrix
+from lightning_commopt.kernels.low_rank_tiles import SUM_BLOCK, product_plan, tiles_plan
 
-# Rows and columns of a tile. Wide where a row is summed up, tall where a column is: few partial sums.
-_ROWS_TILE = (32, 128)
-_COLUMNS_TILE = (256, 32)
-_TILE = (32, 128)
-_SUM_SPLITS, _SUM_BLOCK = 16, 64
+_SUM_SPLITS = 16
 
 
-def fold_rows(
-    gradient: Tensor,
-    residual: Tensor,
-    matrices: tuple[Matrix, ...],
-    sent: tuple[Tensor, Tensor],
-    q: Tensor,
-    p: Tensor,
-) -> None:
-    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, then ``P = Q @ residual.T``."""
-    _multiply(gradient, (residual, *sent), _rows_plan(matrices, gradient.device), q, p, _ROWS_TILE, BY_ROWS=True)
-
-
-def fold_columns(
+def fold(
     gradient: Tensor,
     residual: Tensor,
     matrices: tuple[Matrix, ...],
     sent: tuple[Tensor, Tensor],
     p: Tensor,
     q: Tensor,
+    by_rows: bool,
 ) -> None:
-    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, then ``Q = P @ residual``."""
-    _multiply(gradient, (residual, *sent), _columns_plan(matrices, gradient.device), p, q, _COLUMNS_TILE, BY_ROWS=False)
+    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, and multiplies that."""
+    _multiply(gradient, (residual, *sent), matrices, p, q, by_rows)
 
 
-def multiply_rows(flat: Tensor, matrices: tuple[Matrix, ...], q: Tensor, p: Tensor) -> None:
-    """Sets ``P = Q @ M.T``."""
-    _multiply(flat, None, _rows_plan(matrices, flat.device), q, p, _ROWS_TILE, BY_ROWS=True)
-
-
-def multiply_columns(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor) -> None:
-    """Sets ``Q = P @ M``."""
-    _multiply(flat, None, _columns_plan(matrices, flat.device), p, q, _COLUMNS_TILE, BY_ROWS=False)
+def multiply(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor, by_rows: bool) -> None:
+    """Sets ``P = Q @ M.T`` if ``by_rows``, else ``Q = P @ M``."""
+    _multiply(flat, None, matrices, p, q, by_rows)
 
 
 def subtract_product(
     flat: Tensor, matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor
 ) -> None:
     """Sets ``out = M - P.T @ Q``, if ``finite``."""
-    plan = _tiles_plan(matrices, flat.device)
+    plan = tiles_plan(matrices, flat.device)
     with torch.cuda.device_of(flat):
         _subtract_product[(len(plan.tiles),)](
-            plan.tiles, flat, out, *factors, finite, ALIGNED=plan.aligned, **_shape(_TILE)
+            plan.tiles, flat, out, *factors, finite, ALIGNED=plan.aligned, **_shape(plan.tile)
         )
 
 
@@ -87,112 +62,35 @@ def write_product(
     finite: Tensor,
 ) -> None:
     """Sets ``M = P.T @ Q``; if not ``finite``, takes the gradients out of ``residual`` and sets ``M`` to NaN."""
-    plan = _tiles_plan(matrices, flat.device)
+    plan = tiles_plan(matrices, flat.device)
     folded = flat if residual is None else residual
     constants = {"HAS_RESIDUAL": residual is not None, "ALIGNED": plan.aligned}
     with torch.cuda.device_of(flat):
-        _write_product[(len(plan.tiles),)](plan.tiles, flat, folded, *factors, finite, **constants, **_shape(_TILE))
-
-
-class _Plan(NamedTuple):
-    """What a kernel has to know of a bucket.
-
-    Attributes:
-        tiles: ``(tiles, 9)`` int64, see `_load_tile`.
-        aligned: elements of which all matrices and their rows begin at a multiple, so that loads can be wide.
-        num_partials: elements that hold partial sums; 0 if every sum is within a tile.
-        sums: ``(sums, 5)`` int64, see `_add_up`.
-    """
-
-    tiles: Tensor
-    aligned: int
-    num_partials: int
-    sums: Tensor
+        _write_product[(len(plan.tiles),)](plan.tiles, flat, folded, *factors, finite, **constants, **_shape(plan.tile))
 
 
 def _multiply(
     flat: Tensor,
-    fold: tuple[Tensor, Tensor, Tensor] | None,
-    plan: _Plan,
-    factor: Tensor,
-    out: Tensor,
-    tile: tuple[int, int],
-    BY_ROWS: bool,
+    folded: tuple[Tensor, Tensor, Tensor] | None,
+    matrices: tuple[Matrix, ...],
+    p: Tensor,
+    q: Tensor,
+    by_rows: bool,
 ) -> None:
+    factor, out = (q, p) if by_rows else (p, q)
+    plan = product_plan(matrices, flat.device, by_rows)
     partials = flat.new_empty(plan.num_partials) if plan.num_partials else out
-    folded = (flat, factor, factor) if fold is None else fold
-    constants = {"BY_ROWS": BY_ROWS, "FOLD": fold is not None, "ALIGNED": plan.aligned}
+    constants = {"BY_ROWS": by_rows, "FOLD": folded is not None, "ALIGNED": plan.aligned, **_shape(plan.tile)}
     with torch.cuda.device_of(flat):
-        _multiply_tile[(len(plan.tiles),)](plan.tiles, flat, *folded, factor, partials, **constants, **_shape(tile))
+        _multiply_tile[(len(plan.tiles),)](
+            plan.tiles, flat, *(folded or (flat, factor, factor)), factor, partials, **constants
+        )
         if plan.num_partials:
-            _add_up[(len(plan.sums),)](plan.sums, partials, out, SPLITS=_SUM_SPLITS, BLOCK=_SUM_BLOCK, num_warps=4)
+            _add_up[(len(plan.sums),)](plan.sums, partials, out, SPLITS=_SUM_SPLITS, BLOCK=SUM_BLOCK, num_warps=4)
 
 
 def _shape(tile: tuple[int, int]) -> dict[str, int]:
     return {"TILE_M": tile[0], "TILE_K": tile[1], "num_warps": tile[0] * tile[1] // 1024}
-
-
-# Tables are made once for each bucket layout. Only then the host waits for the device.
-@lru_cache(maxsize=1024)
-def _rows_plan(matrices: tuple[Matrix, ...], device: torch.device) -> _Plan:
-    splits = [-(-matrix.k // _ROWS_TILE[1]) for matrix in matrices]
-    return _product_plan(matrices, device, _ROWS_TILE, splits, BY_ROWS=True)
-
-
-@lru_cache(maxsize=1024)
-def _columns_plan(matrices: tuple[Matrix, ...], device: torch.device) -> _Plan:
-    splits = [-(-matrix.m // _COLUMNS_TILE[0]) for matrix in matrices]
-    return _product_plan(matrices, device, _COLUMNS_TILE, splits, BY_ROWS=False)
-
-
-def _product_plan(
-    matrices: tuple[Matrix, ...], device: torch.device, tile: tuple[int, int], splits: list[int], BY_ROWS: bool
-) -> _Plan:
-    """Returns the plan of a product; the partial sums of a matrix are ``(splits, r, m)`` or ``(splits, r, k)``."""
-    p_starts, q_starts = _factor_starts(matrices)
-    to_starts = p_starts if BY_ROWS else q_starts
-    sizes = [matrix.r * (matrix.m if BY_ROWS else matrix.k) for matrix in matrices]
-    partial_starts = list(accumulate((size * num for size, num in zip(sizes, splits, strict=True)), initial=0))
-    tiles, sums = [], []
-    for matrix, size, num, p_start, q_start, end, first in zip(
-        matrices, sizes, splits, p_starts, q_starts, to_starts, partial_starts[:-1], strict=True
-    ):
-        for row, column in _corners(matrix, tile):
-            split = column // tile[1] if BY_ROWS else row // tile[0]
-            tiles.append((*matrix, row, column, p_start, q_start, first + split * size))
-        for offset in range(0, size, _SUM_BLOCK):
-            sums.append((first + offset, num, size, end + offset, size - offset))
-    num_partials = partial_starts[-1] if max(splits) > 1 else 0
-    return _Plan(_table(tiles, device), _alignment(matrices), num_partials, _table(sums, device))
-
-
-@lru_cache(maxsize=1024)
-def _tiles_plan(matrices: tuple[Matrix, ...], device: torch.device) -> _Plan:
-    tiles = [
-        (*matrix, row, column, p_start, q_start, 0)
-        for matrix, p_start, q_start in zip(matrices, *_factor_starts(matrices), strict=True)
-        for row, column in _corners(matrix, _TILE)
-    ]
-    return _Plan(_table(tiles, device), _alignment(matrices), 0, _table([], device))
-
-
-def _factor_starts(matrices: tuple[Matrix, ...]) -> tuple[list[int], list[int]]:
-    """Returns where ``P`` and ``Q`` of each matrix begin."""
-    p_starts = list(accumulate((matrix.r * matrix.m for matrix in matrices), initial=0))[:-1]
-    return p_starts, list(accumulate((matrix.r * matrix.k for matrix in matrices), initial=0))[:-1]
-
-
-def _corners(matrix: Matrix, tile: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Returns the first row and column of every tile."""
-    return product(range(0, matrix.m, tile[0]), range(0, matrix.k, tile[1]))
-
-
-def _alignment(matrices: tuple[Matrix, ...]) -> int:
-    return gcd(4, *(number for matrix in matrices for number in (matrix.start, matrix.k)))
-
-
-def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
 @triton.jit

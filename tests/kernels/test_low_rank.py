@@ -113,20 +113,15 @@ def assert_near(actual: np.ndarray, wanted: np.ndarray, dtype: torch.dtype) -> N
 def fold(bucket: Bucket, by_rows: bool) -> tuple[Tensor, Tensor]:
     """Folds, and returns the factors with the new one in place of the old."""
     p, q = (x.clone() for x in bucket.factors)
-    arguments = (bucket.flat, bucket.residual, bucket.matrices, bucket.sent)
-    if by_rows:
-        low_rank.fold_rows(*arguments, q, p.fill_(torch.nan))
-    else:
-        low_rank.fold_columns(*arguments, p, q.fill_(torch.nan))
+    (p if by_rows else q).fill_(torch.nan)
+    low_rank.fold(bucket.flat, bucket.residual, bucket.matrices, bucket.sent, p, q, by_rows)
     return p, q
 
 
 def multiply(bucket: Bucket, by_rows: bool) -> tuple[Tensor, Tensor]:
     p, q = (x.clone() for x in bucket.factors)
-    if by_rows:
-        low_rank.multiply_rows(bucket.flat, bucket.matrices, q, p.fill_(torch.nan))
-    else:
-        low_rank.multiply_columns(bucket.flat, bucket.matrices, p, q.fill_(torch.nan))
+    (p if by_rows else q).fill_(torch.nan)
+    low_rank.multiply(bucket.flat, bucket.matrices, p, q, by_rows)
     return p, q
 
 
