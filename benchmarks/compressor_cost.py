@@ -46,7 +46,7 @@ class SilentChannel(Channel):
         self.size = size
         self.rank = 0
         self.within = self.across = None
-        self._scratch = {}
+        self._scratch, self._lanes = {}, None
         self._rows: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def all_reduce(self, tensor: Tensor) -> Pending:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from weakref import WeakKeyDictionary
@@ -99,11 +101,15 @@ class Pending:
         tensor: where its result arrives.
         works: to wait for.
         finish: makes the result from what has arrived; None if it is the result.
+
+    Attributes:
+        is_followed: others of the same exchange are under way when this one has arrived.
     """
 
     def __init__(
         self, tensor: Tensor, works: Sequence[dist.Work | None], finish: Callable[[Tensor], Tensor] | None = None
     ) -> None:
+        self.is_followed = False
         self._tensor = tensor
         self._works = works
         self._finish = finish
@@ -118,6 +124,13 @@ class Pending:
             if work is not None:
                 work.wait()
         return self._tensor if self._finish is None else self._finish(self._tensor)
+
+
+@dataclass
+class _Traffic:
+    """What was sent, in halves of an all-reduce's bytes."""
+
+    half_bytes: int = 0
 
 
 class Channel:
@@ -136,8 +149,9 @@ class Channel:
         self.rank = dist.get_rank(group)
         self.within = within
         self.across = across
-        self._half_bytes_sent = 0
+        self._traffic = _Traffic()
         self._scratch: dict[str, Tensor] = {}
+        self._lanes: tuple[Channel, Channel] | None = None
         self._is_gloo = dist.get_backend(group) == "gloo"
         self._global_ranks = dist.get_process_group_ranks(group)
 
@@ -148,7 +162,16 @@ class Channel:
         The two halves of an all-reduce (reduce-scatter or all-to-all, and all-gather) move half as much as it does:
         they count half. What stays within a node is not counted here, but in ``within``.
         """
-        return self._half_bytes_sent // 2 + (self.across.bytes_sent if self.across is not None else 0)
+        return self._traffic.half_bytes // 2 + (self.across.bytes_sent if self.across is not None else 0)
+
+    def lanes(self) -> tuple[Channel, Channel]:
+        """Returns two channels over this group, whose bytes count here, with scratch memory of their own.
+
+        An exchange that has two collectives under way uses one for each.
+        """
+        if self._lanes is None:
+            self._lanes = self._lane(), self._lane()
+        return self._lanes
 
     def forget(self) -> None:
         """Sees to it that groups whose ranks may be out of step are not given out again."""
@@ -182,7 +205,7 @@ class Channel:
             tensor: any shape and dtype that the group's backend sums; dense, or sparse where the backend can.
         """
         values = tensor._values() if tensor.is_sparse else tensor
-        self._half_bytes_sent += 2 * values.nbytes
+        self._traffic.half_bytes += 2 * values.nbytes
         return Pending(tensor, [dist.all_reduce(tensor, group=self._group, async_op=True)])
 
     def reduce_scatter(self, message: Tensor) -> Pending:
@@ -194,7 +217,7 @@ class Channel:
         if self._is_gloo:  # which has no such collective in all versions
             pending = self.all_to_all(message)
             return Pending(pending._tensor, pending._works, lambda received: received.sum(0))
-        self._half_bytes_sent += message.nbytes
+        self._traffic.half_bytes += message.nbytes
         row = message.new_empty(message.shape[1])
         return Pending(row, [dist.reduce_scatter_tensor(row, message, group=self._group, async_op=True)])
 
@@ -207,7 +230,7 @@ class Channel:
         Returns:
             In scratch memory, good until the next exchange.
         """
-        self._half_bytes_sent += message.nbytes
+        self._traffic.half_bytes += message.nbytes
         received = self.scratch("all_to_all", tuple(message.shape), message.dtype, message.device)
         if self._is_gloo and not message.is_cuda:
             return Pending(received, self._swap(list(message), list(received)))
@@ -224,11 +247,16 @@ class Channel:
             In scratch memory, good until the next exchange.
         """
         gathered = self.scratch("all_gather", (self.size, part.numel()), part.dtype, part.device)
-        self._half_bytes_sent += gathered.nbytes
+        self._traffic.half_bytes += gathered.nbytes
         if self._is_gloo and not part.is_cuda:
             return Pending(gathered, self._swap([part] * self.size, list(gathered)))
         work = dist.all_gather_into_tensor(_as_bytes(gathered), _as_bytes(part), group=self._group, async_op=True)
         return Pending(gathered, [work])
+
+    def _lane(self) -> Channel:
+        lane = copy.copy(self)
+        lane._scratch = {}
+        return lane
 
     def _swap(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[dist.Work | None]:
         """Sends to and receives from every rank at once.

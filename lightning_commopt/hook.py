@@ -275,13 +275,15 @@ def attach_comm_hook(
 
 
 def _run(rounds: Rounds, exchange: Exchange) -> None:
-    """Drives ``rounds`` to its end, one collective after another."""
+    """Drives ``rounds`` to its end; collectives that overlap count as one on the wire."""
     with contextlib.suppress(StopIteration):
-        pending = next(rounds)
+        pending, is_sending = next(rounds), False
         while True:
-            exchange.send()
-            arrived = pending.wait()
-            exchange.arrive()
+            if not is_sending:
+                exchange.send()
+            arrived, is_sending = pending.wait(), pending.is_followed
+            if not is_sending:
+                exchange.arrive()
             pending = rounds.send(arrived)
 
 

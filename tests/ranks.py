@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import traceback
@@ -67,7 +68,7 @@ def run_ranks_or_raise(
         try:
             while len(returned) < world_size:
                 rank, value, trace = answers.get(timeout=limit_s)
-                returned[rank] = value, trace
+                returned[rank] = None if value is None else pickle.loads(value), trace
                 if trace is not None and group_timeout_s > limit_s:
                     break
         except queue.Empty:
@@ -101,7 +102,8 @@ def _rank(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=group_timeout_s)
     )
     try:
-        answers.put((rank, fn(*args), None))
+        # As bytes: a queue would only lend tensors, and this process may be gone before they are fetched.
+        answers.put((rank, pickle.dumps(fn(*args)), None))
     except BaseException:
         answers.put((rank, None, traceback.format_exc()))
     finally:

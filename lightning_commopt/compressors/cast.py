@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.pieces import in_pieces
 from lightning_commopt.compressors.settings import check_choice
 from lightning_commopt.kernels.cast import add_lost, narrow, settle, sum_rows
 from lightning_commopt.kernels.chunks import wide_dtype
@@ -54,12 +55,14 @@ class Cast(Compressor):
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
         """Averages in one round, or in two with ``accumulate``. A bucket that is narrow already is not narrowed."""
-        if self.accumulate is not None:
-            return (yield from self._two_rounds(flat, layout, channel, residual))
-        scale, dtype = 1 / channel.size, self._wire_dtype(layout)
-        if residual is None and dtype == layout.dtype:
+        rounds = self._one_round if self.accumulate is None else self._two_rounds
+        yield from in_pieces(flat, residual, channel, channel.size, rounds)
+
+    def _one_round(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
+        scale, dtype = 1 / channel.size, self._wire_dtype(flat.dtype)
+        if residual is None and dtype == flat.dtype:
             yield channel.all_reduce(flat.mul_(scale))
-            return None
+            return
         message = channel.scratch("message", (flat.numel(),), dtype, flat.device)
         narrow(flat, residual, scale, message)
         mean = yield channel.all_reduce(message)
@@ -67,17 +70,16 @@ class Cast(Compressor):
             flat.copy_(mean)
         else:
             settle(flat, residual, mean, scale, all_finite(mean))
-        return None
 
-    def _two_rounds(self, flat: Tensor, layout: Layout, channel: Channel, residual: Tensor | None) -> Rounds:
+    def _two_rounds(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
         """Shapes: ``W`` shards of ``s`` elements; the last ones may be padded, or padding only."""
-        scale, dtype, n = 1 / channel.size, self._wire_dtype(layout), flat.numel()
+        scale, dtype, n = 1 / channel.size, self._wire_dtype(flat.dtype), flat.numel()
         s = -(-n // channel.size)
         message = channel.scratch("message", (channel.size * s,), dtype, flat.device)
         message[n:].zero_()
         narrow(flat, residual, scale, message[:n])
         received = yield channel.all_to_all(message.view(channel.size, s))
-        mean = channel.scratch("mean", (s,), wide_dtype(layout.dtype), flat.device)
+        mean = channel.scratch("mean", (s,), wide_dtype(flat.dtype), flat.device)
         sum_rows(received, mean)
         rounded = channel.scratch("rounded", (s,), dtype, flat.device).copy_(mean)
         gathered = (yield channel.all_gather(rounded)).view(-1)[:n]
@@ -92,7 +94,7 @@ class Cast(Compressor):
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns two bytes an element."""
         padded = layout.numel if self.accumulate is None else -(-layout.numel // world_size) * world_size
-        return padded * self._wire_dtype(layout).itemsize
+        return padded * self._wire_dtype(layout.dtype).itemsize
 
-    def _wire_dtype(self, layout: Layout) -> torch.dtype:
-        return self.dtype if self.dtype.itemsize < layout.dtype.itemsize else layout.dtype
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype.itemsize < dtype.itemsize else dtype

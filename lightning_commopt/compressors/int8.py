@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.composed import Composed, with_feedback
+from lightning_commopt.compressors.pieces import in_pieces
 from lightning_commopt.compressors.settings import check_power_of_two
 from lightning_commopt.kernels import block_int8
 
@@ -50,6 +51,9 @@ class BlockInt8(Compressor):
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
         """Sends one shard to each rank, then the mean of the own shard to all."""
+        yield from in_pieces(flat, residual, channel, channel.size * self.block_size, self._two_rounds)
+
+    def _two_rounds(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
         size, mine = self.block_size, None
         row_bytes = block_int8.shard_bytes(flat.numel(), channel.size, size)
         message = channel.scratch("message", (channel.size, row_bytes), torch.uint8, flat.device)

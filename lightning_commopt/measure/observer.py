@@ -39,11 +39,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def send(self) -> None:
-        """A message has been handed to the collective."""
+        """A message has been handed to the collective, or the first of several that overlap."""
 
     @abstractmethod
     def arrive(self) -> None:
-        """The collective is done."""
+        """The collective is done, or the last of several that overlap."""
 
     @abstractmethod
     def end(self, wire_bytes: int) -> None:

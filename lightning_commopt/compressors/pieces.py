@@ -1,0 +1,56 @@
+"""A bucket averaged piece by piece: while one piece is on the wire, the next one is being calculated."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch import Tensor
+
+from lightning_commopt.compressors.base import Rounds
+
+if TYPE_CHECKING:
+    from lightning_commopt.channel import Channel, Pending
+
+PIECE_NUMEL = 2**21
+"""Elements in a piece: few enough that a bucket has several, and so many that a collective's latency does not count."""
+
+RoundsOfPiece: TypeAlias = Callable[[Tensor, Tensor | None, "Channel"], Rounds]
+
+
+def in_pieces(flat: Tensor, residual: Tensor | None, channel: Channel, multiple: int, rounds: RoundsOfPiece) -> Rounds:
+    """Runs the rounds of one piece after another, two pieces at a time.
+
+    For compressors that treat every piece as they treat the whole. All ranks start the same collectives in the same
+    order. On CUDA a bucket stays whole: there a stream runs what was enqueued one after another.
+
+    Args:
+        flat: ``(n,)`` this rank's gradients.
+        residual: ``(n,)`` what this rank owes, or None.
+        channel: the ranks to exchange with.
+        multiple: of elements, which all pieces but the last have.
+        rounds: of one piece, given its gradients, what is owed of them, and a channel.
+    """
+    piece_numel = max(1, PIECE_NUMEL // multiple) * multiple
+    if flat.is_cuda or flat.numel() <= piece_numel:
+        yield from rounds(flat, residual, channel)
+        return
+    pieces = iter([slice(start, start + piece_numel) for start in range(0, flat.numel(), piece_numel)])
+    under_way: deque[tuple[Channel, Rounds, Pending]] = deque()
+
+    def start_next(lane: Channel) -> None:
+        if (piece := next(pieces, None)) is not None:
+            started = rounds(flat[piece], None if residual is None else residual[piece], lane)
+            under_way.append((lane, started, next(started)))
+
+    for lane in channel.lanes():
+        start_next(lane)
+    while under_way:
+        lane, started, pending = under_way.popleft()
+        pending.is_followed = bool(under_way)
+        arrived = yield pending
+        try:
+            under_way.append((lane, started, started.send(arrived)))
+        except StopIteration:
+            start_next(lane)
