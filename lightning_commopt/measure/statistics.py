@@ -118,7 +118,8 @@ class StepStatistics(Metric):
         """Returns all statistics, each a 0-dim float64 tensor.
 
         The names are the same for all values: what cannot be told is NaN. That are the shares of an exchange, its
-        ratio and its bandwidths where there was none, and all numbers before the first step.
+        ratio and its bandwidths where there was none, the samples where no batch shows how many it holds, and all
+        numbers before the first step.
 
         Returns:
             For each of `TIMES` its mean over steps and ranks, and ``_p50``, ``_p95`` and ``_max``. Of these ``wait_s``
@@ -167,7 +168,7 @@ class StepStatistics(Metric):
             "algorithm_bandwidth": algorithm_bandwidth,
             "bus_bandwidth": algorithm_bandwidth * bus_factor("all_reduce", world_size),
             "steps_per_s": _ratio(num_values, total["step_s"]),
-            "samples_per_s": _ratio(total["num_samples"] * world_size, total["step_s"]),
+            "samples_per_s": _ratio(total["num_samples"] * world_size, total["step_s"]) or math.nan,  # unknown
         }
 
     def _of_straggler(self) -> dict[str, float]:

@@ -102,6 +102,13 @@ def test_a_step_worked_out_by_hand() -> None:
     assert metrics["samples_per_s"] == pytest.approx(4)
 
 
+def test_samples_that_no_batch_shows_are_not_a_number() -> None:
+    """If it fails, a fit on graphs or nested batches is said to process 0 samples a second."""
+    metrics = computed(steps_of(2, 3, step_s=0.5))
+    assert math.isnan(metrics["samples_per_s"])
+    assert metrics["steps_per_s"] == 2
+
+
 def test_the_straggler_is_in_it() -> None:
     values = steps_of(4, 20, step_s=1.5, exposed_s=0.5, wire_s=0.5)
     values[:3, :, [QUANTITIES.index("exposed_s"), QUANTITIES.index("wire_s"), QUANTITIES.index("step_s")]] += 0.25
