@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_commopt.report.model import Run, Setting
-from lightning_commopt.report.words import canonical, distinct_name, is_ranks
+from lightning_commopt.report.words import canonical, distinct_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,6 @@ def series_of(settings: Sequence[Setting]) -> list[Series]:
         )
         for members in found.values()
     ]
-
-
-def without_ranks(setting: Setting) -> tuple[object, ...]:
-    """Returns what settings have in common that differ in nothing but the number of ranks."""
-    values = sorted((name, value) for name, value in setting.values.items() if not is_ranks(name))
-    return setting.plan_name, setting.bucket_cap_mb, *values
 
 
 def typical_run(setting: Setting) -> Run | None:

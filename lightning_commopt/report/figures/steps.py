@@ -8,8 +8,9 @@ from statistics import median
 
 from lightning_commopt.measure.files import RankRecords, read_run
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
-from lightning_commopt.report.figures.series import typical_run, without_ranks
+from lightning_commopt.report.figures.series import typical_run
 from lightning_commopt.report.model import Group, Run, Setting
+from lightning_commopt.report.reference import without_ranks
 
 MOST_SETTINGS = 8
 _WARM_UP_SHARE = 0.2
@@ -61,7 +62,7 @@ def _by_urgency(group: Group) -> list[Setting]:
     several = [setting for setting in group.settings if setting.world_size > 1]
     kept: dict[tuple[object, ...], Setting] = {}
     for setting in several or group.settings:
-        key = without_ranks(setting)
+        key = setting.plan_name, setting.bucket_cap_mb, *sorted(without_ranks(setting.values).items())
         if key not in kept or setting.world_size > kept[key].world_size:
             kept[key] = setting
     by_plan: dict[str, list[Setting]] = {}
