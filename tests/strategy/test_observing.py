@@ -115,7 +115,8 @@ def fit_twice(strategy: str, model: str) -> tuple[Params, Params, list[StepRecor
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_bucket_is_seen_and_no_bit_changes(strategy: str, model: str, world_size: int) -> None:
-    if model == "accumulating" and strategy == "Lightning's static":
+    is_old = "post_backward" not in vars(DDPStrategy)
+    if strategy == "Lightning's static" and (model == "accumulating" or (model == "manual" and is_old)):
         pytest.skip("Lightning's strategy cannot do that")
     answers = run_ranks(fit_twice, strategy, model, world_size=world_size)
     for unwatched, watched, records in answers:
