@@ -39,8 +39,8 @@ from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeLogger, CUDAProfilerWindow, NVTXRanges
+from lightning_commopt.ddp.observed import ObservedAllReduce, observe, observers_of, stop_observing
 from lightning_commopt.measure.observer import ExchangeObserver
-from lightning_commopt.observing import ObservedAllReduce, observe, observers_of, stop_observing
 
 RESULT = "RESULT "
 NEVER = 10**9

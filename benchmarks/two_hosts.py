@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer, get_model
 
 from lightning_commopt import CommPlan
-from lightning_commopt.hook import attach_comm_hook
+from lightning_commopt.ddp.hook import attach_comm_hook
 from lightning_commopt.netlab import NetLab, RankError, parse_rate, why_not
 from lightning_commopt.netlab.lab import DEVICE
 

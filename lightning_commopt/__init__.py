@@ -4,7 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_commopt.compressors import AfterSteps, AllReduce, BySize, Cast, Compressor, ErrorFeedback, PowerSGD
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy import CommOptDDP
+from lightning_commopt.strategy.ddp import CommOptDDP
 
 __all__ = [
     "AfterSteps",

@@ -12,14 +12,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_commopt import info as _info
-from lightning_commopt import nsys as _nsys
+from lightning_commopt.launch import nsys as _nsys
 from lightning_commopt.measure import trace as _trace
 from lightning_commopt.report import against as _against
 from lightning_commopt.report import as_json as _as_json
 from lightning_commopt.report import build as _build
 from lightning_commopt.report import files as _files
 from lightning_commopt.report import terminal as _terminal
+from lightning_commopt.runs import info as _info
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -17,9 +17,9 @@ from lightning.fabric.strategies.ddp import _DDPBackwardSyncControl
 from torch.nn import Module
 
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.hook import CommHook, attach_comm_hook
+from lightning_commopt.ddp.hook import CommHook, attach_comm_hook
 from lightning_commopt.plan import plan_from_keywords, plan_options
-from lightning_commopt.planned import FollowsPlan, check_group, say_one_rank
+from lightning_commopt.strategy.base import FollowsPlan, check_group, say_one_rank
 
 
 class CommOptDDP(FollowsPlan, DDPStrategy):

@@ -18,20 +18,20 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_commopt.callbacks import RunRecorder
-from lightning_commopt.conf_path import conf_dir
-from lightning_commopt.hydra_command import config_flags
-from lightning_commopt.rank_variables import is_first_rank, is_lab_rank
-from lightning_commopt.resolvers import register_resolvers
-from lightning_commopt.run_config import CONFIG_FILE, as_trained, check_config, plan_name
-from lightning_commopt.run_record import RunRecord, new_record, record_failure
-from lightning_commopt.run_table import run_table
+from lightning_commopt.launch.environment import is_first_rank, is_lab_rank
+from lightning_commopt.launch.hydra_command import config_flags
+from lightning_commopt.runs.record import RunRecord, new_record, record_failure
+from lightning_commopt.runs.table import run_table
 from lightning_commopt.sweep.composing import SweepSettings
+from lightning_commopt.sweep.conf_path import conf_dir
+from lightning_commopt.sweep.config import CONFIG_FILE, as_trained, check_config, plan_name
 from lightning_commopt.sweep.continuing import continue_command
+from lightning_commopt.sweep.display import SweepDisplay
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.sweep.lab_run import train_in_lab
 from lightning_commopt.sweep.launcher import register_launcher
 from lightning_commopt.sweep.process import InterruptedRun
-from lightning_commopt.train_display import SweepDisplay
+from lightning_commopt.sweep.resolvers import register_resolvers
 
 _NOISE = (
     # The workloads make a batch in less time than another process would take to send it.

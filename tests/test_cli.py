@@ -6,11 +6,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lightning_commopt import info
 from lightning_commopt.cli import app
 from lightning_commopt.compressors import compressor_names
 from lightning_commopt.kernels.compiled import loaded
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
+from lightning_commopt.runs import info
 
 
 def _run(*arguments: str) -> str:

@@ -11,12 +11,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, open_dict
 
-import lightning_commopt.conf_path
+import lightning_commopt.sweep.conf_path
 from lightning_commopt import CommOptDDP, PowerSGD
 from lightning_commopt.compressors import compressor_from_config
-from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.plan import ddp_options, plan_options
-from lightning_commopt.run_config import ConfigError, check_config, plan_name
+from lightning_commopt.sweep.conf_path import conf_dir
+from lightning_commopt.sweep.config import ConfigError, check_config, plan_name
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.train import register_with_hydra
 
@@ -142,7 +142,7 @@ def test_a_name_that_is_unknown_is_refused(override, message):
 def test_conf_dir_in_a_wheel_comes_first(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "lightning_commopt"
     (package / "conf").mkdir(parents=True)
-    monkeypatch.setattr(lightning_commopt.conf_path, "__file__", str(package / "conf_path.py"))
+    monkeypatch.setattr(lightning_commopt.sweep.conf_path, "__file__", str(package / "sweep" / "conf_path.py"))
     with pytest.raises(FileNotFoundError, match="reinstall"):
         conf_dir()
     (package / "conf" / "train.yaml").touch()

@@ -14,9 +14,9 @@ from wheels import REPOSITORY, build_wheel, install_wheel, run_checked
 
 from lightning_commopt import CommPlan, PowerSGD
 from lightning_commopt.compressors import compressor_from_config
-from lightning_commopt.loss_curve import read_losses
 from lightning_commopt.measure.files import read_run
-from lightning_commopt.run_record import RunRecord
+from lightning_commopt.runs.losses import read_losses
+from lightning_commopt.runs.record import RunRecord
 
 _YAML = {path.stem: path for path in (REPOSITORY / "conf" / "downstream" / "commopt").glob("*.yaml")}
 
@@ -167,7 +167,7 @@ def trained(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Fore
 def _assert_trained(
     record: dict[str, Any], environment: Path, plan: CommPlan, world_size: int = 2, num_steps: int = 3
 ) -> None:
-    assert record["strategy"] == "lightning_commopt.strategy.CommOptDDP"
+    assert record["strategy"] == "lightning_commopt.strategy.ddp.CommOptDDP"
     assert Path(record["package_file"]).is_relative_to(environment.parent)
     assert record["plan"] == plan.to_dict()
     assert record["world_size"] == world_size

@@ -17,7 +17,7 @@ from side_by_side import two_at_a_time
 from typer.testing import CliRunner
 
 from lightning_commopt.cli import app
-from lightning_commopt.rank_variables import RANK_VARIABLES
+from lightning_commopt.launch.environment import RANK_VARIABLES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LIMIT_S = 150

@@ -10,7 +10,7 @@ from process_groups import is_group_gone, living_members
 from tiny_runs import TINY
 
 from lightning_commopt.measure.files import read_run
-from lightning_commopt.run_record import RunRecord
+from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.train import flags_first, main
 from ranks import run_ranks
 

@@ -17,9 +17,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
 from lightning_commopt.callbacks.phases import FollowsPhases, samples_in, step_of_loggers
-from lightning_commopt.channel import group_beside
+from lightning_commopt.collectives.channel import group_beside
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.compressors.settings import check_integer, check_switch
+from lightning_commopt.ddp.observed import ShowsExchanges, observe, stop_observing
 from lightning_commopt.measure.all_ranks import AllRanks
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.files import StepWriter, rank_file
@@ -27,8 +28,7 @@ from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, StepStatistics, row
 from lightning_commopt.measure.summary_table import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
-from lightning_commopt.observing import ShowsExchanges, observe, stop_observing
-from lightning_commopt.planned import FollowsPlan
+from lightning_commopt.strategy.base import FollowsPlan
 
 PREFIX = "comm_time/"
 _LAST_WINDOW_LIMIT_S = 10.0

@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_commopt.callbacks.phases import FollowsPhases, batch_follows
+from lightning_commopt.ddp.observed import observe, stop_observing
 from lightning_commopt.measure.nvtx_timeline import ExchangeRanges, Timeline, watched_domain
-from lightning_commopt.observing import observe, stop_observing
 
 COLORS = {
     "blue": 0x0000FF,

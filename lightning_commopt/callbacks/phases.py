@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commopt.observing import before_backward, observe_wrapped
+from lightning_commopt.ddp.observed import before_backward, observe_wrapped
 
 
 class FollowsPhases(Callback):

@@ -22,10 +22,10 @@ from lightning_commopt.callbacks.comm_time import CommTimeLogger
 from lightning_commopt.callbacks.throughput import Throughput
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.compressors.settings import check_switch
-from lightning_commopt.loss_curve import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.measure.peak_memory import PeakMemory
-from lightning_commopt.planned import FollowsPlan
-from lightning_commopt.run_record import RunRecord, new_record, record_failure
+from lightning_commopt.runs.losses import LossCurve, LossPoint, read_losses, write_losses
+from lightning_commopt.runs.record import RunRecord, new_record, record_failure
+from lightning_commopt.strategy.base import FollowsPlan
 
 
 class RunRecorder(Callback):

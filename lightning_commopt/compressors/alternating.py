@@ -21,7 +21,7 @@ from lightning_commopt.kernels.finite import all_finite
 from lightning_commopt.kernels.orthonormal import orthonormalize
 
 if TYPE_CHECKING:
-    from lightning_commopt.channel import Channel
+    from lightning_commopt.collectives.channel import Channel
 
 
 @final

@@ -16,7 +16,7 @@ from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
 
 if TYPE_CHECKING:
-    from lightning_commopt.channel import Channel
+    from lightning_commopt.collectives.channel import Channel
 
 _DTYPES = (torch.bfloat16, torch.float16)
 

@@ -15,7 +15,7 @@ from lightning_commopt.compressors.settings import check_switch
 from lightning_commopt.compressors.wrappers import ErrorFeedback
 
 if TYPE_CHECKING:
-    from lightning_commopt.channel import Channel
+    from lightning_commopt.collectives.channel import Channel
 
 
 def with_feedback(inner: Compressor, error_feedback: bool, residual_dtype: str) -> Compressor:

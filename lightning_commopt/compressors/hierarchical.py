@@ -17,7 +17,7 @@ from lightning_commopt.compressors.settings import check_integer, say_once
 from lightning_commopt.compressors.wrappers import check_inner
 
 if TYPE_CHECKING:
-    from lightning_commopt.channel import Channel
+    from lightning_commopt.collectives.channel import Channel
 
 
 @final

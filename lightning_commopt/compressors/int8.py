@@ -15,7 +15,7 @@ from lightning_commopt.compressors.settings import check_power_of_two
 from lightning_commopt.kernels import block_int8
 
 if TYPE_CHECKING:
-    from lightning_commopt.channel import Channel
+    from lightning_commopt.collectives.channel import Channel
 
 
 @final

@@ -24,7 +24,7 @@ from lightning_commopt.kernels.low_rank import Matrix, p_shapes, q_shapes
 from lightning_commopt.kernels.orthonormal import orthonormal
 
 if TYPE_CHECKING:
-    from lightning_commopt.channel import Channel
+    from lightning_commopt.collectives.channel import Channel
 
 DEFAULT_EPSILON = 1e-12
 

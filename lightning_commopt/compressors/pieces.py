@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_commopt.compressors.base import Rounds
 
 if TYPE_CHECKING:
-    from lightning_commopt.channel import Channel, Pending
+    from lightning_commopt.collectives.channel import Channel, Pending
 
 PIECE_NUMEL = 2**21
 """Elements in a piece: few enough that a bucket has several, and so many that a collective's latency does not count."""

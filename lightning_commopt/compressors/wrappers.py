@@ -14,7 +14,7 @@ from lightning_commopt.compressors.settings import check_choice, check_integer
 from lightning_commopt.kernels.chunks import wide_dtype
 
 if TYPE_CHECKING:
-    from lightning_commopt.channel import Channel
+    from lightning_commopt.collectives.channel import Channel
 
 _UNCOMPRESSED = AllReduce()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_commopt.report.model import Group, Run
 from lightning_commopt.report.runs import FoundRuns
 from lightning_commopt.report.words import setting_name, spelled
-from lightning_commopt.run_record import RunRecord
+from lightning_commopt.runs.record import RunRecord
 
 _NUM_COMMIT_DIGITS = 10
 

@@ -11,7 +11,7 @@ from lightning_commopt.report.config_lines import config_lines
 from lightning_commopt.report.intervals import median_interval
 from lightning_commopt.report.model import Interval, Run, Setting
 from lightning_commopt.report.settings import RunsOfSetting
-from lightning_commopt.run_record import RunRecord
+from lightning_commopt.runs.record import RunRecord
 
 _LOSSLESS_HOOKS = ("none", "all_reduce")
 

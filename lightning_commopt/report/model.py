@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_commopt.loss_curve import LossPoint
-from lightning_commopt.run_record import RunRecord
+from lightning_commopt.runs.losses import LossPoint
+from lightning_commopt.runs.record import RunRecord
 
 Difference = Literal["faster", "slower", "no difference", "unknown"]
 """Of a throughput from the reference's; unknown where runs are single, or too few to tell a difference from noise."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import yaml
 
-from lightning_commopt.loss_curve import LOSS_FILE, LossPoint, read_losses
 from lightning_commopt.measure.files import FOLDER, notices, read_run
 from lightning_commopt.report.model import Run
-from lightning_commopt.run_config import CONFIG_FILE
-from lightning_commopt.run_record import RUN_FILE, RunRecord
+from lightning_commopt.runs.losses import LOSS_FILE, LossPoint, read_losses
+from lightning_commopt.runs.record import RUN_FILE, RunRecord
+from lightning_commopt.sweep.config import CONFIG_FILE
 from lightning_commopt.sweep.continuing import EARLIER_FOLDER
 from lightning_commopt.sweep.job import SUMMARY_FILE
 

@@ -12,8 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_commopt.hydra_command import quoted
-from lightning_commopt.run_config import ConfigError, as_trained, check_config, num_repetitions, plan_name
+from lightning_commopt.launch.hydra_command import quoted
+from lightning_commopt.sweep.config import ConfigError, as_trained, check_config, num_repetitions, plan_name
 from lightning_commopt.sweep.job import Job, SweepObserver
 
 # What they say to a run is in trainer.devices and trainer.num_nodes as well.

@@ -11,9 +11,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from lightning_commopt.hydra_command import quoted
-from lightning_commopt.run_config import CONFIG_FILE
-from lightning_commopt.run_record import RUN_FILE, RunRecord
+from lightning_commopt.launch.hydra_command import quoted
+from lightning_commopt.runs.record import RUN_FILE, RunRecord
+from lightning_commopt.sweep.config import CONFIG_FILE
 from lightning_commopt.sweep.job import Job
 
 EARLIER_FOLDER = "earlier"

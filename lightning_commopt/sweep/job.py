@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_commopt.run_record import RUN_FILE, RunRecord, write_json
+from lightning_commopt.runs.record import RUN_FILE, RunRecord, write_json
 from lightning_commopt.sweep.output import LineReader, cause_in_another_rank, last_exception
 from lightning_commopt.sweep.process import InterruptedRun, run_in_group
 

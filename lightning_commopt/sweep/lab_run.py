@@ -13,11 +13,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
-from lightning_commopt.hydra_command import single_run_command
+from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
+from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.netlab import NetLab, RankError
-from lightning_commopt.rank_variables import LAB_RANK_VARIABLE
-from lightning_commopt.run_config import LabShape, lab_shape, plan_name
-from lightning_commopt.run_record import RUN_FILE, RunRecord, new_record
+from lightning_commopt.runs.record import RUN_FILE, RunRecord, new_record
+from lightning_commopt.sweep.config import LabShape, lab_shape, plan_name
 from lightning_commopt.sweep.output import last_exception, lines_that_stay
 from lightning_commopt.sweep.process import InterruptedRun, raised_signals
 

@@ -22,8 +22,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from lightning_commopt.rank_variables import RANK_VARIABLES, num_started_ranks
-from lightning_commopt.run_record import RunRecord
+from lightning_commopt.launch.environment import RANK_VARIABLES, num_started_ranks
+from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.sweep.composing import JobComposer, SweepSettings, check_folders
 from lightning_commopt.sweep.continuing import changed_keys, finished_before, set_aside
 from lightning_commopt.sweep.job import Job, JobResult, run_job, save_summary

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks.nvtx_ranges import COLORS, RANGES, NVTXRanges
+from lightning_commopt.ddp.observed import observers_of
 from lightning_commopt.measure.nvtx_timeline import ExchangeRanges
 from lightning_commopt.measure.observer import BucketInfo
-from lightning_commopt.observing import observers_of
 from ranks import run_ranks
 
 STEP = ["get batch", "forward", "backward", "optimizer step"]

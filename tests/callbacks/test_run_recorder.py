@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeLogger, RunRecorder, Throughput, run_recorder
-from lightning_commopt.loss_curve import LOSS_FILE, read_losses
-from lightning_commopt.run_record import RUN_FILE, RunRecord
+from lightning_commopt.runs.losses import LOSS_FILE, read_losses
+from lightning_commopt.runs.record import RUN_FILE, RunRecord
 from ranks import run_ranks, run_ranks_or_raise
 
 BATCH_SIZE = 4

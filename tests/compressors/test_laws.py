@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, PowerSGD
-from lightning_commopt.hook import CommHook, attach_comm_hook
+from lightning_commopt.ddp.hook import CommHook, attach_comm_hook
 from lightning_commopt.kernels.compiled import loaded
 from ranks import run_ranks
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import PowerSGD
-from lightning_commopt.hook import attach_comm_hook
+from lightning_commopt.ddp.hook import attach_comm_hook
 from lightning_commopt.measure.clock import Clock, CudaClock, HostClock
 from lightning_commopt.measure.observer import BucketInfo, Observers
 from lightning_commopt.measure.record import Phase

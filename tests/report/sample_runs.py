@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_commopt.loss_curve import LossPoint, write_losses
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 from lightning_commopt.measure.statistics import StepStatistics, row
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Report
-from lightning_commopt.run_record import RunRecord
+from lightning_commopt.runs.losses import LossPoint, write_losses
+from lightning_commopt.runs.record import RunRecord
 
 NUM_STEPS = 3
 BATCH_SIZE = 32

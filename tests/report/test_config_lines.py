@@ -6,9 +6,9 @@ from hydra import compose, initialize_config_dir
 from sample_runs import save_run
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report
+from lightning_commopt.sweep.conf_path import conf_dir
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.train import register_with_hydra
 

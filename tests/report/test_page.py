@@ -17,7 +17,7 @@ from wheels import REPOSITORY, build_wheel
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Group, Report, Run
 from lightning_commopt.report.page import write_page
-from lightning_commopt.run_record import RunRecord
+from lightning_commopt.runs.record import RunRecord
 
 EVIL = "<script>alert('1')</script> & <b>bold</b> {{ 7 * 7 }}"
 

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
-from lightning_commopt.comm_state import KEY
 from lightning_commopt.compressors import Compressor, ErrorFeedback, Hierarchical, LowRank
 from lightning_commopt.compressors.base import as_real
+from lightning_commopt.ddp.state import KEY
 from lightning_commopt.plan import OptionError
 from ranks import run_ranks, run_ranks_or_raise
 

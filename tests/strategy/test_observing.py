@@ -15,10 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.callbacks.phases import FollowsPhases
+from lightning_commopt.ddp.observed import observe, observe_wrapped, observers_of, stop_observing
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.observing import observe, observe_wrapped, observers_of, stop_observing
 from ranks import run_ranks
 
 SMALL = 0.001  # MiB: three buckets or more

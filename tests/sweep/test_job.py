@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lightning_commopt.run_record import RunRecord
+from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.sweep.job import SUMMARY_FILE, Job, SweepObserver, run_job, save_summary
 from lightning_commopt.sweep.process import InterruptedRun
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namespaces_in
 
-from lightning_commopt.rank_variables import LAB_RANK_VARIABLE
-from lightning_commopt.run_config import LabShape
-from lightning_commopt.run_record import RUN_FILE, RunRecord
+from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
+from lightning_commopt.runs.record import RUN_FILE, RunRecord
+from lightning_commopt.sweep.config import LabShape
 from lightning_commopt.sweep.lab_run import RankFailed, run_in_lab
 from lightning_commopt.sweep.process import InterruptedRun
 

@@ -4,14 +4,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_commopt import run_config
-from lightning_commopt.conf_path import conf_dir
-from lightning_commopt.rank_variables import LAB_RANK_VARIABLE
-from lightning_commopt.resolvers import register_resolvers
-from lightning_commopt.run_config import ConfigError, as_trained, check_config
+from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
+from lightning_commopt.sweep import config as run_config
 from lightning_commopt.sweep.composing import SweepSettings
+from lightning_commopt.sweep.conf_path import conf_dir
+from lightning_commopt.sweep.config import ConfigError, as_trained, check_config
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.sweep.launcher import register_launcher
+from lightning_commopt.sweep.resolvers import register_resolvers
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from process_groups import is_group_gone
 from tiny_runs import TINY
 
 from lightning_commopt.measure.files import read_run
-from lightning_commopt.run_record import RunRecord
+from lightning_commopt.runs.record import RunRecord
 
 pytestmark = [pytest.mark.usefixtures("lab_machine"), pytest.mark.slow]
 

@@ -7,8 +7,8 @@ import pytest
 from fake_sweeps import JOB, fake_sweep
 from hydra.errors import HydraException
 
-from lightning_commopt.run_config import ConfigError
-from lightning_commopt.run_record import RunRecord
+from lightning_commopt.runs.record import RunRecord
+from lightning_commopt.sweep.config import ConfigError
 from lightning_commopt.sweep.job import SUMMARY_FILE
 
 

@@ -9,7 +9,6 @@ from typing import Literal
 
 from plotly import graph_objects as go
 
-from lightning_commopt.loss_curve import LossPoint
 from lightning_commopt.report.figures.chart import Chart
 from lightning_commopt.report.figures.labels import LineEnd, Range, label_ends, plain, plot_height, right_margin
 from lightning_commopt.report.figures.series import typical_run
@@ -17,6 +16,7 @@ from lightning_commopt.report.figures.style import PlanStyle, line_styles, new_f
 from lightning_commopt.report.figures.units import number
 from lightning_commopt.report.model import Group, Setting
 from lightning_commopt.report.phrases import in_quotes, listed
+from lightning_commopt.runs.losses import LossPoint
 
 MOST_CURVES = 8
 _SAME_LOSS = 0.005

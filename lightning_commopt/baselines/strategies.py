@@ -1,0 +1,228 @@
+"""NaiveDP and InterleavedDP: data parallelism without buckets, to measure DDP and CommOptDDP against."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.distributed.utils import _verify_param_shape_across_processes
+from torch.optim import Optimizer
+
+from lightning_commopt.baselines.parameter_sync import (
+    AfterBackward,
+    ParameterExchange,
+    WhileBackwardRuns,
+    names_to_ignore,
+)
+from lightning_commopt.ddp.observed import ShowsExchanges, observers_of
+from lightning_commopt.launch.lightning_launcher import RunsInOwnGroup, forget_previous_job
+from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options, plan_options
+
+_StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_OPTIONS = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
+_OPTIONS_OF_LIGHTNINGS_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+_BROADCAST_BYTES = 250 * 1024 * 1024  # in one message of buffers, as in DDP
+
+
+class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
+    """What `NaiveDP` and `InterleavedDP` share: all of data parallelism but when gradients are exchanged.
+
+    It is a ``DDPStrategy`` to Lightning, but wraps nothing in ``DistributedDataParallel``.
+
+    Args:
+        accelerator: see ``DDPStrategy``, as for the others. DDP's own options have no meaning here and are refused.
+        parallel_devices: see ``DDPStrategy``.
+        cluster_environment: see ``DDPStrategy``.
+        checkpoint_io: see ``DDPStrategy``.
+        precision_plugin: see ``DDPStrategy``.
+        process_group_backend: "gloo", "nccl", ...
+        timeout: of the process group.
+        start_method: "popen", "spawn", "fork" or "forkserver".
+        **kwargs: refused.
+
+    Raises:
+        OptionError: an option is one of DDP's, unknown, or out of range.
+    """
+
+    _exchange_class: ClassVar[type[ParameterExchange]]
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: _StartMethod = "popen",
+        **kwargs: Any,
+    ) -> None:
+        _refuse_options(type(self).__name__, kwargs)
+        _check_options(process_group_backend, timeout, start_method)
+        forget_previous_job()
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._exchange: ParameterExchange | None = None
+        self._bytes_of_closed_exchanges = 0
+        self._is_blocked = False
+        self._has_buffers = False
+        self._buffers_are_due = False
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes of gradients that this rank has handed to collectives since the strategy was made."""
+        return self._bytes_of_closed_exchanges + (self._exchange.bytes_sent if self._exchange is not None else 0)
+
+    def configure_ddp(self) -> None:
+        """Sends rank 0's parameters and buffers to all ranks, and prepares the exchange, unless there is one rank."""
+        if self.world_size == 1:
+            return
+        module = self.model
+        assert module is not None
+        ignored = names_to_ignore(module)
+        parameters: list[Tensor] = [values for name, values in module.named_parameters() if name not in ignored]
+        _verify_param_shape_across_processes(_all_ranks(), parameters)
+        _sync_module_states(module)
+        self._exchange = self._exchange_class(module, _all_ranks(), observers_of(self))
+        self._has_buffers = self._buffers_are_due = any(name not in ignored for name, _ in module.named_buffers())
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the step, with rank 0's buffers."""
+        self._send_buffers()
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the step, with rank 0's buffers if it is within a fit."""
+        self._send_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    def _send_buffers(self) -> None:
+        """Sends rank 0's buffers to all ranks if a synchronised backward came since that was last done, as DDP does."""
+        if not self._buffers_are_due:
+            return
+        self._buffers_are_due = False
+        module = self.model
+        assert module is not None
+        ignored = names_to_ignore(module)
+        buffers = [buffer.detach() for name, buffer in module.named_buffers() if name not in ignored]
+        dist._broadcast_coalesced(_all_ranks(), buffers, _BROADCAST_BYTES, 0)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs backward; when the hooks for its end are called, the gradients are averages.
+
+        Raises:
+            MisconfigurationException: a parameter has no gradient, or a sparse one.
+        """
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        is_exchanged = self._exchange is not None and not self._is_blocked
+        with self._exchange.around_backward() if is_exchanged else nullcontext():  # type: ignore[union-attr]
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        # Under manual optimization DDP sends them at the start of a fit only: backward is within its forward there.
+        self._buffers_are_due = self._has_buffers and is_exchanged and module.automatic_optimization
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Blocks the exchange in backward."""
+        was_blocked, self._is_blocked = self._is_blocked, True
+        try:
+            yield
+        finally:
+            self._is_blocked = was_blocked
+
+    def teardown(self) -> None:
+        """Lets go of the parameters."""
+        try:
+            super().teardown()
+        finally:
+            if self._exchange is not None:
+                self._exchange.close()
+                self._bytes_of_closed_exchanges += self._exchange.bytes_sent
+                self._exchange = None
+            self._has_buffers = self._buffers_are_due = False
+
+
+class NaiveDP(ParameterwiseDP):
+    """Data parallelism as it is written down first: after backward, each gradient's all-reduce, one by one.
+
+    Nothing of the exchange is hidden behind backward, and every parameter pays a collective's latency. Trains as
+    ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more. On CUDA each all-reduce is waited for by
+    the stream, and the host runs ahead.
+
+    Takes the arguments of `ParameterwiseDP`.
+    """
+
+    _exchange_class = AfterBackward
+
+
+class InterleavedDP(ParameterwiseDP):
+    """Data parallelism that starts each gradient's all-reduce when backward has computed it, without buckets.
+
+    Backward hides the exchange as far as it lasts, while every parameter pays a collective's latency. All are waited
+    for when backward is over. Trains as ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more.
+
+    Takes the arguments of `ParameterwiseDP`.
+    """
+
+    _exchange_class = WhileBackwardRuns
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
+    of_ddp = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_OPTIONS_OF_LIGHTNINGS_DDP, "save_comm_state"}
+    for name in options:
+        if name in of_ddp:
+            raise OptionError(
+                f"{name} has no effect in {strategy}, which exchanges every parameter's gradient by itself and wraps"
+                " nothing in DistributedDataParallel: leave it out, or use CommOptDDP"
+            )
+        raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(_OPTIONS))}")
+
+
+def _check_options(process_group_backend: Any, timeout: Any, start_method: Any) -> None:
+    if process_group_backend is not None and (not isinstance(process_group_backend, str) or not process_group_backend):
+        raise OptionError(f"process_group_backend must be a backend's name or None, got {process_group_backend!r}")
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise OptionError(f"timeout must be a timedelta above 0 or None, got {timeout!r}")
+    if start_method not in get_args(_StartMethod):
+        raise OptionError(f"start_method must be one of {', '.join(get_args(_StartMethod))}, got {start_method!r}")

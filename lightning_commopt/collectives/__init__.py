@@ -1,0 +1,1 @@
+"""Collectives over a process group, and gathering objects on one rank."""

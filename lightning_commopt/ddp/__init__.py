@@ -1,0 +1,1 @@
+"""DDP's side of gradient sync: its hook, its buckets, its reducer."""

@@ -1,0 +1,105 @@
+"""Taking a model out of its DDP wrapper in the middle of training, and what that leaves to carry over."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from lightning_commopt.compressors.base import as_real
+from lightning_commopt.ddp.buckets import exchanged_parameters
+
+
+def gradient_bytes(model: DistributedDataParallel) -> int:
+    """Returns the size of all gradients that DDP exchanges in one backward."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in exchanged_parameters(model))
+
+
+class Trainable:
+    """Which parameters asked for a gradient when the model was wrapped: those that DDP exchanges.
+
+    Args:
+        model: just wrapped.
+    """
+
+    def __init__(self, model: Module) -> None:
+        parameters = list(model.parameters())
+        self._trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+
+    def some_unfrozen(self) -> bool:
+        """Returns whether a parameter asks for a gradient that DDP does not know of."""
+        return any(parameter.requires_grad for parameter in self._frozen)
+
+    def some_frozen(self) -> bool:
+        """Returns whether a parameter that DDP waits for asks for no gradient any more."""
+        return not all(parameter.requires_grad for parameter in self._trainable)
+
+
+def is_within_batch(trainer: Trainer) -> bool:
+    """Returns whether a training batch has begun and not ended."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return batches.started > batches.processed  # type: ignore[attr-defined]
+
+
+@contextmanager
+def kept_buffers(module: Module) -> Generator[None, None, None]:
+    """Gives the buffers of ``module`` back the values that they had before."""
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
+def unwrap(model: DistributedDataParallel) -> Module:
+    """Takes the module out of its wrapper for good; gradients that it has so far are kept.
+
+    Args:
+        model: not to be used afterwards: its reducer no longer hears of gradients.
+    """
+    model.reducer._remove_autograd_hooks()
+    for parameter in model.module.parameters():
+        if parameter.grad is not None and model.gradient_as_bucket_view:
+            parameter.grad = parameter.grad.clone()  # was a view of a bucket that goes now
+    return model.module
+
+
+class Additions:
+    """Adds to the next gradient of each parameter what it is owed, once.
+
+    Args:
+        module: whose parameters; those that ask for no gradient are left out.
+        owed: by the parameter's name; in its shape, or for a complex one as pairs of real numbers.
+
+    Attributes:
+        owed: what has not been added yet.
+    """
+
+    def __init__(self, module: Module, owed: dict[str, Tensor]) -> None:
+        parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.owed = {name: value for name, value in owed.items() if name in parameters}
+        self._handles = {name: self._add_once(name, parameters[name]) for name in self.owed}
+
+    def _add_once(self, name: str, parameter: Parameter) -> RemovableHandle:
+        def add(gradient: Tensor) -> Tensor:
+            self._handles.pop(name).remove()
+            total = as_real(gradient) + self.owed.pop(name).to(as_real(gradient))
+            return torch.view_as_complex(total) if gradient.is_complex() else total
+
+        return parameter.register_hook(add)
+
+    def cancel(self) -> None:
+        """Adds nothing more."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self.owed.clear()

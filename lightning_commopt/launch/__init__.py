@@ -1,0 +1,1 @@
+"""Processes: starting them, and what the environment says of their ranks."""

@@ -1,0 +1,1 @@
+"""What a run was and came to."""

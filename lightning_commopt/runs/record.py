@@ -1,0 +1,170 @@
+"""RunRecord: what one training run was and what came out, as it lies in the run's directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lightning_commopt.runs.git_state import git_state
+from lightning_commopt.runs.info import devices, versions
+
+RUN_FILE = "run.json"
+
+Status = Literal["running", "finished", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run. None stands for what is not known.
+
+    Attributes:
+        status: "running" until the end; a run that was killed keeps it.
+        plan_name: short name of the way the gradients travel.
+        overrides: what the user set on the command line.
+        strategy: class of the Lightning strategy.
+        device: that rank 0 trained on: the GPU's name, or "cpu".
+        plan: the options of the `CommPlan`, if the strategy has one.
+        world_size: number of ranks that trained.
+        started_at: local time with its offset, ISO 8601.
+        seconds: from the start to the end of the run, with set-up and validation.
+        steps_per_s: optimizer steps after the warm-up steps, without validation.
+        samples_per_s: over all ranks.
+        num_timed_steps: how many steps the two are taken from.
+        wire_bytes_per_step: payload that one rank hands to collectives for its gradients.
+        exposed_share: share of a step that communication takes and nothing hides, 0 to 1.
+        comm_time: the summary of `CommTimeLogger`, by its names; empty where there was none.
+        peak_memory_bytes: of the rank that needed most: on a GPU what was allocated, else what the process held.
+        num_parameters: of the model.
+        val_loss: at the end.
+        val_accuracy: at the end.
+        metrics: whatever the model logged, as it was at the end.
+        versions: of Python and packages.
+        hardware: the CPU and the GPUs, with names, memory and cores.
+        git: commit, and whether files differed from it.
+        error: why the run failed.
+    """
+
+    status: Status
+    plan_name: str
+    overrides: tuple[str, ...] = ()
+    strategy: str | None = None
+    device: str | None = None
+    plan: dict[str, Any] | None = None
+    world_size: int | None = None
+    started_at: str | None = None
+    seconds: float | None = None
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    num_timed_steps: int | None = None
+    wire_bytes_per_step: float | None = None
+    exposed_share: float | None = None
+    comm_time: dict[str, float] = field(default_factory=dict)
+    peak_memory_bytes: float | None = None
+    num_parameters: int | None = None
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: tuple[dict[str, Any], ...] = ()
+    git: dict[str, Any] | None = None
+    error: str | None = None
+
+    def save(self, folder: Path) -> None:
+        """Writes the record into the folder of its run, whole or not at all."""
+        write_json(folder / RUN_FILE, dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> RunRecord:
+        """Reads the record from the folder of its run.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: the file holds something else.
+        """
+        path = folder / RUN_FILE
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or not {"status", "plan_name"} <= values.keys():
+            raise ValueError(f"{path} is not the record of a run")
+        types = get_type_hints(cls)
+        kept: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in types
+        }
+        for name, value in kept.items():
+            if not _is_a(value, types[name]):
+                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is no {cls.__annotations__[name]}")
+        return cls(**kept)
+
+
+def new_record(plan_name: str, overrides: Sequence[str], folder: Path) -> RunRecord:
+    """Returns the record of a run that begins now.
+
+    Args:
+        plan_name: short name of the way the gradients travel.
+        overrides: what the user set on the command line.
+        folder: within the repository that the run is made from, if there is one.
+    """
+    return RunRecord(
+        status="running",
+        plan_name=plan_name,
+        overrides=tuple(overrides),
+        started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+        versions=versions(),
+        hardware=tuple(dataclasses.asdict(device) for device in devices()),
+        git=git_state(folder),
+    )
+
+
+def record_failure(folder: Path, error: BaseException, *, rank: int, seconds: float) -> None:
+    """Notes in the record of a run why it has failed, unless there is a reason already.
+
+    What comes first is the cause: when a rank has failed, the others follow with errors of their connections.
+
+    Args:
+        folder: of the run; without a record in it nothing is noted.
+        error: that has ended this rank.
+        rank: that was.
+        seconds: for which it ran.
+    """
+    try:
+        record = RunRecord.load(folder)
+    except (OSError, ValueError):
+        return
+    if record.status == "failed":
+        return
+    reason = f"{type(error).__name__}: {error}"
+    reason = reason if rank == 0 else f"rank {rank}: {reason}"
+    with suppress(OSError):  # it would hide the error that ended the run
+        dataclasses.replace(record, status="failed", error=reason, seconds=seconds).save(folder)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON into a file so that a reader sees the old content or the new, never a part."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _is_a(value: Any, type_hint: Any) -> bool:
+    """Returns whether a value is what an annotation says; a whole number is a float, and a truth value no number."""
+    origin, inner = get_origin(type_hint), get_args(type_hint)
+    if type_hint is Any:
+        return True
+    if origin is Literal:
+        return value in inner
+    if origin in (Union, UnionType):
+        return any(_is_a(value, each) for each in inner)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_a(each, inner[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_a(each, inner[1]) for each in value.values())
+    if type_hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if type_hint is float else type_hint)

@@ -1,0 +1,1 @@
+"""Lightning's side: the strategy for the Trainer."""

@@ -1,0 +1,105 @@
+"""What a strategy refuses or warns of, in words that say what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import _augment_message
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_commopt.compressors import Cast, Compressor, Layout
+from lightning_commopt.ddp.rewrap import Trainable
+from lightning_commopt.plan import CommPlan, OptionError
+
+
+def check_graph_is_static(module: LightningModule) -> None:
+    """Refuses a static graph with toggled optimizers, whose graph is not static.
+
+    Raises:
+        MisconfigurationException: one of several optimizers of ``module`` is toggled.
+    """
+    if module._param_requires_grad_state and len(module.trainer.optimizers) > 1:
+        raise MisconfigurationException(
+            "static_graph=True cannot be used with toggle_optimizer: each optimizer's backward gives gradients"
+            " to other parameters. Use CommOptDDP(find_unused_parameters=True) without static_graph."
+        )
+
+
+def check_none_unfrozen(trainable: Trainable) -> None:
+    """Refuses gradients that DDP does not exchange.
+
+    Raises:
+        MisconfigurationException: a parameter that was frozen when the model was wrapped asks for a gradient.
+    """
+    if trainable.some_unfrozen():
+        raise MisconfigurationException(
+            "A parameter was unfrozen within the training step, after DDP had been told what to exchange: each rank"
+            " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters take turns, let"
+            " all ask for gradients when fit starts and use CommOptDDP(find_unused_parameters=True)."
+        )
+
+
+def check_plans_agree(plan: CommPlan) -> None:
+    """Compares the ranks' plans; all ranks must call it.
+
+    Raises:
+        OptionError: they differ.
+    """
+    plans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, repr(plan))
+    if len(set(plans)) > 1:
+        raise OptionError(f"apply_plan must get the same plan on all ranks, got {plans}")
+
+
+def warn_of_fp16_under_scaler(comm_hook: Compressor) -> None:
+    """Warns if gradients that a gradient scaler has multiplied are to be rounded to float16."""
+    while hasattr(comm_hook, "inner"):
+        comm_hook = comm_hook.inner
+    if isinstance(comm_hook, Cast) and comm_hook.dtype == torch.float16:
+        rank_zero_warn(
+            "comm_hook='fp16' rounds gradients that a gradient scaler has multiplied: those beyond float16's"
+            " 65504 become infinite, and the scaler then skips the step. comm_hook='bf16' has float32's range."
+        )
+
+
+def warn_of_unused_residuals(comm_hook: Compressor) -> None:
+    """Warns that error feedback and unused parameters do not go together without loss."""
+    layout = Layout((torch.Size([1]),), ((1,),), torch.float32)
+    if comm_hook.residual(layout, comm_hook.init(layout, torch.device("cpu"))) is not None:
+        rank_zero_warn(
+            "find_unused_parameters=True with error feedback: what it holds back for a parameter is lost in part in"
+            " each step in which no rank uses that parameter."
+        )
+
+
+def warn_of_torchs_powersgd(ddp_comm_hook: Callable[..., Any] | None) -> None:
+    """Warns of torch's own PowerSGD hook, whose collectives have no fixed order on gloo."""
+    if getattr(ddp_comm_hook, "__module__", "").endswith("powerSGD_hook"):
+        rank_zero_warn(
+            "torch's powerSGD_hook can abort or hang on gloo with more than one bucket. comm_hook='powersgd' does not."
+        )
+
+
+def warn_if_never_compressed(comm_hook: Compressor | None, num_steps: int) -> None:
+    """Warns if training was over before a compressor that starts late began."""
+    start_step = getattr(comm_hook, "start_step", 0)
+    if 0 < num_steps <= start_step:
+        rank_zero_warn(f"comm_hook never compressed: {num_steps} steps, and start_step={start_step}.")
+
+
+def explain_unused_parameters(exception: BaseException) -> None:
+    """Adds to DDP's message about parameters without a gradient what to do."""
+    _augment_message(
+        exception,
+        pattern=".*Expected to have finished reduction in the prior iteration.*",
+        new_message=(
+            "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
+            " training_step. If that is intended (two optimizers that are toggled, for instance), use"
+            " strategy=CommOptDDP(find_unused_parameters=True)."
+        ),
+    )
