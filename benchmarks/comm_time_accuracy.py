@@ -1,4 +1,4 @@
-"""Whether CommTimeLogger tells the truth: exposed communication, and the rank that the others wait for.
+"""Whether CommTimeMonitor tells the truth: exposed communication, and the rank that the others wait for.
 
 On hosts of the network lab, one rank on each, pinned to a core.
 
@@ -34,7 +34,7 @@ from rich.table import Table
 from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import CommTimeLogger
+from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.netlab import NetLab, why_not
 
 RESULT = "RESULT "
@@ -66,7 +66,7 @@ class Collected(Logger):
         return 0
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Keeps a window of CommTimeLogger's."""
+        """Keeps a window of CommTimeMonitor's."""
         if "comm_time/step_s" in metrics:
             self.windows.append(dict(metrics))
 
@@ -122,7 +122,7 @@ class ForwardTimes(Callback):
 
 
 def fit(
-    arguments: argparse.Namespace, strategy: CommOptDDP, num_steps: int, comm_time: CommTimeLogger, *others: Any
+    arguments: argparse.Namespace, strategy: CommOptDDP, num_steps: int, comm_time: CommTimeMonitor, *others: Any
 ) -> list[dict[str, float]]:
     """Trains, and returns what was logged of each window."""
     collected = Collected()
@@ -152,7 +152,7 @@ def exposed_trials(arguments: argparse.Namespace) -> dict[str, list[dict[str, fl
     trials: dict[str, list[dict[str, float]]] = {name: [] for name in PLANS}
 
     def block(strategy: CommOptDDP) -> dict[str, float]:
-        comm_time = CommTimeLogger(every_n_steps=10, save_records=False, print_summary=False)
+        comm_time = CommTimeMonitor(every_n_steps=10, save_records=False, print_summary=False)
         fit(arguments, strategy, arguments.num_steps + 10, comm_time)
         return comm_time.summary
 
@@ -175,8 +175,8 @@ def straggler_trials(arguments: argparse.Namespace) -> list[dict[str, float]]:
     """Returns for each window which rank was slow by which share, and which one was named."""
     num_steps = arguments.num_steps_in_window
 
-    def comm_time() -> CommTimeLogger:
-        return CommTimeLogger(every_n_steps=num_steps, num_warmup_steps=0, save_records=False, print_summary=False)
+    def comm_time() -> CommTimeMonitor:
+        return CommTimeMonitor(every_n_steps=num_steps, num_warmup_steps=0, save_records=False, print_summary=False)
 
     quiet = fit(arguments, CommOptDDP(), 5 * num_steps, comm_time())
     step_s = torch.tensor(float(np.median([window["comm_time/step_s"] for window in quiet[1:]])))

@@ -1,4 +1,4 @@
-"""What CommTimeLogger measures against what torch.profiler sees of the same steps.
+"""What CommTimeMonitor measures against what torch.profiler sees of the same steps.
 
 Trains with both at once. Total: time in which a collective was under way. From the profiler's trace: the union of
 NCCL's kernels (CUDA) or of gloo's all-reduces (CPU). Exposed: the part of NCCL's kernels that no other kernel covers.
@@ -26,7 +26,7 @@ from rich.table import Table
 from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import CommTimeLogger
+from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.record import covered_s
 
@@ -77,7 +77,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     options: dict[str, Any] = {"bucket_cap_mb": arguments.bucket_cap_mb, "comm_hook": arguments.comm_hook}
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
-        comm_time = CommTimeLogger(dirpath=folder, print_summary=False)
+        comm_time = CommTimeMonitor(dirpath=folder, print_summary=False)
         train_gpt(
             num_steps=NUM_WARMUP_STEPS + arguments.num_steps,
             batch_size=arguments.batch_size,

@@ -38,14 +38,14 @@ from rich.table import Table
 from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import CommTimeLogger, CUDAProfilerWindow, NVTXRanges
+from lightning_commopt.callbacks import CommTimeMonitor, CUDAProfilerWindow, NVTXRanges
 from lightning_commopt.ddp.observed import ObservedAllReduce, observe, observers_of, stop_observing
-from lightning_commopt.measure.observer import ExchangeObserver
+from lightning_commopt.measure.observer import SyncObserver
 
 RESULT = "RESULT "
 NEVER = 10**9
 REFERENCE = "off"
-OURS = (REFERENCE, "off, again", "all three callbacks", "CommTimeLogger")
+OURS = (REFERENCE, "off, again", "all three callbacks", "CommTimeMonitor")
 PEERS = (REFERENCE, "off, again", "Lightning's SimpleProfiler", "Lightning's AdvancedProfiler", "torch.profiler")
 NUM_SETTLING_STEPS = 4
 HOOKS = (
@@ -90,7 +90,7 @@ class Switch(Callback):
     def __init__(self, variants: dict[str, list[Callback]], order: list[str], num_steps: int) -> None:
         self.variants, self.order, self.num_steps = variants, order, num_steps
         self.always: list[Callback] = []
-        self.watching: dict[str, list[ExchangeObserver]] = {}
+        self.watching: dict[str, list[SyncObserver]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds out who watches exchanges in which variant."""
@@ -125,8 +125,8 @@ class Switch(Callback):
 
 def our_callbacks(variant: str, folder: str) -> list[Callback]:
     """Returns what measures in a variant of ours."""
-    comm_time = CommTimeLogger(dirpath=f"{folder}/{variant}", print_summary=False)
-    if variant == "CommTimeLogger":
+    comm_time = CommTimeMonitor(dirpath=f"{folder}/{variant}", print_summary=False)
+    if variant == "CommTimeMonitor":
         return [comm_time]
     if variant == "all three callbacks":
         return [comm_time, NVTXRanges(), CUDAProfilerWindow(start_step=NEVER, num_steps=1)]

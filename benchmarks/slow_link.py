@@ -1,4 +1,4 @@
-"""What CommTimeLogger says of a small GPT on two hosts with a slow link between them, for one plan after another.
+"""What CommTimeMonitor says of a small GPT on two hosts with a slow link between them, for one plan after another.
 
 Prints each plan's table, and leaves its steps in OUTPUT_DIR/PLAN/comm_time. It is there to be looked at, and stores no
 result.
@@ -20,7 +20,7 @@ from rich.console import Console
 from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import CommTimeLogger
+from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.measure.summary_table import summary_table
 from lightning_commopt.netlab import NetLab, why_not
 
@@ -37,7 +37,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    comm_time = CommTimeLogger(dirpath=arguments.output_dir / arguments.worker, print_summary=False)
+    comm_time = CommTimeMonitor(dirpath=arguments.output_dir / arguments.worker, print_summary=False)
     train_gpt(
         num_steps=arguments.num_steps,
         batch_size=arguments.batch_size,

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer, get_model
 
 from lightning_commopt import CommPlan
-from lightning_commopt.ddp.hook import attach_comm_hook
+from lightning_commopt.ddp.hook import attach_bucket_hook
 from lightning_commopt.netlab import NetLab, RankError, parse_rate, why_not
 from lightning_commopt.netlab.lab import DEVICE
 
@@ -128,7 +128,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         if contender.hook is not None:
             contender.hook(wrapped)
         elif plan.comm_hook is not None:
-            hook = attach_comm_hook(wrapped, plan.comm_hook, GROUP_TIMEOUT)
+            hook = attach_bucket_hook(wrapped, plan.comm_hook, GROUP_TIMEOUT)
     torch.manual_seed(int(os.environ["RANK"]))
     batch = torch.randn(arguments.batch_size, 3, 224, 224), torch.randint(0, 1000, (arguments.batch_size,))
     result = timed_steps(wrapped, batch, arguments.num_warmup_steps, arguments.num_steps)

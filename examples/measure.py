@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from model import Classifier, Points
 
-from lightning_commopt.callbacks import CommTimeLogger, CUDAProfilerWindow, NVTXRanges
+from lightning_commopt.callbacks import CommTimeMonitor, CUDAProfilerWindow, NVTXRanges
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
         strategy="ddp",
         logger=CSVLogger("measured", name="", version="csv"),
         callbacks=[
-            CommTimeLogger(every_n_steps=10, dirpath="measured"),
+            CommTimeMonitor(every_n_steps=10, dirpath="measured"),
             NVTXRanges(),
             CUDAProfilerWindow(start_step=50, num_steps=3),
         ],

@@ -57,7 +57,7 @@ def info(
 @app.command()
 def trace(
     run_dir: Annotated[
-        Path, typer.Argument(help="Directory that has comm_time, where CommTimeLogger saved its steps.")
+        Path, typer.Argument(help="Directory that has comm_time, where CommTimeMonitor saved its steps.")
     ],
     output: Annotated[Path | None, typer.Option(help="The file; by default comm_time/trace.json in RUN_DIR.")] = None,
     first_step: Annotated[

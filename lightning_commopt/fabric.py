@@ -17,7 +17,7 @@ from lightning.fabric.strategies.ddp import _DDPBackwardSyncControl
 from torch.nn import Module
 
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.ddp.hook import CommHook, attach_comm_hook
+from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
 from lightning_commopt.plan import plan_from_keywords, plan_options
 from lightning_commopt.strategy.base import FollowsPlan, check_group, say_one_rank
 
@@ -94,7 +94,7 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
             start_method=start_method,
             **ddp_kwargs,
         )
-        self._hooks: list[CommHook] = []
+        self._hooks: list[BucketHook] = []
         self._backward_sync_control = _SyncControl()
 
     @property
@@ -110,7 +110,7 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
             return module
         wrapped = super().setup_module(module)
         if self._plan.comm_hook is not None:
-            hook = attach_comm_hook(wrapped, self._plan.comm_hook, self._timeout, local_world_size=self.num_processes)
+            hook = attach_bucket_hook(wrapped, self._plan.comm_hook, self._timeout, local_world_size=self.num_processes)
             weakref.finalize(wrapped, hook.close).atexit = False
             self._hooks.append(hook)
         return wrapped

@@ -138,8 +138,8 @@ def test_adds_two_groups_to_a_project_and_no_other(project: ForeignProject) -> N
 
 def test_composes_callbacks_that_record(project: ForeignProject) -> None:
     targets = {
-        "lightning_commopt.callbacks.Throughput",
-        "lightning_commopt.callbacks.CommTimeLogger",
+        "lightning_commopt.callbacks.SpeedMonitor",
+        "lightning_commopt.callbacks.CommTimeMonitor",
         "lightning_commopt.callbacks.RunRecorder",
     }
     named = project.compose("+commopt_record=callbacks", "callbacks.commopt_run.val_loss=val/loss").config.callbacks

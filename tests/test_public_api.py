@@ -47,7 +47,7 @@ def test_comm_hook_names() -> None:
 
 def test_callbacks() -> None:
     """If it fails, a callback that projects use has come or gone."""
-    assert callbacks.__all__ == ["CUDAProfilerWindow", "CommTimeLogger", "NVTXRanges", "RunRecorder", "Throughput"]
+    assert callbacks.__all__ == ["CUDAProfilerWindow", "CommTimeMonitor", "NVTXRanges", "RunRecorder", "SpeedMonitor"]
 
 
 def test_commands() -> None:

@@ -86,7 +86,7 @@ def train_as_rank(overrides: list[str]) -> int | str | None:
             "data.image_size=32",
             "data.batch_size=1",
             "trainer.max_steps=2",
-            "callbacks.throughput.num_warmup_steps=1",
+            "callbacks.speed.num_warmup_steps=1",
         ),
         (
             "experiment=sharding",

@@ -17,12 +17,12 @@ from torch.futures import Future
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commopt.measure.observer import BucketInfo, Exchange, Observers
+from lightning_commopt.measure.observer import BucketInfo, BucketSync, Observers
 
 _NAMES_IN_MESSAGE = 8
 
 
-class ParameterExchange(ABC):
+class ParameterSync(ABC):
     """Averages the gradients of a module over all ranks, each with an all-reduce of its own.
 
     Those parameters take part in a backward that ask for a gradient when it begins. As DDP does, every rank multiplies
@@ -61,11 +61,11 @@ class ParameterExchange(ABC):
         """Returns the places of the parameters that ask for a gradient now."""
         return tuple([index for index, named in enumerate(self._named) if named.parameter.requires_grad])
 
-    def _ready(self, place: int, index: int, gradient: Tensor, *, is_last: bool) -> Exchange:
+    def _ready(self, place: int, index: int, gradient: Tensor, *, is_last: bool) -> BucketSync:
         """Tells that a parameter is the next one, in this place of all that are exchanged."""
         return self._observers.ready(BucketInfo(place, gradient.nbytes, (self._named[index].name,), is_last))
 
-    def _all_reduce(self, gradient: Tensor, exchange: Exchange | None) -> dist.Work:
+    def _all_reduce(self, gradient: Tensor, exchange: BucketSync | None) -> dist.Work:
         if exchange is not None:
             exchange.start()
         gradient.mul_(self._reciprocal)
@@ -75,17 +75,17 @@ class ParameterExchange(ABC):
         return self._group.allreduce([gradient])
 
 
-class AfterBackward(ParameterExchange):
+class AfterBackward(ParameterSync):
     """When backward is over, averages one gradient after another and waits for each."""
 
     @contextmanager
     def around_backward(self) -> Generator[None, None, None]:
-        """Returns a context manager for one backward; see `ParameterExchange`."""
+        """Returns a context manager for one backward; see `ParameterSync`."""
         yield
         active = self._active()
         _refuse_missing([self._named[i].name for i in active if self._named[i].parameter.grad is None])
         gradients = [_values(self._named[index]) for index in active]
-        exchanges: Sequence[Exchange | None] = [None] * len(active)
+        exchanges: Sequence[BucketSync | None] = [None] * len(active)
         if self._observers:
             exchanges = [
                 self._ready(place, index, gradient, is_last=place == len(active) - 1)
@@ -101,7 +101,7 @@ class AfterBackward(ParameterExchange):
         """Does nothing: it holds on to no parameter."""
 
 
-class WhileBackwardRuns(ParameterExchange):
+class WhileBackwardRuns(ParameterSync):
     """Starts to average each gradient when backward has computed it, and waits for all when backward is over.
 
     All ranks must send in one order, and their graphs may differ. The first backward follows the reverse order of the
@@ -117,7 +117,7 @@ class WhileBackwardRuns(ParameterExchange):
 
     @contextmanager
     def around_backward(self) -> Generator[None, None, None]:
-        """Returns a context manager for one backward; see `ParameterExchange`."""
+        """Returns a context manager for one backward; see `ParameterSync`."""
         active = self._active()
         for index in active:
             if index not in self._handles:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_commopt.baselines.parameter_sync import (
     AfterBackward,
-    ParameterExchange,
+    ParameterSync,
     WhileBackwardRuns,
     names_to_ignore,
 )
@@ -64,7 +64,7 @@ class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
         OptionError: an option is one of DDP's, unknown, or out of range.
     """
 
-    _exchange_class: ClassVar[type[ParameterExchange]]
+    _exchange_class: ClassVar[type[ParameterSync]]
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
             timeout=timeout,
             start_method=start_method,
         )
-        self._exchange: ParameterExchange | None = None
+        self._exchange: ParameterSync | None = None
         self._bytes_of_closed_exchanges = 0
         self._is_blocked = False
         self._has_buffers = False

@@ -1,9 +1,9 @@
 """Lightning callbacks that measure."""
 
-from lightning_commopt.callbacks.comm_time import CommTimeLogger
+from lightning_commopt.callbacks.comm_time import CommTimeMonitor
 from lightning_commopt.callbacks.cuda_profiler import CUDAProfilerWindow
 from lightning_commopt.callbacks.nvtx_ranges import NVTXRanges
 from lightning_commopt.callbacks.run_recorder import RunRecorder
-from lightning_commopt.callbacks.throughput import Throughput
+from lightning_commopt.callbacks.speed import SpeedMonitor
 
-__all__ = ["CUDAProfilerWindow", "CommTimeLogger", "NVTXRanges", "RunRecorder", "Throughput"]
+__all__ = ["CUDAProfilerWindow", "CommTimeMonitor", "NVTXRanges", "RunRecorder", "SpeedMonitor"]

@@ -1,4 +1,4 @@
-"""CommTimeLogger: what every step spends on communication, in the logger, in a file and in words."""
+"""CommTimeMonitor: what every step spends on communication, in the logger, in a file and in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from rich.console import Console
 from lightning_commopt.callbacks.phases import FollowsPhases, samples_in, step_of_loggers
 from lightning_commopt.collectives.channel import group_beside
 from lightning_commopt.compressors.registry import compressor_name
-from lightning_commopt.compressors.settings import check_integer, check_switch
 from lightning_commopt.ddp.observed import ShowsExchanges, observe, stop_observing
 from lightning_commopt.measure.all_ranks import AllRanks
 from lightning_commopt.measure.clock import clock_for
@@ -29,12 +28,13 @@ from lightning_commopt.measure.statistics import QUANTITIES, StepStatistics, row
 from lightning_commopt.measure.summary_table import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.strategy.base import FollowsPlan
+from lightning_commopt.validation import check_integer, check_switch
 
 PREFIX = "comm_time/"
 _LAST_WINDOW_LIMIT_S = 10.0
 
 
-class CommTimeLogger(FollowsPhases):
+class CommTimeMonitor(FollowsPhases):
     """Times every step and every bucket, and says what communication costs.
 
     Works with `CommOptDDP` and any of its plans, with Lightning's ``DDPStrategy`` and its hooks, and with one rank. On
@@ -132,7 +132,7 @@ class CommTimeLogger(FollowsPhases):
         while self._recorder.num_pending or (self._all_ranks is not None and not self._all_ranks.is_free):
             if not self._receive(trainer, _LAST_WINDOW_LIMIT_S):
                 rank_zero_warn(
-                    f"CommTimeLogger: not all ranks have sent their last steps within {_LAST_WINDOW_LIMIT_S:g} s; the"
+                    f"CommTimeMonitor: not all ranks have sent their last steps within {_LAST_WINDOW_LIMIT_S:g} s; the"
                     " summary is without them."
                 )
                 break
@@ -186,7 +186,7 @@ class CommTimeLogger(FollowsPhases):
         except OSError as error:
             self._writer = None
             warnings.warn(  # on every rank that it happens to
-                f"CommTimeLogger: the steps cannot be saved any more ({error}); training goes on.", stacklevel=2
+                f"CommTimeMonitor: the steps cannot be saved any more ({error}); training goes on.", stacklevel=2
             )
 
     def _receive(self, trainer: Trainer, limit_s: float = 0.0) -> bool:
@@ -197,7 +197,7 @@ class CommTimeLogger(FollowsPhases):
             values = self._all_ranks.take(limit_s)
         except RuntimeError as error:
             self._all_ranks = None
-            warnings.warn(f"CommTimeLogger: the ranks' times cannot be gathered any more ({error}).", stacklevel=2)
+            warnings.warn(f"CommTimeMonitor: the ranks' times cannot be gathered any more ({error}).", stacklevel=2)
             return True
         if values is None:
             return False
@@ -222,7 +222,7 @@ class CommTimeLogger(FollowsPhases):
             except Exception as error:
                 self._failed_loggers.append(logger)
                 rank_zero_warn(
-                    f"CommTimeLogger: {type(logger).__name__} cannot take the times ({type(error).__name__}: {error});"
+                    f"CommTimeMonitor: {type(logger).__name__} cannot take the times ({type(error).__name__}: {error});"
                     " it gets no more of them, and training goes on."
                 )
 
@@ -230,7 +230,7 @@ class CommTimeLogger(FollowsPhases):
         if self._num_gathered <= self._num_warmup_steps:
             if self._print_summary:
                 rank_zero_info(
-                    f"CommTimeLogger: no summary, as the fit had {self._num_gathered} steps"
+                    f"CommTimeMonitor: no summary, as the fit had {self._num_gathered} steps"
                     f" and num_warmup_steps={self._num_warmup_steps} are left out."
                 )
             return
@@ -251,7 +251,7 @@ def _group_beside() -> dist.ProcessGroup | None:
         return group_beside()
     except RuntimeError as error:
         warnings.warn(
-            f"CommTimeLogger: the ranks cannot be gathered over gloo ({error}), so each logs its own times; perhaps"
+            f"CommTimeMonitor: the ranks cannot be gathered over gloo ({error}), so each logs its own times; perhaps"
             " GLOO_SOCKET_IFNAME must name the network device.",
             stacklevel=2,
         )

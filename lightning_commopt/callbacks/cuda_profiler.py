@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_commopt.callbacks.phases import batch_follows, samples_in, step_of_loggers
-from lightning_commopt.compressors.settings import check_integer, say_once
+from lightning_commopt.validation import check_integer, warn_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class CUDAProfilerWindow(Callback):
         self._profiles = self._ranks is None or trainer.global_rank in self._ranks
         self._is_active = _uses_cuda(trainer)
         if not self._is_active:
-            say_once("CUDAProfilerWindow does nothing: there is no CUDA device in this training.")
+            warn_once("CUDAProfilerWindow does nothing: there is no CUDA device in this training.")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the profiler if a window begins with the epoch."""

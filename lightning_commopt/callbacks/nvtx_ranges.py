@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_commopt.callbacks.phases import FollowsPhases, batch_follows
 from lightning_commopt.ddp.observed import observe, stop_observing
-from lightning_commopt.measure.nvtx_timeline import ExchangeRanges, Timeline, watched_domain
+from lightning_commopt.measure.nvtx_timeline import SyncRanges, Timeline, watched_domain
 
 COLORS = {
     "blue": 0x0000FF,
@@ -74,7 +74,7 @@ class NVTXRanges(FollowsPhases):
         self._domain = domain
         self._colors = {**{name: COLORS[color] for name, color in RANGES.items()}, **_checked_colors(colors)}
         self._timeline: Timeline | None = None
-        self._exchanges: ExchangeRanges | None = None
+        self._exchanges: SyncRanges | None = None
         self._opener: _OpensBatches | None = None
         self._save: functools.partial[None] | None = None
         self._place = 0
@@ -89,7 +89,7 @@ class NVTXRanges(FollowsPhases):
         if domain is None:
             return
         self._timeline = Timeline(domain, self._colors)
-        self._exchanges = ExchangeRanges(domain, self._colors["bucket"])
+        self._exchanges = SyncRanges(domain, self._colors["bucket"])
         observe(trainer.strategy, self._exchanges)
         # What other callbacks do between batches is no part of a batch; and where one of them starts or stops a
         # profiler no range is open, of which it would see one end only.

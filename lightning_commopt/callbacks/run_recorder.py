@@ -18,23 +18,23 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_commopt.callbacks.comm_time import CommTimeLogger
-from lightning_commopt.callbacks.throughput import Throughput
+from lightning_commopt.callbacks.comm_time import CommTimeMonitor
+from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compressors.registry import compressor_name
-from lightning_commopt.compressors.settings import check_switch
 from lightning_commopt.measure.peak_memory import PeakMemory
 from lightning_commopt.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.runs.record import RunRecord, new_record, record_failure
 from lightning_commopt.strategy.base import FollowsPlan
+from lightning_commopt.validation import check_switch
 
 
 class RunRecorder(Callback):
     """Writes ``run.json`` and ``loss.jsonl`` into the run's directory, which is what ``commopt report`` reads.
 
     ``run.json`` is a `RunRecord`: the plan, versions, hardware and git state from the start of the fit on, and at its
-    end the results of the callbacks `Throughput` and `CommTimeLogger` where the Trainer has them, the metrics that the
-    model logged, and the peak memory. ``loss.jsonl`` is the loss against steps and seconds: of training, averaged over
-    ranks, and of validation. The device is never waited for in training; after the fit the ranks average once.
+    end the results of the callbacks `SpeedMonitor` and `CommTimeMonitor` where the Trainer has them, the metrics that
+    the model logged, and the peak memory. ``loss.jsonl`` is the loss against steps and seconds: of training, averaged
+    over ranks, and of validation. The device is never waited for in training; after the fit the ranks average once.
 
     Args:
         dirpath: the run's directory; None for that of the Hydra run, else the Trainer's ``default_root_dir``.
@@ -169,12 +169,12 @@ class RunRecorder(Callback):
             **{field: metrics.get(name) for field, name in self._names.items()},
         }
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Throughput):
+            if isinstance(callback, SpeedMonitor):
                 results["steps_per_s"] = callback.steps_per_s
                 results["samples_per_s"] = callback.samples_per_s
                 results["num_timed_steps"] = callback.num_steps
                 results["wire_bytes_per_step"] = callback.wire_bytes_per_step
-            elif isinstance(callback, CommTimeLogger):
+            elif isinstance(callback, CommTimeMonitor):
                 results["exposed_share"] = callback.summary.get("exposed_share")
                 results["comm_time"] = dict(callback.summary)
         return results

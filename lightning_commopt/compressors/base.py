@@ -129,7 +129,7 @@ class Compressor(ABC):
             state: from `init`; updated in place.
             channel: the ranks to exchange with.
             residual: ``(n,)`` what this rank owes from earlier steps; may have another floating-point dtype. It is
-                added to the gradients, and then holds, after `settle`, what this exchange in turn left out of this
+                added to the gradients, and then holds, after `flush`, what this exchange in turn left out of this
                 rank's share. As before, up to rounding, where the average is not finite. None if what is left out is
                 to be dropped.
         """
@@ -138,7 +138,7 @@ class Compressor(ABC):
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns the bytes that `rounds` hands to its channel in one call, once it compresses."""
 
-    def settle(self, layout: Layout, state: State, residual: Tensor) -> None:  # noqa: B027 - most put nothing off
+    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:  # noqa: B027 - most put nothing off
         """Calculates what is owed, where `rounds` puts that off until the next exchange.
 
         Args:

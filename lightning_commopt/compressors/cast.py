@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.pieces import in_pieces
-from lightning_commopt.compressors.settings import check_choice
-from lightning_commopt.kernels.cast import add_lost, narrow, settle, sum_rows
+from lightning_commopt.kernels.cast import add_lost, flush, narrow, sum_rows
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
+from lightning_commopt.validation import check_choice
 
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
@@ -69,7 +69,7 @@ class Cast(Compressor):
         if residual is None:
             flat.copy_(mean)
         else:
-            settle(flat, residual, mean, scale, all_finite(mean))
+            flush(flat, residual, mean, scale, all_finite(mean))
 
     def _two_rounds(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
         """Shapes: ``W`` shards of ``s`` elements; the last ones may be padded, or padding only."""
@@ -87,7 +87,7 @@ class Cast(Compressor):
             flat.copy_(gathered)
         else:
             finite = all_finite(gathered)
-            settle(flat, residual, gathered, scale, finite)
+            flush(flat, residual, gathered, scale, finite)
             mine = residual[channel.rank * s : (channel.rank + 1) * s]
             add_lost(mine, mean[: mine.numel()], rounded[: mine.numel()], channel.size, finite)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.settings import check_switch
 from lightning_commopt.compressors.wrappers import ErrorFeedback
+from lightning_commopt.validation import check_switch
 
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
@@ -57,9 +57,9 @@ class Composed(Compressor):
         """Runs the rounds of the composition."""
         return (yield from self.composed.rounds(flat, layout, state, channel, residual))
 
-    def settle(self, layout: Layout, state: State, residual: Tensor) -> None:
+    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
         """Settles what the composition has put off."""
-        self.composed.settle(layout, state, residual)
+        self.composed.flush(layout, state, residual)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what is sent once the compression has started."""

@@ -89,7 +89,7 @@ class FedBack:
         return self._bucket.new_zeros(num_p), self._bucket.new_zeros(num_q)
 
 
-def settle(residual: Tensor, matrices: tuple[Matrix, ...], state: State) -> None:
+def flush(residual: Tensor, matrices: tuple[Matrix, ...], state: State) -> None:
     """Calculates what is owed, if a `FedBack` has put that off.
 
     Args:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.settings import check_integer, say_once
 from lightning_commopt.compressors.wrappers import check_inner
+from lightning_commopt.validation import check_integer, warn_once
 
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
@@ -79,7 +79,7 @@ class Hierarchical(Compressor):
         if across.size > 1 and mine.numel():  # a small bucket leaves some ranks without a part
             yield from self.inner.rounds(mine, mine_layout, state["inner"], across, dropped)
             if dropped is not None:
-                self.inner.settle(mine_layout, state["inner"], dropped)
+                self.inner.flush(mine_layout, state["inner"], dropped)
         gathered = yield within.all_gather(row)
         for row, (begin, part) in zip(gathered, parts, strict=True):
             flat[begin : begin + part.numel].copy_(row[: part.numel])
@@ -135,7 +135,7 @@ def placed_on_nodes(compressor: Compressor, world_size: int, local_world_size: i
                 f"{'' if compressor.ranks_per_node else ' (the ranks of this node)'}"
             )
         if ranks_per_node == world_size:
-            say_once("comm_hook: 'hierarchical' compresses nothing here: all ranks are on one node.")
+            warn_once("comm_hook: 'hierarchical' compresses nothing here: all ranks are on one node.")
         return dataclasses.replace(compressor, ranks_per_node=ranks_per_node), ranks_per_node
     inner = getattr(compressor, "inner", None)
     if not isinstance(inner, Compressor):

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.composed import Composed, with_feedback
 from lightning_commopt.compressors.pieces import in_pieces
-from lightning_commopt.compressors.settings import check_power_of_two
 from lightning_commopt.kernels import block_int8
+from lightning_commopt.validation import check_power_of_two
 
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.fed_back import settle
-from lightning_commopt.compressors.settings import check_integer, say_once
+from lightning_commopt.compressors.fed_back import flush
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.low_rank import Matrix, p_shapes, q_shapes
 from lightning_commopt.kernels.orthonormal import orthonormal
+from lightning_commopt.validation import check_integer, warn_once
 
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
@@ -110,7 +110,7 @@ class PowerIteration(Compressor):
     """
 
     _steps_to_send_both: ClassVar[int]
-    """Exchanges in which both factors travel once."""
+    """Gradient sync in which both factors travel once."""
 
     matrix_rank: int = 1
     min_compression_rate: float = 2.0
@@ -158,9 +158,9 @@ class PowerIteration(Compressor):
             return _UNCOMPRESSED.wire_bytes(layout, world_size)
         return (parts.num_factors + num_steps * parts.num_others) * wide_dtype(layout.dtype).itemsize // num_steps
 
-    def settle(self, layout: Layout, state: State, residual: Tensor) -> None:
+    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
         """Subtracts what was sent of the matrices in the last exchange."""
-        settle(residual, self._cut(layout).matrices, state)
+        flush(residual, self._cut(layout).matrices, state)
 
     @abstractmethod
     def _first_factors(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ class PowerIteration(Compressor):
     def _say_what_is_clamped(self, layout: Layout) -> None:
         shortest = min((min(sides) for sides in layout.matrix_sides if min(sides) > 1), default=self.matrix_rank)
         if shortest < self.matrix_rank:
-            say_once(
+            warn_once(
                 f"matrix_rank={self.matrix_rank} is larger than the shorter side of some matrices: they count as ones"
                 " of full rank, and are sent as they are where that is cheaper."
             )

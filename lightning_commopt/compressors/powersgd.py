@@ -15,11 +15,11 @@ from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.composed import Composed, with_feedback
 from lightning_commopt.compressors.fed_back import FedBack
 from lightning_commopt.compressors.low_rank import DEFAULT_EPSILON, Parts, PowerIteration, put_others, take_others
-from lightning_commopt.compressors.settings import check_switch
 from lightning_commopt.compressors.wrappers import AfterSteps
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
 from lightning_commopt.kernels.orthonormal import orthonormalize
+from lightning_commopt.validation import check_switch
 
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel

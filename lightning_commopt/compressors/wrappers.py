@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.settings import check_choice, check_integer
 from lightning_commopt.kernels.chunks import wide_dtype
+from lightning_commopt.validation import check_choice, check_integer
 
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
@@ -79,7 +79,7 @@ class ErrorFeedback(Compressor):
 
     def residual(self, layout: Layout, state: State) -> Tensor | None:
         """Returns the residual."""
-        self.inner.settle(layout, state["inner"], state["residual"])
+        self.inner.flush(layout, state["inner"], state["residual"])
         return state["residual"]
 
     def take_over(self, layout: Layout, state: State, owed: Tensor) -> bool:
@@ -123,9 +123,9 @@ class AfterSteps(Compressor):
         else:
             yield from _UNCOMPRESSED.rounds(flat, layout, {}, channel, residual)
 
-    def settle(self, layout: Layout, state: State, residual: Tensor) -> None:
+    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
         """Settles what ``inner`` has put off."""
-        self.inner.settle(layout, state["inner"], residual)
+        self.inner.flush(layout, state["inner"], residual)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what ``inner`` sends."""
@@ -184,12 +184,12 @@ class BySize(Compressor):
                         _scatter(owed, residual, layout, mask)
         return None
 
-    def settle(self, layout: Layout, state: State, residual: Tensor) -> None:
+    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
         """Settles what ``inner`` has put off of the large gradients."""
         is_large = self._is_large(layout)
         if any(is_large):
             owed = _gather(residual, layout, is_large)
-            self.inner.settle(layout.select(is_large), state["inner"], owed)
+            self.inner.flush(layout.select(is_large), state["inner"], owed)
             _scatter(owed, residual, layout, is_large)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:

@@ -44,7 +44,7 @@ class BucketOrder:
         return index, is_last
 
 
-def exchanged_parameters(model: DistributedDataParallel) -> set[Parameter]:
+def synced_parameters(model: DistributedDataParallel) -> set[Parameter]:
     """Returns the parameters whose gradients DDP exchanges; for a model that was just wrapped.
 
     As DDP finds them: one that is to be ignored is exchanged if it has another name as well, and so is one of the

@@ -16,22 +16,22 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.collectives.channel import Channel, node_channel, twin_group
 from lightning_commopt.compressors import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.hierarchical import placed_on_nodes
-from lightning_commopt.compressors.settings import say_once
-from lightning_commopt.ddp.buckets import BucketOrder, exchanged_parameters
+from lightning_commopt.ddp.buckets import BucketOrder, synced_parameters
 from lightning_commopt.ddp.executors import Driver, SideStream, WorkerThread
 from lightning_commopt.ddp.resumed_layout import Bucket, Kept, Relayout
 from lightning_commopt.ddp.state import BucketStates, CommState, owed_by_name
-from lightning_commopt.measure.observer import BucketInfo, Exchange, Exchanges, Observers
+from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, Observers
 from lightning_commopt.plan import OptionError
+from lightning_commopt.validation import warn_once
 
 _NAMES_IN_MESSAGE = 8
 
 
-class CommHookError(RuntimeError):
+class GradientSyncError(RuntimeError):
     """An exchange failed; the message names the bucket and its parameters."""
 
 
-class CommHook:
+class BucketHook:
     """Gives DDP's buckets to one compressor; `reduce` is the hook that DDP calls.
 
     Args:
@@ -159,7 +159,7 @@ class CommHook:
                 self._exchange_or_explain(bucket)
             return
         bytes_before = self._channel.bytes_sent
-        together = Exchanges([bucket.exchange for bucket in kept.buckets])
+        together = BucketSyncs([bucket.exchange for bucket in kept.buckets])
         together.start()
         together.send()
         for bucket in kept.laid_out_as_saved():
@@ -177,7 +177,7 @@ class CommHook:
         except Exception as error:
             shown = ", ".join(bucket.names[:_NAMES_IN_MESSAGE])
             more = len(bucket.names) - _NAMES_IN_MESSAGE
-            raise CommHookError(
+            raise GradientSyncError(
                 f"the exchange of gradient bucket {bucket.index} failed ({type(error).__name__}: {error}); "
                 f"its parameters: {shown}{f' and {more} more' if more > 0 else ''}"
             ) from error
@@ -192,7 +192,7 @@ class CommHook:
         if bucket.is_compressible:
             return self._compressor.rounds(bucket.flat, bucket.layout, self._state_of(bucket), self._channel)
         kind = "sparse" if bucket.flat.is_sparse else str(bucket.flat.dtype).removeprefix("torch.")
-        say_once(f"comm_hook averages {kind} gradients as they are: it compresses dense floating-point ones.")
+        warn_once(f"comm_hook averages {kind} gradients as they are: it compresses dense floating-point ones.")
         return self._rounds_as_they_are(bucket.flat)
 
     def _rounds_as_they_are(self, flat: Tensor) -> Rounds:
@@ -226,14 +226,14 @@ class CommHook:
             bucket.flat.add_(owed)
 
 
-def attach_comm_hook(
+def attach_bucket_hook(
     model: DistributedDataParallel,
     compressor: Compressor,
     timeout: timedelta | None,
     step: int = 0,
     local_world_size: int | None = None,
     observers: Observers | None = None,
-) -> CommHook:
+) -> BucketHook:
     """Makes DDP average its gradients by ``compressor``. All ranks must call it.
 
     On CPU a thread runs every exchange to its end, so that all ranks issue the same collectives in the same order
@@ -267,14 +267,14 @@ def attach_comm_hook(
     else:
         driver = SideStream(model.device)
     channel = Channel(group) if ranks_per_node is None else node_channel(group, ranks_per_node, timeout)
-    exchanged = {id(parameter) for parameter in exchanged_parameters(model)}
+    exchanged = {id(parameter) for parameter in synced_parameters(model)}
     names = {id(x): name for name, x in model.module.named_parameters() if id(x) in exchanged}
-    hook = CommHook(compressor, channel, names, driver, step, observers)
+    hook = BucketHook(compressor, channel, names, driver, step, observers)
     model.register_comm_hook(None, hook.reduce)
     return hook
 
 
-def _run(rounds: Rounds, exchange: Exchange) -> None:
+def _run(rounds: Rounds, exchange: BucketSync) -> None:
     """Drives ``rounds`` to its end; collectives that overlap count as one on the wire."""
     with contextlib.suppress(StopIteration):
         pending, is_sending = next(rounds), False

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compressors.settings import say_once
-from lightning_commopt.ddp.buckets import BucketOrder, exchanged_parameters
-from lightning_commopt.measure.observer import BucketInfo, ExchangeObserver, Observers
+from lightning_commopt.ddp.buckets import BucketOrder, synced_parameters
+from lightning_commopt.measure.observer import BucketInfo, Observers, SyncObserver
+from lightning_commopt.validation import warn_once
 
 _HOOKS_THAT_CAST_TO_16_BITS = (
     "fp16_compress_hook",
@@ -42,7 +42,7 @@ def observers_of(strategy: Strategy) -> Observers:
     return _observers.setdefault(strategy, Observers())
 
 
-def observe(strategy: Strategy, observer: ExchangeObserver) -> None:
+def observe(strategy: Strategy, observer: SyncObserver) -> None:
     """Lets ``observer`` watch the exchanges of a strategy. Call it before the strategy wraps the model.
 
     Then call `observe_wrapped` when it has, and `before_backward` before every backward.
@@ -61,7 +61,7 @@ def observe(strategy: Strategy, observer: ExchangeObserver) -> None:
     observers.add(observer)
 
 
-def stop_observing(strategy: Strategy, observer: ExchangeObserver) -> None:
+def stop_observing(strategy: Strategy, observer: SyncObserver) -> None:
     """Tells ``observer`` no more."""
     observers_of(strategy).remove(observer)
 
@@ -73,12 +73,12 @@ def observe_wrapped(strategy: Strategy) -> None:
         return
     if not isinstance(model, DistributedDataParallel):
         if getattr(strategy, "world_size", 1) > 1:
-            say_once(f"the exchanges of {type(strategy).__name__} cannot be seen: only the phases of a step are timed.")
+            warn_once(f"{type(strategy).__name__}'s gradient sync cannot be observed: only step phases are timed.")
         return
     if not model._comm_hooks:
         register_observed_all_reduce(model, observers_of(strategy))
     elif not any(isinstance(getattr(hook, "__self__", None), _ObservedBuckets) for hook, _ in model._comm_hooks):
-        say_once("a comm hook that the strategy does not know of cannot be seen: only the phases of a step are timed.")
+        warn_once("a comm hook that the strategy does not know of cannot be seen: only the phases of a step are timed.")
 
 
 def observed_wrapper(strategy: DDPStrategy) -> Callable[[DDPHook], DDPHook]:
@@ -124,7 +124,7 @@ class _ObservedBuckets:
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
         self._observers = observers
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        self._order = BucketOrder(len(exchanged_parameters(model)))
+        self._order = BucketOrder(len(synced_parameters(model)))
         self._settled: dict[int, BucketInfo] = {}
         self._num_backwards = 0
 

@@ -1,4 +1,4 @@
-"""Exchanges in a checkpoint's buckets while DDP still has others.
+"""Gradient sync in a checkpoint's buckets while DDP still has others.
 
 DDP lays its buckets out anew after one iteration, or two with a static graph; a checkpoint has the states of the new
 ones. In other buckets blocks would be cut elsewhere, and sums made in another order: not the same bits.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors import Layout
 from lightning_commopt.ddp.executors import Promise
-from lightning_commopt.measure.observer import Exchange, Exchanges
+from lightning_commopt.measure.observer import BucketSync, BucketSyncs
 
 _MAX_BACKWARDS = 3
 
@@ -37,7 +37,7 @@ class Bucket:
     layout: Layout
     names: tuple[str, ...]
     step: int
-    exchange: Exchange
+    exchange: BucketSync
 
     @property
     def is_compressible(self) -> bool:
@@ -132,7 +132,7 @@ class Kept:
                 flat=torch.empty(layout.numel, dtype=layout.dtype, device=self.buckets[0].flat.device),
                 layout=layout,
                 names=names,
-                exchange=Exchanges([]),
+                exchange=BucketSyncs([]),
             )
             for name, part in bucket.parts().items():
                 part.copy_(gradients[name])

@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compressors.base import as_real
-from lightning_commopt.ddp.buckets import exchanged_parameters
+from lightning_commopt.ddp.buckets import synced_parameters
 
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
     """Returns the size of all gradients that DDP exchanges in one backward."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in exchanged_parameters(model))
+    return sum(parameter.numel() * parameter.element_size() for parameter in synced_parameters(model))
 
 
 class Trainable:

@@ -36,14 +36,14 @@ class CommState:
 
     Attributes:
         compressor: whose states these are.
-        num_exchanges: exchanges of whole gradients that were made.
+        num_syncs: exchanges of whole gradients that were made.
         buckets: the compressor's states.
         owed: by parameter name, what this rank owes its peers besides the residuals in the states.
         is_common: all ranks have the same, as there are no states and nothing is owed.
     """
 
     compressor: Compressor | None = None
-    num_exchanges: int = 0
+    num_syncs: int = 0
     buckets: BucketStates = field(default_factory=dict)
     owed: dict[str, Tensor] = field(default_factory=dict)
     is_common: bool = False
@@ -95,12 +95,12 @@ def to_plain(state: CommState) -> dict[str, Any]:
     return {"buckets": buckets, "owed": state.owed}
 
 
-def to_checkpoint(compressor: Compressor | None, num_exchanges: int, ranks: list[Any]) -> dict[str, Any]:
+def to_checkpoint(compressor: Compressor | None, num_syncs: int, ranks: list[Any]) -> dict[str, Any]:
     """Returns what a checkpoint holds: the parts of all ranks, as `to_plain` gives them, and what they share."""
     return {
         "version": _VERSION,
         "compressor": _described(compressor),
-        "num_exchanges": num_exchanges,
+        "num_syncs": num_syncs,
         "ranks": ranks,
     }
 
@@ -125,16 +125,16 @@ def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compress
         raise CheckpointError(f"its version is {version!r}, and this is version {_VERSION}")
     with _damage_told():
         its_compressor = _recognised(saved["compressor"], compressor)
-        num_exchanges = int(saved["num_exchanges"])
+        num_syncs = int(saved["num_syncs"])
         parts = saved["ranks"]
         if len(parts) in (0, world_size):
-            return _from_plain(parts[rank], its_compressor, num_exchanges) if parts else CommState(None, num_exchanges)
+            return _from_plain(parts[rank], its_compressor, num_syncs) if parts else CommState(None, num_syncs)
         mean: dict[str, Tensor] = {}
         for part in parts:
-            for name, owed in _from_plain(part, its_compressor, num_exchanges).all_owed().items():
+            for name, owed in _from_plain(part, its_compressor, num_syncs).all_owed().items():
                 share = owed.to(torch.promote_types(owed.dtype, torch.float32)) / len(parts)
                 mean[name] = mean[name] + share if name in mean else share
-    return CommState(its_compressor, num_exchanges, {}, mean)
+    return CommState(its_compressor, num_syncs, {}, mean)
 
 
 def adopted(state: CommState, compressor: Compressor, module: Module) -> BucketStates:
@@ -155,7 +155,7 @@ def adopted(state: CommState, compressor: Compressor, module: Module) -> BucketS
             raise CheckpointError("it was saved with other parameters")
         device = parameters[names[0]].device
         with _damage_told():
-            buckets[index] = names, layout, _fitted(saved, compressor.init(layout, device, state.num_exchanges), device)
+            buckets[index] = names, layout, _fitted(saved, compressor.init(layout, device, state.num_syncs), device)
     return buckets
 
 
@@ -188,7 +188,7 @@ def _recognised(description: str, candidate: Compressor | None) -> Compressor | 
         raise CheckpointError(f"its compressor is not known: {description}") from None
 
 
-def _from_plain(part: dict[str, Any], compressor: Compressor | None, num_exchanges: int) -> CommState:
+def _from_plain(part: dict[str, Any], compressor: Compressor | None, num_syncs: int) -> CommState:
     buckets: BucketStates = {}
     for bucket in part["buckets"]:
         layout = Layout(
@@ -200,7 +200,7 @@ def _from_plain(part: dict[str, Any], compressor: Compressor | None, num_exchang
         if not len(names) == len(layout.shapes) == len(layout.strides):
             raise CheckpointError(f"bucket {bucket['index']} has {len(names)} names for {len(layout.shapes)} shapes")
         buckets[bucket["index"]] = names, layout, bucket["state"]
-    return CommState(compressor, num_exchanges, buckets, dict(part["owed"]))
+    return CommState(compressor, num_syncs, buckets, dict(part["owed"]))
 
 
 def _fitted(saved: Any, fresh: Any, device: torch.device) -> Any:

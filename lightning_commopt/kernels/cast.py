@@ -56,7 +56,7 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
             part.add_(scratch[: part.numel()].copy_(row[start : start + CHUNK_NUMEL]))
 
 
-def settle(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Tensor) -> None:
+def flush(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Tensor) -> None:
     """Replaces ``residual`` by what `narrow` dropped, if the step was finite, and then ``flat`` by the mean.
 
     Args:
@@ -69,7 +69,7 @@ def settle(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: T
     if use_triton(flat):
         from lightning_commopt.kernels import cast_triton
 
-        return cast_triton.settle(flat, residual, mean, scale, finite)
+        return cast_triton.flush(flat, residual, mean, scale, finite)
     if not finite:
         flat.copy_(mean)
         return None

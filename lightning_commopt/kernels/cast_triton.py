@@ -27,7 +27,7 @@ def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> 
     _launch(_narrow, flat, owed, out, SCALE=scale, HAS_RESIDUAL=residual is not None)
 
 
-def settle(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Tensor) -> None:
+def flush(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Tensor) -> None:
     """Keeps in ``residual`` what `narrow` dropped, if ``finite``, and replaces ``flat`` by ``mean``."""
     _launch(_settle, flat, residual, mean, finite, SCALE=scale, INVERSE=1 / scale)
 

@@ -118,7 +118,7 @@ def read_run(run_dir: str | Path, *, fit: int = -1) -> list[RankRecords]:
     paths = sorted(folder.glob("rank_*.jsonl"))
     if not paths:
         what = "has no records of steps" if Path(run_dir).is_dir() else "does not exist"
-        raise FileNotFoundError(f"{run_dir} {what}: expected {rank_file(run_dir, 0)}, as CommTimeLogger writes it")
+        raise FileNotFoundError(f"{run_dir} {what}: expected {rank_file(run_dir, 0)}, as CommTimeMonitor writes it")
     fits_of_files = [fits for path in paths if (fits := _read_fits(path))]
     if not fits_of_files:
         raise ValueError(f"{folder}: none of its files ({len(paths)}) begins with a line of type 'run'")

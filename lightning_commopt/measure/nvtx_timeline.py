@@ -8,7 +8,7 @@ from typing import Any
 
 import nvtx  # type: ignore[import-untyped]
 
-from lightning_commopt.measure.observer import BucketInfo, Exchange, ExchangeObserver
+from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
 
 
 def watched_domain(name: str) -> Any:
@@ -57,7 +57,7 @@ class Timeline:
             self.depth -= 1
 
 
-class ExchangeRanges(ExchangeObserver):
+class SyncRanges(SyncObserver):
     """Makes a range of every exchange, whichever threads it begins and ends on.
 
     Args:
@@ -73,14 +73,14 @@ class ExchangeRanges(ExchangeObserver):
         self._open: set[int] = set()
         self._is_closed = False
 
-    def ready(self, bucket: BucketInfo) -> Exchange:
+    def ready(self, bucket: BucketInfo) -> BucketSync:
         """Prepares the range ``bucket <index>``, which has the bytes of the gradients as its payload."""
         key = bucket.index, bucket.gradient_bytes
         if key not in self._attributes:
             self._attributes[key] = self._domain.get_event_attributes(
                 f"bucket {bucket.index}", self._color, payload=bucket.gradient_bytes
             )
-        return _ExchangeRange(self, self._attributes[key])
+        return _SyncRange(self, self._attributes[key])
 
     def start(self, attributes: Any) -> int | None:
         """Begins a range, and returns its number; None after `close`."""
@@ -106,10 +106,10 @@ class ExchangeRanges(ExchangeObserver):
                 self._domain.end_range(self._open.pop())
 
 
-class _ExchangeRange(Exchange):
+class _SyncRange(BucketSync):
     """The range of one exchange."""
 
-    def __init__(self, ranges: ExchangeRanges, attributes: Any) -> None:
+    def __init__(self, ranges: SyncRanges, attributes: Any) -> None:
         self._ranges = ranges
         self._attributes = attributes
         self._range_id: int | None = None

@@ -24,7 +24,7 @@ class BucketInfo:
     is_last: bool
 
 
-class Exchange(ABC):
+class BucketSync(ABC):
     """One bucket on its way; told of what happens to it in the order of these methods, on any thread.
 
     For CUDA tensors the stream in which it happens is the current one, and the host may be far ahead of it. Rounds
@@ -54,11 +54,11 @@ class Exchange(ABC):
         """
 
 
-class ExchangeObserver(ABC):
+class SyncObserver(ABC):
     """Is told of every bucket that becomes ready."""
 
     @abstractmethod
-    def ready(self, bucket: BucketInfo) -> Exchange:
+    def ready(self, bucket: BucketInfo) -> BucketSync:
         """All gradients of a bucket are there; called in backward, bucket by bucket.
 
         Returns:
@@ -66,45 +66,45 @@ class ExchangeObserver(ABC):
         """
 
 
-class Observers(ExchangeObserver):
+class Observers(SyncObserver):
     """Several observers as one; false as long as there is none."""
 
     def __init__(self) -> None:
-        self._observers: list[ExchangeObserver] = []
+        self._observers: list[SyncObserver] = []
 
     def __bool__(self) -> bool:
         """Whether there is any."""
         return bool(self._observers)
 
-    def __iter__(self) -> Iterator[ExchangeObserver]:
+    def __iter__(self) -> Iterator[SyncObserver]:
         """Gives them one after another."""
         return iter(self._observers)
 
-    def add(self, observer: ExchangeObserver) -> None:
+    def add(self, observer: SyncObserver) -> None:
         """Adds one, unless it is there already."""
         if observer not in self._observers:
             self._observers.append(observer)
 
-    def remove(self, observer: ExchangeObserver) -> None:
+    def remove(self, observer: SyncObserver) -> None:
         """Removes one, if it is there."""
         if observer in self._observers:
             self._observers.remove(observer)
 
-    def ready(self, bucket: BucketInfo) -> Exchange:
+    def ready(self, bucket: BucketInfo) -> BucketSync:
         """Tells all of them."""
         if len(self._observers) == 1:
             return self._observers[0].ready(bucket)
-        return Exchanges([observer.ready(bucket) for observer in self._observers])
+        return BucketSyncs([observer.ready(bucket) for observer in self._observers])
 
 
-class Exchanges(Exchange):
+class BucketSyncs(BucketSync):
     """The same exchange as several observers see it, or the exchanges of several buckets that travel together.
 
     Args:
         exchanges: to be told.
     """
 
-    def __init__(self, exchanges: list[Exchange]) -> None:
+    def __init__(self, exchanges: list[BucketSync]) -> None:
         self._exchanges = exchanges
 
     def start(self) -> None:

@@ -12,7 +12,7 @@ Backward covered the first two, as it had nothing left to compute when the last 
 ...     for i, s in enumerate([3, 5])
 ... ]
 >>> record = StepRecord(step=0, num_samples=4, phases=(Phase("backward", 2, 8),), buckets=tuple(both))
->>> record.exchange_s, record.exposed_s, record.overlapped_share
+>>> record.comm_s, record.exposed_s, record.overlapped_share
 (5.0, 3.0, 0.4)
 """
 
@@ -79,7 +79,7 @@ class Totals(NamedTuple):
     backward_s: float
     optimizer_s: float
     other_s: float
-    exchange_s: float
+    comm_s: float
     wire_s: float
     compression_s: float
     exposed_s: float
@@ -133,7 +133,7 @@ class StepRecord:
         seconds = dict.fromkeys(PHASES, 0.0)
         for name, start_s, end_s in self.phases:
             seconds[name] = seconds.get(name, 0.0) + (end_s - start_s)
-        exchange_s = covered_s([(bucket.start_s, bucket.end_s) for bucket in self.buckets])
+        comm_s = covered_s([(bucket.start_s, bucket.end_s) for bucket in self.buckets])
         wire_s = covered_s([interval for bucket in self.buckets for interval in bucket.wire])
         return Totals(
             step_s=sum(seconds.values()),
@@ -142,9 +142,9 @@ class StepRecord:
             backward_s=seconds["backward"],
             optimizer_s=seconds["optimizer"],
             other_s=seconds["other"],
-            exchange_s=exchange_s,
+            comm_s=comm_s,
             wire_s=wire_s,
-            compression_s=max(0.0, exchange_s - wire_s),  # they are sums of different terms, and rounded apart
+            compression_s=max(0.0, comm_s - wire_s),  # they are sums of different terms, and rounded apart
             exposed_s=_exposed_s(self.buckets),
             gradient_bytes=sum([bucket.gradient_bytes for bucket in self.buckets]),
             wire_bytes=sum([bucket.wire_bytes for bucket in self.buckets]),
@@ -160,9 +160,9 @@ class StepRecord:
         return sum(phase.end_s - phase.start_s for phase in self.phases if phase.name == name)
 
     @property
-    def exchange_s(self) -> float:
+    def comm_s(self) -> float:
         """Time in which at least one bucket was being compressed or sent."""
-        return self.totals.exchange_s
+        return self.totals.comm_s
 
     @property
     def wire_s(self) -> float:
@@ -184,9 +184,9 @@ class StepRecord:
 
     @property
     def overlapped_share(self) -> float | None:
-        """The part of `exchange_s` that backward covers, 0 to 1; None without an exchange."""
-        exchange_s = self.totals.exchange_s
-        return max(0.0, 1 - self.totals.exposed_s / exchange_s) if exchange_s > 0 else None
+        """The part of `comm_s` that backward covers, 0 to 1; None without an exchange."""
+        comm_s = self.totals.comm_s
+        return max(0.0, 1 - self.totals.exposed_s / comm_s) if comm_s > 0 else None
 
     @property
     def gradient_bytes(self) -> int:

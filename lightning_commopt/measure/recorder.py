@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from lightning_commopt.measure.clock import Clock
-from lightning_commopt.measure.observer import BucketInfo, Exchange, ExchangeObserver
+from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 
 
@@ -24,7 +24,7 @@ class RecordedStep(NamedTuple):
     layout: dict[int, BucketInfo]
 
 
-class StepRecorder(ExchangeObserver):
+class StepRecorder(SyncObserver):
     """Records the steps of one rank. Marking never waits; the rest is done in `take`.
 
     Args:
@@ -35,7 +35,7 @@ class StepRecorder(ExchangeObserver):
         self._clock = clock
         self._mark = clock.mark
         self._phases: list[tuple[str | None, Any]] = []
-        self._exchanges: list[_RecordedExchange] = []
+        self._exchanges: list[_RecordedSync] = []
         self._backward = 0
         self._pending: deque[_Marks] = deque()
 
@@ -48,9 +48,9 @@ class StepRecorder(ExchangeObserver):
         """Ends the phase before, and begins another; None for what is no part of a step."""
         self._phases.append((phase, self._mark()))
 
-    def ready(self, bucket: BucketInfo) -> Exchange:
+    def ready(self, bucket: BucketInfo) -> BucketSync:
         """Marks that a bucket is ready."""
-        exchange = _RecordedExchange(self._mark, bucket, self._backward)
+        exchange = _RecordedSync(self._mark, bucket, self._backward)
         self._exchanges.append(exchange)
         self._backward += bucket.is_last
         return exchange
@@ -101,14 +101,14 @@ class _Marks(NamedTuple):
     step: int
     num_samples: int
     phases: list[tuple[str | None, Any]]
-    exchanges: list[_RecordedExchange]
+    exchanges: list[_RecordedSync]
 
     @property
     def end(self) -> Any:
         return self.phases[-1][1]
 
 
-class _RecordedExchange(Exchange):
+class _RecordedSync(BucketSync):
     """Marks what happens to one bucket: ready, start, each send and arrival, end."""
 
     __slots__ = ("_backward", "_mark", "_marks", "_wire_bytes", "bucket")

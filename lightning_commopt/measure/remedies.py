@@ -25,7 +25,7 @@ class Costs:
         step_s: of the whole step.
         data_s: before its batches were there.
         backward_s: that backward computes, without waiting for the exchange.
-        exchange_s: in which a bucket was being exchanged.
+        comm_s: in which a bucket was being exchanged.
         exposed_s: the part of it that the step waits for.
         exposed_wait_s: the part of that in which a rank waits for a slower one.
         wait_s: the part of the exchange in which a rank waits for a slower one.
@@ -41,7 +41,7 @@ class Costs:
     step_s: float
     data_s: float
     backward_s: float
-    exchange_s: float
+    comm_s: float
     exposed_s: float
     exposed_wait_s: float
     wait_s: float
@@ -56,7 +56,7 @@ class Costs:
     @classmethod
     def of(cls, metrics: Mapping[str, float], *, num_buckets: int, comm_hook: str) -> Costs:
         """Takes them from what `StepStatistics.compute` gives."""
-        same = ("step_s", "data_s", "exchange_s", "exposed_s", "exposed_wait_s", "wait_s", "compression_s")
+        same = ("step_s", "data_s", "comm_s", "exposed_s", "exposed_wait_s", "wait_s", "compression_s")
         rank = int(metrics["straggler_rank"])
         return cls(
             **{name: metrics[name] for name in (*same, "gradient_bytes", "compression_ratio", "straggler_slowdown")},
@@ -79,12 +79,12 @@ class Costs:
     @property
     def transfer_s(self) -> float:
         """Time on the wire in which no rank waits for a slower one."""
-        return max(0.0, self.exchange_s - self.compression_s - self.wait_s)
+        return max(0.0, self.comm_s - self.compression_s - self.wait_s)
 
     @property
     def hideable_s(self) -> float:
         """What of the exposed time backward could hide besides what it hides now, at most."""
-        return min(self.sending_s, max(0.0, self.backward_s - max(0.0, self.exchange_s - self.exposed_s)))
+        return min(self.sending_s, max(0.0, self.backward_s - max(0.0, self.comm_s - self.exposed_s)))
 
     def is_worth(self, saved_s: float) -> bool:
         """Returns whether a time is enough of a step to do something about it."""
@@ -148,9 +148,9 @@ def compression(costs: Costs) -> tuple[str, ...]:
     """Advises a compressor, another one, or a cheaper one."""
     if not costs.is_worth(costs.sending_s):
         return ()
-    if costs.is_compressed and costs.compression_s > costs.exchange_s / 2:
+    if costs.is_compressed and costs.compression_s > costs.comm_s / 2:
         return (
-            f"{_cheaper_than(costs.comm_hook)}: of {costs.ms(costs.exchange_s)} of exchange"
+            f"{_cheaper_than(costs.comm_hook)}: of {costs.ms(costs.comm_s)} of exchange"
             f" {costs.ms(costs.compression_s)} are compression.",
         )
     half_s, three_quarters_s = (min(costs.sending_s, share * costs.transfer_s) for share in (0.5, 0.75))

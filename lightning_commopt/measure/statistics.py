@@ -22,7 +22,7 @@ TIMES = (
     "forward_s",
     "backward_s",
     "optimizer_s",
-    "exchange_s",
+    "comm_s",
     "exposed_s",
     "compression_s",
     "wait_s",
@@ -161,7 +161,7 @@ class StepStatistics(Metric):
         algorithm_bandwidth = _ratio(total["wire_bytes"] / world_size, self.least_wire_s.item())
         return {
             "exposed_share": _ratio(total["exposed_s"], total["step_s"]),
-            "overlapped_share": max(1 - _ratio(total["exposed_s"], total["exchange_s"]), 0.0),  # NaN stays NaN
+            "overlapped_share": max(1 - _ratio(total["exposed_s"], total["comm_s"]), 0.0),  # NaN stays NaN
             "gradient_bytes": _ratio(total["gradient_bytes"], num_values),
             "wire_bytes": _ratio(total["wire_bytes"], num_values),
             "compression_ratio": _ratio(total["gradient_bytes"], total["wire_bytes"]),

@@ -20,7 +20,7 @@ _PHASES = (
     ("optimizer", "optimizer_s"),
 )
 _EXCHANGE = (
-    ("exchange", "exchange_s"),
+    ("exchange", "comm_s"),
     ("  compression", "compression_s"),
     ("  waiting for others", "wait_s"),
     ("exposed", "exposed_s"),
@@ -47,13 +47,13 @@ def summary_table(metrics: Mapping[str, float], verdict: Verdict) -> Group:
     Raises:
         KeyError: a metric is missing.
     """
-    has_exchange = metrics["exchange_s"] > 0
-    lines = [_speed(metrics), *([_bytes(metrics), _bandwidth(metrics)] if has_exchange else [])]
+    has_comm = metrics["comm_s"] > 0
+    lines = [_speed(metrics), *([_bytes(metrics), _bandwidth(metrics)] if has_comm else [])]
     advice = Table.grid(padding=(0, 1))
     for text in verdict.advice:
         advice.add_row("-", Text(text))
     return Group(
-        _times(metrics, [(("step", "step_s"),), _PHASES, *([_EXCHANGE] if has_exchange else [])]),
+        _times(metrics, [(("step", "step_s"),), _PHASES, *([_EXCHANGE] if has_comm else [])]),
         Padding(Text("\n".join(lines)), _INDENT),
         Padding(Text(verdict.headline, style="bold"), _INDENT_BELOW),
         *([Padding(advice, _INDENT)] if verdict.advice else []),

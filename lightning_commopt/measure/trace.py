@@ -211,7 +211,7 @@ def _rows(rank: _Chosen, shift_s: float) -> list[_Row]:
 
 
 def _step_args(record: StepRecord) -> dict[str, Any]:
-    times_s = {"step": record.step_s, "exchange": record.exchange_s, "wire": record.wire_s, "exposed": record.exposed_s}
+    times_s = {"step": record.step_s, "exchange": record.comm_s, "wire": record.wire_s, "exposed": record.exposed_s}
     return {
         "step": record.step,
         "num_samples": record.num_samples,

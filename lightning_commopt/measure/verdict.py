@@ -46,7 +46,7 @@ def verdict(metrics: Mapping[str, float], *, world_size: int, num_buckets: int, 
     data, exposed = _data(costs), costs.share(costs.exposed_s)
     if world_size == 1:
         return Verdict(headline="One rank: there are no gradients to exchange.", advice=data)
-    if not costs.exchange_s > 0:
+    if not costs.comm_s > 0:
         return _unseen(world_size, data)
     if costs.straggler_rank is not None:
         headline = (

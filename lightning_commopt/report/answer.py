@@ -32,7 +32,7 @@ def answer_for(settings: Sequence[Setting], reference: Setting) -> Answer:
     """
     ranked = sorted((setting for setting in settings if setting.samples_per_s is not None), key=_rate, reverse=True)
     if not ranked:
-        return Answer(("No run has a throughput: without the callback Throughput nothing can be compared.",), None)
+        return Answer(("No run has a throughput: without the callback SpeedMonitor nothing can be compared.",), None)
     if len(settings) == 1 or reference.samples_per_s is None:
         why = "there is nothing to compare it with" if len(settings) == 1 else f"{in_quotes(reference.name)} has none"
         return Answer((f"{in_quotes(ranked[0].name)} made {_shown_rate(ranked[0])}{_loss(ranked[0])}; {why}.",), None)

@@ -16,7 +16,7 @@ FORMAT = 1
 """Of the JSON. A later version that changes what a key means raises it; new keys do not."""
 
 _INTERVALS = (
-    *("samples_per_s", "steps_per_s", "speedup", "step_s", "exchange_s", "exposed_s", "exposed_share"),
+    *("samples_per_s", "steps_per_s", "speedup", "step_s", "comm_s", "exposed_s", "exposed_share"),
     *("val_loss", "val_accuracy"),
 )
 _NUMBERS = ("efficiency", "wire_bytes", "peak_memory_bytes")

@@ -42,7 +42,7 @@ def measured_setting(found: RunsOfSetting) -> Setting:
         difference=None,
         efficiency=None,
         step_s=_interval(records, lambda record: record.comm_time.get("step_s")),
-        exchange_s=_interval(seen, lambda record: record.comm_time.get("exchange_s")),
+        comm_s=_interval(seen, lambda record: record.comm_time.get("comm_s")),
         exposed_s=_interval(seen, lambda record: record.comm_time.get("exposed_s")),
         exposed_share=_interval(seen, lambda record: record.exposed_share),
         wire_bytes=_median(seen, lambda record: record.wire_bytes_per_step),
@@ -55,9 +55,9 @@ def measured_setting(found: RunsOfSetting) -> Setting:
 
 
 def _is_exchange_seen(record: RunRecord) -> bool:
-    """Returns whether `CommTimeLogger` knew what is exchanged: of FSDP, DeepSpeed and others it sees nothing."""
+    """Returns whether `CommTimeMonitor` knew what is exchanged: of FSDP, DeepSpeed and others it sees nothing."""
     is_exchanging = (record.world_size or 1) > 1
-    return not is_exchanging or record.comm_time.get("exchange_s") != 0 or bool(record.wire_bytes_per_step)
+    return not is_exchanging or record.comm_time.get("comm_s") != 0 or bool(record.wire_bytes_per_step)
 
 
 def _values(records: Sequence[RunRecord], read: Callable[[RunRecord], float | None]) -> list[float]:

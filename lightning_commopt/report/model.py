@@ -96,8 +96,8 @@ class Setting:
             reference itself.
         difference: what `speedup` says beyond noise; None for the reference itself.
         efficiency: speed-up over one rank, divided by the ranks; None without runs on one rank in the group.
-        step_s: seconds of a step, as all of the following from `CommTimeLogger`; None where it was not there.
-        exchange_s: of a step, communication; None as the next two where several ranks exchange what nobody sees.
+        step_s: seconds of a step, as all of the following from `CommTimeMonitor`; None where it was not there.
+        comm_s: of a step, communication; None as the next two where several ranks exchange what nobody sees.
         exposed_s: of a step, communication that nothing hides.
         exposed_share: of the step, 0 to 1.
         wire_bytes: payload a step and rank.
@@ -122,7 +122,7 @@ class Setting:
     difference: Difference | None
     efficiency: float | None
     step_s: Interval | None
-    exchange_s: Interval | None
+    comm_s: Interval | None
     exposed_s: Interval | None
     exposed_share: Interval | None
     wire_bytes: float | None

@@ -125,7 +125,9 @@ class _Reader:
         config, losses, has_steps = self._config(run), self._losses(run), self._has_steps(run)
         if record.samples_per_s is None or not math.isfinite(record.samples_per_s) or record.samples_per_s <= 0:
             is_short = record.num_timed_steps == 0
-            why = "as the run had no steps after its warm-up" if is_short else "which the callback Throughput measures"
+            why = (
+                "as the run had no steps after its warm-up" if is_short else "which the callback SpeedMonitor measures"
+            )
             self._lacks(f"no throughput, {why}", name)
         self.finished.append(dataclasses.replace(run, config=config, losses=losses, has_steps=has_steps))
 
@@ -158,7 +160,7 @@ class _Reader:
         try:
             sizes = [path.stat().st_size for path in (run.folder / FOLDER).glob("*.jsonl")]
             if not sizes:
-                self._lacks(f"no steps in {FOLDER}, which CommTimeLogger saves, hence no timeline", run.name)
+                self._lacks(f"no steps in {FOLDER}, which CommTimeMonitor saves, hence no timeline", run.name)
                 return False
             if sum(sizes) > _MAX_STEPS_BYTES:
                 most = f"{_MAX_STEPS_BYTES / 1e6:.0f} MB"

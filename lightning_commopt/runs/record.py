@@ -40,7 +40,7 @@ class RunRecord:
         num_timed_steps: how many steps the two are taken from.
         wire_bytes_per_step: payload that one rank hands to collectives for its gradients.
         exposed_share: share of a step that communication takes and nothing hides, 0 to 1.
-        comm_time: the summary of `CommTimeLogger`, by its names; empty where there was none.
+        comm_time: the summary of `CommTimeMonitor`, by its names; empty where there was none.
         peak_memory_bytes: of the rank that needed most: on a GPU what was allocated, else what the process held.
         num_parameters: of the model.
         val_loss: at the end.

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.collectives.gather import all_come, gather_on_rank_0
 from lightning_commopt.compressors.base import as_real
-from lightning_commopt.ddp.hook import CommHook
+from lightning_commopt.ddp.hook import BucketHook
 from lightning_commopt.ddp.rewrap import Additions, is_within_batch
 from lightning_commopt.ddp.state import (
     KEY,
@@ -39,10 +39,10 @@ class SavesCommState(DDPStrategy):
     """Mixed into a strategy whose exchanges depend on earlier ones."""
 
     _plan: CommPlan
-    _hook: CommHook | None = None
+    _hook: BucketHook | None = None
     _additions: Additions | None = None
     _save_comm_state = True
-    _num_exchanges = 0
+    _num_syncs = 0
     _restored: CommState | None = None
     _of_last_fit: CommState | None = None
 
@@ -76,8 +76,8 @@ class SavesCommState(DDPStrategy):
         if self._hook is not None:
             return self._hook.state()
         if self._additions is not None:
-            return CommState(None, self._num_exchanges, {}, dict(self._additions.owed))
-        return CommState(None, self._num_exchanges, is_common=True) if self._num_exchanges else None
+            return CommState(None, self._num_syncs, {}, dict(self._additions.owed))
+        return CommState(None, self._num_syncs, is_common=True) if self._num_syncs else None
 
     def _keep_state_of_fit(self) -> None:
         """Keeps the state beyond the end of a fit, for checkpoints that are saved afterwards."""
@@ -95,9 +95,9 @@ class SavesCommState(DDPStrategy):
         state = self._of_last_fit or self._comm_state()
         if state is None or state.is_common or self.world_size == 1:
             parts = [] if state is None or state.is_common else [to_plain(state.on_cpu())]
-            return None if state is None else to_checkpoint(state.compressor, state.num_exchanges, parts)
+            return None if state is None else to_checkpoint(state.compressor, state.num_syncs, parts)
         timeout = self._timeout or default_pg_timeout
-        position = None if self._is_in_batch() else str(state.num_exchanges)
+        position = None if self._is_in_batch() else str(state.num_syncs)
         patience_s, timeout_s = min(_PATIENCE, timeout).total_seconds(), timeout.total_seconds()
         if not dist.is_initialized() or not all_come(position, patience_s, timeout_s):
             rank_zero_warn(
@@ -107,7 +107,7 @@ class SavesCommState(DDPStrategy):
             return None
         device = self.root_device if dist.get_backend() == "nccl" else torch.device("cpu")
         ranks = gather_on_rank_0(to_plain(state), device)
-        return None if ranks is None else to_checkpoint(state.compressor, state.num_exchanges, ranks)
+        return None if ranks is None else to_checkpoint(state.compressor, state.num_syncs, ranks)
 
     def _read(self, saved: Any) -> CommState:
         if saved is None:
@@ -134,7 +134,7 @@ class SavesCommState(DDPStrategy):
                 buckets = adopted(state, self._hook.compressor, module)
         except CheckpointError as error:
             obstacle = str(error)
-        is_exact, self._num_exchanges = _agreed(state.num_exchanges, obstacle, sorted(buckets))
+        is_exact, self._num_syncs = _agreed(state.num_syncs, obstacle, sorted(buckets))
         if obstacle is not None:
             rank_zero_info(f"Of the checkpoint's state of comm_hook only what is owed is used, as {obstacle}.")
         owed = state.owed if is_exact and self._hook is not None else _told_owed(state)
@@ -143,18 +143,18 @@ class SavesCommState(DDPStrategy):
             self._additions.cancel()
             self._additions = None
         if self._hook is not None:
-            self._hook.resume(buckets if is_exact else {}, owed, self._num_exchanges)
+            self._hook.resume(buckets if is_exact else {}, owed, self._num_syncs)
         elif owed:
             self._additions = Additions(module, owed)
 
 
-def _agreed(num_exchanges: int, obstacle: str | None, buckets: list[int]) -> tuple[bool, int]:
+def _agreed(num_syncs: int, obstacle: str | None, buckets: list[int]) -> tuple[bool, int]:
     """Compares what the ranks have read, as states that do not fit together would make them exchange different things.
 
     Returns:
         Whether all can use their states, and the number of exchanges.
     """
-    mine = (num_exchanges, obstacle is None, buckets)
+    mine = (num_syncs, obstacle is None, buckets)
     everyone = [mine]
     if dist.is_initialized():
         everyone = [mine] * dist.get_world_size()

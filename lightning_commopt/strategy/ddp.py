@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.ddp.hook import attach_comm_hook
+from lightning_commopt.ddp.hook import attach_bucket_hook
 from lightning_commopt.ddp.observed import ShowsExchanges, observed_wrapper, observers_of, register_observed_all_reduce
 from lightning_commopt.ddp.rewrap import Trainable, gradient_bytes
 from lightning_commopt.launch.lightning_launcher import RunsInOwnGroup, forget_previous_job
@@ -171,8 +171,8 @@ class CommOptDDP(ChangesPlan, RunsInOwnGroup, ShowsExchanges):
                 warn_of_fp16_under_scaler(self._plan.comm_hook)
             if self._plan.find_unused_parameters:
                 warn_of_unused_residuals(self._plan.comm_hook)
-            self._hook = attach_comm_hook(
-                self.model, self._plan.comm_hook, self._timeout, self._num_exchanges, self.num_processes, observers
+            self._hook = attach_bucket_hook(
+                self.model, self._plan.comm_hook, self._timeout, self._num_syncs, self.num_processes, observers
             )
         elif self._ddp_comm_hook is not None:
             self._register_torch_hook(self.model)
@@ -220,7 +220,7 @@ class CommOptDDP(ChangesPlan, RunsInOwnGroup, ShowsExchanges):
             module = self.lightning_module
             if module is not None and not module.automatic_optimization and not flushed_by_lightning:
                 model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
-        self._num_exchanges += 1
+        self._num_syncs += 1
         if self._hook is None:
             self._native_bytes += self._gradient_bytes
 
@@ -244,10 +244,10 @@ class CommOptDDP(ChangesPlan, RunsInOwnGroup, ShowsExchanges):
             super().teardown()
         finally:
             if self._hook is not None:
-                warn_if_never_compressed(self._plan.comm_hook, self._num_exchanges)
+                warn_if_never_compressed(self._plan.comm_hook, self._num_syncs)
             self._close_hook()
             self._trainable = None
             self._restored = None
-            self._num_exchanges = 0
+            self._num_syncs = 0
         if self._next_plan is not None:
             self._change_plan(self._next_plan)

@@ -78,7 +78,7 @@ def _check_repetition(config: DictConfig) -> None:
 
 def _check_warmup(config: DictConfig) -> None:
     """Refuses a run that is over before it is timed; how long one without ``trainer.max_steps`` is, nobody knows."""
-    num_warmup_steps = OmegaConf.select(config, "callbacks.throughput.num_warmup_steps")
+    num_warmup_steps = OmegaConf.select(config, "callbacks.speed.num_warmup_steps")
     if num_warmup_steps is None:
         return
     if not _is_integer(num_warmup_steps) or num_warmup_steps < 0:

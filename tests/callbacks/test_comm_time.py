@@ -1,4 +1,4 @@
-"""CommTimeLogger: what is logged, saved and said, and that training goes on whatever happens to it."""
+"""CommTimeMonitor: what is logged, saved and said, and that training goes on whatever happens to it."""
 
 import csv
 import math
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import CommTimeLogger, NVTXRanges, Throughput
+from lightning_commopt.callbacks import CommTimeMonitor, NVTXRanges, SpeedMonitor
 from lightning_commopt.callbacks import comm_time as comm_time_module
 from lightning_commopt.measure.files import rank_file, read_run
 from ranks import run_ranks
@@ -31,7 +31,7 @@ TIMES = [
     "forward_s",
     "backward_s",
     "optimizer_s",
-    "exchange_s",
+    "comm_s",
     "exposed_s",
     "compression_s",
     "wait_s",
@@ -92,7 +92,7 @@ class Breaks(Callback):
             raise ArithmeticError("broken on purpose")
 
 
-def fit(comm_time: CommTimeLogger | None, strategy: Any = None, devices: int = 2, **options: Any) -> Net:
+def fit(comm_time: CommTimeMonitor | None, strategy: Any = None, devices: int = 2, **options: Any) -> Net:
     net = Net()
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(TensorDataset(torch.randn(12 * NUM_STEPS, 8, generator=generator)), batch_size=3)
@@ -108,13 +108,13 @@ def fit(comm_time: CommTimeLogger | None, strategy: Any = None, devices: int = 2
         **{"max_steps": NUM_STEPS, "max_epochs": -1, "logger": False, "enable_checkpointing": False, **options},
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?!CommTimeLogger)")  # Lightning's own
+        warnings.filterwarnings("ignore", message="(?!CommTimeMonitor)")  # Lightning's own
         trainer.fit(net, loader, ckpt_path=ckpt_path)
     return net
 
 
 def logged_windows(every_n_steps: int, comm_hook: str | None) -> tuple[list[Any], dict[str, float], str]:
-    kept, comm_time = Kept(), CommTimeLogger(every_n_steps=every_n_steps, num_warmup_steps=4)
+    kept, comm_time = Kept(), CommTimeMonitor(every_n_steps=every_n_steps, num_warmup_steps=4)
     fit(comm_time, CommOptDDP(comm_hook=comm_hook), logger=kept)
     assert comm_time.verdict is not None
     return kept.logged, comm_time.summary, comm_time.verdict.headline
@@ -143,7 +143,7 @@ def test_every_window_is_logged_alike_on_all_ranks(comm_hook: str | None) -> Non
 
 
 def slow_rank() -> dict[str, float]:
-    comm_time = CommTimeLogger(every_n_steps=NUM_STEPS, num_warmup_steps=2)
+    comm_time = CommTimeMonitor(every_n_steps=NUM_STEPS, num_warmup_steps=2)
     fit(comm_time, CommOptDDP(), callbacks=[Sleeps()])
     return comm_time.summary
 
@@ -155,7 +155,7 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
 
 
 def save_steps(folder: str, options: dict[str, Any]) -> None:
-    fit(CommTimeLogger(every_n_steps=3, dirpath=folder), CommOptDDP(bucket_cap_mb=0.0001), **options)
+    fit(CommTimeMonitor(every_n_steps=3, dirpath=folder), CommOptDDP(bucket_cap_mb=0.0001), **options)
 
 
 @pytest.mark.parametrize(("options", "num_batches"), [({}, 1), ({"accumulate_grad_batches": 2}, 2)])
@@ -189,7 +189,7 @@ def test_steps_before_a_failure_are_saved(tmp_path: Path) -> None:
 
 
 def same_with_and_without(options: dict[str, Any]) -> bool:
-    runs = [fit(comm_time, CommOptDDP(**options)) for comm_time in (None, CommTimeLogger(every_n_steps=2))]
+    runs = [fit(comm_time, CommOptDDP(**options)) for comm_time in (None, CommTimeMonitor(every_n_steps=2))]
     pairs = zip(*(net.state_dict().values() for net in runs), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
 
@@ -200,7 +200,7 @@ def test_no_bit_of_what_is_trained_changes(options: dict[str, Any]) -> None:
 
 
 def measured_in_the_other_package() -> tuple[float, int]:
-    comm_time, throughput = CommTimeLogger(num_warmup_steps=0, save_records=False), Throughput(num_warmup_steps=0)
+    comm_time, throughput = CommTimeMonitor(num_warmup_steps=0, save_records=False), SpeedMonitor(num_warmup_steps=0)
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu",
         devices=2,
@@ -225,11 +225,11 @@ def test_the_trainer_of_pytorch_lightning_is_measured_too() -> None:
 
 
 def test_one_process_has_no_exchange(tmp_path: Path) -> None:
-    kept, comm_time = Kept(), CommTimeLogger(every_n_steps=5, num_warmup_steps=0, dirpath=tmp_path)
+    kept, comm_time = Kept(), CommTimeMonitor(every_n_steps=5, num_warmup_steps=0, dirpath=tmp_path)
     fit(comm_time, devices=1, logger=kept)
     assert len(kept.logged) == 2
     for _, metrics in kept.logged:
-        assert metrics["comm_time/exchange_s"] == metrics["comm_time/exposed_s"] == 0
+        assert metrics["comm_time/comm_s"] == metrics["comm_time/exposed_s"] == 0
         assert metrics["comm_time/step_s"] > metrics["comm_time/backward_s"] > 0
         assert metrics["comm_time/straggler_rank"] == -1
 
@@ -242,7 +242,7 @@ def without_gloo() -> tuple[int, list[str]]:
     kept = Kept()
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
-        fit(CommTimeLogger(every_n_steps=5), CommOptDDP(), logger=kept)
+        fit(CommTimeMonitor(every_n_steps=5), CommOptDDP(), logger=kept)
     return len(kept.logged), warned(recorded)
 
 
@@ -254,14 +254,14 @@ def test_ranks_that_cannot_be_gathered_log_their_own_times() -> None:
 
 
 def warned(recorded: list[warnings.WarningMessage]) -> list[str]:
-    return [str(warning.message) for warning in recorded if "CommTimeLogger" in str(warning.message)]
+    return [str(warning.message) for warning in recorded if "CommTimeMonitor" in str(warning.message)]
 
 
 def test_a_logger_that_fails_does_not_end_training(tmp_path: Path) -> None:
     broken, kept = Kept(fails=True), Kept()
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
-        fit(CommTimeLogger(every_n_steps=2, dirpath=tmp_path), devices=1, logger=[broken, kept])
+        fit(CommTimeMonitor(every_n_steps=2, dirpath=tmp_path), devices=1, logger=[broken, kept])
     assert len(kept.logged) == 5
     assert broken.num_calls == 1
     assert len(warned(recorded)) == 1
@@ -272,12 +272,12 @@ def test_a_disk_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> 
     (tmp_path / "file").write_text("in the way")
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
-        fit(CommTimeLogger(every_n_steps=2, dirpath=tmp_path / "file"), devices=1)
+        fit(CommTimeMonitor(every_n_steps=2, dirpath=tmp_path / "file"), devices=1)
     assert len(warned(recorded)) == 1
 
 
 def test_csv_logger_has_the_columns(tmp_path: Path) -> None:
-    fit(CommTimeLogger(every_n_steps=5), devices=1, logger=CSVLogger(str(tmp_path), name="", version="csv"))
+    fit(CommTimeMonitor(every_n_steps=5), devices=1, logger=CSVLogger(str(tmp_path), name="", version="csv"))
     with (tmp_path / "csv" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == [4, 9]
@@ -286,7 +286,7 @@ def test_csv_logger_has_the_columns(tmp_path: Path) -> None:
 
 
 def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
-    comm_time = CommTimeLogger(every_n_steps=5, dirpath=tmp_path)
+    comm_time = CommTimeMonitor(every_n_steps=5, dirpath=tmp_path)
     for num_fits in (1, 2):
         fit(comm_time, devices=1)
         assert len(read_run(tmp_path)[0].steps) == NUM_STEPS
@@ -295,22 +295,22 @@ def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
 
 
 def test_a_short_fit_has_no_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    comm_time = CommTimeLogger(num_warmup_steps=NUM_STEPS, dirpath=tmp_path)
+    comm_time = CommTimeMonitor(num_warmup_steps=NUM_STEPS, dirpath=tmp_path)
     fit(comm_time, devices=1)
     assert comm_time.summary == {}
     assert comm_time.verdict is None
 
 
 def test_summary_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit(CommTimeLogger(num_warmup_steps=0, dirpath=tmp_path), devices=1)
+    fit(CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path), devices=1)
     assert "forward" in capsys.readouterr().out
-    fit(CommTimeLogger(num_warmup_steps=0, dirpath=tmp_path, print_summary=False), devices=1)
+    fit(CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path, print_summary=False), devices=1)
     assert capsys.readouterr().out == ""
 
 
 def resumed(folder: str) -> tuple[list[int | None], int]:
     path = f"{folder}/half.ckpt"
-    first = CommTimeLogger(every_n_steps=5, save_records=False)
+    first = CommTimeMonitor(every_n_steps=5, save_records=False)
 
     class Saves(Callback):
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -319,7 +319,7 @@ def resumed(folder: str) -> tuple[list[int | None], int]:
     fit(first, DDPStrategy(), callbacks=[Saves()])
     torch.load(path, weights_only=True)
     kept = Kept()
-    fit(CommTimeLogger(every_n_steps=5, save_records=False), DDPStrategy(), logger=kept, max_steps=20, ckpt_path=path)
+    fit(CommTimeMonitor(every_n_steps=5, save_records=False), DDPStrategy(), logger=kept, max_steps=20, ckpt_path=path)
     return [step for step, _ in kept.logged], len(first.metrics)
 
 
@@ -341,4 +341,4 @@ def test_steps_are_counted_on_after_a_resume(tmp_path: Path) -> None:
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CommTimeLogger(**options)
+        CommTimeMonitor(**options)

@@ -16,12 +16,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from recorded_domain import RecordedDomain
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, validation
 from lightning_commopt.callbacks import cuda_profiler
 from lightning_commopt.callbacks.cuda_profiler import CUDAProfilerWindow, ProfiledWindow
 from lightning_commopt.callbacks.nvtx_ranges import NVTXRanges
 from lightning_commopt.callbacks.phases import step_of_loggers
-from lightning_commopt.compressors import settings as compressor_settings
 from ranks import run_ranks
 
 START, STOP = ["wait", "start"], ["wait", "stop"]
@@ -316,7 +315,7 @@ def test_ranks_that_do_not_exist(events):
 
 
 def test_without_cuda_it_says_once_that_it_does_nothing(monkeypatch):
-    monkeypatch.setattr(compressor_settings, "_said", set())
+    monkeypatch.setattr(validation, "_said", set())
     events: list[Any] = []
     window = CUDAProfilerWindow(start_step=1)
     with warnings.catch_warnings(record=True) as caught:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks.nvtx_ranges import COLORS, RANGES, NVTXRanges
 from lightning_commopt.ddp.observed import observers_of
-from lightning_commopt.measure.nvtx_timeline import ExchangeRanges
+from lightning_commopt.measure.nvtx_timeline import SyncRanges
 from lightning_commopt.measure.observer import BucketInfo
 from ranks import run_ranks
 
@@ -348,7 +348,7 @@ def test_every_exchange_is_a_range_in_backward_and_changes_nothing(kind):
 
 def test_exchanges_end_on_any_thread_and_those_that_failed_at_the_end():
     recorded = RecordedDomain()
-    ranges = ExchangeRanges(recorded, COLORS[RANGES["bucket"]])
+    ranges = SyncRanges(recorded, COLORS[RANGES["bucket"]])
     first, second, late = (
         ranges.ready(BucketInfo(index=index, gradient_bytes=8 * index, names=(), is_last=False)) for index in range(3)
     )

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import CommTimeLogger, RunRecorder, Throughput, run_recorder
+from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder, SpeedMonitor, run_recorder
 from lightning_commopt.runs.losses import LOSS_FILE, read_losses
 from lightning_commopt.runs.record import RUN_FILE, RunRecord
 from ranks import run_ranks, run_ranks_or_raise
@@ -56,7 +56,7 @@ def fit(folder, *, strategy="auto", devices=1, callbacks=(), recorder=None, mode
 
 
 def two_ranks(folder):
-    callbacks = [Throughput(num_warmup_steps=2), CommTimeLogger(num_warmup_steps=2, print_summary=False)]
+    callbacks = [SpeedMonitor(num_warmup_steps=2), CommTimeMonitor(num_warmup_steps=2, print_summary=False)]
     fit(folder, strategy=CommOptDDP(comm_hook="bf16"), devices=2, callbacks=callbacks)
 
 

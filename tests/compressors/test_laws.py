@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, PowerSGD
-from lightning_commopt.ddp.hook import CommHook, attach_comm_hook
+from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
 from lightning_commopt.kernels.compiled import loaded
 from ranks import run_ranks
 
@@ -47,12 +47,12 @@ class Net(nn.Module):
         self.transposed = nn.Parameter(torch.randn(24, 32).t())
 
 
-def _ddp(compressor: Compressor | None, options: dict[str, Any]) -> tuple[DistributedDataParallel, CommHook | None]:
+def _ddp(compressor: Compressor | None, options: dict[str, Any]) -> tuple[DistributedDataParallel, BucketHook | None]:
     model = DistributedDataParallel(Net(), **options)
     local_world_size = 2 if dist.get_world_size() == 4 else 1
     if compressor is None:
         return model, None
-    return model, attach_comm_hook(model, compressor, None, local_world_size=local_world_size)
+    return model, attach_bucket_hook(model, compressor, None, local_world_size=local_world_size)
 
 
 def _gradients(step: int, rank: int, scale: float = 1.0) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def _bytes_of_even_parts(inner: Compressor) -> tuple[float, float]:
     byte_counts = []
     for compressor in (inner, Hierarchical(inner=inner)):
         model = DistributedDataParallel(nn.Linear(64, 64, bias=False))
-        hook = attach_comm_hook(model, compressor, None, local_world_size=2)
+        hook = attach_bucket_hook(model, compressor, None, local_world_size=2)
         model(torch.randn(4, 64)).sum().backward()
         byte_counts.append(hook.bytes_sent)
         hook.close()
@@ -219,7 +219,7 @@ def _small_and_unused() -> dict[str, dict[str, Any]]:
     x = torch.arange(7.0) * (dist.get_rank() + 1)
     for name, compressor in COMPRESSORS.items():
         model = DistributedDataParallel(Vectors(), find_unused_parameters=True)
-        hook = attach_comm_hook(model, compressor, None)
+        hook = attach_bucket_hook(model, compressor, None)
         for _ in range(3):
             model.zero_grad()
             model(x).backward()

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.collectives.channel import Pending
 from lightning_commopt.compressors import Compressor, ErrorFeedback, Int8, Rounds, pieces
 from lightning_commopt.compressors.pieces import in_pieces
-from lightning_commopt.ddp.hook import attach_comm_hook
+from lightning_commopt.ddp.hook import attach_bucket_hook
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.recorder import StepRecorder
@@ -80,7 +80,7 @@ def _outcome(compressor: Compressor) -> dict[str, Any]:
     model = DistributedDataParallel(_Vector())
     recorder, observers = StepRecorder(HostClock()), Observers()
     observers.add(recorder)
-    hook = attach_comm_hook(model, compressor, None, observers=observers)
+    hook = attach_bucket_hook(model, compressor, None, observers=observers)
     generator, received = torch.Generator().manual_seed(dist.get_rank()), []
     for step in range(NUM_STEPS):
         gradients = torch.randn(NUMEL, generator=generator)

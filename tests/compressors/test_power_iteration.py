@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.compressors import AlternatingPowerSGD, Compressor, Layout, PowerSGD
-from lightning_commopt.ddp.hook import attach_comm_hook
+from lightning_commopt.ddp.hook import attach_bucket_hook
 from ranks import run_ranks
 
 NUM_STEPS = 100
@@ -24,7 +24,7 @@ def _descend(compressor: Compressor) -> float:
     the power iteration's subspace becomes exactly that entry's, and stays orthogonal to all that comes after.
     """
     model = DistributedDataParallel(nn.Linear(16, 16, bias=False))
-    hook = attach_comm_hook(model, compressor, None)
+    hook = attach_bucket_hook(model, compressor, None)
     weight = model.module.weight
     with torch.no_grad():
         weight.zero_()[0, 0] = 1.0

@@ -1,4 +1,4 @@
-"""CommHook: overlap with backward, order of collectives, failures."""
+"""BucketHook: overlap with backward, order of collectives, failures."""
 
 import threading
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.collectives.channel import Channel
 from lightning_commopt.compressors import AllReduce, Compressor, Layout, PowerSGD, Rounds, State
-from lightning_commopt.ddp.hook import CommHook, attach_comm_hook
+from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.record import StepRecord
@@ -50,7 +50,7 @@ def _overlap() -> StepRecord:
     model = DistributedDataParallel(_model(), bucket_cap_mb=0.003)
     recorder, observers = StepRecorder(HostClock()), Observers()
     observers.add(recorder)
-    hook = attach_comm_hook(model, _WaitsForBackward(), None, observers=observers)
+    hook = attach_bucket_hook(model, _WaitsForBackward(), None, observers=observers)
 
     def reach_the_input(gradient: Tensor) -> None:
         assert _EXCHANGE_HAS_STARTED.wait(20), "no bucket was exchanged before the last one was ready"
@@ -88,7 +88,7 @@ def _own_collectives() -> tuple[float, float]:
         return total / dist.get_world_size()
 
     model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
-    hook = attach_comm_hook(model, PowerSGD(), None)
+    hook = attach_bucket_hook(model, PowerSGD(), None)
     x = torch.randn(4, 32)
     for _ in range(20):
         y = x
@@ -132,7 +132,7 @@ class _FailsOnce(Compressor):
 
 def _fail() -> None:
     model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
-    attach_comm_hook(model, _FailsOnce(), None)
+    attach_bucket_hook(model, _FailsOnce(), None)
     for _ in range(5):
         model(torch.randn(4, 32)).sum().backward()
 
@@ -154,7 +154,7 @@ def _sparse() -> tuple[list[float], list[float]]:
         model = DistributedDataParallel(nn.EmbeddingBag(16, 4, sparse=True, mode="sum"))
         with torch.no_grad():
             model.module.weight.fill_(1.0)
-        hook = attach_comm_hook(model, compressor, None) if compressor else None
+        hook = attach_bucket_hook(model, compressor, None) if compressor else None
         model(torch.randint(0, 16, (8, 3))).sum().backward()
         gradients.append(model.module.weight.grad.to_dense().reshape(-1).tolist())
         if hook:
@@ -188,14 +188,14 @@ def _gradients_where_some_are_ignored() -> list[list[Tensor]]:
     found = []
     for compressor in (None, AllReduce()):
         model = DistributedDataParallel(_Ignoring(), bucket_cap_mb=0.0001)
-        hook = attach_comm_hook(model, compressor, None) if compressor else None
+        hook = attach_bucket_hook(model, compressor, None) if compressor else None
         torch.manual_seed(dist.get_rank())
         for _ in range(3):
             model.zero_grad()
             model(torch.randn(4, 8)).pow(2).sum().backward()
         found.append([parameter.grad for parameter in model.module.parameters()])
         if hook:
-            assert hook.state().num_exchanges == 3
+            assert hook.state().num_syncs == 3
             hook.close()
     return found
 
@@ -211,9 +211,9 @@ def _closed_groups() -> list[Any]:
     counts = []
     for _ in range(3):
         model = DistributedDataParallel(_model())
-        hook = attach_comm_hook(model, PowerSGD(), None)
+        hook = attach_bucket_hook(model, PowerSGD(), None)
         model(torch.randn(4, 32)).sum().backward()
-        assert isinstance(hook, CommHook)
+        assert isinstance(hook, BucketHook)
         hook.close()
         workers = [thread for thread in threading.enumerate() if thread.name == "commopt-exchange"]
         counts.append((len(dist.distributed_c10d._world.pg_map), len(workers)))

@@ -44,7 +44,7 @@ def test_what_is_sent_and_kept(numel: int, dtype: torch.dtype, narrow: torch.dty
     np.testing.assert_allclose(sent.double().numpy(), wanted * SCALE, rtol=NARROW[narrow] * 1.001, atol=1e-7)
     if residual is not None:
         mean = torch.randn(numel).to(narrow)
-        cast.settle(flat, residual, mean, SCALE, torch.tensor(True))
+        cast.flush(flat, residual, mean, SCALE, torch.tensor(True))
         kept = wanted - sent.double().numpy() / SCALE
         np.testing.assert_allclose(residual.double().numpy(), kept, rtol=precision(residual), atol=1e-6)
         assert flat.equal(mean.to(dtype))
@@ -56,7 +56,7 @@ def test_a_step_that_is_not_finite_leaves_the_residual(numel: int) -> None:
     flat, residual = bucket(numel, torch.float32, torch.float32)
     assert residual is not None
     before, mean = residual.clone(), torch.full((numel,), torch.nan, dtype=torch.bfloat16)
-    cast.settle(flat, residual, mean, SCALE, torch.tensor(False))
+    cast.flush(flat, residual, mean, SCALE, torch.tensor(False))
     cast.add_lost(residual, torch.ones(numel), torch.zeros(numel), 3, torch.tensor(False))
     assert residual.equal(before)
     assert flat.isnan().all()
@@ -84,7 +84,7 @@ def results(
     if residual is None:
         return [sent.cpu()]
     mean, is_finite = (sent * 2).to(narrow), torch.tensor(finite, device=device)
-    cast.settle(flat, residual, mean, SCALE, is_finite)
+    cast.flush(flat, residual, mean, SCALE, is_finite)
     flat_after = flat.clone()
     cast.add_lost(residual, flat, flat.to(narrow), 3, is_finite)
     return [sent.cpu(), flat_after.cpu(), residual.cpu()]

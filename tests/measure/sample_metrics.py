@@ -17,7 +17,7 @@ def sample_metrics(**changed: float) -> dict[str, float]:
         "forward_s": 0.1,
         "backward_s": 0.5,
         "optimizer_s": 0.05,
-        "exchange_s": 0.32,
+        "comm_s": 0.32,
         "exposed_s": 0.3,
         "compression_s": 0.0,
         "wait_s": 0.02,
@@ -29,16 +29,16 @@ def sample_metrics(**changed: float) -> dict[str, float]:
         for name, value in seconds.items()
         for suffix, factor in (("", 1.0), ("_p50", 0.98), ("_p95", 1.5), ("_max", 20.0))
     }
-    exchange_s = seconds["exchange_s"]
+    comm_s = seconds["comm_s"]
     return {
         **times,
         "exposed_share": seconds["exposed_s"] / seconds["step_s"],
-        "overlapped_share": max(0.0, 1 - seconds["exposed_s"] / exchange_s) if exchange_s else NAN,
-        "gradient_bytes": 1.22e9 if exchange_s else 0.0,
-        "wire_bytes": 1.22e9 if exchange_s else 0.0,
-        "compression_ratio": 1.0 if exchange_s else NAN,
-        "algorithm_bandwidth": 4.07e9 if exchange_s else NAN,
-        "bus_bandwidth": 7.12e9 if exchange_s else NAN,
+        "overlapped_share": max(0.0, 1 - seconds["exposed_s"] / comm_s) if comm_s else NAN,
+        "gradient_bytes": 1.22e9 if comm_s else 0.0,
+        "wire_bytes": 1.22e9 if comm_s else 0.0,
+        "compression_ratio": 1.0 if comm_s else NAN,
+        "algorithm_bandwidth": 4.07e9 if comm_s else NAN,
+        "bus_bandwidth": 7.12e9 if comm_s else NAN,
         "steps_per_s": 1 / seconds["step_s"],
         "samples_per_s": 256 / seconds["step_s"],
         "straggler_rank": -1.0,

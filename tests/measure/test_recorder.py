@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import PowerSGD
-from lightning_commopt.ddp.hook import attach_comm_hook
+from lightning_commopt.ddp.hook import attach_bucket_hook
 from lightning_commopt.measure.clock import Clock, CudaClock, HostClock
 from lightning_commopt.measure.observer import BucketInfo, Observers
 from lightning_commopt.measure.record import Phase
@@ -103,7 +103,7 @@ def record_on_cuda() -> tuple[float, float, int]:
     observers.add(recorder)
     layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(device)
     model = DistributedDataParallel(layers, bucket_cap_mb=0.3)
-    hook = attach_comm_hook(model, PowerSGD(), None, observers=observers)
+    hook = attach_bucket_hook(model, PowerSGD(), None, observers=observers)
     for step in range(8):
         if step == 4:  # the first steps make buckets and compile kernels
             torch.cuda.synchronize()
@@ -119,12 +119,12 @@ def record_on_cuda() -> tuple[float, float, int]:
     assert recorder.has(8)
     record = recorder.take(8)[-1].record
     hook.close()
-    return record.step_s, record.exchange_s, len(record.buckets)
+    return record.step_s, record.comm_s, len(record.buckets)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_nothing_waits_for_the_device() -> None:
-    ((step_s, exchange_s, num_buckets),) = run_ranks(record_on_cuda, world_size=1)
-    assert 0 < exchange_s < step_s < 10
+    ((step_s, comm_s, num_buckets),) = run_ranks(record_on_cuda, world_size=1)
+    assert 0 < comm_s < step_s < 10
     assert num_buckets >= 3

@@ -83,16 +83,16 @@ def test_shares_bytes_and_rates() -> None:
 
 @pytest.mark.parametrize(("exposed_s", "share"), [(0.0, 1.0), (0.1, 0.75), (0.4, 0.0), (0.6, 0.0)])
 def test_overlapped_share(exposed_s: float, share: float) -> None:
-    metrics = computed(steps_of(2, 10, step_s=1.0, exchange_s=0.4, exposed_s=exposed_s))
+    metrics = computed(steps_of(2, 10, step_s=1.0, comm_s=0.4, exposed_s=exposed_s))
     assert metrics["overlapped_share"] == pytest.approx(share)
 
 
 def test_a_step_worked_out_by_hand() -> None:
     """Rank 1 is 0.2 s late: rank 0 waits for it on the wire, in each of two steps, and all of that is exposed."""
     values = steps_of(
-        2, 2, step_s=1.5, exchange_s=0.5, exposed_s=0.4, wire_s=0.4, wire_bytes=8e6, gradient_bytes=16e6, num_samples=3
+        2, 2, step_s=1.5, comm_s=0.5, exposed_s=0.4, wire_s=0.4, wire_bytes=8e6, gradient_bytes=16e6, num_samples=3
     )
-    for name in ("exchange_s", "exposed_s", "wire_s"):
+    for name in ("comm_s", "exposed_s", "wire_s"):
         values[0, :, QUANTITIES.index(name)] += 0.2
     metrics = computed(values)
     assert metrics["wait_s"] == pytest.approx(0.1)
@@ -290,7 +290,7 @@ def test_a_row_of_a_record() -> None:
         "backward_s": 3.5,
         "optimizer_s": 0.25,
         "other_s": 0.125,
-        "exchange_s": 2.0,
+        "comm_s": 2.0,
         "exposed_s": 2.0,
         "wire_s": 1.0,
         "compression_s": 1.0,

@@ -50,9 +50,9 @@ TWO_BACKWARDS = step(
 def test_several_backwards_in_one_step() -> None:
     """Each backward waits for its own last bucket; what validation takes in between is no part of the step."""
     assert TWO_BACKWARDS.exposed_s == 0.75 + 1.0
-    assert TWO_BACKWARDS.exchange_s == 1.25 + 0.5 + 0.875
+    assert TWO_BACKWARDS.comm_s == 1.25 + 0.5 + 0.875
     assert TWO_BACKWARDS.wire_s == pytest.approx(0.3 + 0.5 + 0.5 + 0.75)
-    assert TWO_BACKWARDS.compression_s == pytest.approx(TWO_BACKWARDS.exchange_s - TWO_BACKWARDS.wire_s)
+    assert TWO_BACKWARDS.compression_s == pytest.approx(TWO_BACKWARDS.comm_s - TWO_BACKWARDS.wire_s)
     assert TWO_BACKWARDS.overlapped_share == pytest.approx(1 - 1.75 / 2.625)
     assert (TWO_BACKWARDS.start_s, TWO_BACKWARDS.end_s, TWO_BACKWARDS.step_s) == (0.0, 7.5, 7.0)
     seconds = {name: TWO_BACKWARDS.phase_s(name) for name in PHASES}
@@ -68,12 +68,12 @@ def test_exposed_ends_with_the_last_bucket_that_ends() -> None:
 
 def test_a_wait_before_the_turn_is_exposed_but_no_exchange() -> None:
     record = step(bucket(1, 3, 4, (3, 4)))
-    assert (record.exposed_s, record.exchange_s, record.overlapped_share) == (3, 1, 0)
+    assert (record.exposed_s, record.comm_s, record.overlapped_share) == (3, 1, 0)
 
 
 def test_without_buckets() -> None:
     record = step()
-    assert record.exchange_s == record.wire_s == record.compression_s == record.exposed_s == 0
+    assert record.comm_s == record.wire_s == record.compression_s == record.exposed_s == 0
     assert record.overlapped_share is None
     assert record.gradient_bytes == record.wire_bytes == 0
 
@@ -95,7 +95,7 @@ def test_json_keeps_a_tenth_of_a_microsecond() -> None:
 
 def test_json_has_what_is_derived() -> None:
     values = TWO_BACKWARDS.to_dict()
-    for name in ("step_s", "exchange_s", "wire_s", "compression_s", "exposed_s", "gradient_bytes", "wire_bytes"):
+    for name in ("step_s", "comm_s", "wire_s", "compression_s", "exposed_s", "gradient_bytes", "wire_bytes"):
         assert values[name] == pytest.approx(getattr(TWO_BACKWARDS, name))
     assert values["backward_s"] == 4.0
     assert step().to_dict()["overlapped_share"] is None

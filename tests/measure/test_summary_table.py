@@ -48,7 +48,7 @@ def test_what_is_below() -> None:
 
 EXTREMES = [
     sample_metrics(),
-    sample_metrics(step_s=12_345.678, exchange_s=4_000.0, exposed_s=3_999.0, backward_s=10_000.0),
+    sample_metrics(step_s=12_345.678, comm_s=4_000.0, exposed_s=3_999.0, backward_s=10_000.0),
     sample_metrics(**{name: value * 1e-4 for name, value in sample_metrics().items() if name in TIMES}),
     sample_metrics(wait_s=1e-9, exposed_wait_s=0.0),
     sample_metrics(gradient_bytes=3.4e12, wire_bytes=12.0, compression_ratio=2.83e11, algorithm_bandwidth=4.2e2),
@@ -65,7 +65,7 @@ def test_it_fits_into_80_columns(metrics: dict[str, float]) -> None:
 
 
 def test_no_rows_of_an_exchange_that_was_not_seen() -> None:
-    nothing = dict.fromkeys(("exchange_s", "exposed_s", "exposed_wait_s", "wait_s"), 0.0)
+    nothing = dict.fromkeys(("comm_s", "exposed_s", "exposed_wait_s", "wait_s"), 0.0)
     lines = rendered(sample_metrics(**nothing))
     assert cells(lines, "forward")
     assert not cells(lines, "exchange")

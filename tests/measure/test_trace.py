@@ -228,7 +228,7 @@ def test_missing_lines_and_ranks_are_told(tmp_path):
 
 
 def test_mistakes_are_one_line(tmp_path):
-    expected = f"expected {rank_file(tmp_path, 0)}, as CommTimeLogger writes it"
+    expected = f"expected {rank_file(tmp_path, 0)}, as CommTimeMonitor writes it"
     assert _command(tmp_path) == (1, f"commopt: {tmp_path} has no records of steps: {expected}\n")
     write_run(tmp_path, num_steps=3)
     assert _command(tmp_path, "--first-step", 3) == (

@@ -12,7 +12,7 @@ from lightning_commopt.measure.verdict import Verdict, verdict
 SETTING = re.compile(r"bucket_cap_mb=|comm_hook=|accumulate_grad_batches=|num_workers=|strategy=|rank \d|Batches of")
 
 
-NO_EXCHANGE: dict[str, Any] = dict.fromkeys(("exchange_s", "exposed_s", "exposed_wait_s", "wait_s"), 0.0)
+NO_EXCHANGE: dict[str, Any] = dict.fromkeys(("comm_s", "exposed_s", "exposed_wait_s", "wait_s"), 0.0)
 
 
 def judged(num_buckets: int = 12, comm_hook: str = "none", world_size: int = 8, **metrics: float) -> Verdict:
@@ -104,7 +104,7 @@ def test_the_size_makes_about_ten_buckets(gradient_bytes: float, num_buckets: in
 
 def test_no_bucket_size_helps() -> None:
     assert not about(judged(num_buckets=1, gradient_bytes=0.5e6), "bucket_cap_mb")  # too small to cut
-    assert not about(judged(num_buckets=1, backward_s=0.31, exchange_s=0.3), "bucket_cap_mb")  # nothing to hide behind
+    assert not about(judged(num_buckets=1, backward_s=0.31, comm_s=0.3), "bucket_cap_mb")  # nothing to hide behind
     assert not about(judged(num_buckets=12), "bucket_cap_mb")
     assert not about(judged(num_buckets=0), "bucket_cap_mb")  # nobody sees them
 
@@ -133,7 +133,7 @@ def test_compressors_are_lossy_and_bounded() -> None:
 
 def test_powersgd_only_where_backward_is_far_too_short() -> None:
     assert not about(judged(), '"powersgd"')
-    advice = about(judged(backward_s=0.4, exposed_s=0.35, exchange_s=0.37), '"powersgd"')
+    advice = about(judged(backward_s=0.4, exposed_s=0.35, comm_s=0.37), '"powersgd"')
     assert "lossy" in advice
     assert "350 ms" in advice
     assert "50 ms" in advice
@@ -153,7 +153,7 @@ def test_powersgd_only_where_backward_is_far_too_short() -> None:
     ],
 )
 def test_what_comes_after_a_compressor(comm_hook: str, expected: list[str]) -> None:
-    result = judged(comm_hook=comm_hook, compression_ratio=2.0, backward_s=0.4, exposed_s=0.35, exchange_s=0.37)
+    result = judged(comm_hook=comm_hook, compression_ratio=2.0, backward_s=0.4, exposed_s=0.35, comm_s=0.37)
     assert len(result.advice) == len(expected)
     assert all(name in advice for name, advice in zip(expected, result.advice, strict=True))
 
@@ -216,7 +216,7 @@ def test_before_the_first_step() -> None:
 
 def test_no_promise_without_numbers() -> None:
     """Marks that do not fit together, as more exposed time than step, make no bound."""
-    assert "cannot be told" in judged(exposed_s=0.8, exchange_s=0.8).headline
+    assert "cannot be told" in judged(exposed_s=0.8, comm_s=0.8).headline
 
 
 def test_a_verdict_does_not_change() -> None:

@@ -206,7 +206,7 @@ def test_without_throughput_there_is_no_answer(tmp_path):
     save_run(tmp_path / "0", "rung=bf16")
     save_run(tmp_path / "1", "rung=one_bucket")
     (group,) = build_report([tmp_path]).groups
-    assert group.answer == ("No run has a throughput: without the callback Throughput nothing can be compared.",)
+    assert group.answer == ("No run has a throughput: without the callback SpeedMonitor nothing can be compared.",)
     assert group.fastest is group.reference
 
 

@@ -73,7 +73,7 @@ def test_numbers_of_a_step_are_those_of_the_records(tmp_path):
     record = write_run(tmp_path / "0", plan_run("bf16", 25, 0))
     (group,) = build_report([tmp_path]).groups
     setting = group.settings[0]
-    for name in ("step_s", "exchange_s", "exposed_s", "exposed_share"):
+    for name in ("step_s", "comm_s", "exposed_s", "exposed_share"):
         interval: Interval = getattr(setting, name)
         assert interval.median == record.comm_time[name]
     assert setting.wire_bytes == 20_000_000
@@ -86,13 +86,13 @@ def test_numbers_of_a_step_are_those_of_the_records(tmp_path):
 @pytest.mark.parametrize(("world_size", "is_known"), [(1, True), (2, False)])
 def test_an_exchange_that_nobody_sees_is_not_none(tmp_path, world_size, is_known):
     """If it fails, FSDP is said to hide all of its communication."""
-    comm_time = {"step_s": 0.1, "exchange_s": 0.0, "exposed_s": 0.0, "wire_bytes": 0.0}
+    comm_time = {"step_s": 0.1, "comm_s": 0.0, "exposed_s": 0.0, "wire_bytes": 0.0}
     fields = {"comm_time": comm_time, "exposed_share": 0.0, "wire_bytes_per_step": 0.0, "world_size": world_size}
     setting = _group(
         tmp_path, ("strategy=fsdp", {"plan": None, "strategy": "ModelParallelStrategy", **fields})
     ).settings[0]
     assert setting.step_s is not None
-    for name in ("exchange_s", "exposed_s", "exposed_share", "wire_bytes"):
+    for name in ("comm_s", "exposed_s", "exposed_share", "wire_bytes"):
         assert (getattr(setting, name) is not None) is is_known
 
 

@@ -202,9 +202,9 @@ def test_overlap_never_saves_more_than_its_bound(sweep: Report) -> None:
     bounds, saved = (trace["x"] for trace in _drawn(overlap(group, _styles(sweep)))["data"])
     assert all(saving <= bound + 1e-9 for saving, bound in zip(saved, bounds, strict=True))
     expected = [
-        min(each.step_s.median - each.exposed_s.median, each.exchange_s.median) * 1e3
+        min(each.step_s.median - each.exposed_s.median, each.comm_s.median) * 1e3
         for each in group.settings
-        if each.step_s and each.exposed_s and each.exchange_s
+        if each.step_s and each.exposed_s and each.comm_s
     ]
     assert sorted(bounds) == pytest.approx(sorted(expected))
 
@@ -337,7 +337,7 @@ def test_steps_that_are_too_many_are_not_read(sweep: Report) -> None:
 
 
 def test_charts_without_numbers_are_left_out(sweep: Report, tmp_path: Path) -> None:
-    unknown = dict.fromkeys(("samples_per_s", "step_s", "exchange_s", "exposed_s", "peak_memory_bytes"))
+    unknown = dict.fromkeys(("samples_per_s", "step_s", "comm_s", "exposed_s", "peak_memory_bytes"))
     group = _with(sweep.groups[0], **unknown, runs=())
     assert sections(group, _styles(sweep)) == []
 

@@ -129,14 +129,14 @@ def test_runs_without_records_are_one_line_each_kind(tmp_path):
     names = "none_0, none_1, none_2 and 3 more"
     assert found.problems == (
         f"no loss.jsonl, hence no curve of the loss: {names}",
-        f"no steps in comm_time, which CommTimeLogger saves, hence no timeline: {names}",
+        f"no steps in comm_time, which CommTimeMonitor saves, hence no timeline: {names}",
     )
 
 
 @pytest.mark.parametrize("rate", [None, 0.0, float("nan")])
 def test_a_run_without_throughput_is_named(tmp_path, rate):
     save_run(tmp_path / "0", samples_per_s=rate)
-    assert "no throughput, which the callback Throughput measures: 0" in read_runs([tmp_path]).problems
+    assert "no throughput, which the callback SpeedMonitor measures: 0" in read_runs([tmp_path]).problems
 
 
 def test_a_run_shorter_than_its_warm_up_is_called_so(tmp_path):

@@ -251,7 +251,7 @@ def test_checkpoints_hold_plain_values(folder: Path, name: str) -> None:
     _through_and_resumed(folder, 2, "many_buckets", tuple(COMPRESSORS))
     checkpoint = torch.load(folder / "2_many_buckets_all" / f"{name}.ckpt", weights_only=True)
     saved = checkpoint[KEY]
-    assert saved["num_exchanges"] == HALF
+    assert saved["num_syncs"] == HALF
     assert len(saved["ranks"]) == 2
     assert len(saved["ranks"][0]["buckets"]) >= 3
     assert all(tensor.device.type == "cpu" for tensor in _tensors(saved))

@@ -171,7 +171,7 @@ def assert_in_order(record: StepRecord) -> None:
         assert times == sorted(times)
         assert any(phase.start_s <= bucket.ready_s <= bucket.end_s <= phase.end_s for phase in backwards)
     assert 0 < record.exposed_s <= record.phase_s("backward")
-    assert 0 < record.wire_s <= record.exchange_s <= record.phase_s("backward")
+    assert 0 < record.wire_s <= record.comm_s <= record.phase_s("backward")
     assert [phase.name for phase in record.phases].count("optimizer") == 1
 
 
@@ -257,7 +257,7 @@ def test_a_strategy_is_watched_again() -> None:
 
 
 class Elsewhere(SingleDeviceStrategy):
-    """Exchanges gradients in ways of its own."""
+    """Synchronizes gradients in ways of its own."""
 
 
 def test_what_cannot_be_seen_is_said_once() -> None:
@@ -265,5 +265,5 @@ def test_what_cannot_be_seen_is_said_once() -> None:
     strategy.model = Tiny()
     strategy.world_size = 2
     observe(strategy, StepRecorder(HostClock()))
-    with pytest.warns(UserWarning, match="exchanges of Elsewhere cannot be seen"):
+    with pytest.warns(UserWarning, match="Elsewhere.s gradient sync cannot be observed"):
         observe_wrapped(strategy)

@@ -66,7 +66,7 @@ def test_repeat_under_another_launcher_says_what_to_write_there():
     ("overrides", "message"),
     [
         (["trainer.max_steps=10"], "num_warmup_steps .*trainer.max_steps=10: .* from 0 to 9, got 10"),
-        (["trainer.max_steps=1", "callbacks.throughput.num_warmup_steps=1"], "from 0 to 0, got 1"),
+        (["trainer.max_steps=1", "callbacks.speed.num_warmup_steps=1"], "from 0 to 0, got 1"),
         (["num_warmup_steps=-1"], "num_warmup_steps must be an integer of at least 0, got -1"),
         (["num_warmup_steps=2.5"], "num_warmup_steps must be an integer of at least 0, got 2.5"),
     ],
@@ -82,9 +82,9 @@ def test_a_run_that_is_all_warm_up_is_refused(overrides, message):
     [
         ["trainer.max_steps=11"],
         ["trainer.max_steps=1", "num_warmup_steps=0"],
-        ["trainer.max_steps=2", "callbacks.throughput.num_warmup_steps=1"],
+        ["trainer.max_steps=2", "callbacks.speed.num_warmup_steps=1"],
         ["trainer.max_steps=-1", "trainer.max_epochs=1"],
-        ["trainer.max_steps=5", "callbacks.throughput=null"],
+        ["trainer.max_steps=5", "callbacks.speed=null"],
     ],
 )
 def test_a_run_with_steps_left_to_time_is_not(overrides):

@@ -18,12 +18,12 @@ class _Step(NamedTuple):
 
     setting: Setting
     step_s: float
-    exchange_s: float
+    comm_s: float
     exposed_s: float
 
     @property
     def hidden_s(self) -> float:
-        return max(0.0, self.exchange_s - self.exposed_s)
+        return max(0.0, self.comm_s - self.exposed_s)
 
     @property
     def computing_s(self) -> float:
@@ -87,10 +87,10 @@ _MEANINGS = {
 
 def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     """Returns what overlap saves beside its bound; None where nothing was exchanged."""
-    steps = sorted((step for step in _steps(group) if step.exchange_s > 0), key=lambda step: -step.hidden_s)
+    steps = sorted((step for step in _steps(group) if step.comm_s > 0), key=lambda step: -step.hidden_s)
     if not steps:
         return None
-    bounds_s = [min(step.computing_s, step.exchange_s) for step in steps]
+    bounds_s = [min(step.computing_s, step.comm_s) for step in steps]
     most_s = max(*bounds_s, *(step.hidden_s for step in steps))
     unit = time_unit(most_s)
     rows = new_rows(
@@ -100,7 +100,7 @@ def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         most=most_s / unit.size * 1.01,
     )
     hover = [
-        f"<b>{plain(step.setting.name)}</b><br>communication: {unit.text(step.exchange_s)}, exposed "
+        f"<b>{plain(step.setting.name)}</b><br>communication: {unit.text(step.comm_s)}, exposed "
         f"{unit.text(step.exposed_s)}<br>saved by overlap: {unit.text(step.hidden_s)}<br>at most: {unit.text(bound_s)}"
         for step, bound_s in zip(steps, bounds_s, strict=True)
     ]
@@ -128,7 +128,7 @@ def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 def _steps(group: Group) -> list[_Step]:
     return [
-        _Step(each, each.step_s.median, each.exchange_s.median, each.exposed_s.median)
+        _Step(each, each.step_s.median, each.comm_s.median, each.exposed_s.median)
         for each in group.settings
-        if each.step_s is not None and each.exchange_s is not None and each.exposed_s is not None
+        if each.step_s is not None and each.comm_s is not None and each.exposed_s is not None
     ]

@@ -52,7 +52,7 @@ def check_power_of_two(name: str, value: Any, at_least: int, at_most: int) -> No
         raise ValueError(f"{name} must be a power of two from {at_least} to {at_most}, got {value!r}")
 
 
-def say_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Warns on rank 0, once for each message."""
     if message not in _said:
         _said.add(message)

@@ -1,4 +1,4 @@
-"""Throughput: optimizer steps, samples and bytes on the wire of a fit, without its warm-up."""
+"""SpeedMonitor: optimizer steps, samples and bytes on the wire of a fit, without its warm-up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_commopt.callbacks.phases import samples_in
 
 
-class Throughput(Callback):
+class SpeedMonitor(Callback):
     """Times the steps of a fit on this rank's clock.
 
     The clock runs from the start of the first batch after the warm-up to the end of the last batch, and stands still

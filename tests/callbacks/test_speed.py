@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import Throughput
+from lightning_commopt.callbacks import SpeedMonitor
 from ranks import run_ranks
 
 NUMEL = 3 * 2 + 2
@@ -44,7 +44,7 @@ def every_other(samples):
 
 
 def fit(strategy="auto", devices=1, num_warmup_steps=2, model=Line, collate_fn=None, **settings):
-    throughput = Throughput(num_warmup_steps=num_warmup_steps)
+    throughput = SpeedMonitor(num_warmup_steps=num_warmup_steps)
     batch_numbers = torch.arange(10).repeat_interleave(4 * devices)
     data = TensorDataset(batch_numbers[:, None].expand(-1, 3).float())
     loader = DataLoader(data, batch_size=4, collate_fn=collate_fn)
@@ -120,4 +120,4 @@ def test_batches_that_lightning_skips():
 
 def test_a_negative_warm_up_is_refused():
     with pytest.raises(ValueError, match="at least 0, got -1"):
-        Throughput(num_warmup_steps=-1)
+        SpeedMonitor(num_warmup_steps=-1)
