@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
 from lightning_commopt.callbacks.phases import FollowsPhases, samples_in, step_of_loggers
-from lightning_commopt.collectives.channel import group_beside
+from lightning_commopt.collectives.groups import group_beside
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.ddp.observed import ShowsExchanges, observe, stop_observing
 from lightning_commopt.measure.all_ranks import AllRanks
