@@ -222,7 +222,7 @@ class BucketHook:
         for name, part in zip(bucket.names, bucket.layout.split(owed), strict=True):
             if name in self._owed:
                 part.copy_(self._owed.pop(name))
-        if not self._compressor.take_over(bucket.layout, state, owed):
+        if not self._compressor.add_residual(bucket.layout, state, owed):
             bucket.flat.add_(owed)
 
 
