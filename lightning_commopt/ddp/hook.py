@@ -226,7 +226,7 @@ class BucketHook:
         for name, part in zip(bucket.names, bucket.layout.split(residual), strict=True):
             if name in self._residuals:
                 part.copy_(self._residuals.pop(name))
-        if not self._compressor.take_over(bucket.layout, state, residual):
+        if not self._compressor.add_residual(bucket.layout, state, residual):
             bucket.flat.add_(residual)
 
 
