@@ -14,7 +14,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +34,7 @@ from lightning_commopt.strategy.checks import (
     warn_of_unused_residuals,
 )
 from lightning_commopt.strategy.plan_change import ChangesPlan
+from lightning_commopt.validation import warn
 
 
 class CommOptDDP(ChangesPlan, RunsInOwnGroup, ShowsExchanges):
@@ -192,7 +192,7 @@ class CommOptDDP(ChangesPlan, RunsInOwnGroup, ShowsExchanges):
         except TypeError as error:
             if self.root_device.type == "cuda":
                 raise
-            rank_zero_warn(f"ddp_comm_hook has no effect on {self.root_device.type}: torch refuses it ({error}).")
+            warn(f"ddp_comm_hook has no effect on {self.root_device.type}: torch refuses it ({error}).")
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Refuses what would train each rank by itself, and a static graph that is not static.
