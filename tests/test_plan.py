@@ -96,7 +96,7 @@ def test_bucket_list(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"comm_hook": {"name": "powersgd", "start_step": "5"}}, "start_step"),
         ({"comm_hook": {"name": "powersgd", "error_feedback": "false"}}, "error_feedback must be true or false"),
         ({"comm_hook": {"name": "powersgd", "warm_start": "no"}}, "warm_start must be true or false"),
-        ({"comm_hook": "zip"}, "'zip' is unknown; known names: none, all_reduce, bf16"),
+        ({"comm_hook": "zip"}, "'zip' is unknown; known names: none, after_steps, all_reduce"),
         ({"comm_hook": {"matrix_rank": 2}}, "has no 'name'"),
         ({"comm_hook": {"name": "powersgd", "rank": 2}}, "no option 'rank'; it has: matrix_rank, start_step"),
         ({"comm_hook": {"name": "powersgd", "matrix_rank": 0}}, "matrix_rank must be an integer of at least 1, got 0"),
