@@ -68,6 +68,12 @@ def compressor_names() -> list[str]:
     return ["none", *sorted({entry.name for entry in _BY_FOLDED_NAME.values()})]
 
 
+def canonical_name(name: Any) -> str | None:
+    """Returns the name that a plan would hold for a name as the user wrote it; None if there is none."""
+    entry = _BY_FOLDED_NAME.get(fold(name)) if isinstance(name, str) else None
+    return None if entry is None else entry.name
+
+
 def names_with_option(option: str) -> list[str]:
     """Returns the names of the compressors that have this option."""
     return sorted({entry.name for entry in _BY_FOLDED_NAME.values() if option in entry.options})

@@ -22,7 +22,8 @@ from lightning_commopt.ddp.hook import attach_bucket_hook
 from lightning_commopt.ddp.observed import ShowsExchanges, observed_wrapper, observers_of, register_observed_all_reduce
 from lightning_commopt.ddp.rewrap import Trainable, gradient_bytes
 from lightning_commopt.launch.lightning_launcher import RunsInOwnGroup, forget_previous_job
-from lightning_commopt.plan import OptionError, plan_from_keywords, plan_options
+from lightning_commopt.plan import OptionError
+from lightning_commopt.strategy.arguments import plan_from_arguments
 from lightning_commopt.strategy.base import say_one_rank
 from lightning_commopt.strategy.checks import (
     check_graph_is_static,
@@ -112,12 +113,9 @@ class CommOptDDP(ChangesPlan, RunsInOwnGroup, ShowsExchanges):
         save_comm_state: bool = True,
         **kwargs: Any,
     ) -> None:
-        keywords = {name: value for name, value in locals().items() if name in plan_options()}
-        self._plan, ddp_kwargs = plan_from_keywords(keywords, kwargs)
+        self._plan, ddp_kwargs = plan_from_arguments(locals())
         if ddp_comm_hook is not None and self._plan.comm_hook is not None:
             raise OptionError(f"comm_hook={comm_hook!r} and ddp_comm_hook exclude each other: DDP takes one hook")
-        if not isinstance(save_comm_state, bool):
-            raise OptionError(f"save_comm_state must be true or false, got {save_comm_state!r}")
         forget_previous_job()
         super().__init__(
             accelerator=accelerator,

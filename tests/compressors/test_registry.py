@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,8 @@ class Mine(Compressor):
 
 
 @pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BY_FOLDED_NAME", dict(registry._BY_FOLDED_NAME))
-    return
 
 
 @pytest.mark.parametrize(
