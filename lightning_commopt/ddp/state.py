@@ -183,7 +183,7 @@ def _recognised(description: str, candidate: Compressor | None) -> Compressor | 
     if description == _described(candidate):
         return candidate
     try:
-        return compressor_from_config(json.loads(description))
+        return compressor_from_config(json.loads(description), may_import=False)
     except (ValueError, TypeError):
         raise CheckpointError(f"its compressor is not known: {description}") from None
 

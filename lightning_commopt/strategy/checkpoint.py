@@ -11,7 +11,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +30,7 @@ from lightning_commopt.ddp.state import (
     to_plain,
 )
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.validation import warn
 
 _PATIENCE = timedelta(seconds=60)
 _NAMES_IN_MESSAGE = 8
@@ -100,7 +101,7 @@ class SavesCommState(DDPStrategy):
         position = None if self._is_in_batch() else str(state.num_syncs)
         patience_s, timeout_s = min(_PATIENCE, timeout).total_seconds(), timeout.total_seconds()
         if not dist.is_initialized() or not all_come(position, patience_s, timeout_s):
-            rank_zero_warn(
+            warn(
                 "A checkpoint is saved without the state of comm_hook: not all ranks have come to save it, between"
                 " the same two batches."
             )
@@ -115,7 +116,7 @@ class SavesCommState(DDPStrategy):
         try:
             return from_checkpoint(saved, self.global_rank, self.world_size, self._plan.comm_hook)
         except CheckpointError as error:
-            rank_zero_warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
+            warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
             return CommState()
 
     def _resume_restored(self) -> None:
@@ -167,7 +168,7 @@ def _readable_residuals(state: CommState) -> dict[str, Tensor]:
     try:
         return state.all_residuals()
     except CheckpointError as error:
-        rank_zero_warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
+        warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
         return {}
 
 
@@ -176,7 +177,7 @@ def _of_known_parameters(residuals: dict[str, Tensor], module: Module) -> dict[s
     lost = [name for name, value in residuals.items() if shapes.get(name) != value.shape]
     if lost:
         shown = ", ".join(lost[:_NAMES_IN_MESSAGE]) + (", ..." if len(lost) > _NAMES_IN_MESSAGE else "")
-        rank_zero_warn(
+        warn(
             f"What comm_hook owed to {len(lost)} parameters of the checkpoint is dropped, as the model has none of"
             f" that name and shape: {shown}."
         )
