@@ -22,6 +22,7 @@ from lightning_commopt.callbacks.comm_time import CommTimeMonitor
 from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.measure.peak_memory import PeakMemory
+from lightning_commopt.plan import CommPlan
 from lightning_commopt.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.runs.record import RunRecord, new_record, record_failure
 from lightning_commopt.strategy.base import FollowsPlan
@@ -187,10 +188,18 @@ def _description(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return {
         "strategy": type(strategy).__name__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "plan": strategy.plan.to_dict() if isinstance(strategy, FollowsPlan) else None,
+        "plan": _plan_options(strategy.plan) if isinstance(strategy, FollowsPlan) else None,
         "world_size": trainer.world_size,
         "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
+
+
+def _plan_options(plan: CommPlan) -> dict[str, Any]:
+    """Returns the options of a plan in types that JSON has; a compressor without a name by its repr."""
+    try:
+        return plan.to_dict()
+    except ValueError:
+        return {**dataclasses.replace(plan, comm_hook=None).to_dict(), "comm_hook": repr(plan.comm_hook)}
 
 
 def _plan_name(strategy: Strategy) -> str:

@@ -1,5 +1,6 @@
 import json
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder, SpeedMonitor, run_recorder
+from lightning_commopt.compressors.all_reduce import AllReduce
+from lightning_commopt.report.build import build_report
 from lightning_commopt.runs.losses import LOSS_FILE, read_losses
 from lightning_commopt.runs.record import RUN_FILE, RunRecord
 from ranks import run_ranks, run_ranks_or_raise
@@ -80,6 +83,27 @@ def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
     assert record.peak_memory_bytes > 1e7  # no Python with torch in it holds less
     assert record.seconds is not None
     assert set(record.versions) >= {"torch", "lightning"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCompressor(AllReduce):
+    """A user's, which no configuration knows."""
+
+    share: float = 0.01
+
+
+def own_compressor(folder):
+    fit(folder, strategy=CommOptDDP(comm_hook=OwnCompressor(share=0.1), bucket_cap_mb=5), devices=2)
+
+
+def test_a_compressor_without_a_name_is_described_by_its_repr(tmp_path):
+    """If it fails, recording ends the training of those who write a compressor."""
+    run_ranks(own_compressor, tmp_path)
+    record = RunRecord.load(tmp_path)
+    assert (record.status, record.plan_name) == ("finished", "OwnCompressor")
+    assert record.plan == {"bucket_cap_mb": 5, "comm_hook": "OwnCompressor(share=0.1)"}
+    lines = build_report([tmp_path]).groups[0].settings[0].config_lines
+    assert lines == ("# in Python: CommOptDDP(bucket_cap_mb=5, comm_hook=OwnCompressor(share=0.1))",)
 
 
 def test_losses_are_averaged_over_ranks(tmp_path):
