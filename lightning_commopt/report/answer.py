@@ -9,6 +9,7 @@ from lightning_commopt.report.final_loss import is_lossless, loss_sentence, loss
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.phrases import compared, in_quotes, listed, significant
 from lightning_commopt.report.reference import compare_settings
+from lightning_commopt.report.settings import is_seed
 
 
 class Answer(NamedTuple):
@@ -109,8 +110,21 @@ def _too_few(uncertain: Sequence[Setting]) -> list[str]:
         return []
     num_runs = min(setting.speedup.num_values for setting in uncertain if setting.speedup is not None)
     if num_runs == 1:
-        return ["With single runs the noise is unknown: repeat=3 shows which differences last."]
-    return [f"{num_runs} repetitions are too few to tell that from noise: repeat={num_runs + 3} would show it."]
+        return [f"With single runs the noise is unknown: {_repeat(uncertain[0], 3)} shows which differences last."]
+    more = _repeat(uncertain[0], num_runs + 3)
+    return [f"{num_runs} repetitions are too few to tell that from noise: {more} would show it."]
+
+
+def _repeat(setting: Setting, num_runs: int) -> str:
+    """Returns how to run each setting so many times, where its sweep ran."""
+    run = setting.runs[0]
+    if "repeat" in run.config or "repetition" in run.overrides:  # of commopt-train
+        return f"repeat={num_runs}"
+    if not run.overrides:
+        return f"running each setting with {num_runs} seeds"
+    seed = next(filter(is_seed, [*run.overrides, *run.config]), "seed")
+    seeds = ",".join(map(str, range(1, num_runs + 1)))
+    return f"{seed}={seeds} before the other choices"
 
 
 def _rate(setting: Setting) -> float:

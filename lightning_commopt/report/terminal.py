@@ -22,7 +22,7 @@ _ANY_WIDTH = 10_000
 _HEADINGS: dict[Outcome, str] = {
     "slower": "slower",
     "failed": "failed, and did not before",
-    "unknown": "cannot be told from so few runs: repeat=3 or more on both sides",
+    "unknown": "cannot be told from so few runs: at least 3 repetitions on both sides",
     "missing": "missing here",
     "faster": "faster",
     "new": "not there before",

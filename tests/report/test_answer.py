@@ -141,6 +141,17 @@ def test_a_lossless_plan_that_is_as_fast_is_preferred(tmp_path):
     assert group.recommended.name == "all reduce"
 
 
+def test_a_loss_under_another_name_names_the_override(tmp_path):
+    for hook, rates in (("none", SLOW), ("bf16", FAST)):
+        options = {"plan": {"comm_hook": {"name": hook}}, "plan_name": hook, "metrics": {"val/nll": 1.0}}
+        overrides = (f"+commopt={hook}", "+commopt_record=callbacks")
+        _save(tmp_path, *overrides, rates=rates, losses=[None] * 3, **options)
+    (group,) = build_report([tmp_path]).groups
+    (sentence,) = [each for each in group.answer if "no final loss" in each]
+    assert "val/nll" in sentence
+    assert "callbacks.commopt_run.val_loss=NAME" in sentence
+
+
 def test_others_that_are_as_fast_are_named(tmp_path):
     losses = {"none": LOW, "bf16": LOW, "int8": LOW}
     group = _group(tmp_path, {"none": SLOW, "bf16": [151, 150, 152], "int8": FAST}, losses)
@@ -173,6 +184,25 @@ def test_single_runs_say_that_the_noise_is_unknown(tmp_path):
         "With single runs the noise is unknown: repeat=3 shows which differences last.",
     )
     assert group.recommended is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "config", "advice"),
+    [
+        (["strategy/comm_hook=bf16"], "repeat: 1", "repeat=3 "),
+        (["+commopt=bf16"], "seed: 12", " seed=1,2,3 before"),
+        (["+commopt=bf16", "trainer.seed_everything=1"], "{}", " trainer.seed_everything=1,2,3 before"),
+        ([], "{}", "each setting with 3 seeds"),
+    ],
+)
+def test_how_to_repeat_fits_where_the_sweep_ran(tmp_path, overrides, config, advice):
+    """If it fails, a project that has no key ``repeat`` is told to set it."""
+    for hook, rate in (("none", 100), ("bf16", 150)):
+        own = [each.replace("bf16", hook) for each in overrides]
+        run = save_run(tmp_path / hook, *own, plan_name=hook, plan={"comm_hook": hook}, samples_per_s=rate)
+        (run / "config.yaml").write_text(config)
+    (group,) = build_report([tmp_path]).groups
+    assert advice in group.answer[-1]
 
 
 def test_two_repetitions_that_disagree_are_too_few(tmp_path):
