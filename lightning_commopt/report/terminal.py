@@ -147,6 +147,8 @@ def _speedup(setting: Setting) -> list[str]:
         return []
     first, *ends = _interval(setting.speedup)
     uncertain = "in one run" if setting.speedup.num_values == 1 else "uncertain"
+    if setting.is_beyond_limit:
+        return [f"{first} machine busy?", *ends]
     return [f"{first} {uncertain if setting.difference == 'unknown' else setting.difference}", *ends]
 
 

@@ -224,6 +224,36 @@ def test_single_runs_of_slower_plans_say_so_too(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("rates", "share", "override", "fields", "is_beyond"),
+    [
+        ([200, 202, 198], 0.32, "strategy/comm_hook=bf16", {}, True),
+        ([140, 141, 139], 0.32, "strategy/comm_hook=bf16", {}, False),
+        ([155, 156, 154], 0.32, "strategy/comm_hook=bf16", {}, False),  # noise, or less work for the optimizer
+        ([200, 202, 198], None, "strategy/comm_hook=bf16", {}, False),
+        ([200, 202, 198], 0.32, "trainer.precision=bf16-mixed", {}, False),
+        ([200, 202, 198], 0.32, "ranks=4", {"world_size": 4}, False),
+    ],
+)
+def test_more_than_communication_explains_is_no_headline(tmp_path, rates, share, override, fields, is_beyond):
+    """Hiding 32 % of a step makes it 1.47 times as fast at most; if it fails, a busy minute is praised as a plan."""
+    shares = [None if share is None else share - at / 100 for at in range(3)]
+    for at, (slow, fast, of_run) in enumerate(zip(SLOW, rates, shares, strict=True)):
+        seen = {} if of_run is None else {"exposed_share": of_run, "comm_time": {"comm_s": 1.0}}
+        save_run(tmp_path / f"a{at}", f"repetition={at}", samples_per_s=slow, **seen)
+        save_run(tmp_path / f"b{at}", override, f"repetition={at}", samples_per_s=fast, **fields)
+    (group,) = build_report([tmp_path], reference=build_report([tmp_path]).groups[0].settings[0].name).groups
+    setting = group.settings[1]
+    assert setting.is_beyond_limit is is_beyond
+    assert ("busy" in " ".join(group.answer)) is is_beyond
+    assert (group.fastest is setting) is not is_beyond
+    assert (group.recommended is None) is is_beyond
+    if is_beyond:
+        assert setting.speedup_limit == pytest.approx(1 / 0.68)
+        assert "1.47 times" in group.answer[0]
+        assert "is the fastest" not in " ".join(group.answer)
+
+
 def test_one_setting_has_nothing_to_be_compared_with(tmp_path):
     group = _group(tmp_path, {"bf16": FAST}, {"bf16": LOW})
     assert group.answer == (
