@@ -15,7 +15,7 @@ from hydra.utils import get_original_cwd
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_commopt.callbacks.comm_time import CommTimeMonitor
@@ -27,7 +27,7 @@ from lightning_commopt.runs.losses import LossCurve, LossPoint, read_losses, wri
 from lightning_commopt.runs.metric_names import find_metric, how_to_name_loss
 from lightning_commopt.runs.record import RunRecord, new_record, record_failure
 from lightning_commopt.strategy.base import FollowsPlan
-from lightning_commopt.validation import check_switch
+from lightning_commopt.validation import check_switch, warn
 
 
 class RunRecorder(Callback):
@@ -154,7 +154,7 @@ class RunRecorder(Callback):
             self._save_losses(folder, losses)
             self._record.save(folder)
         except OSError as error:
-            rank_zero_warn(f"RunRecorder: the run cannot be recorded ({error}); training goes on.")
+            warn(f"RunRecorder: the run cannot be recorded ({error}); training goes on.")
 
     def _save_losses(self, folder: Path, losses: Sequence[LossPoint]) -> None:
         points = [*self._other_points, *losses]

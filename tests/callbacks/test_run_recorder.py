@@ -208,7 +208,7 @@ def test_a_place_that_cannot_be_written_does_not_end_training(tmp_path):
     model = RankLoss()
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr(run_recorder, "rank_zero_warn", said.append)
+        patch.setattr(run_recorder, "warn", said.append)
         fit(tmp_path / "file", model=model)
     assert model.trainer.global_step == 6
     assert len(said) == 2
