@@ -20,7 +20,7 @@ import torch.distributed as dist
 # why each call has new ones, and no test finds what another has left.
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
-    ["torch.distributed", "torch._dynamo", "lightning.pytorch", "lightning_commopt", "pytest"]
+    ["torch.distributed", "torch._dynamo", "lightning.pytorch", "lightning_commopt.strategy.ddp", "pytest"]
 )
 _GRACE_S = 5
 
