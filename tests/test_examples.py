@@ -93,7 +93,7 @@ RUNS = {
 
 
 # The rest of what the others show is in tests of the launchers, of Hydra's multiruns and of foreign projects.
-BY_DEFAULT = frozenset({"plain", "measure", "fabric", "cli flags"})
+BY_DEFAULT = frozenset({"plain", "measure", "cli flags"})
 
 
 @pytest.fixture(scope="module")
