@@ -14,11 +14,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.callbacks.phases import FollowsPhases, samples_in, step_of_loggers
 from lightning_commopt.collectives.groups import group_beside
 from lightning_commopt.compressors.registry import compressor_name
-from lightning_commopt.ddp.observed import ShowsExchanges, observe, stop_observing
+from lightning_commopt.ddp.observed import observe, stop_observing
 from lightning_commopt.measure.all_ranks import AllRanks
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.files import StepWriter, rank_file
@@ -26,7 +27,7 @@ from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, StepStatistics, row
 from lightning_commopt.measure.summary_table import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
-from lightning_commopt.strategy.base import FollowsPlan
+from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.validation import check_integer, check_switch, warn
 
 PREFIX = "comm_time/"
@@ -272,9 +273,10 @@ def _header(trainer: Trainer) -> dict[str, Any]:
 
 def _comm_hook(strategy: Strategy) -> str:
     """Returns the name of what averages the gradients."""
-    if isinstance(strategy, FollowsPlan) and strategy.plan.comm_hook is not None:
-        return compressor_name(strategy.plan.comm_hook)
-    if isinstance(strategy, ShowsExchanges) and not isinstance(strategy, FollowsPlan):
+    plan = plan_of(strategy)
+    if plan is not None and plan.comm_hook is not None:
+        return compressor_name(plan.comm_hook)
+    if getattr(strategy, "world_size", 1) > 1 and not isinstance(strategy.model, DistributedDataParallel):
         return type(strategy).__name__
     hook = getattr(strategy, "_ddp_comm_hook", None)
     return "none" if hook is None else str(getattr(hook, "__name__", type(hook).__name__))

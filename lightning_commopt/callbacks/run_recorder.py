@@ -26,7 +26,7 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.runs.metric_names import find_metric, how_to_name_loss
 from lightning_commopt.runs.record import RunRecord, new_record, record_failure
-from lightning_commopt.strategy.base import FollowsPlan
+from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.validation import check_switch, warn
 
 
@@ -210,7 +210,7 @@ def _description(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return {
         "strategy": type(strategy).__name__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "plan": _plan_options(strategy.plan) if isinstance(strategy, FollowsPlan) else None,
+        "plan": _plan_options(plan) if (plan := plan_of(strategy)) is not None else None,
         "world_size": trainer.world_size,
         "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
@@ -225,7 +225,8 @@ def _plan_options(plan: CommPlan) -> dict[str, Any]:
 
 
 def _plan_name(strategy: Strategy) -> str:
-    if not isinstance(strategy, FollowsPlan):
+    plan = plan_of(strategy)
+    if plan is None:
         return type(strategy).__name__
-    comm_hook = strategy.plan.comm_hook
+    comm_hook = plan.comm_hook
     return "none" if comm_hook is None else compressor_name(comm_hook)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.callbacks.phases import FollowsPhases
-from lightning_commopt.ddp.observed import observe, observe_wrapped, observers_of, stop_observing
+from lightning_commopt.ddp.observed import observe, observe_wrapped, stop_observing
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
@@ -178,7 +178,7 @@ def assert_in_order(record: StepRecord) -> None:
 def record_wire_bytes() -> tuple[int, int, list[StepRecord]]:
     watch, strategy = Watch(), own(comm_hook="int8")
     fit(strategy, Tiny, {}, watch)
-    return strategy.wire_bytes, len(list(observers_of(strategy))), watch.records()
+    return strategy.wire_bytes, len(list(strategy.sync_observers)), watch.records()
 
 
 def test_bytes_are_those_that_the_channel_counted() -> None:
