@@ -20,6 +20,7 @@ from lightning_commopt.ddp.buckets import BucketOrder, synced_parameters
 from lightning_commopt.ddp.executors import Driver, SideStream, WorkerThread
 from lightning_commopt.ddp.resumed_layout import Bucket, Kept, Relayout
 from lightning_commopt.ddp.state import BucketStates, CommState, owed_by_name
+from lightning_commopt.kernels import c_library
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, Observers
 from lightning_commopt.plan import OptionError
 from lightning_commopt.validation import warn_once
@@ -263,6 +264,7 @@ def attach_bucket_hook(
         raise OptionError(f"comm_hook: {error}") from error
     driver: Driver
     if model.device_type == "cpu":
+        c_library.load()  # here, so that no backward waits for a compiler
         group, driver = twin_group(group, timeout), WorkerThread()
     else:
         driver = SideStream(model.device)
