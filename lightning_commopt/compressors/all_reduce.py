@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.kernels.finite import all_finite
 
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
 
 
+@register_compressor("all_reduce")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Compressor):

@@ -15,6 +15,7 @@ from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.bucket_matrices import BucketMatrices
 from lightning_commopt.compressors.power_iteration import DEFAULT_EPSILON, UNCOMPRESSED, PowerIteration
 from lightning_commopt.compressors.preset import Preset, with_feedback
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import AfterSteps
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
 
 
+@register_compressor("alternating_low_rank")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AlternatingLowRank(PowerIteration):
@@ -74,6 +76,7 @@ class AlternatingLowRank(PowerIteration):
         return None
 
 
+@register_compressor("alternating_powersgd")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AlternatingPowerSGD(Preset):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import check_inner
 from lightning_commopt.validation import check_integer, warn_once
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
 
 
+@register_compressor("hierarchical")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Compressor):

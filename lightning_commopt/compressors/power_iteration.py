@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from dataclasses import dataclass
 from numbers import Real
@@ -17,7 +16,7 @@ from lightning_commopt.compressors.bucket_matrices import Parts, cut, flush
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.matrices import Shapes, factors_numel
 from lightning_commopt.kernels.orthonormal import orthonormal
-from lightning_commopt.validation import check_integer, warn_once
+from lightning_commopt.validation import check_integer, warn, warn_once
 
 DEFAULT_EPSILON = 1e-12
 UNCOMPRESSED = AllReduce()
@@ -61,7 +60,7 @@ class PowerIteration(Compressor):
         if not isinstance(self.epsilon, Real) or not self.epsilon >= 0:
             raise ValueError(f"epsilon must be a number of at least 0, got {self.epsilon!r}")
         if self.matrix_rank > 1 and self.epsilon != DEFAULT_EPSILON:
-            warnings.warn(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}", stacklevel=3)
+            warn(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}")
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the count of steps and random factors for every matrix."""

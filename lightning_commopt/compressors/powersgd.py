@@ -16,6 +16,7 @@ from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.bucket_matrices import BucketMatrices
 from lightning_commopt.compressors.power_iteration import DEFAULT_EPSILON, UNCOMPRESSED, PowerIteration
 from lightning_commopt.compressors.preset import Preset, with_feedback
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import AfterSteps
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
 
 
+@register_compressor("low_rank")
 @final
 @dataclass(frozen=True, kw_only=True)
 class LowRank(PowerIteration):
@@ -91,6 +93,7 @@ class LowRank(PowerIteration):
         return None
 
 
+@register_compressor("powersgd")
 @final
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Preset):

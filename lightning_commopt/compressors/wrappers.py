@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.validation import check_choice, check_integer
 
@@ -29,6 +30,7 @@ def check_inner(inner: Compressor) -> None:
         raise ValueError(f"inner must be a compressor, got {inner!r}")
 
 
+@register_compressor("error_feedback")
 @final
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Compressor):
@@ -93,6 +95,7 @@ class ErrorFeedback(Compressor):
         return True
 
 
+@register_compressor("after_steps")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AfterSteps(Compressor):
@@ -150,6 +153,7 @@ class AfterSteps(Compressor):
         return self.inner.add_residual(layout, state["inner"], residual)
 
 
+@register_compressor("by_size")
 @final
 @dataclass(frozen=True, kw_only=True)
 class BySize(Compressor):
