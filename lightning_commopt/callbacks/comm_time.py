@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 
 from lightning_commopt.callbacks.phases import FollowsPhases, samples_in, step_of_loggers
-from lightning_commopt.collectives.channel import group_beside
+from lightning_commopt.collectives.groups import group_beside
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.ddp.observed import ShowsExchanges, observe, stop_observing
 from lightning_commopt.measure.all_ranks import AllRanks
@@ -204,13 +204,13 @@ class CommTimeMonitor(FollowsPhases):
         return True
 
     def _publish(self, trainer: Trainer, values: torch.Tensor) -> None:
-        self._of_window.reset()
-        self._of_window.update(values)
-        self.metrics = self._of_window.floats()
+        self._of_window = StepStatistics()
+        self._of_window.update(values.numpy())
+        self.metrics = self._of_window.compute()
         num_warmup = max(0, self._num_warmup_steps - self._num_gathered)
         self._num_gathered += values.shape[1]
         if values.shape[1] > num_warmup:
-            self._of_fit.update(values[:, num_warmup:])
+            self._of_fit.update(values[:, num_warmup:].numpy())
         named = {PREFIX + name: value for name, value in self.metrics.items()}
         for logger in trainer.loggers:
             if logger in self._failed_loggers:
@@ -232,7 +232,7 @@ class CommTimeMonitor(FollowsPhases):
                     f" and num_warmup_steps={self._num_warmup_steps} are left out."
                 )
             return
-        self.summary = self._of_fit.floats()
+        self.summary = self._of_fit.compute()
         self.verdict = verdict(
             self.summary,
             world_size=trainer.world_size,

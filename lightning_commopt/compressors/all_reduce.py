@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 class AllReduce(Compressor):
     """Averages the bucket as it is, in its own dtype, with DDP's own arithmetic: scale, then sum."""
 
+    @property
+    def is_lossy(self) -> bool:
+        """Never: the sum is all-reduced in the dtype of the gradients."""
+        return False
+
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns an empty state."""
         return {}
@@ -29,7 +34,7 @@ class AllReduce(Compressor):
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Averages in place, in one round, after which nothing is owed."""
+        """Averages in place, in one round, which leaves no residual."""
         if residual is not None:
             flat.add_(residual)
         yield channel.all_reduce(flat.mul_(1 / channel.size))

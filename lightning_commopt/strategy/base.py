@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from typing_extensions import Self
 
-from lightning_commopt.collectives.channel import let_gloo_finish_at_exit
+from lightning_commopt.collectives.groups import let_gloo_finish_at_exit
 from lightning_commopt.plan import CommPlan, plan_options
 from lightning_commopt.strategy.aliases import register_aliases
 
