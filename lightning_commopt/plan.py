@@ -33,11 +33,11 @@ DDP_OPTION_SINCE = {
 
 
 class OptionError(MisconfigurationException, ValueError):
-    """A user's option is unknown, out of range, or not to be had here."""
+    """A user's option is unknown, out of range, or not available here."""
 
 
 class UnknownOptionError(OptionError, TypeError):
-    """A user's option has a name that nothing knows."""
+    """A user's option has an unknown name."""
 
 
 @cache
@@ -75,7 +75,7 @@ class CommPlan:
         broadcast_buffers: send rank 0's buffers to all ranks before each forward.
         forward_sync_buffers: its successor (torch >= 2.13).
         init_sync: check and send parameters when the model is wrapped (torch >= 2.7).
-        skip_all_reduce_unused_params: do not exchange what no rank used (torch >= 2.8).
+        skip_all_reduce_unused_params: do not all-reduce gradients that no rank used (torch >= 2.8).
         batched_grad_copy: copy gradients into buckets in batches (torch >= 2.12).
         lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
 
