@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_commopt.callbacks.phases import FollowsPhases, batch_follows
+from lightning_commopt.callbacks.phases import PhaseCallback, batch_follows
 from lightning_commopt.ddp.observed import observe, stop_observing
 from lightning_commopt.measure.nvtx_timeline import SyncRanges, Timeline, watched_domain
 
@@ -43,7 +43,7 @@ RANGES = {
 _RANGE_OF_PHASE = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step", "other": None}
 
 
-class NVTXRanges(FollowsPhases):
+class NVTXRanges(PhaseCallback):
     """Marks what a fit does with NVTX ranges, for Nsight Systems and other tools.
 
     ``Batch 0`` holds ``get batch``, ``forward``, ``backward`` and, where one happens, ``optimizer step``. Batches are
@@ -75,7 +75,7 @@ class NVTXRanges(FollowsPhases):
         self._colors = {**{name: COLORS[color] for name, color in RANGES.items()}, **_checked_colors(colors)}
         self._timeline: Timeline | None = None
         self._exchanges: SyncRanges | None = None
-        self._opener: _OpensBatches | None = None
+        self._opener: _BatchOpener | None = None
         self._save: functools.partial[None] | None = None
         self._place = 0
         self._batch_depth = 0
@@ -93,7 +93,7 @@ class NVTXRanges(FollowsPhases):
         observe(trainer.strategy, self._exchanges)
         # What other callbacks do between batches is no part of a batch; and where one of them starts or stops a
         # profiler no range is open, of which it would see one end only.
-        self._opener = _OpensBatches(self._open_batch)
+        self._opener = _BatchOpener(self._open_batch)
         others = [callback for callback in _callbacks(trainer) if callback is not self]
         self._place = _callbacks(trainer).index(self)
         trainer.callbacks = [self, *others, self._opener]  # type: ignore[attr-defined]
@@ -140,9 +140,6 @@ class NVTXRanges(FollowsPhases):
         if self._batch_depth == 0:  # no hook tells that a fit that resumes in an epoch waits for its first batch
             self._push_batch(trainer.fit_loop.total_batch_idx)
 
-    def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
-        pass
-
     def _open_batch(self, trainer: Trainer) -> None:
         self._push_batch(trainer.fit_loop.total_batch_idx + 1)
         if self._timeline is not None:
@@ -182,7 +179,7 @@ class NVTXRanges(FollowsPhases):
         self._timeline = self._exchanges = self._opener = self._save = None
 
 
-class _OpensBatches(Callback):
+class _BatchOpener(Callback):
     """Comes after all other callbacks, and says when the wait for a batch begins.
 
     Args:
