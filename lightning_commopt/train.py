@@ -27,6 +27,7 @@ from lightning_commopt.sweep.conf_path import conf_dir
 from lightning_commopt.sweep.config import CONFIG_FILE, as_trained, check_config, plan_name
 from lightning_commopt.sweep.continuing import continue_command
 from lightning_commopt.sweep.display import SweepDisplay
+from lightning_commopt.sweep.hints import hint
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.sweep.lab_run import train_in_lab
 from lightning_commopt.sweep.launcher import register_launcher
@@ -57,6 +58,9 @@ def main() -> None:
             status, was_interrupted = 128 + interrupted.signal, True
         except SystemExit as stop:
             status = stop.code
+            # Hydra prints an error and exits while it handles it.
+            if question := hint(stop.__context__, conf_dir()):
+                print(question, file=sys.stderr)
     if display.results:
         _report(display, console)
         num_failed = sum(result.record.status != "finished" for result in display.results)

@@ -127,6 +127,12 @@ def test_composes_at_another_place(project: ForeignProject) -> None:
     assert project.compose("+commopt@engine.fit=bf16").config.engine.fit.strategy.comm_hook == "bf16"
 
 
+def test_an_option_that_is_unknown_is_an_error_of_hydras_and_a_hint(project: ForeignProject) -> None:
+    """If it fails, ``+commopt=bf61`` shows a list of names to compare by eye."""
+    with pytest.raises(AssertionError, match=r"(?s)Available options in 'commopt':.*Did you mean 'commopt/bf16'\?"):
+        project.run("+commopt=BF61")
+
+
 def test_adds_two_groups_to_a_project_and_no_other(project: ForeignProject) -> None:
     """Our model, data and trainer groups would else be options of every Hydra application on the machine."""
     shown = project.compose()

@@ -175,6 +175,13 @@ def test_a_wrong_value_is_a_short_error_before_anything_starts(tmp_path):
     assert not list((tmp_path / "run").glob("**/run.json"))
 
 
+def test_a_name_that_is_unknown_is_an_error_of_hydras_and_a_hint(tmp_path):
+    run = commopt_train("strategy/comm_hook=powersdg", "--cfg", "job", cwd=tmp_path)
+    assert run.returncode == 1
+    assert "Available options in 'strategy/comm_hook'" in run.stderr
+    assert run.stderr.splitlines()[-1] == "Did you mean strategy/comm_hook=powersgd?"
+
+
 def test_flags_come_first_in_their_order():
     arguments = ["a=1", "--config-dir", "x", "b=2", "-m", "--config-name=x", "x"]
     assert flags_first(arguments) == ["--config-dir", "x", "-m", "--config-name=x", "a=1", "b=2", "x"]

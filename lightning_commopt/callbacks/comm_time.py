@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 from rich.console import Console
 
 from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends, samples_in, step_of_loggers
 from lightning_commopt.callbacks.run_header import run_header, sync_method
-from lightning_commopt.collectives.channel import group_beside
+from lightning_commopt.collectives.groups import group_beside
 from lightning_commopt.ddp.observed import observe, stop_observing
 from lightning_commopt.measure.all_ranks import AllRanks
 from lightning_commopt.measure.clock import clock_for
@@ -30,7 +29,7 @@ from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, StepStatistics, row
 from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
 from lightning_commopt.measure.verdict import Verdict
-from lightning_commopt.validation import check_choice, check_integer, check_switch
+from lightning_commopt.validation import check_choice, check_integer, check_switch, warn
 
 PREFIX = "comm_time/"
 
@@ -158,7 +157,7 @@ class CommTimeMonitor(PhaseCallback):
         assert self._recorder is not None
         while self._recorder.num_pending or (self._all_ranks is not None and not self._all_ranks.is_free):
             if not self._receive(trainer, _LAST_WINDOW_LIMIT_S):
-                rank_zero_warn(
+                warn(
                     f"CommTimeMonitor: not all ranks have sent their last steps within {_LAST_WINDOW_LIMIT_S:g} s; the"
                     " summary is without them."
                 )
@@ -234,9 +233,8 @@ class CommTimeMonitor(PhaseCallback):
                 self._writer.write([step.record for step in group], layout)
         except OSError as error:
             self._writer = None
-            warnings.warn(  # on every rank that it happens to
-                f"CommTimeMonitor: the steps cannot be saved any more ({error}); training goes on.", stacklevel=2
-            )
+            message = f"CommTimeMonitor: the steps cannot be saved any more ({error}); training goes on."
+            warn(message, on_every_rank=True)
 
     def _receive(self, trainer: Trainer, limit_s: float = math.inf) -> bool:
         """Publishes the window that was sent; returns false if it has not come from all ranks."""
@@ -246,7 +244,7 @@ class CommTimeMonitor(PhaseCallback):
             values = self._all_ranks.take(limit_s)
         except RuntimeError as error:
             self._all_ranks = None
-            warnings.warn(f"CommTimeMonitor: the ranks' times cannot be gathered any more ({error}).", stacklevel=2)
+            warn(f"CommTimeMonitor: the ranks' times cannot be gathered any more ({error}).", on_every_rank=True)
             return True
         if values is None:
             return False
@@ -269,7 +267,7 @@ class CommTimeMonitor(PhaseCallback):
                 logger.log_metrics(named, step=self._last_step)
             except Exception as error:
                 self._failed_loggers.append(logger)
-                rank_zero_warn(
+                warn(
                     f"CommTimeMonitor: {type(logger).__name__} cannot take the times ({type(error).__name__}: {error});"
                     " it gets no more of them, and training goes on."
                 )
@@ -308,9 +306,9 @@ def _group_beside() -> dist.ProcessGroup | None:
     try:
         return group_beside()
     except RuntimeError as error:
-        warnings.warn(
+        warn(
             f"CommTimeMonitor: the ranks cannot be gathered over gloo ({error}), so each logs its own times; perhaps"
             " GLOO_SOCKET_IFNAME must name the network device.",
-            stacklevel=2,
+            on_every_rank=True,
         )
         return None

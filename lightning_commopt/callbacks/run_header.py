@@ -34,7 +34,7 @@ def sync_method(strategy: Strategy) -> dict[str, Any]:
     """Returns the name of what averages the gradients as ``comm_hook``, and whether it changes them as ``is_lossy``."""
     if isinstance(strategy, FollowsPlan) and strategy.plan.comm_hook is not None:
         compressor = strategy.plan.comm_hook
-        return {"comm_hook": compressor_name(compressor), "is_lossy": getattr(compressor, "is_lossy", True)}
+        return {"comm_hook": compressor_name(compressor), "is_lossy": compressor.is_lossy}
     if isinstance(strategy, ShowsExchanges) and not isinstance(strategy, FollowsPlan):
         return {"comm_hook": type(strategy).__name__, "is_lossy": False}
     hook = getattr(strategy, "_ddp_comm_hook", None)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from sample_steps import header, layout, step_record, write_run
+from typer.testing import CliRunner
 
-import lightning_commopt
+from lightning_commopt.cli import app
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.statistics import StepStatistics, row
 from lightning_commopt.measure.summary import summarize_run
@@ -59,14 +60,33 @@ def test_a_directory_without_records(tmp_path: Path) -> None:
         summarize_run(tmp_path / "absent")
 
 
-def test_neither_torch_nor_lightning_is_imported() -> None:
-    """If it fails, `commopt summary` takes seconds before it says anything."""
+def commopt(*arguments: str) -> "subprocess.CompletedProcess[str]":
     code = (
-        "import sys, types\n"
-        "package = sys.modules['lightning_commopt'] = types.ModuleType('lightning_commopt')\n"
-        f"package.__path__ = {lightning_commopt.__path__!r}\n"
-        "import lightning_commopt.measure.summary, lightning_commopt.measure.trace\n"
-        "print(*{name.split('.')[0] for name in sys.modules} & {'torch', 'lightning', 'pytorch_lightning', 'scipy'})"
+        "import sys, lightning_commopt.cli\n"
+        "try:\n    lightning_commopt.cli.app(sys.argv[1:])\n"
+        "finally:\n    print(*{name.split('.')[0] for name in sys.modules}, file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == []
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_command_imports_neither_torch_nor_lightning(tmp_path: Path) -> None:
+    """If it fails, `commopt summary` takes seconds before it says anything."""
+    write_run(tmp_path, num_steps=12)
+    result = commopt("summary", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "over 2 steps and 2 ranks" in result.stdout
+    assert "communication" in result.stdout
+    imported = set(result.stderr.split())
+    assert "lightning_commopt" in imported
+    assert not imported & {"torch", "lightning", "pytorch_lightning", "scipy"}
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "has no records of steps"), ("no json", "begins with a line")])
+def test_a_directory_that_says_nothing_is_an_error_in_a_line(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        rank_file(tmp_path, 0).parent.mkdir()
+        rank_file(tmp_path, 0).write_text(content)
+    result = CliRunner().invoke(app, ["summary", str(tmp_path)])
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "Traceback" not in result.output

@@ -4,9 +4,12 @@ Hydra imports this module whenever an application starts, so it imports neither 
 """
 
 import importlib.util
+from difflib import get_close_matches
 from pathlib import Path
 
+from hydra._internal.core_plugins import file_config_source
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
@@ -15,7 +18,37 @@ class CommOptSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Appends the folder, so that the application's own configs come first."""
-        search_path.append(provider="lightning-commopt", path=f"file://{_conf_dir() / 'downstream'}")
+        path = f"{CommOptConfigSource.scheme()}://{_conf_dir() / 'downstream'}"
+        search_path.append(provider="lightning-commopt", path=path)
+
+
+class CommOptConfigSource(file_config_source.FileConfigSource):
+    """A folder of configs that says what was probably meant by an option that it does not have.
+
+    Hydra lists its sources, as they describe themselves, in the error that ends the program.
+    """
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider, path)
+        self._question = ""
+
+    @staticmethod
+    def scheme() -> str:
+        """Returns how paths of this kind of folder begin."""
+        return "commopt"
+
+    def is_config(self, config_path: str) -> bool:
+        """Returns whether there is such a config, and keeps a name that is near if there is not."""
+        is_there = super().is_config(config_path)
+        group, _, option = config_path.rpartition("/")
+        if not is_there and group and self.is_group(group):
+            near = get_close_matches(option.lower(), self.list(group, ObjectType.CONFIG), n=1)
+            self._question = f"\n\tDid you mean '{group}/{near[0]}'?" if near else ""
+        return is_there
+
+    def __repr__(self) -> str:
+        """Returns what Hydra shows of a source."""
+        return super().__repr__() + self._question
 
 
 def _conf_dir() -> Path:
