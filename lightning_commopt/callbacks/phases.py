@@ -1,4 +1,4 @@
-"""What part of a step Lightning is in, from its hooks."""
+"""The phases of a step, from Lightning's hooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_commopt.ddp.observed import before_backward, observe_wrapped
 
 
 class PhaseCallback(Callback):
-    """A callback that is told of phases and batches; what they mean is up to the subclass.
+    """A callback with hooks for the phases of a step, which subclasses implement.
 
     The phases are those of `lightning_commopt.measure.record.PHASES`. A subclass that overrides one of the hooks here
     calls it.

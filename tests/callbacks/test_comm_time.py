@@ -172,12 +172,12 @@ def test_no_bit_of_what_is_trained_changes(options: dict[str, Any]) -> None:
 
 
 def measured_in_the_other_package() -> tuple[float, int]:
-    comm_time, throughput = CommTimeMonitor(num_warmup_steps=0, save_records=False), SpeedMonitor(num_warmup_steps=0)
+    comm_time, speed = CommTimeMonitor(num_warmup_steps=0, save_records=False), SpeedMonitor(num_warmup_steps=0)
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu",
         devices=2,
         strategy="ddp",
-        callbacks=[comm_time, throughput, NVTXRanges()],  # type: ignore[list-item]
+        callbacks=[comm_time, speed, NVTXRanges()],  # type: ignore[list-item]
         max_steps=NUM_STEPS,
         logger=False,
         enable_checkpointing=False,
@@ -187,7 +187,7 @@ def measured_in_the_other_package() -> tuple[float, int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own
         trainer.fit(BoringModel())
-    return comm_time.summary["gradient_bytes"], throughput.num_steps
+    return comm_time.summary["gradient_bytes"], speed.num_steps
 
 
 @pytest.mark.skipif(pytorch_lightning.__version__.startswith("2.5"), reason="it takes no callbacks but its own")
