@@ -85,7 +85,7 @@ class Failing(Line):
 
 
 class Unfinished(Line):
-    """Begins an exchange that fails."""
+    """Begins a sync that fails."""
 
     def training_step(self, batch, batch_idx):
         bucket = BucketInfo(index=0, gradient_bytes=8, names=(), is_last=True)
@@ -239,7 +239,7 @@ def test_an_exception_leaves_nothing_open(domain, tmp_path, where):
     assert last == [where]
 
 
-def test_an_exchange_that_fails_leaves_nothing_open(domain):
+def test_a_sync_that_fails_leaves_nothing_open(domain):
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(model=Unfinished())
     assert domain.events[-4:] == [("start", "bucket 0"), ("pop", "forward"), ("pop", "Batch 0"), ("end", "bucket 0")]
@@ -333,14 +333,14 @@ def on_two_ranks(kind, is_watched):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "none", "powersgd", "int8"])
-def test_every_exchange_is_a_range_in_backward_and_changes_nothing(kind):
+def test_every_bucket_is_a_range_in_backward_and_changes_nothing(kind):
     watched, alone = run_ranks(on_two_ranks, kind, True), run_ranks(on_two_ranks, kind, False)
     for (parameters, events, payloads, is_balanced, tree), (expected, *_) in zip(watched, alone, strict=True):
         assert all((mine == other).all() for mine, other in zip(parameters, expected, strict=True))
         assert is_balanced
         assert tree == [batch(index, STEP if index % 2 else ACCUMULATED) for index in range(4)]
         num_bytes = sum(p.nbytes for p in parameters)
-        assert sum(map(sum, payloads.values())) == 2 * num_bytes  # two exchanges
+        assert sum(map(sum, payloads.values())) == 2 * num_bytes  # two syncs
         assert set(payloads) == {f"bucket {index}" for index in range(len(payloads))}
         inside = None
         for event, name in events:
@@ -349,7 +349,7 @@ def test_every_exchange_is_a_range_in_backward_and_changes_nothing(kind):
             assert event not in ("start", "end") or inside == "backward", events
 
 
-def test_exchanges_end_on_any_thread_and_those_that_failed_at_the_end():
+def test_syncs_end_on_any_thread_and_those_that_failed_at_the_end():
     recorded = RecordedDomain()
     ranges = SyncRanges(recorded, COLORS[RANGES["bucket"]])
     first, second, late = (

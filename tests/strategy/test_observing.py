@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lightning_commopt import CommOptDDP, CommPlan
-from lightning_commopt.callbacks.phases import FollowsPhases
+from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.ddp.observed import observe, observe_wrapped, stop_observing
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.record import StepRecord
@@ -25,7 +25,7 @@ SMALL = 0.001  # MiB: three buckets or more
 GRADIENT_BYTES = 4 * (6 * 24 + 24 + 24 * 24 + 24 + 24 + 1)
 
 
-class Watch(FollowsPhases):
+class Watch(PhaseCallback):
     """Records every step."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -49,7 +49,7 @@ class Watch(FollowsPhases):
             self.recorder.end_step(trainer.global_step - 1, len(batch[0]))
 
 
-class ChangePlan(FollowsPhases):
+class ChangePlan(PhaseCallback):
     """Changes the plan before batch 2."""
 
     def _enter(self, phase: str | None) -> None:
