@@ -1,10 +1,14 @@
 """What all tests share: which of them run, and on which machine they can."""
 
+import os
 import signal
 
 import pytest
 
 from lightning_commopt.netlab import why_not
+
+# Else each process that a test starts compiles the modules of this checkout anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _LEFT_OUT = pytest.StashKey[int]()
 
