@@ -12,7 +12,7 @@ from wheels import run_checked
 
 from lightning_commopt.cli import app
 from lightning_commopt.compressors import compressor_names
-from lightning_commopt.kernels.compiled import loaded
+from lightning_commopt.kernels import c_library
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
 from lightning_commopt.runs import info
 
@@ -31,7 +31,7 @@ def test_info_json_is_what_the_machine_has() -> None:
     assert len(found["devices"]) == 1 + torch.cuda.device_count()
     assert found["backends"]["gloo"] is True
     assert found["comm_hooks"] == compressor_names()
-    assert found["kernels"]["cpu"] == ("torch" if loaded() is None else "c")
+    assert found["kernels"]["cpu"] == ("torch" if c_library.load() is None else "c")
 
 
 def test_info_json_says_which_ddp_options_this_torch_has() -> None:

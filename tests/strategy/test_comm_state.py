@@ -133,7 +133,7 @@ class Look(Callback):
         self.finished = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        hook = trainer.strategy._hook  # type: ignore[attr-defined]
+        hook = trainer.strategy.gradient_sync.hook  # type: ignore[attr-defined]
         self.in_saved_buckets = self.in_saved_buckets or (hook is not None and hook._relayout is not None)
         if self.path is not None and trainer.global_step == HALF and not self.path.exists():
             if self.plan is not None:
@@ -141,7 +141,7 @@ class Look(Callback):
             trainer.save_checkpoint(self.path)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        hook = trainer.strategy._hook  # type: ignore[attr-defined]
+        hook = trainer.strategy.gradient_sync.hook  # type: ignore[attr-defined]
         self.residual = (
             {name: value.double().numpy() for name, value in hook.state().all_residuals().items()} if hook else {}
         )
@@ -425,7 +425,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str | None]] = {
     "compressor": (_unknown_compressor, "its compressor is not known"),
     "one_rank": (_without_names, None),  # which says it where nobody sees it
     "states": (_without_states, "it starts from zero"),
-    "parameter": (_of_another_parameter, "owed to 1 parameters of the checkpoint is dropped"),
+    "parameter": (_of_another_parameter, "residuals of 1 parameters in the checkpoint are dropped"),
     "state_of_one_rank": (_of_an_older_class, None),
 }
 
@@ -476,7 +476,7 @@ class GoBack(Callback):
         elif step == HALF - 1:
             strategy.load_checkpoint(self.path)
         if step in (HALF - 3, HALF - 2, HALF - 1):
-            residual = strategy._hook.state().all_residuals()  # type: ignore[attr-defined]
+            residual = strategy.gradient_sync.hook.state().all_residuals()  # type: ignore[attr-defined]
             self.residual.append({name: value.double().numpy() for name, value in residual.items()})
 
 

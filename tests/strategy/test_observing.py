@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lightning_commopt import CommOptDDP, CommPlan
-from lightning_commopt.callbacks.phases import FollowsPhases
-from lightning_commopt.ddp.observed import observe, observe_wrapped, observers_of, stop_observing
+from lightning_commopt.callbacks.phases import PhaseCallback
+from lightning_commopt.ddp.observed import observe, observe_wrapped, stop_observing
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
@@ -27,7 +27,7 @@ SMALL = 0.001  # MiB: three buckets or more
 GRADIENT_BYTES = 4 * (6 * 24 + 24 + 24 * 24 + 24 + 24 + 1)
 
 
-class Watch(FollowsPhases):
+class Watch(PhaseCallback):
     """Records every step."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -51,7 +51,7 @@ class Watch(FollowsPhases):
             self.recorder.end_step(trainer.global_step - 1, len(batch[0]))
 
 
-class ChangePlan(FollowsPhases):
+class ChangePlan(PhaseCallback):
     """Changes the plan before batch 2."""
 
     def _enter(self, phase: str | None) -> None:
@@ -193,7 +193,7 @@ def assert_in_order(record: StepRecord) -> None:
 def record_wire_bytes() -> tuple[int, int, list[StepRecord]]:
     watch, strategy = Watch(), own(comm_hook="int8")
     fit(strategy, Tiny, {}, watch)
-    return strategy.wire_bytes, len(list(observers_of(strategy))), watch.records()
+    return strategy.wire_bytes, len(list(strategy.sync_observers)), watch.records()
 
 
 def test_bytes_are_those_that_the_channel_counted() -> None:
