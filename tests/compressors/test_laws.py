@@ -89,8 +89,8 @@ def _run_steps(name: str, options: dict[str, Any], num_steps: int, scale: float 
         sent.append(_flat(gradients))
         byte_counts.append(hook.bytes_sent if hook else 0)
     layouts = [layout for _, layout, _ in hook._states.values()] if hook else []
-    owed = hook.close() if hook else {}
-    residual = {key: owed.get(key, torch.zeros(p.shape)) for key, p in model.module.named_parameters()}
+    rest = hook.close() if hook else {}
+    residual = {key: rest.get(key, torch.zeros(p.shape)) for key, p in model.module.named_parameters()}
     return {
         "sent": np.stack(sent),
         "received": np.stack(received),
@@ -168,16 +168,16 @@ def test_ranks_agree_where_one_host_has_no_compiler() -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_nothing_is_lost(name: str, options: str, world_size: int) -> None:
-    """If it fails, error feedback drops gradients: what was received plus what is owed is not what was sent.
+    """If it fails, error feedback drops gradients: what was received plus the residual is not what was sent.
 
     The buckets change their layout after the first steps, so that it covers what is carried over as well.
     """
     ranks = [rank[name] for rank in _outcomes(options, world_size)]
     sent = np.mean([rank["sent"].sum(0) for rank in ranks], axis=0)
-    owed = np.mean([rank["residual"] for rank in ranks], axis=0)
+    residual = np.mean([rank["residual"] for rank in ranks], axis=0)
     tolerance = TELESCOPING_TOLERANCE.get(name, 2e-4)
-    np.testing.assert_allclose(ranks[0]["received"].sum(0) + owed, sent, rtol=0, atol=tolerance)
-    assert np.abs(owed).max() > 1e-4  # else the test would show nothing
+    np.testing.assert_allclose(ranks[0]["received"].sum(0) + residual, sent, rtol=0, atol=tolerance)
+    assert np.abs(residual).max() > 1e-4  # else the test would show nothing
 
 
 def _bytes_of_even_parts(inner: Compressor) -> tuple[float, float]:
@@ -203,9 +203,9 @@ def test_nothing_is_lost_over_many_steps(name: str) -> None:
     """If it fails, what error feedback holds back drifts away from what was not sent."""
     ranks = [rank[name] for rank in _outcomes("many_buckets", 2, num_steps=50)]
     sent = np.mean([rank["sent"].sum(0) for rank in ranks], axis=0)
-    owed = np.mean([rank["residual"] for rank in ranks], axis=0)
+    residual = np.mean([rank["residual"] for rank in ranks], axis=0)
     tolerance = 2 * TELESCOPING_TOLERANCE.get(name, 2e-4)
-    np.testing.assert_allclose(ranks[0]["received"].sum(0) + owed, sent, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(ranks[0]["received"].sum(0) + residual, sent, rtol=0, atol=tolerance)
 
 
 class Vectors(nn.Module):
