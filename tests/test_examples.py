@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cross_section import sampled
 from side_by_side import two_at_a_time
 from typer.testing import CliRunner
 
@@ -94,6 +95,10 @@ RUNS = {
 }
 
 
+# The rest of what the others show is in tests of the launchers, of Hydra's multiruns and of foreign projects.
+BY_DEFAULT = frozenset({"plain", "measure", "cli flags"})
+
+
 @pytest.fixture(scope="module")
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -115,7 +120,7 @@ def example(request: pytest.FixtureRequest, runs: dict[str, Future[tuple[Path, s
 
 
 def runs_example(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("example", names, indirect=True)
+    return pytest.mark.parametrize("example", sampled(names, BY_DEFAULT.intersection(names)), indirect=True)
 
 
 @runs_example("plain")
@@ -195,6 +200,7 @@ def test_hydra_downstream_group(example: tuple[Path, str]) -> None:
     assert "2 ranks, {'comm_hook': {'name': 'powersgd'" in output
 
 
+@pytest.mark.exhaustive
 def test_two_nodes(tmp_path: Path) -> None:
     """If it fails, torchrun over two nodes does not work."""
     with socket.socket() as free:

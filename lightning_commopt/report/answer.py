@@ -141,11 +141,11 @@ def _too_few(uncertain: Sequence[Setting]) -> list[str]:
 def _repeat(setting: Setting, num_runs: int) -> str:
     """Returns how to run each setting so many times, where its sweep ran."""
     run = setting.runs[0]
-    if "repeat" in run.config or "repetition" in run.overrides:  # of commopt-train
+    if "repetition" in run.settings:  # of commopt-train
         return f"repeat={num_runs}"
-    if not run.overrides:
+    if not run.record.chosen:
         return f"running each setting with {num_runs} seeds"
-    seed = next(filter(is_seed, [*run.overrides, *run.config]), "seed")
+    seed = next(filter(is_seed, [*run.record.chosen, *run.settings]), "seed")
     seeds = ",".join(map(str, range(1, num_runs + 1)))
     return f"{seed}={seeds} before the other choices"
 
