@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_commopt.compat.torch import sparse_values
+
 
 class Pending:
     """A collective under way.
@@ -125,8 +127,7 @@ class Channel:
         Args:
             tensor: any shape and dtype that the group's backend sums; dense, or sparse where the backend can.
         """
-        values = tensor._values() if tensor.is_sparse else tensor
-        self._traffic.half_bytes += 2 * values.nbytes
+        self._traffic.half_bytes += 2 * sparse_values(tensor).nbytes
         return Pending(tensor, [dist.all_reduce(tensor, group=self._group, async_op=True)])
 
     def reduce_scatter(self, message: Tensor) -> Pending:

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import Self
 
+from lightning_commopt.compat.lightning import StrategyRegistry
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.lightning_launcher import forget_previous_job
 from lightning_commopt.plan import CommPlan
@@ -133,6 +133,13 @@ class CommOptDDP(GradientSyncStrategy, DDPStrategy):
         return strategy_from_plan(cls, plan, **kwargs)
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         """Registers ``commopt_ddp`` and its variants, so that ``strategy="commopt_ddp_bf16"`` works."""
         register_aliases(strategy_registry, cls)
+
+    def __repr__(self) -> str:
+        """Returns what Fabric shows in its error for a strategy that is not its own."""
+        return (
+            f"<lightning_commopt.CommOptDDP for lightning.pytorch.Trainer, {self.plan.name};"
+            " for Fabric there is lightning_commopt.fabric.CommOptDDP>"
+        )
