@@ -185,12 +185,12 @@ class _Pending(NamedTuple):
     """An all-reduce under way, and who is told when it is done."""
 
     work: dist.Work
-    told: Future[None] | None
+    seen: Future[None] | None
 
     def wait(self) -> None:
         self.work.wait()
-        if self.told is not None:
-            self.told.wait()
+        if self.seen is not None:
+            self.seen.wait()
 
 
 @dataclass

@@ -217,7 +217,7 @@ def _refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
     for name in options:
         if name in of_ddp:
             raise OptionError(
-                f"{name} has no effect in {strategy}, which exchanges every parameter's gradient by itself and wraps"
+                f"{name} has no effect in {strategy}, which averages every parameter's gradient by itself and wraps"
                 " nothing in DistributedDataParallel: leave it out, or use CommOptDDP"
             )
         hint = did_you_mean(name, _OPTIONS)

@@ -38,7 +38,7 @@ def check_none_unfrozen(trainable: Trainable) -> None:
     """
     if trainable.some_unfrozen():
         raise MisconfigurationException(
-            "A parameter was unfrozen within the training step, after DDP had been told what to exchange: each rank"
+            "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"
             " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters take turns, let"
             " all ask for gradients when fit starts and use CommOptDDP(find_unused_parameters=True)."
         )

@@ -47,7 +47,7 @@ class CommOptDDP(GradientSyncStrategy, DDPStrategy):
         timeout: of the process group.
         start_method: "popen", "spawn", "fork" or "forkserver".
         static_graph: the graph and the set of used parameters are the same in every step. With gradient
-            accumulation the first backward of a fit is exchanged, as DDP cannot do without.
+            accumulation the first backward of a fit is synchronized all the same, as DDP records the graph in it.
         gradient_as_bucket_view: gradients are views of the buckets, which saves a copy and their memory.
         bucket_cap_mb: MiB in a bucket, or a list of one number for each bucket.
         find_unused_parameters: look in every step for parameters without a gradient.
@@ -57,7 +57,7 @@ class CommOptDDP(GradientSyncStrategy, DDPStrategy):
         broadcast_buffers: send rank 0's buffers to all ranks before each forward.
         forward_sync_buffers: its successor (torch >= 2.13).
         init_sync: check and send parameters when the model is wrapped (torch >= 2.7).
-        skip_all_reduce_unused_params: do not exchange what no rank used (torch >= 2.8).
+        skip_all_reduce_unused_params: leave out what no rank used (torch >= 2.8).
         batched_grad_copy: copy gradients into buckets in batches (torch >= 2.12).
         lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
         save_comm_state: keep in checkpoints, for all ranks, what ``comm_hook`` needs to go on exactly: with error
