@@ -24,6 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static_view": {"bucket_cap_mb": 0.002, "static_graph": True, "gradient_as_bucket_view": True},
 }
 NUM_STEPS = 16
+SETUPS = [("one_bucket", 2), ("many_buckets", 2), ("static_view", 2), ("many_buckets", 3), ("static_view", 4)]
+in_all_setups = pytest.mark.parametrize(("options", "world_size"), SETUPS)
 # A bf16 all-reduce rounds inside its sum, which no residual sees.
 TELESCOPING_TOLERANCE = {
     "error_feedback_bf16": 0.1,
@@ -112,8 +114,7 @@ def _outcomes(options: str, world_size: int, num_steps: int = NUM_STEPS, scale: 
     return run_ranks(_run_all, OPTIONS[options], num_steps, scale, world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("options", OPTIONS)
+@in_all_setups
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_ranks_agree_and_bytes_are_as_declared(name: str, options: str, world_size: int) -> None:
     """If it fails, parameters drift apart between ranks, or a cost model built on wire_bytes is wrong."""
@@ -128,8 +129,7 @@ def test_ranks_agree_and_bytes_are_as_declared(name: str, options: str, world_si
     assert len(first["expected_bytes"]) == 1 if options == "one_bucket" else len(first["expected_bytes"]) >= 3
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("options", OPTIONS)
+@in_all_setups
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_lossless_equals_ddp(name: str, options: str, world_size: int) -> None:
     """If it fails, training with a lossless plan differs from plain DDP."""
@@ -164,8 +164,7 @@ def test_ranks_agree_where_one_host_has_no_compiler() -> None:
     np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("options", OPTIONS)
+@in_all_setups
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_nothing_is_lost(name: str, options: str, world_size: int) -> None:
     """If it fails, error feedback drops gradients: what was received plus the residual is not what was sent.
