@@ -1,6 +1,5 @@
 """Laws that hold for every compressor, on real ranks and real DDP buckets."""
 
-import itertools
 import os
 import shutil
 from functools import cache
@@ -25,12 +24,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "many_buckets": {"bucket_cap_mb": 0.002},
     "static_view": {"bucket_cap_mb": 0.002, "static_graph": True, "gradient_as_bucket_view": True},
 }
+NUM_STEPS = 16
+SETUPS = [("one_bucket", 2), ("many_buckets", 2), ("static_view", 2), ("many_buckets", 3), ("static_view", 4)]
 # By default as few processes as there are bucket layouts to follow, and two nodes of two for the hierarchy.
 over_groups = pytest.mark.parametrize(
-    ("options", "world_size"),
-    sampled(itertools.product(OPTIONS, (2, 3, 4)), [("static_view", 2), ("many_buckets", 4)]),
+    ("options", "world_size"), sampled(SETUPS, [("static_view", 2), ("static_view", 4)])
 )
-NUM_STEPS = 16
 # A bf16 all-reduce rounds inside its sum, which no residual sees.
 TELESCOPING_TOLERANCE = {
     "error_feedback_bf16": 0.1,
@@ -96,8 +95,8 @@ def _run_steps(name: str, options: dict[str, Any], num_steps: int, scale: float 
         sent.append(_flat(gradients))
         byte_counts.append(hook.bytes_sent if hook else 0)
     layouts = [layout for _, layout, _ in hook._states.values()] if hook else []
-    owed = hook.close() if hook else {}
-    residual = {key: owed.get(key, torch.zeros(p.shape)) for key, p in model.module.named_parameters()}
+    rest = hook.close() if hook else {}
+    residual = {key: rest.get(key, torch.zeros(p.shape)) for key, p in model.module.named_parameters()}
     return {
         "sent": np.stack(sent),
         "received": np.stack(received),
@@ -172,16 +171,16 @@ def test_ranks_agree_where_one_host_has_no_compiler() -> None:
 @over_groups
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_nothing_is_lost(name: str, options: str, world_size: int) -> None:
-    """If it fails, error feedback drops gradients: what was received plus what is owed is not what was sent.
+    """If it fails, error feedback drops gradients: what was received plus the residual is not what was sent.
 
     The buckets change their layout after the first steps, so that it covers what is carried over as well.
     """
     ranks = [rank[name] for rank in _outcomes(options, world_size)]
     sent = np.mean([rank["sent"].sum(0) for rank in ranks], axis=0)
-    owed = np.mean([rank["residual"] for rank in ranks], axis=0)
+    residual = np.mean([rank["residual"] for rank in ranks], axis=0)
     tolerance = TELESCOPING_TOLERANCE.get(name, 2e-4)
-    np.testing.assert_allclose(ranks[0]["received"].sum(0) + owed, sent, rtol=0, atol=tolerance)
-    assert np.abs(owed).max() > 1e-4  # else the test would show nothing
+    np.testing.assert_allclose(ranks[0]["received"].sum(0) + residual, sent, rtol=0, atol=tolerance)
+    assert np.abs(residual).max() > 1e-4  # else the test would show nothing
 
 
 def _bytes_of_even_parts(inner: Compressor) -> tuple[float, float]:
@@ -208,9 +207,9 @@ def test_nothing_is_lost_over_many_steps(name: str) -> None:
     """If it fails, what error feedback holds back drifts away from what was not sent."""
     ranks = [rank[name] for rank in _outcomes("many_buckets", 2, num_steps=50)]
     sent = np.mean([rank["sent"].sum(0) for rank in ranks], axis=0)
-    owed = np.mean([rank["residual"] for rank in ranks], axis=0)
+    residual = np.mean([rank["residual"] for rank in ranks], axis=0)
     tolerance = 2 * TELESCOPING_TOLERANCE.get(name, 2e-4)
-    np.testing.assert_allclose(ranks[0]["received"].sum(0) + owed, sent, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(ranks[0]["received"].sum(0) + residual, sent, rtol=0, atol=tolerance)
 
 
 class Vectors(nn.Module):
