@@ -24,7 +24,7 @@ from lightning_commopt.runs.record import RunRecord, new_record, record_failure
 from lightning_commopt.runs.table import run_table
 from lightning_commopt.sweep.composing import SweepSettings
 from lightning_commopt.sweep.conf_path import conf_dir
-from lightning_commopt.sweep.config import CONFIG_FILE, as_trained, check_config, plan_name
+from lightning_commopt.sweep.config import CONFIG_FILE, as_trained, check_config, link_note, plan_name
 from lightning_commopt.sweep.continuing import continue_command
 from lightning_commopt.sweep.display import SweepDisplay
 from lightning_commopt.sweep.hints import hint
@@ -103,10 +103,13 @@ def train(config: DictConfig) -> float | None:
     """
     check_config(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
+    is_first = is_first_rank()
+    is_in_sweep = not OmegaConf.is_missing(HydraConfig.get().job, "num")
+    if is_first and not is_in_sweep and (note := link_note(config)) is not None:
+        Console().print(note, soft_wrap=True, markup=False, highlight=False)
     if config.link is not None and not is_lab_rank():
         return train_in_lab(config, folder).val_loss
     config = as_trained(config)
-    is_first = is_first_rank()
     started = time.perf_counter()
     if is_first:
         OmegaConf.save(config, folder / CONFIG_FILE, resolve=True)
@@ -121,7 +124,7 @@ def train(config: DictConfig) -> float | None:
         return metrics.get("val_loss")
     record = _with_final_metrics(RunRecord.load(folder), metrics, time.perf_counter() - started)
     record.save(folder)
-    if OmegaConf.is_missing(HydraConfig.get().job, "num"):  # else a sweep shows all its jobs in one table
+    if not is_in_sweep:  # else all jobs are in one table
         Console().print(run_table(record))
     return record.val_loss
 

@@ -52,7 +52,7 @@ def test_every_job_of_an_experiment_can_be_run(experiment):
 @pytest.mark.parametrize("experiment", ["four_ways", "ladder", "scaling"])
 def test_two_hosts_are_enough_for_every_job_of_an_experiment(experiment, monkeypatch):
     """Also for those of one process, which have one host."""
-    monkeypatch.setattr("lightning_commopt.sweep.config._why_no_lab", lambda: None)
+    monkeypatch.setattr("lightning_commopt.sweep.resolvers.why_no_lab", lambda: None)
     for overrides in jobs(experiment):
         check_config(composed(*overrides, "link=1gbit", "hosts=2", "trainer.accelerator=cpu"))
 
@@ -70,7 +70,7 @@ def test_what_fsdp_is_to_shard_is_left_to_who_makes_it_where_it_is_no_class(targ
 
 @pytest.mark.parametrize("options", [[], ["link=1gbit", "hosts=2"]])
 def test_fsdp_shards_over_the_ranks_of_all_nodes(options, monkeypatch):
-    monkeypatch.setattr("lightning_commopt.sweep.config._why_no_lab", lambda: None)
+    monkeypatch.setattr("lightning_commopt.sweep.resolvers.why_no_lab", lambda: None)
     config = composed("strategy=fsdp", "ranks=4", "trainer.accelerator=cpu", *options)
     assert as_trained(config).strategy.data_parallel_size == 4
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
-from functools import cache
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
@@ -16,14 +15,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_commopt.launch.environment import is_lab_rank, num_started_ranks
-from lightning_commopt.netlab import NetLab, parse_rate, why_not
+from lightning_commopt.netlab import NetLab, parse_rate
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
 from lightning_commopt.strategy.ddp import CommOptDDP
+from lightning_commopt.sweep import resolvers
 
 CONFIG_FILE = "config.yaml"
 """In a run's directory: its configuration, resolved."""
-
-_why_no_lab = cache(why_not)
 
 
 class ConfigError(CompactHydraException):
@@ -156,6 +154,28 @@ def lab_shape(config: DictConfig) -> LabShape:
     return LabShape(num_hosts=hosts, ranks_per_host=num_ranks // hosts)
 
 
+def link_note(config: DictConfig) -> str | None:
+    """Returns what to say of a link that the configuration leaves to the machine, such as that of the quickstart.
+
+    Args:
+        config: checked.
+
+    Returns:
+        The link that there is, or why there is none; None if the user has set it, or it is not for CPU ranks that we
+        start.
+    """
+    if not OmegaConf.is_interpolation(config, "link") or config.trainer.accelerator != "cpu" or is_lab_rank():
+        return None
+    if config.link is not None:
+        shape = lab_shape(config)
+        return (
+            f"link={config.link}: {shape.num_hosts} hosts of the network lab, on this machine, with a link of this "
+            "rate to each; link=null leaves it out"
+        )
+    reason = resolvers.why_no_lab()
+    return reason and f"no link between the ranks, which are processes of this machine: {reason}"
+
+
 def as_trained(config: DictConfig) -> DictConfig:
     """Returns the configuration that the ranks train with: with a link the hosts are the Trainer's nodes.
 
@@ -215,7 +235,7 @@ def _check_link(config: DictConfig) -> None:
         raise ConfigError(
             f"link={config.link} starts the ranks itself: run it without torchrun, in one process ({started_by} is set)"
         )
-    reason = _why_no_lab()
+    reason = resolvers.why_no_lab()
     if reason is not None:
         raise ConfigError(f"link={config.link}: {reason}")
 

@@ -27,7 +27,7 @@ def hint(error: BaseException | None, folder: Path) -> str | None:
     cause = error.__cause__ if error is not None else None
     if not isinstance(cause, OmegaConfBaseException) or not isinstance(cause.parent_node, DictConfig):
         return None
-    prefix, dot, key = cause.full_key.rpartition(".")
+    prefix, dot, key = (cause.full_key or "").rpartition(".")
     groups = [] if prefix else [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir()]
     return _question(prefix + dot, key, [*map(str, cause.parent_node), *groups])
 

@@ -29,6 +29,7 @@ class Job:
         folder: of the run.
         config_yaml: what the run leaves as its configuration, resolved.
         content: of the configuration, what says how to train: jobs for which it is equal train the same.
+        note: what the user should know before the job runs.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Job:
     folder: Path
     config_yaml: str
     content: str
+    note: str | None = None
 
     @property
     def log(self) -> Path:
