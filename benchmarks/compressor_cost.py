@@ -86,11 +86,16 @@ def torch_powersgd(matrix_rank: int) -> Hook:
     return lambda bucket: powerSGD_hook.powerSGD_hook(state, bucket)
 
 
+def torch_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Runs torch's bf16 hook in the default group."""
+    return default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
+
+
 # Two-round: read bucket and residual and write their sum (12), read that (4), write the mean (4). Alternating: the
 # first and the last of these. Casts: read 4, write 2; read 2, write 4. int8 with two ranks: read 4, write 1; read 1,
 # write 1/2; read 1, write 4. With error feedback read and write a residual as well, and that of one half twice (12).
 PLANS: dict[str, Contender] = {
-    "torch bf16": Contender(torch_hook=lambda: lambda bucket: default_hooks.bf16_compress_hook(None, bucket)),
+    "torch bf16": Contender(torch_hook=lambda: torch_bf16),
     "torch powersgd rank 1": Contender(torch_hook=lambda: torch_powersgd(1)),
     "torch powersgd rank 4": Contender(torch_hook=lambda: torch_powersgd(4)),
     "bf16": Contender("bf16", bytes_per_gradient=12),
@@ -190,7 +195,7 @@ def measure(arguments: argparse.Namespace) -> Stopwatch:
         module = get_model(arguments.model, weights=None)
     module = module.to(device)
     gradients = [torch.randn_like(parameter) * 1e-3 for parameter in module.parameters()]
-    module.forward = lambda: sum(  # type: ignore[method-assign]
+    module.forward = lambda: sum(
         (parameter * gradient).sum() for parameter, gradient in zip(module.parameters(), gradients, strict=True)
     )
     model = DistributedDataParallel(module, bucket_cap_mb=1e6, gradient_as_bucket_view=True)
@@ -200,11 +205,10 @@ def measure(arguments: argparse.Namespace) -> Stopwatch:
         if name in arguments.plans
     }
     stopwatch = Stopwatch(device)
-    current = ["", False]
+    turn_of: dict[str, Any] = {"plan": "", "counts": False}
 
     def dispatch(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        name, counts = current
-        watch = stopwatch if counts else Stopwatch(device)
+        name, watch = turn_of["plan"], stopwatch if turn_of["counts"] else Stopwatch(device)
         other = bucket.buffer().clone()
         watch.time("copy", lambda: other.copy_(bucket.buffer()))
         return done(watch.time(name, lambda: hooks[name](bucket).wait()))
@@ -212,7 +216,7 @@ def measure(arguments: argparse.Namespace) -> Stopwatch:
     model.register_comm_hook(None, dispatch)
     for turn in range(arguments.num_turns + 3):
         for name in hooks:
-            current[:] = name, turn >= 3  # torch's PowerSGD starts with its third step
+            turn_of.update(plan=name, counts=turn >= 3)  # torch's PowerSGD starts with its third step
             model.zero_grad()
             model().backward()
     return stopwatch

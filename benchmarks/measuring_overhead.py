@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ def time_peers(arguments: argparse.Namespace) -> list[dict[str, float]]:
 
 def time_host(arguments: argparse.Namespace) -> dict[str, float]:
     """Returns the processor seconds of a step in each of our parts."""
-    spent_s: Counter[str] = Counter()
+    spent_s: defaultdict[str, float] = defaultdict(float)
 
     def time_method(owner: Any, name: str, label: str) -> None:
         method = getattr(owner, name)

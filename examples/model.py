@@ -1,5 +1,7 @@
 """The project that all examples share: a classifier and its data, ordinary Lightning code."""
 
+from typing import Any
+
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
@@ -42,10 +44,10 @@ class Points(LightningDataModule):
         dataset = TensorDataset(points, (points @ directions.T).argmax(1))
         self.train, self.val = random_split(dataset, [0.9, 0.1], generator)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Returns nine tenths of the points."""
         return DataLoader(self.train, self.batch_size, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> DataLoader[Any]:
         """Returns the other tenth."""
         return DataLoader(self.val, self.batch_size)

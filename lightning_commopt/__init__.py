@@ -1,21 +1,68 @@
-"""Make data-parallel PyTorch Lightning training wait less for gradients."""
+"""Make data-parallel PyTorch Lightning training wait less for gradients.
 
-from lightning.pytorch.strategies import StrategyRegistry
+Importing the package imports neither torch nor Lightning: the names below are imported when they are used.
+"""
 
-from lightning_commopt.compressors import AfterSteps, AllReduce, BySize, Cast, Compressor, ErrorFeedback, PowerSGD
-from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.ddp import CommOptDDP
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_commopt.import_hook import call_after_import
+from lightning_commopt.strategy.aliases import REGISTRIES, register_with
 
 __all__ = [
     "AfterSteps",
     "AllReduce",
+    "AlternatingPowerSGD",
     "BySize",
     "Cast",
     "CommOptDDP",
     "CommPlan",
     "Compressor",
     "ErrorFeedback",
+    "Hierarchical",
+    "Int8",
+    "OptionError",
     "PowerSGD",
+    "register_compressor",
 ]
 
-CommOptDDP.register_strategies(StrategyRegistry)
+if TYPE_CHECKING:
+    from lightning_commopt.compressors import (
+        AfterSteps,
+        AllReduce,
+        AlternatingPowerSGD,
+        BySize,
+        Cast,
+        Compressor,
+        ErrorFeedback,
+        Hierarchical,
+        Int8,
+        PowerSGD,
+        register_compressor,
+    )
+    from lightning_commopt.plan import CommPlan, OptionError
+    from lightning_commopt.strategy.ddp import CommOptDDP
+else:
+    _MODULES = {
+        "CommOptDDP": "lightning_commopt.strategy.ddp",
+        "CommPlan": "lightning_commopt.plan",
+        "OptionError": "lightning_commopt.plan",
+    }
+    _PACKAGES = ("baselines", "callbacks", "compressors", "fabric", "plan")
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            value = getattr(import_module(_MODULES.get(name, "lightning_commopt.compressors")), name)
+        elif name in _PACKAGES:
+            value = import_module(f"lightning_commopt.{name}")
+        else:
+            raise AttributeError(f"module 'lightning_commopt' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*__all__, *_PACKAGES, *(name for name in globals() if name.startswith("__"))})
+
+
+for _module in REGISTRIES:
+    call_after_import(_module, register_with)

@@ -1,25 +1,22 @@
-"""The console command ``commopt``: each tool is one command here, which parses, calls and prints."""
+"""The console command ``commopt``: each tool is one command here, which parses, calls and prints.
+
+A command imports what it needs when it runs: torch takes seconds to import, and only ``info`` and ``nsys`` need it.
+"""
 
 import json as json_text
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_commopt.launch import nsys as _nsys
-from lightning_commopt.measure import trace as _trace
-from lightning_commopt.report import against as _against
-from lightning_commopt.report import as_json as _as_json
-from lightning_commopt.report import build as _build
-from lightning_commopt.report import files as _files
-from lightning_commopt.report import terminal as _terminal
-from lightning_commopt.runs import info as _info
+if TYPE_CHECKING:
+    from lightning_commopt.runs.info import Info
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,7 +39,9 @@ def info(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Prints versions, devices, backends, comm hooks, and which DDP options this torch has."""
-    found = _info.collect()
+    from lightning_commopt.runs.info import collect
+
+    found = collect()
     if json:
         typer.echo(json_text.dumps(found.to_dict(), indent=2))
         return
@@ -63,11 +62,13 @@ def trace(
     first_step: Annotated[
         int | None, typer.Option(min=0, help="Where to begin; by default at the first step that was saved.")
     ] = None,
-    num_steps: Annotated[int, typer.Option(min=1, help="Steps from there on.")] = _trace.DEFAULT_NUM_STEPS,
+    num_steps: Annotated[int, typer.Option(min=1, help="Steps from there on.")] = 100,
 ) -> None:
     """Writes a trace of the steps of all ranks, for https://ui.perfetto.dev or chrome://tracing."""
+    from lightning_commopt.measure.trace import write_trace
+
     with _errors_in_a_line():
-        written = _trace.write_trace(run_dir, output, first_step, num_steps)
+        written = write_trace(run_dir, output, first_step, num_steps)
     for notice in written.notices:
         typer.echo(f"commopt: {notice}", err=True)
     typer.echo(
@@ -96,15 +97,17 @@ def nsys(
     An nsys older than 2026.1 may not know the trace nccl: --nsys-args=--trace=cuda,nvtx,osrt leaves it out.
     Several windows: --nsys-args=--capture-range-end=repeat:2.
     """
+    from lightning_commopt.launch import nsys as nsight
+
     with _errors_in_a_line():
-        ranks = _nsys.nsys_command(command, nproc_per_node=nproc_per_node, output_dir=output_dir, nsys_args=nsys_args)
+        ranks = nsight.nsys_command(command, nproc_per_node=nproc_per_node, output_dir=output_dir, nsys_args=nsys_args)
         if print_only:
             typer.echo(shlex.join(ranks))
             return
-        _nsys.make_ready(output_dir, nsys_args)
-        status = _nsys.run(ranks)
-    reports = ", ".join(map(str, _nsys.reports(output_dir)))
-    typer.echo(f"commopt: reports: {reports}" if reports else f"commopt: {_nsys.NO_REPORTS}", err=True)
+        nsight.make_ready(output_dir, nsys_args)
+        status = nsight.run(ranks)
+    reports = ", ".join(map(str, nsight.reports(output_dir)))
+    typer.echo(f"commopt: reports: {reports}" if reports else f"commopt: {nsight.NO_REPORTS}", err=True)
     raise typer.Exit(status)
 
 
@@ -132,30 +135,36 @@ def report(
     ] = None,
     tolerance: Annotated[
         float, typer.Option(metavar="SHARE", help="Of the throughput, that a setting may lose against --against.")
-    ] = _against.DEFAULT_TOLERANCE,
+    ] = 0.05,
 ) -> None:
     """Says which plan is fastest, by how much and at which loss: on the terminal, as report.html and report.csv.
 
     Exit status 1 if --against finds something that has become slower, or failed; 2 for mistakes in the arguments.
     """
+    from lightning_commopt.report.against import hold_against
+    from lightning_commopt.report.as_json import finite, to_plain, write_csv
+    from lightning_commopt.report.build import build_report
+    from lightning_commopt.report.files import write_files
+    from lightning_commopt.report.terminal import print_against, print_report
+
     with _errors_in_a_line(status=2):
-        found = _build.build_report(dirs, reference=reference)
-        plain = _as_json.to_plain(found)
-        held = None if against is None else _against.hold_against(plain, against, tolerance=tolerance)
+        found = build_report(dirs, reference=reference)
+        plain = to_plain(found)
+        held = None if against is None else hold_against(plain, against, tolerance=tolerance)
         if json:
-            whole = plain if held is None else {**plain, "against": _as_json.finite(held.to_plain())}
+            whole = plain if held is None else {**plain, "against": finite(held.to_plain())}
             typer.echo(json_text.dumps(whole, indent=2, allow_nan=False))
         else:
             console = Console()
-            _terminal.print_report(found, console)
+            print_report(found, console)
             if held is not None:
-                _terminal.print_against(held, console)
+                print_against(held, console)
         if output is not None or not json:
             beside = next(folder for folder in dirs if folder.is_dir())
-            page, table = _files.write_files(found, output or beside, csv)
+            page, table = write_files(found, output or beside, csv)
             typer.echo(f"report: {page} and {table}", err=json)
         elif csv is not None:
-            _as_json.write_csv(found, csv)
+            write_csv(found, csv)
     raise typer.Exit(1 if held is not None and held.is_worse else 0)
 
 
@@ -169,7 +178,7 @@ def _errors_in_a_line(status: int = 1) -> Iterator[None]:
         raise typer.Exit(status) from None
 
 
-def _versions_table(found: _info.Info) -> Table:
+def _versions_table(found: "Info") -> Table:
     table = _table("versions", "")
     for name, version in found.versions.items():
         table.add_row(name, version)
@@ -177,14 +186,14 @@ def _versions_table(found: _info.Info) -> Table:
     return table
 
 
-def _devices_table(found: _info.Info) -> Table:
+def _devices_table(found: "Info") -> Table:
     table = _table("devices", "name", "memory", "cores")
     for device in found.devices:
         table.add_row(device.kind, device.name, f"{device.memory_bytes / 2**30:.1f} GiB", str(device.num_cores))
     return table
 
 
-def _backends_table(found: _info.Info) -> Table:
+def _backends_table(found: "Info") -> Table:
     table = _table("backends", "in this torch")
     for name, available in found.backends.items():
         shown = f"yes, {found.nccl_version}" if name == "nccl" and available else _yes_or_no(available)
@@ -192,7 +201,7 @@ def _backends_table(found: _info.Info) -> Table:
     return table
 
 
-def _options_table(found: _info.Info) -> Table:
+def _options_table(found: "Info") -> Table:
     table = _table("DDP options", "in this torch", "since torch")
     for option in found.ddp_options:
         table.add_row(option.name, _yes_or_no(option.available), option.since)

@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
-from lightning_commopt.plan import plan_from_keywords, plan_options
+from lightning_commopt.strategy.arguments import plan_from_arguments
 from lightning_commopt.strategy.base import FollowsPlan, check_group, say_one_rank
 
 
@@ -81,8 +81,7 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
         lazy_bucket_allocation: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        keywords = {name: value for name, value in locals().items() if name in plan_options()}
-        self._plan, ddp_kwargs = plan_from_keywords(keywords, kwargs)
+        self._plan, ddp_kwargs = plan_from_arguments(locals())
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import Compressor, compressor_from_config, compressor_to_config
+from lightning_commopt.validation import did_you_mean
 
 DDP_OPTION_SINCE = {
     "init_sync": "2.7",
@@ -42,6 +43,11 @@ class UnknownOptionError(OptionError, TypeError):
 def ddp_options() -> frozenset[str]:
     """Returns the names of the options that the installed torch's ``DistributedDataParallel`` takes."""
     return frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
+
+
+def ddp_keywords() -> frozenset[str]:
+    """Returns those options of DDP that a strategy takes: all but what Lightning gives itself."""
+    return ddp_options() - {"device_ids"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,32 +179,6 @@ def plan_options() -> tuple[str, ...]:
 _SWITCHES = tuple(field.name for field in dataclasses.fields(CommPlan) if field.type == "bool | None")
 
 
-def plan_from_keywords(options: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[CommPlan, dict[str, Any]]:
-    """Makes a plan, and the keywords for DDP, from the keywords of a strategy.
-
-    Args:
-        options: the options of a plan by name, None where they are not set.
-        others: further keywords for ``DistributedDataParallel``.
-
-    Returns:
-        The plan; and DDP's keywords, of the plan and of ``others``.
-
-    Raises:
-        OptionError: see `CommPlan`; or a keyword is unknown, or given in two ways.
-    """
-    options, others = dict(options), dict(others)
-    check_option_names(others, known=sorted({*plan_options(), *ddp_options()}))
-    sizes = others.pop("bucket_cap_mb_list", None)
-    if sizes is not None:
-        if options.get("bucket_cap_mb") is not None:
-            raise OptionError("bucket_cap_mb and bucket_cap_mb_list exclude each other: give bucket_cap_mb a list")
-        options["bucket_cap_mb"] = list(sizes)
-    plan = CommPlan.from_dict(options)
-    if plan.comm_hook is not None and others.get("mixed_precision") is not None:
-        raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
-    return plan, {**plan.ddp_kwargs(), **others}
-
-
 def check_option_names(options: Mapping[str, Any], known: Sequence[str]) -> None:
     """Checks that every option is known.
 
@@ -214,7 +194,8 @@ def check_option_names(options: Mapping[str, Any], known: Sequence[str]) -> None
         if name not in known:
             if name in DDP_OPTION_SINCE:
                 _check_available(name, name)
-            raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(known))}")
+            hint = did_you_mean(name, known)
+            raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(known))}{hint}")
 
 
 def _check_available(ddp_option: str, asked: str) -> None:

@@ -1,14 +1,23 @@
-"""Checks of the settings of compressors, and what is said of those that have no effect."""
+"""Checks of settings, hints at what was probably meant, and warnings that point at the user's line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+_SKIPPED_PACKAGES = frozenset(
+    {
+        *("lightning_commopt", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
+        *("torch", "hydra", "omegaconf", "jsonargparse", "contextlib", "functools", "threading"),
+    }
+)
+"""Packages whose frames a warning leaves behind, to point at the line of the user that led there."""
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def check_integer(name: str, value: Any, at_least: int) -> None:
@@ -38,7 +47,8 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
         ValueError: it is none of them.
     """
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        hint = did_you_mean(value, [each for each in allowed if isinstance(each, str)])
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 
 def check_power_of_two(name: str, value: Any, at_least: int, at_most: int) -> None:
@@ -52,8 +62,73 @@ def check_power_of_two(name: str, value: Any, at_least: int, at_most: int) -> No
         raise ValueError(f"{name} must be a power of two from {at_least} to {at_most}, got {value!r}")
 
 
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """Returns the end of an error message that names what was probably meant.
+
+    Args:
+        name: what the user wrote.
+        known: the names that there are.
+
+    Returns:
+        ``"; did you mean 'x'?"``, or nothing where no name is near.
+
+    >>> did_you_mean("bucket_cap", ["bucket_cap_mb", "static_graph"])
+    "; did you mean 'bucket_cap_mb'?"
+    >>> did_you_mean("rank", ["matrix_rank", "start_step"])
+    "; did you mean 'matrix_rank'?"
+    >>> did_you_mean("zip", ["bf16", "int8"])
+    ''
+    """
+    if not isinstance(name, str):
+        return ""
+    by_folded = {fold(each): each for each in known}
+    near = difflib.get_close_matches(fold(name), by_folded, n=1)
+    if not near:  # too short or too long to be alike: a part of one name, or a name with something around it
+        near = [each for each in by_folded if min(len(each), len(fold(name))) >= 4 and _one_has_the_other(name, each)]
+    return f"; did you mean {by_folded[near[0]]!r}?" if len(near) == 1 else ""
+
+
+def _one_has_the_other(name: str, folded: str) -> bool:
+    return fold(name) in folded or folded in fold(name)
+
+
+def fold(name: str) -> str:
+    """Returns a name without what people spell differently: case, hyphens, underscores.
+
+    >>> fold("PowerSGD") == fold("power_sgd") == fold("power-SGD")
+    True
+    """
+    return name.lower().replace("_", "").replace("-", "").replace(" ", "")
+
+
+def warn(message: str, *, on_every_rank: bool = False) -> None:
+    """Warns on rank 0; the warning points at the line outside of this package, Lightning and torch that led here.
+
+    Args:
+        message: what to say.
+        on_every_rank: warn on the other ranks too, where each may have another reason.
+    """
+    from lightning.fabric.utilities.rank_zero import rank_zero_only  # here: light commands import this module
+
+    if on_every_rank or getattr(rank_zero_only, "rank", 0) == 0:
+        warnings.warn(message, stacklevel=_users_stacklevel())
+
+
 def warn_once(message: str) -> None:
-    """Warns on rank 0, once for each message."""
-    if message not in _said:
-        _said.add(message)
-        rank_zero_warn(message)
+    """Warns as `warn` does, once for each message."""
+    if message not in _warned:
+        _warned.add(message)
+        warn(message)
+
+
+def _users_stacklevel() -> int:
+    """Returns the ``stacklevel`` with which the caller of this function warns at the user's line.
+
+    Python 3.12 has ``skip_file_prefixes`` for this. That takes files, and a dataclass's ``__init__`` has none.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _SKIPPED_PACKAGES:
+            return level
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    return 2  # a thread of ours, with no line of the user's: at least the line that warns

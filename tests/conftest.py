@@ -1,8 +1,36 @@
+"""What all tests share: which of them run, and on which machine they can."""
+
+import os
 import signal
 
 import pytest
 
 from lightning_commopt.netlab import why_not
+
+# Else each process that a test starts compiles the modules of this checkout anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+_LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run what is marked exhaustive")
+
+
+@pytest.hookimpl(trylast=True)  # behind -k and -m, so that only what they select is counted
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked exhaustive, unless it is asked for: by --all, or by its name after ``::``."""
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    config.stash[_LEFT_OUT] = len(left_out)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
+    left_out = config.stash.get(_LEFT_OUT, 0)
+    return f"a cross-section: {left_out} more of the same run with --all" if left_out else None
 
 
 @pytest.fixture(scope="session", autouse=True)

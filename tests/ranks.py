@@ -18,7 +18,7 @@ import torch.distributed as dist
 # Ranks are forked from a server that has imported the slow packages once.
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
-    ["torch.distributed", "torch._dynamo", "lightning.pytorch", "lightning_commopt", "pytest"]
+    ["torch.distributed", "torch._dynamo", "lightning.pytorch", "lightning_commopt.strategy.ddp", "pytest"]
 )
 
 

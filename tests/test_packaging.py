@@ -1,5 +1,6 @@
 """The wheel has what a user needs, and nothing that gets in the way of other packages."""
 
+import email
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from wheels import REPOSITORY, build_wheel, install_wheel, run_checked
 
 
@@ -48,6 +50,19 @@ def test_hydra_plugins_stays_a_namespace(wheel: Path) -> None:
 
 def test_wheel_has_the_kernels_in_c(wheel: Path) -> None:
     assert "lightning_commopt/kernels/low_rank.c" in _names(wheel)
+
+
+def test_no_release_with_malware_can_be_installed(wheel: Path) -> None:
+    """Lightning 2.6.2 and 2.6.3 on PyPI steal credentials (GHSA-w37p-236h-pfx3)."""
+    (name,) = (name for name in _names(wheel) if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(name))
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    (lightning,) = (requirement.specifier for requirement in requirements if requirement.name == "lightning")
+    assert [version for version in ("2.5.0", "2.6.1", "2.6.2", "2.6.3", "2.6.6") if version in lightning] == [
+        "2.5.0",
+        "2.6.1",
+        "2.6.6",
+    ]
 
 
 def test_wheel_has_license_and_type_marker(wheel: Path) -> None:

@@ -1,8 +1,10 @@
 """The public names, freezing what users may rely on."""
 
+import ast
 import dataclasses
 import inspect
 from abc import ABCMeta
+from pathlib import Path
 
 import lightning.fabric.strategies
 import lightning.pytorch.strategies
@@ -27,22 +29,40 @@ def test_names() -> None:
     assert lightning_commopt.__all__ == [
         "AfterSteps",
         "AllReduce",
+        "AlternatingPowerSGD",
         "BySize",
         "Cast",
         "CommOptDDP",
         "CommPlan",
         "Compressor",
         "ErrorFeedback",
+        "Hierarchical",
+        "Int8",
+        "OptionError",
         "PowerSGD",
+        "register_compressor",
     ]
     assert all(hasattr(lightning_commopt, name) for name in lightning_commopt.__all__)
+    assert set(lightning_commopt.__all__) < set(dir(lightning_commopt))
+    assert lightning_commopt.compressors.Int8 is lightning_commopt.Int8
+    with pytest.raises(AttributeError, match="no attribute 'Int7'"):
+        lightning_commopt.Int7  # noqa: B018
+
+
+def test_type_checkers_see_every_name() -> None:
+    """If it fails, an IDE does not know a public name, or mypy takes any name for one."""
+    tree = ast.parse(Path(lightning_commopt.__file__).read_text())
+    (branch,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = {alias.name for node in branch.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert imported == set(lightning_commopt.__all__)
+    assert any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in branch.orelse)
 
 
 def test_comm_hook_names() -> None:
     """If it fails, a name that configurations use has come or gone."""
     algorithms = ["all_reduce", "bf16", "fp16", "powersgd", "alternating_powersgd", "int8", "hierarchical"]
     parts = ["low_rank", "alternating_low_rank", "block_int8", "error_feedback", "after_steps", "by_size"]
-    assert compressor_names() == ["none", *algorithms, *parts]
+    assert compressor_names() == ["none", *sorted([*algorithms, *parts])]
 
 
 def test_callbacks() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from lightning_commopt.baselines.parameter_sync import (
 from lightning_commopt.ddp.observed import ShowsExchanges, observers_of
 from lightning_commopt.launch.lightning_launcher import RunsInOwnGroup, forget_previous_job
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options, plan_options
+from lightning_commopt.strategy.arguments import check_arguments
+from lightning_commopt.validation import did_you_mean
 
 _StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _OPTIONS = (
@@ -80,7 +82,7 @@ class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
         **kwargs: Any,
     ) -> None:
         _refuse_options(type(self).__name__, kwargs)
-        _check_options(process_group_backend, timeout, start_method)
+        check_arguments(locals())
         forget_previous_job()
         super().__init__(
             accelerator=accelerator,
@@ -216,13 +218,5 @@ def _refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
                 f"{name} has no effect in {strategy}, which exchanges every parameter's gradient by itself and wraps"
                 " nothing in DistributedDataParallel: leave it out, or use CommOptDDP"
             )
-        raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(_OPTIONS))}")
-
-
-def _check_options(process_group_backend: Any, timeout: Any, start_method: Any) -> None:
-    if process_group_backend is not None and (not isinstance(process_group_backend, str) or not process_group_backend):
-        raise OptionError(f"process_group_backend must be a backend's name or None, got {process_group_backend!r}")
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise OptionError(f"timeout must be a timedelta above 0 or None, got {timeout!r}")
-    if start_method not in get_args(_StartMethod):
-        raise OptionError(f"start_method must be one of {', '.join(get_args(_StartMethod))}, got {start_method!r}")
+        hint = did_you_mean(name, _OPTIONS)
+        raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(_OPTIONS))}{hint}")

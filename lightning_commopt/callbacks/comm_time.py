@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 
 from lightning_commopt.callbacks.phases import FollowsPhases, samples_in, step_of_loggers
-from lightning_commopt.collectives.channel import group_beside
+from lightning_commopt.collectives.groups import group_beside
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.ddp.observed import ShowsExchanges, observe, stop_observing
 from lightning_commopt.measure.all_ranks import AllRanks
@@ -28,7 +27,7 @@ from lightning_commopt.measure.statistics import QUANTITIES, StepStatistics, row
 from lightning_commopt.measure.summary_table import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.strategy.base import FollowsPlan
-from lightning_commopt.validation import check_integer, check_switch
+from lightning_commopt.validation import check_integer, check_switch, warn
 
 PREFIX = "comm_time/"
 _LAST_WINDOW_LIMIT_S = 10.0
@@ -131,7 +130,7 @@ class CommTimeMonitor(FollowsPhases):
         assert self._recorder is not None
         while self._recorder.num_pending or (self._all_ranks is not None and not self._all_ranks.is_free):
             if not self._receive(trainer, _LAST_WINDOW_LIMIT_S):
-                rank_zero_warn(
+                warn(
                     f"CommTimeMonitor: not all ranks have sent their last steps within {_LAST_WINDOW_LIMIT_S:g} s; the"
                     " summary is without them."
                 )
@@ -185,9 +184,8 @@ class CommTimeMonitor(FollowsPhases):
                 self._writer.write([step.record for step in group], layout)
         except OSError as error:
             self._writer = None
-            warnings.warn(  # on every rank that it happens to
-                f"CommTimeMonitor: the steps cannot be saved any more ({error}); training goes on.", stacklevel=2
-            )
+            message = f"CommTimeMonitor: the steps cannot be saved any more ({error}); training goes on."
+            warn(message, on_every_rank=True)
 
     def _receive(self, trainer: Trainer, limit_s: float = 0.0) -> bool:
         """Logs a window that has come; returns false if one is under way still."""
@@ -197,7 +195,7 @@ class CommTimeMonitor(FollowsPhases):
             values = self._all_ranks.take(limit_s)
         except RuntimeError as error:
             self._all_ranks = None
-            warnings.warn(f"CommTimeMonitor: the ranks' times cannot be gathered any more ({error}).", stacklevel=2)
+            warn(f"CommTimeMonitor: the ranks' times cannot be gathered any more ({error}).", on_every_rank=True)
             return True
         if values is None:
             return False
@@ -206,13 +204,13 @@ class CommTimeMonitor(FollowsPhases):
         return True
 
     def _publish(self, trainer: Trainer, values: torch.Tensor) -> None:
-        self._of_window.reset()
-        self._of_window.update(values)
-        self.metrics = self._of_window.floats()
+        self._of_window = StepStatistics()
+        self._of_window.update(values.numpy())
+        self.metrics = self._of_window.compute()
         num_warmup = max(0, self._num_warmup_steps - self._num_gathered)
         self._num_gathered += values.shape[1]
         if values.shape[1] > num_warmup:
-            self._of_fit.update(values[:, num_warmup:])
+            self._of_fit.update(values[:, num_warmup:].numpy())
         named = {PREFIX + name: value for name, value in self.metrics.items()}
         for logger in trainer.loggers:
             if logger in self._failed_loggers:
@@ -221,7 +219,7 @@ class CommTimeMonitor(FollowsPhases):
                 logger.log_metrics(named, step=self._last_step_sent)
             except Exception as error:
                 self._failed_loggers.append(logger)
-                rank_zero_warn(
+                warn(
                     f"CommTimeMonitor: {type(logger).__name__} cannot take the times ({type(error).__name__}: {error});"
                     " it gets no more of them, and training goes on."
                 )
@@ -234,7 +232,7 @@ class CommTimeMonitor(FollowsPhases):
                     f" and num_warmup_steps={self._num_warmup_steps} are left out."
                 )
             return
-        self.summary = self._of_fit.floats()
+        self.summary = self._of_fit.compute()
         self.verdict = verdict(
             self.summary,
             world_size=trainer.world_size,
@@ -250,10 +248,10 @@ def _group_beside() -> dist.ProcessGroup | None:
     try:
         return group_beside()
     except RuntimeError as error:
-        warnings.warn(
+        warn(
             f"CommTimeMonitor: the ranks cannot be gathered over gloo ({error}), so each logs its own times; perhaps"
             " GLOO_SOCKET_IFNAME must name the network device.",
-            stacklevel=2,
+            on_every_rank=True,
         )
         return None
 

@@ -12,10 +12,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_commopt.callbacks.phases import batch_follows, samples_in, step_of_loggers
-from lightning_commopt.validation import check_integer, warn_once
+from lightning_commopt.validation import check_integer, warn, warn_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class CUDAProfilerWindow(Callback):
         self._stop(trainer)
         never = [start for start in self._start_steps if start not in self._captured]
         if self._is_active and never:
-            rank_zero_warn(
+            warn(
                 f"start_step: training ended after {step_of_loggers(trainer)} steps; "
                 f"the CUDA profiler was never started at {', '.join(map(str, never))}."
             )

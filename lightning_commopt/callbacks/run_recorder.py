@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,19 @@ from hydra.utils import get_original_cwd
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_commopt.callbacks.comm_time import CommTimeMonitor
 from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.measure.peak_memory import PeakMemory
+from lightning_commopt.plan import CommPlan
 from lightning_commopt.runs.losses import LossCurve, LossPoint, read_losses, write_losses
+from lightning_commopt.runs.metric_names import find_metric, how_to_name_loss
 from lightning_commopt.runs.record import RunRecord, new_record, record_failure
 from lightning_commopt.strategy.base import FollowsPlan
-from lightning_commopt.validation import check_switch
+from lightning_commopt.validation import check_switch, warn
 
 
 class RunRecorder(Callback):
@@ -38,8 +40,9 @@ class RunRecorder(Callback):
 
     Args:
         dirpath: the run's directory; None for that of the Hydra run, else the Trainer's ``default_root_dir``.
-        val_loss: name of the metric that is the loss in validation.
-        val_accuracy: name of the metric that is the accuracy in validation.
+        val_loss: name of the metric that is the loss in validation; None for one that is called so, as `find_metric`
+            finds it: ``val_loss``, ``val/loss``, ``model/validation_loss``.
+        val_accuracy: the same of the accuracy in validation.
         ends_run: the run is finished when the fit is; else the record says that it is running, until somebody changes
             that.
     """
@@ -48,19 +51,20 @@ class RunRecorder(Callback):
         self,
         *,
         dirpath: str | Path | None = None,
-        val_loss: str = "val_loss",
-        val_accuracy: str = "val_accuracy",
+        val_loss: str | None = None,
+        val_accuracy: str | None = None,
         ends_run: bool = True,
     ) -> None:
         for option, name in (("val_loss", val_loss), ("val_accuracy", val_accuracy)):
-            if not isinstance(name, str) or not name:
-                raise ValueError(f"{option} must be the name of a metric, got {name!r}")
+            if name is not None and (not isinstance(name, str) or not name):
+                raise ValueError(f"{option} must be the name of a metric or None, got {name!r}")
         check_switch("ends_run", ends_run)
         # Now, as a rank that is spawned later knows nothing of Hydra.
         is_hydra = HydraConfig.initialized()
         self._overrides = tuple(HydraConfig.get().overrides.task) if is_hydra else ()
         self._started_in = Path(get_original_cwd()) if is_hydra else Path.cwd()
         self._dirpath = HydraConfig.get().runtime.output_dir if dirpath is None and is_hydra else dirpath
+        self._callbacks_choice = HydraConfig.get().runtime.choices.get("commopt_record") if is_hydra else None
         self._ends_run = ends_run
         self._names = {"val_loss": val_loss, "val_accuracy": val_accuracy}
         self._record: RunRecord | None = None
@@ -70,6 +74,7 @@ class RunRecorder(Callback):
         self._curve = LossCurve()
         self._other_points: list[LossPoint] = []
         self._memory: PeakMemory | None = None
+        self._has_validated = False
         self._seconds = 0.0
         self._started: float | None = None
         self._created = time.perf_counter()
@@ -111,7 +116,9 @@ class RunRecorder(Callback):
         """Takes in the loss of the validation, and goes on."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        loss = trainer.callback_metrics.get(self._names["val_loss"])
+        self._has_validated = True
+        name = self._metric_name("val_loss", trainer.callback_metrics)
+        loss = None if name is None else trainer.callback_metrics.get(name)
         if loss is not None:
             point = LossPoint(kind="val", step=trainer.global_step, seconds=self._seconds, loss=float(loss))
             self._other_points.append(point)
@@ -127,6 +134,7 @@ class RunRecorder(Callback):
         if self._record is not None:
             results = self._results(trainer) | {"peak_memory_bytes": float(num_bytes)}
             self._record = dataclasses.replace(self._record, **results)
+            self._tell_loss(self._record)
             self._save(self._folder(trainer), self._curve.points(losses))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -146,7 +154,7 @@ class RunRecorder(Callback):
             self._save_losses(folder, losses)
             self._record.save(folder)
         except OSError as error:
-            rank_zero_warn(f"RunRecorder: the run cannot be recorded ({error}); training goes on.")
+            warn(f"RunRecorder: the run cannot be recorded ({error}); training goes on.")
 
     def _save_losses(self, folder: Path, losses: Sequence[LossPoint]) -> None:
         points = [*self._other_points, *losses]
@@ -159,14 +167,29 @@ class RunRecorder(Callback):
     def _training_s(self) -> float:
         return self._seconds + (0.0 if self._started is None else time.perf_counter() - self._started)
 
+    def _metric_name(self, field: str, metrics: Collection[str]) -> str | None:
+        return self._names[field] or find_metric(metrics, field)
+
+    def _tell_loss(self, record: RunRecord) -> None:
+        """Says which metric was taken for the final loss, unless that is plain; or how to name it."""
+        name = record.metric_names.get("val_loss")
+        if name is None and self._has_validated:
+            hint = how_to_name_loss(record.metrics, self._callbacks_choice)
+            rank_zero_info(f"RunRecorder: no final loss is recorded: {hint}.")
+        elif name is not None and self._names["val_loss"] is None and name != "val_loss":
+            rank_zero_info(f"RunRecorder: the final loss is the metric {name!r}.")
+
     def _results(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the fields of the record that are known after the fit, on this rank."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        found = {field: self._metric_name(field, metrics) for field in self._names}
+        names = {field: name for field, name in found.items() if name in metrics}
         results: dict[str, Any] = {
             "status": "finished" if self._ends_run else "running",
             "seconds": time.perf_counter() - self._created,
             "metrics": metrics,
-            **{field: metrics.get(name) for field, name in self._names.items()},
+            "metric_names": names,
+            **{field: metrics[name] for field, name in names.items()},
         }
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, SpeedMonitor):
@@ -187,10 +210,18 @@ def _description(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return {
         "strategy": type(strategy).__name__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "plan": strategy.plan.to_dict() if isinstance(strategy, FollowsPlan) else None,
+        "plan": _plan_options(strategy.plan) if isinstance(strategy, FollowsPlan) else None,
         "world_size": trainer.world_size,
         "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
+
+
+def _plan_options(plan: CommPlan) -> dict[str, Any]:
+    """Returns the options of a plan in types that JSON has; a compressor without a name by its repr."""
+    try:
+        return plan.to_dict()
+    except ValueError:
+        return {**dataclasses.replace(plan, comm_hook=None).to_dict(), "comm_hook": repr(plan.comm_hook)}
 
 
 def _plan_name(strategy: Strategy) -> str:

@@ -2,96 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-# By the default group that they came after.
-_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-# No group is ever freed: gloo's threads may still hold tensors for a moment and need the GIL to let go of them, while
-# the destructor of the group waits for its threads with the GIL held.
-_kept: list[dist.ProcessGroup] = []
-_LAST_MOMENT_S = 0.05
-
-
-@cache
-def let_gloo_finish_at_exit() -> None:
-    """Has the process wait a moment when it ends, once.
-
-    gloo's threads let go of the last collective's tensors a little after it is done, and need the GIL for that. A
-    thread that asks for it when the interpreter is already being taken down brings the process to an abort, or a halt.
-    """
-    atexit.register(time.sleep, _LAST_MOMENT_S)
-
-
-def leave_process_group() -> None:
-    """Destroys the default group, so that another can be made."""
-    if dist.is_initialized():
-        _kept.append(_default_group())
-        dist.destroy_process_group()
-
-
-def twin_group(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Returns another group of the same ranks, on which a second thread may issue collectives.
-
-    All ranks of ``group`` must call it. The same twin is given out as long as the default group lives.
-
-    Args:
-        group: whose ranks.
-        timeout: after which a collective raises; None for the backend's default.
-    """
-    return _subgroup(dist.get_process_group_ranks(group), timeout)
-
-
-def group_beside() -> dist.ProcessGroup:
-    """Returns a gloo group of all ranks for small messages of the host, which nothing else waits for.
-
-    All ranks must call it. The same group is given out as long as the default group lives.
-    """
-    return _subgroup(list(range(dist.get_world_size())), None, "gloo")
-
-
-def node_channel(group: dist.ProcessGroup, ranks_per_node: int, timeout: timedelta | None) -> Channel:
-    """Returns a channel over ``group`` that is cut into nodes of consecutive ranks. All ranks must call it.
-
-    Args:
-        group: whose ranks.
-        ranks_per_node: divides the number of ranks.
-        timeout: see `twin_group`.
-    """
-    ranks, place = dist.get_process_group_ranks(group), dist.get_rank(group)
-    first = place - place % ranks_per_node
-    within = _subgroup(ranks[first : first + ranks_per_node], timeout)
-    across = _subgroup(ranks[place % ranks_per_node :: ranks_per_node], timeout)
-    return Channel(group, Channel(within), Channel(across))
-
-
-def _subgroup(ranks: list[int], timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
-    subgroups = _subgroups.setdefault(_default_group(), {})
-    key = (*ranks, timeout, backend)
-    if key not in subgroups:
-        is_world = len(ranks) == dist.get_world_size()
-        subgroup = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not is_world)
-        assert isinstance(subgroup, dist.ProcessGroup)
-        subgroups[key] = subgroup
-        _kept.append(subgroup)
-    return subgroups[key]
-
-
-def _default_group() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert isinstance(world, dist.ProcessGroup)
-    return world
 
 
 class Pending:
@@ -136,19 +54,29 @@ class _Traffic:
 class Channel:
     """The collectives that compressors may use, over one process group.
 
+    Args:
+        group: of the ranks.
+        within: the ranks of this node, if the group is divided into nodes.
+        across: the ranks of all nodes that have this rank's place in theirs, if the group is divided into nodes.
+
     Attributes:
         size: number of ranks in the group.
         rank: of this process in the group.
-        within: the ranks of this node, if the group was cut into nodes.
-        across: the ranks of all nodes that have this rank's place in theirs, if the group was cut into nodes.
+        within: a channel over the ranks of this node, or None.
+        across: a channel over this rank's peers on all nodes, or None.
     """
 
-    def __init__(self, group: dist.ProcessGroup, within: Channel | None = None, across: Channel | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        within: dist.ProcessGroup | None = None,
+        across: dist.ProcessGroup | None = None,
+    ) -> None:
         self._group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.within = within
-        self.across = across
+        self.within = Channel(within) if within is not None else None
+        self.across = Channel(across) if across is not None else None
         self._traffic = _Traffic()
         self._scratch: dict[str, Tensor] = {}
         self._lanes: tuple[Channel, Channel] | None = None
@@ -172,13 +100,6 @@ class Channel:
         if self._lanes is None:
             self._lanes = self._lane(), self._lane()
         return self._lanes
-
-    def forget(self) -> None:
-        """Sees to it that groups whose ranks may be out of step are not given out again."""
-        for channel in (self, self.within, self.across):
-            for subgroups in _subgroups.values():
-                for key in [key for key, group in subgroups.items() if channel and group is channel._group]:
-                    del subgroups[key]
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for a message, with anything in it; the next exchange gets the same memory.

@@ -7,7 +7,12 @@ from lightning_commopt.compressors.cast import Cast
 from lightning_commopt.compressors.hierarchical import Hierarchical
 from lightning_commopt.compressors.int8 import BlockInt8, Int8
 from lightning_commopt.compressors.powersgd import LowRank, PowerSGD
-from lightning_commopt.compressors.registry import compressor_from_config, compressor_names, compressor_to_config
+from lightning_commopt.compressors.registry import (
+    compressor_from_config,
+    compressor_names,
+    compressor_to_config,
+    register_compressor,
+)
 from lightning_commopt.compressors.wrappers import AfterSteps, BySize, ErrorFeedback
 
 __all__ = [
@@ -30,4 +35,5 @@ __all__ = [
     "compressor_from_config",
     "compressor_names",
     "compressor_to_config",
+    "register_compressor",
 ]

@@ -9,16 +9,23 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.kernels.finite import all_finite
 
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
 
 
+@register_compressor("all_reduce")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Compressor):
     """Averages the bucket as it is, in its own dtype, with DDP's own arithmetic: scale, then sum."""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Never: the sum is all-reduced in the dtype of the gradients."""
+        return False
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns an empty state."""
@@ -27,7 +34,7 @@ class AllReduce(Compressor):
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Averages in place, in one round, after which nothing is owed."""
+        """Averages in place, in one round, which leaves no residual."""
         if residual is not None:
             flat.add_(residual)
         yield channel.all_reduce(flat.mul_(1 / channel.size))

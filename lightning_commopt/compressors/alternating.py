@@ -15,6 +15,7 @@ from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.composed import Composed, with_feedback
 from lightning_commopt.compressors.fed_back import FedBack
 from lightning_commopt.compressors.low_rank import DEFAULT_EPSILON, Parts, PowerIteration, put_others, take_others
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import AfterSteps
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
 
 
+@register_compressor("alternating_low_rank")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AlternatingLowRank(PowerIteration):
@@ -71,6 +73,7 @@ class AlternatingLowRank(PowerIteration):
         state[sent] = orthonormalize(mean, shapes, state[sent], self.epsilon, finite)
 
 
+@register_compressor("alternating_powersgd")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AlternatingPowerSGD(Composed):

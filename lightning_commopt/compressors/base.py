@@ -104,6 +104,14 @@ class Compressor(ABC):
     Concrete compressors are frozen dataclasses, compared by value, and final: to change one, wrap it.
     """
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the average can differ from that of a plain all-reduce by more than rounding in the same dtype.
+
+        Lossy unless a compressor says otherwise. A wrapper is as lossy as what it wraps.
+        """
+        return True
+
     @abstractmethod
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the state for one bucket, equal on every rank.
@@ -128,18 +136,17 @@ class Compressor(ABC):
             layout: what ``flat`` holds.
             state: from `init`; updated in place.
             channel: the ranks to exchange with.
-            residual: ``(n,)`` what this rank owes from earlier steps; may have another floating-point dtype. It is
-                added to the gradients, and then holds, after `flush`, what this exchange in turn left out of this
-                rank's share. As before, up to rounding, where the average is not finite. None if what is left out is
-                to be dropped.
+            residual: ``(n,)`` what earlier steps left out of this rank's share; may have another floating-point
+                dtype. It is added to the gradients, and then holds, after `flush`, what this step in turn left out.
+                As before, up to rounding, where the average is not finite. None to drop what is left out.
         """
 
     @abstractmethod
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns the bytes that `rounds` hands to its channel in one call, once it compresses."""
 
-    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:  # noqa: B027 - most put nothing off
-        """Calculates what is owed, where `rounds` puts that off until the next exchange.
+    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:  # noqa: B027 - most defer nothing
+        """Completes the residual, where `rounds` defers its update to the next step.
 
         Args:
             layout: what the bucket holds.
@@ -148,18 +155,18 @@ class Compressor(ABC):
         """
 
     def residual(self, layout: Layout, state: State) -> Tensor | None:
-        """Returns ``(n,)`` what this rank has not sent yet and still owes its peers; None if it never owes."""
+        """Returns ``(n,)`` what this rank has not sent yet; None if the compressor keeps no residual."""
         return None
 
-    def take_over(self, layout: Layout, state: State, owed: Tensor) -> bool:
-        """Adds to the residual of a new state what is owed from an older one.
+    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
+        """Adds the residual of an older state to that of a new one.
 
         Args:
             layout: what the bucket holds.
             state: from `init`; updated in place.
-            owed: ``(n,)``.
+            residual: ``(n,)``, left as it was.
 
         Returns:
-            Whether there is a residual to add it to.
+            Whether this compressor keeps a residual; if not, the caller adds it to the gradients.
         """
         return False

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.pieces import in_pieces
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.kernels.cast import add_lost, flush, narrow, sum_rows
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
+@register_compressor("bf16", aliases=("bfloat16",), dtype=torch.bfloat16)
+@register_compressor("fp16", aliases=("float16", "half"), dtype=torch.float16)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cast(Compressor):

@@ -29,7 +29,7 @@ def with_feedback(inner: Compressor, error_feedback: bool, residual_dtype: str) 
 
 
 class Composed(Compressor):
-    """Does what the compressor does that its settings stand for."""
+    """Delegates to the compressor built from its settings."""
 
     def __post_init__(self) -> None:
         self.composed  # noqa: B018 - builds the parts, which check their settings
@@ -47,6 +47,11 @@ class Composed(Compressor):
         """The wrappers and the algorithm that these settings stand for."""
         return self._compose()
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the composition is."""
+        return self.composed.is_lossy
+
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the state of the composition."""
         return self.composed.init(layout, device, step)
@@ -58,7 +63,7 @@ class Composed(Compressor):
         return (yield from self.composed.rounds(flat, layout, state, channel, residual))
 
     def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        """Settles what the composition has put off."""
+        """Flushes the composition."""
         self.composed.flush(layout, state, residual)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
@@ -69,6 +74,6 @@ class Composed(Compressor):
         """Returns the residual of the error feedback, if there is one."""
         return self.composed.residual(layout, state)
 
-    def take_over(self, layout: Layout, state: State, owed: Tensor) -> bool:
-        """Adds what is owed to the residual of the error feedback, if there is one."""
-        return self.composed.take_over(layout, state, owed)
+    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
+        """Adds to the residual of the error feedback, if there is one."""
+        return self.composed.add_residual(layout, state, residual)

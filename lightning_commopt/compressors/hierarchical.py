@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import check_inner
 from lightning_commopt.validation import check_integer, warn_once
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
 
 
+@register_compressor("hierarchical")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Compressor):
@@ -48,6 +50,11 @@ class Hierarchical(Compressor):
         check_inner(self.inner)
         if self.ranks_per_node is not None:
             check_integer("ranks_per_node", self.ranks_per_node, at_least=1)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether ``inner`` is."""
+        return self.inner.is_lossy
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns an empty state: which part is this rank's, only the channel knows."""
@@ -86,8 +93,8 @@ class Hierarchical(Compressor):
         if residual is not None and dropped is not None:
             finite = flat.isfinite().all()
             residual.masked_fill_(finite, 0)
-            owed = dropped.mul_(within.size).masked_fill_(~finite, 0)  # it counts once in the mean over a node
-            residual[start : start + mine_layout.numel].add_(owed)
+            its_residual = dropped.mul_(within.size).masked_fill_(~finite, 0)  # it counts once in the mean over a node
+            residual[start : start + mine_layout.numel].add_(its_residual)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what the rank with the largest part sends across nodes."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.composed import Composed, with_feedback
 from lightning_commopt.compressors.pieces import in_pieces
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.kernels import block_int8
 from lightning_commopt.validation import check_power_of_two
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
 
 
+@register_compressor("block_int8")
 @final
 @dataclass(frozen=True, kw_only=True)
 class BlockInt8(Compressor):
@@ -76,6 +78,7 @@ class BlockInt8(Compressor):
         return world_size * block_int8.shard_bytes(layout.numel, world_size, self.block_size)
 
 
+@register_compressor("int8")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Int8(Composed):

@@ -5,7 +5,6 @@ Shapes: a gradient as a matrix ``M`` ``(m, k)``; its factors, stored transposed,
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +20,7 @@ from lightning_commopt.compressors.fed_back import flush
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.low_rank import Matrix, p_shapes, q_shapes
 from lightning_commopt.kernels.orthonormal import orthonormal
-from lightning_commopt.validation import check_integer, warn_once
+from lightning_commopt.validation import check_integer, warn, warn_once
 
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
@@ -128,7 +127,7 @@ class PowerIteration(Compressor):
         if not isinstance(self.epsilon, Real) or not self.epsilon >= 0:
             raise ValueError(f"epsilon must be a number of at least 0, got {self.epsilon!r}")
         if self.matrix_rank > 1 and self.epsilon != DEFAULT_EPSILON:
-            warnings.warn(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}", stacklevel=3)
+            warn(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}")
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the count of exchanges and random factors for every matrix."""

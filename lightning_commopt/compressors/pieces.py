@@ -27,10 +27,10 @@ def in_pieces(flat: Tensor, residual: Tensor | None, channel: Channel, multiple:
 
     Args:
         flat: ``(n,)`` this rank's gradients.
-        residual: ``(n,)`` what this rank owes, or None.
+        residual: ``(n,)`` this rank's, or None.
         channel: the ranks to exchange with.
         multiple: of elements, which all pieces but the last have.
-        rounds: of one piece, given its gradients, what is owed of them, and a channel.
+        rounds: of one piece, given its gradients, their residual, and a channel.
     """
     piece_numel = max(1, PIECE_NUMEL // multiple) * multiple
     if flat.is_cuda or flat.numel() <= piece_numel:

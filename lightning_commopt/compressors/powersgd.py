@@ -15,6 +15,7 @@ from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.composed import Composed, with_feedback
 from lightning_commopt.compressors.fed_back import FedBack
 from lightning_commopt.compressors.low_rank import DEFAULT_EPSILON, Parts, PowerIteration, put_others, take_others
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import AfterSteps
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
 
 
+@register_compressor("low_rank")
 @final
 @dataclass(frozen=True, kw_only=True)
 class LowRank(PowerIteration):
@@ -85,6 +87,7 @@ class LowRank(PowerIteration):
         state["q"] = orthonormalize(mean_q, parts.q_shapes, q, self.epsilon, finite)
 
 
+@register_compressor("powersgd")
 @final
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Composed):

@@ -1,60 +1,94 @@
-"""Compressors by name, as a configuration writes them, and back."""
+"""Compressors by name, as a configuration writes them, and back. Each class registers itself."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-import torch
-
-from lightning_commopt.compressors.all_reduce import AllReduce
-from lightning_commopt.compressors.alternating import AlternatingLowRank, AlternatingPowerSGD
 from lightning_commopt.compressors.base import Compressor
-from lightning_commopt.compressors.cast import Cast
-from lightning_commopt.compressors.hierarchical import Hierarchical
-from lightning_commopt.compressors.int8 import BlockInt8, Int8
-from lightning_commopt.compressors.powersgd import LowRank, PowerSGD
-from lightning_commopt.compressors.wrappers import AfterSteps, BySize, ErrorFeedback
+from lightning_commopt.validation import did_you_mean, fold
 
 
 class _Entry(NamedTuple):
+    name: str
     cls: type[Compressor]
-    fixed: dict[str, Any]
+    fixed: Mapping[str, Any]
 
     @property
-    def options(self) -> list[str]:
-        return [field.name for field in dataclasses.fields(self.cls) if field.name not in self.fixed]  # type: ignore[arg-type]
+    def options(self) -> dict[str, bool]:
+        """The names of the options, and whether each must be given."""
+        fields = dataclasses.fields(self.cls)  # type: ignore[arg-type]
+        return {
+            field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            for field in fields
+            if field.init and field.name not in self.fixed
+        }
 
 
-_BY_NAME: dict[str, _Entry] = {
-    "all_reduce": _Entry(AllReduce, {}),
-    "bf16": _Entry(Cast, {"dtype": torch.bfloat16}),
-    "fp16": _Entry(Cast, {"dtype": torch.float16}),
-    "powersgd": _Entry(PowerSGD, {}),
-    "alternating_powersgd": _Entry(AlternatingPowerSGD, {}),
-    "int8": _Entry(Int8, {}),
-    "hierarchical": _Entry(Hierarchical, {}),
-    "low_rank": _Entry(LowRank, {}),
-    "alternating_low_rank": _Entry(AlternatingLowRank, {}),
-    "block_int8": _Entry(BlockInt8, {}),
-    "error_feedback": _Entry(ErrorFeedback, {}),
-    "after_steps": _Entry(AfterSteps, {}),
-    "by_size": _Entry(BySize, {}),
-}
+_BY_FOLDED_NAME: dict[str, _Entry] = {}
+
+_C = TypeVar("_C", bound=type[Compressor])
+
+
+def register_compressor(name: str, *, aliases: Sequence[str] = (), **fixed: Any) -> Callable[[_C], _C]:
+    """Decorates a compressor's class, so that ``comm_hook="<name>"`` makes one, also from YAML and in checkpoints.
+
+    Stands above ``@dataclass(frozen=True, kw_only=True)``. The module must have been imported when the name is used;
+    without that, the import path of the class is a name too: ``comm_hook={"name": "my_package.topk.TopK"}``.
+
+    Args:
+        name: to write in configurations; case, hyphens and underscores do not count.
+        aliases: further names. What a plan or a checkpoint holds is ``name``.
+        **fixed: options that the name stands for, with their values.
+
+    Raises:
+        ValueError: the name is taken, or it has a dot, as import paths do.
+    """
+
+    def register(cls: _C) -> _C:
+        for each in (name, *aliases):
+            if "." in each or fold(each) in ("", "none"):
+                raise ValueError(f"a compressor's name must not be empty or 'none', nor have a dot, got {each!r}")
+            taken = _BY_FOLDED_NAME.get(fold(each))
+            if taken is not None and not (taken.name == name and _is_defined_again(taken.cls, cls)):
+                raise ValueError(f"{each!r} is taken: it is the name of {_path(taken.cls)}")
+        for each in (name, *aliases):
+            _BY_FOLDED_NAME[fold(each)] = _Entry(name, cls, fixed)
+        return cls
+
+    return register
 
 
 def compressor_names() -> list[str]:
-    """Returns the names that `compressor_from_config` knows, "none" first."""
-    return ["none", *_BY_NAME]
+    """Returns the names that `compressor_from_config` knows, "none" first, without aliases."""
+    return ["none", *sorted({entry.name for entry in _BY_FOLDED_NAME.values()})]
 
 
-def compressor_from_config(config: str | Mapping[str, Any] | Compressor | None) -> Compressor | None:
+def canonical_name(name: Any) -> str | None:
+    """Returns the name that a plan would hold for a name as the user wrote it; None if there is none."""
+    entry = _BY_FOLDED_NAME.get(fold(name)) if isinstance(name, str) else None
+    return None if entry is None else entry.name
+
+
+def names_with_option(option: str) -> list[str]:
+    """Returns the names of the compressors that have this option."""
+    return sorted({entry.name for entry in _BY_FOLDED_NAME.values() if option in entry.options})
+
+
+def compressor_from_config(
+    config: str | Mapping[str, Any] | Compressor | None, *, may_import: bool = True
+) -> Compressor | None:
     """Builds a compressor from what a user writes.
 
     Args:
         config: a name; a mapping with ``name`` and that compressor's options (``inner`` of a wrapper is again any
-            of these); or a compressor, which is returned as it is.
+            of these); or a compressor, which is returned as it is. Names are those of `register_compressor`, in any
+            case, with or without underscores; or the import path of a class.
+        may_import: import the module of such a path, if it has not been yet.
 
     Returns:
         The compressor, or None for None and "none".
@@ -73,48 +107,93 @@ def compressor_from_config(config: str | Mapping[str, Any] | Compressor | None) 
     name = options.pop("name", None)
     if name is None and "name" not in config:
         raise ValueError(f"has no 'name' in {dict(config)!r}; known names: {', '.join(compressor_names())}")
-    if name in (None, "none"):
+    if name is None or (isinstance(name, str) and fold(name) == "none"):
         if options:
             raise ValueError(f"'none' has no options, got {options!r}")
         return None
-    entry = _BY_NAME.get(name) if isinstance(name, str) else None
-    if entry is None:
-        raise ValueError(f"{name!r} is unknown; known names: {', '.join(compressor_names())}")
-    unknown = [option for option in options if option not in entry.options]
-    if unknown:
-        known = ", ".join(entry.options) or "no options"
-        raise ValueError(f"{name!r} has no option {', '.join(map(repr, unknown))}; it has: {known}")
+    entry = _entry(name, may_import)
+    _check_options(entry, options)
     if "inner" in options:
-        options["inner"] = compressor_from_config(options["inner"])
-    missing = [
-        field.name
-        for field in dataclasses.fields(entry.cls)  # type: ignore[arg-type]
-        if field.default is dataclasses.MISSING and field.name not in {*options, *entry.fixed}
-    ]
-    if missing:
-        raise ValueError(f"{name!r} needs the option {', '.join(map(repr, missing))}")
+        options["inner"] = compressor_from_config(options["inner"], may_import=may_import)
     return entry.cls(**entry.fixed, **options)
 
 
 def compressor_to_config(compressor: Compressor) -> dict[str, Any]:
-    """Returns the mapping that `compressor_from_config` makes an equal compressor from.
+    """Returns the mapping that `compressor_from_config` makes an equal compressor from, in types that JSON has.
 
     Raises:
-        ValueError: the compressor is of a class without a name.
+        ValueError: there is none: the class is no dataclass, was defined in a function, or has a value that JSON has
+            not.
     """
-    values = {field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor)}  # type: ignore[arg-type]
-    for name, entry in _BY_NAME.items():
-        if type(compressor) is entry.cls and all(values[key] == value for key, value in entry.fixed.items()):
-            options = {key: value for key, value in values.items() if key not in entry.fixed}
-            if "inner" in options:
-                options["inner"] = compressor_to_config(options["inner"])
-            return {"name": name, **options}
-    raise ValueError(f"{type(compressor).__name__} has no name in configurations; known names: {compressor_names()}")
+    cls = type(compressor)
+    if not dataclasses.is_dataclass(compressor):
+        raise ValueError(f"{cls.__qualname__} is no dataclass, so that its options are not known")
+    values = {field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor) if field.init}
+    entry = _entry_of(compressor)
+    if entry is None and "<locals>" in cls.__qualname__:
+        raise ValueError(f"{cls.__qualname__} has no import path; @register_compressor gives it a name")
+    entry = entry or _Entry(_path(cls), cls, {})
+    options = {key: value for key, value in values.items() if key not in entry.fixed}
+    if isinstance(options.get("inner"), Compressor):
+        options["inner"] = compressor_to_config(options["inner"])
+    try:
+        json.dumps(options)
+    except TypeError as error:
+        raise ValueError(f"options of {entry.name!r} cannot be written as JSON ({error}): {options!r}") from None
+    return {"name": entry.name, **options}
 
 
 def compressor_name(compressor: Compressor) -> str:
     """Returns the name that configurations use, or that of the class where there is none."""
+    entry = _entry_of(compressor)
+    return type(compressor).__name__ if entry is None else entry.name
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_defined_again(earlier: type, cls: type) -> bool:
+    """Returns whether a module was run once more: reloaded, a notebook's cell, or a script that is also imported."""
+    is_same_module = earlier.__module__ == cls.__module__ or "__main__" in (earlier.__module__, cls.__module__)
+    return is_same_module and earlier.__qualname__ == cls.__qualname__
+
+
+def _entry_of(compressor: Compressor) -> _Entry | None:
+    for entry in _BY_FOLDED_NAME.values():
+        if type(compressor) is entry.cls and all(getattr(compressor, key) == entry.fixed[key] for key in entry.fixed):
+            return entry
+    return None
+
+
+def _entry(name: Any, may_import: bool) -> _Entry:
+    if isinstance(name, str) and "." in name:
+        return _Entry(name, _imported(name, may_import), {})
+    entry = _BY_FOLDED_NAME.get(fold(name)) if isinstance(name, str) else None
+    if entry is None:
+        known = compressor_names()
+        hint = did_you_mean(name, [*_BY_FOLDED_NAME, *known])
+        raise ValueError(f"{name!r} is unknown; known names: {', '.join(known)}{hint}")
+    return entry
+
+
+def _imported(path: str, may_import: bool) -> type[Compressor]:
+    module_name, _, class_name = path.rpartition(".")
     try:
-        return str(compressor_to_config(compressor)["name"])
-    except ValueError:
-        return type(compressor).__name__
+        module = importlib.import_module(module_name) if may_import else sys.modules[module_name]
+        found = getattr(module, class_name)
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path!r} cannot be imported ({type(error).__name__}: {error})") from error
+    if not isinstance(found, type) or not issubclass(found, Compressor) or not dataclasses.is_dataclass(found):
+        raise ValueError(f"{path!r} must be a subclass of Compressor and a dataclass, got {found!r}")
+    return found
+
+
+def _check_options(entry: _Entry, options: Mapping[str, Any]) -> None:
+    unknown = [option for option in options if option not in entry.options]
+    if unknown:
+        known, hint = ", ".join(entry.options) or "no options", did_you_mean(unknown[0], entry.options)
+        raise ValueError(f"{entry.name!r} has no option {', '.join(map(repr, unknown))}; it has: {known}{hint}")
+    missing = [option for option, is_needed in entry.options.items() if is_needed and option not in options]
+    if missing:
+        raise ValueError(f"{entry.name!r} needs the option {', '.join(map(repr, missing))}")

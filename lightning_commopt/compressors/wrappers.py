@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.validation import check_choice, check_integer
 
@@ -29,6 +30,7 @@ def check_inner(inner: Compressor) -> None:
         raise ValueError(f"inner must be a compressor, got {inner!r}")
 
 
+@register_compressor("error_feedback")
 @final
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Compressor):
@@ -58,6 +60,11 @@ class ErrorFeedback(Compressor):
         check_inner(self.inner)
         check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether ``inner`` is."""
+        return self.inner.is_lossy
+
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns a residual of zero and the state of ``inner``."""
         dtype = wide_dtype(layout.dtype) if self.residual_dtype == "float32" else torch.bfloat16
@@ -82,12 +89,13 @@ class ErrorFeedback(Compressor):
         self.inner.flush(layout, state["inner"], state["residual"])
         return state["residual"]
 
-    def take_over(self, layout: Layout, state: State, owed: Tensor) -> bool:
-        """Adds what is owed to the residual."""
-        state["residual"].add_(owed)
+    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
+        """Adds to the residual."""
+        state["residual"].add_(residual)
         return True
 
 
+@register_compressor("after_steps")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AfterSteps(Compressor):
@@ -108,6 +116,11 @@ class AfterSteps(Compressor):
         check_inner(self.inner)
         check_integer("start_step", self.start_step, at_least=0)
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether ``inner`` is."""
+        return self.inner.is_lossy
+
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the count of exchanges and the state of ``inner``."""
         return {"step": step, "inner": self.inner.init(layout, device, step)}
@@ -124,7 +137,7 @@ class AfterSteps(Compressor):
             yield from _UNCOMPRESSED.rounds(flat, layout, {}, channel, residual)
 
     def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        """Settles what ``inner`` has put off."""
+        """Flushes ``inner``."""
         self.inner.flush(layout, state["inner"], residual)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
@@ -135,11 +148,12 @@ class AfterSteps(Compressor):
         """Returns the residual of ``inner``."""
         return self.inner.residual(layout, state["inner"])
 
-    def take_over(self, layout: Layout, state: State, owed: Tensor) -> bool:
-        """Adds what is owed to the residual of ``inner``."""
-        return self.inner.take_over(layout, state["inner"], owed)
+    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
+        """Adds to the residual of ``inner``."""
+        return self.inner.add_residual(layout, state["inner"], residual)
 
 
+@register_compressor("by_size")
 @final
 @dataclass(frozen=True, kw_only=True)
 class BySize(Compressor):
@@ -160,6 +174,11 @@ class BySize(Compressor):
         check_inner(self.inner)
         check_integer("min_numel", self.min_numel, at_least=1)
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether ``inner`` is."""
+        return self.inner.is_lossy
+
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the state of ``inner`` for the large gradients."""
         return {"inner": self.inner.init(layout.select(self._is_large(layout)), device, step)}
@@ -176,21 +195,21 @@ class BySize(Compressor):
         for mask, compressor, its_state in parts:
             if any(mask):
                 gradients = _gather(flat, layout, mask)
-                owed = None if residual is None else _gather(residual, layout, mask)
-                yield from compressor.rounds(gradients, layout.select(mask), its_state, channel, owed)
+                of_selected = None if residual is None else _gather(residual, layout, mask)
+                yield from compressor.rounds(gradients, layout.select(mask), its_state, channel, of_selected)
                 if _run(layout, mask) is None:
                     _scatter(gradients, flat, layout, mask)
-                    if residual is not None and owed is not None:
-                        _scatter(owed, residual, layout, mask)
+                    if residual is not None and of_selected is not None:
+                        _scatter(of_selected, residual, layout, mask)
         return None
 
     def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        """Settles what ``inner`` has put off of the large gradients."""
+        """Flushes ``inner``, at the large gradients."""
         is_large = self._is_large(layout)
         if any(is_large):
-            owed = _gather(residual, layout, is_large)
-            self.inner.flush(layout.select(is_large), state["inner"], owed)
-            _scatter(owed, residual, layout, is_large)
+            of_selected = _gather(residual, layout, is_large)
+            self.inner.flush(layout.select(is_large), state["inner"], of_selected)
+            _scatter(of_selected, residual, layout, is_large)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what ``inner`` sends for the large gradients and the bytes of the small ones."""
@@ -208,10 +227,10 @@ class BySize(Compressor):
         _scatter(of_large, residual, layout, is_large)
         return residual
 
-    def take_over(self, layout: Layout, state: State, owed: Tensor) -> bool:
-        """Adds what is owed for the large gradients to the residual of ``inner``."""
+    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
+        """Adds to the residual of ``inner`` at the large gradients."""
         is_large = self._is_large(layout)
-        return self.inner.take_over(layout.select(is_large), state["inner"], _gather(owed, layout, is_large))
+        return self.inner.add_residual(layout.select(is_large), state["inner"], _gather(residual, layout, is_large))
 
     def _is_large(self, layout: Layout) -> list[bool]:
         return [numel >= self.min_numel for numel in layout.numels]

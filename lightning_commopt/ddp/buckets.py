@@ -1,4 +1,4 @@
-"""What DDP does not say: whose gradients it exchanges, and which of a backward's buckets is which."""
+"""Which parameters DDP synchronizes, and in which bucket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class BucketOrder:
     DDP calls all of them number 0 then and, unless there is one only, none the last.
 
     Args:
-        num_parameters: whose gradients are exchanged in a backward.
+        num_parameters: whose gradients one backward synchronizes.
 
     >>> order = BucketOrder(num_parameters=3)
     >>> order.place(0, False, ("a", "b")), order.place(0, False, ("c",))
@@ -45,9 +45,9 @@ class BucketOrder:
 
 
 def synced_parameters(model: DistributedDataParallel) -> set[Parameter]:
-    """Returns the parameters whose gradients DDP exchanges; for a model that was just wrapped.
+    """Returns the parameters whose gradients DDP synchronizes; for a model that was just wrapped.
 
-    As DDP finds them: one that is to be ignored is exchanged if it has another name as well, and so is one of the
+    As DDP finds them: one that is to be ignored is synchronized if it has another name as well, and so is one of the
     model itself, whose name DDP takes to begin with a dot.
     """
     return {

@@ -1,4 +1,4 @@
-"""Where exchanges run while backward goes on: a thread for CPU tensors, a stream for CUDA tensors."""
+"""Where gradient sync runs while backward goes on: a thread for CPU tensors, a stream for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, eq=False)
-class Promise:
-    """The outcome of an exchange that is to come.
+class BucketFuture:
+    """The average of a bucket that is to come.
 
     Attributes:
         flat: the buffer that will hold it.
@@ -28,100 +29,118 @@ class Promise:
     future: Future[Tensor]
     _done: Future[Tensor]
 
-    def keep(self) -> None:
-        """Says that the buffer holds the outcome. On CUDA, when all that is now in the current stream is done."""
+    def set_result(self) -> None:
+        """Completes the future. On CUDA, for when all that is now in the current stream is done."""
         self._done.set_result(self.flat)
 
-    def break_off(self, error: Exception) -> None:
-        """Says that there will be no outcome."""
+    def set_exception(self, error: Exception) -> None:
+        """Makes whoever waits for the future raise."""
         self._done.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so
 
 
-class Driver(ABC):
-    """Runs exchanges in the order in which they are submitted."""
+class Executor(ABC):
+    """Runs tasks in the order in which they are submitted. After one has failed it runs no more.
+
+    A rank that failed is out of step with its peers: whatever it sent next would pair with another message of theirs.
+    """
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
 
     @abstractmethod
-    def promise(self, flat: Tensor) -> Promise:
-        """Returns the promise of an outcome in ``flat``, for an exchange that is submitted now or later."""
+    def future(self, flat: Tensor) -> BucketFuture:
+        """Returns the future of ``flat``, for a task that is submitted now or later."""
 
     @abstractmethod
-    def submit(self, exchange: Callable[[], None], promises: Sequence[Promise]) -> None:
-        """Starts an exchange, or queues it; it keeps these promises."""
+    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture]) -> None:
+        """Starts a task, or queues it; its end completes these futures."""
 
     @abstractmethod
     def close(self) -> bool:
-        """Takes no more exchanges; returns whether all that were submitted have succeeded."""
+        """Takes no more tasks; returns whether all that were submitted have succeeded."""
+
+    def _run(self, task: Callable[[], None], futures: Sequence[BucketFuture]) -> None:
+        if self._error is None:
+            try:
+                task()
+            except Exception as error:
+                self._error = error
+        for future in futures:
+            if self._error is None:
+                future.set_result()
+            else:
+                future.set_exception(self._error)
 
 
-class WorkerThread(Driver):
-    """Runs exchanges of CPU tensors one after another on a thread."""
+class WorkerThread(Executor):
+    """Runs tasks on CPU tensors one after another on a thread."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Promise]] | None] = queue.SimpleQueue()
-        self._failed: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="commopt-exchange", daemon=True)
+        super().__init__()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Sequence[BucketFuture]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="commopt-gradient-sync", daemon=True)
         self._thread.start()
 
-    def promise(self, flat: Tensor) -> Promise:
-        """Returns the promise of an outcome in ``flat``."""
+    def future(self, flat: Tensor) -> BucketFuture:
+        """Returns the future of ``flat``."""
         done: Future[Tensor] = Future()
         # DDP waits in C++, which sees the error of a callback but not one set from Python.
-        return Promise(flat, done.then(lambda finished: finished.value()), done)
+        return BucketFuture(flat, done.then(lambda finished: finished.value()), done)
 
-    def submit(self, exchange: Callable[[], None], promises: Sequence[Promise]) -> None:
-        """Queues an exchange."""
-        self._jobs.put((exchange, promises))
+    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture]) -> None:
+        """Queues a task."""
+        self._tasks.put((task, futures))
 
     def close(self) -> bool:
         """Waits for the thread, but not for ever: a peer may be gone."""
-        self._jobs.put(None)
+        self._tasks.put(None)
         self._thread.join(_JOIN_TIMEOUT_S)
-        return self._failed is None and not self._thread.is_alive()
+        return self._error is None and not self._thread.is_alive()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._run(*job)
-            del job  # else its bucket would stay in memory until the next one comes
-
-    def _run(self, exchange: Callable[[], None], promises: Sequence[Promise]) -> None:
-        # After a failure this rank is out of step with its peers: nothing more may be sent.
-        if self._failed is None:
-            try:
-                exchange()
-            except Exception as error:
-                self._failed = error
-        for promise in promises:
-            if self._failed is None:
-                promise.keep()
-            else:
-                promise.break_off(self._failed)
+        while (task := self._tasks.get()) is not None:
+            self._run(*task)
+            del task  # else its bucket would stay in memory until the next one comes
 
 
-class SideStream(Driver):
-    """Enqueues exchanges of CUDA tensors on a stream of their own, in the caller's thread.
+class SideStream(Executor):
+    """Enqueues tasks on CUDA tensors on a stream beside the current one, in the caller's thread.
+
+    All of a device share one stream, so that the collectives of several modules reach it in one order: that in which
+    backward calls their hooks.
 
     Args:
         device: of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _side_stream(device)
 
-    def promise(self, flat: Tensor) -> Promise:
-        """Returns the promise of an outcome in ``flat``, which what is now in the current stream has filled."""
+    def future(self, flat: Tensor) -> BucketFuture:
+        """Returns the future of ``flat``, which what is now in the current stream has filled."""
         done: Future[Tensor] = Future(devices=[self._device])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return Promise(flat, done, done)
+        return BucketFuture(flat, done, done)
 
-    def submit(self, exchange: Callable[[], None], promises: Sequence[Promise]) -> None:
-        """Enqueues an exchange behind what the current stream had to do when the promises were made."""
+    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture]) -> None:
+        """Enqueues a task behind what the current stream had to do when its futures were made.
+
+        Raises:
+            Exception: what this task, or an earlier one, raised.
+        """
         with torch.cuda.stream(self._stream):
-            exchange()
-            for promise in promises:
-                promise.keep()  # records the stream, for whoever waits on the future
+            self._run(task, futures)  # completing a future records the stream, for whoever waits on it
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> bool:
         """Makes the current stream wait for this one."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return True
+        return self._error is None
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.collectives.channel import Channel, node_channel, twin_group
+from lightning_commopt.collectives.channel import Channel
+from lightning_commopt.collectives.groups import BorrowedGroups, borrow_groups, shared_node_groups
 from lightning_commopt.compressors import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.hierarchical import placed_on_nodes
 from lightning_commopt.ddp.buckets import BucketOrder, synced_parameters
-from lightning_commopt.ddp.executors import Driver, SideStream, WorkerThread
+from lightning_commopt.ddp.executors import Executor, SideStream, WorkerThread
 from lightning_commopt.ddp.resumed_layout import Bucket, Kept, Relayout
-from lightning_commopt.ddp.state import BucketStates, CommState, owed_by_name
+from lightning_commopt.ddp.state import BucketStates, CommState, residuals_by_name
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, Observers
 from lightning_commopt.plan import OptionError
 from lightning_commopt.validation import warn_once
@@ -28,7 +29,7 @@ _NAMES_IN_MESSAGE = 8
 
 
 class GradientSyncError(RuntimeError):
-    """An exchange failed; the message names the bucket and its parameters."""
+    """Gradient sync failed; the message names the bucket and its parameters."""
 
 
 class BucketHook:
@@ -36,11 +37,12 @@ class BucketHook:
 
     Args:
         compressor: averages the buckets.
-        channel: the ranks to exchange with.
-        names: of the parameters whose gradients DDP exchanges, by ``id``.
-        driver: runs the exchanges, in the order of the buckets.
-        step: exchanges of whole gradients that were made before this hook came.
+        channel: the ranks to average over.
+        names: of the parameters whose gradients DDP synchronizes, by ``id``.
+        executor: runs the compressor, bucket by bucket.
+        step: gradient syncs that were made before this hook came.
         observers: are told of every bucket.
+        groups: that ``channel`` is over, if they were borrowed for this hook.
     """
 
     def __init__(
@@ -48,20 +50,22 @@ class BucketHook:
         compressor: Compressor,
         channel: Channel,
         names: dict[int, str],
-        driver: Driver,
+        executor: Executor,
         step: int = 0,
         observers: Observers | None = None,
+        groups: BorrowedGroups | None = None,
     ) -> None:
         self._compressor = compressor
         self._channel = channel
         self._names = names
-        self._driver = driver
+        self._executor = executor
+        self._groups = groups
         self._step = step
         self._observers = observers if observers is not None else Observers()
         self._layouts: dict[int, tuple[tuple[str, ...], Layout]] = {}
         self._order = BucketOrder(len(names))
         self._states: BucketStates = {}
-        self._owed: dict[str, Tensor] = {}
+        self._residuals: dict[str, Tensor] = {}
         self._relayout: Relayout | None = None
 
     @property
@@ -89,104 +93,104 @@ class BucketHook:
         index, is_last = self._order.place(bucket.index(), bucket.is_last(), names)
         if index not in self._layouts or self._layouts[index][0] != names:
             self._layouts[index] = names, Layout.of(parameters, flat.dtype)
-        exchange = self._observers.ready(BucketInfo(index, _dense(flat).nbytes, names, is_last))
-        job = Bucket(index, flat, self._layouts[index][1], names, self._step, exchange)
-        promise = self._driver.promise(flat)
-        if self._relayout is None or not self._relayout.keeps(job, promise):
-            self._driver.submit(lambda: self._exchange_or_explain(job), [promise])
+        sync = self._observers.ready(BucketInfo(index, _dense(flat).nbytes, names, is_last))
+        job = Bucket(index, flat, self._layouts[index][1], names, self._step, sync)
+        future = self._executor.future(flat)
+        if self._relayout is None or not self._relayout.keeps(job, future):
+            self._executor.submit(lambda: self._sync_or_explain(job), [future])
         if is_last:
             self._step += 1
-            self._exchange_kept()
-        return promise.future
+            self._sync_kept()
+        return future.future
 
     @property
     def has_only_resumed(self) -> bool:
-        """Whether it has states from a checkpoint, and has not exchanged anything since."""
+        """Whether it has states from a checkpoint, and no gradient sync since."""
         return self._relayout is not None and self._relayout.is_unused
 
     def state(self) -> CommState:
-        """Returns what the exchanges so far have left behind, not copied. Between two backwards only."""
-        return CommState(self._compressor, self._step, dict(self._states), dict(self._owed))
+        """Returns the state of the gradient syncs so far, not copied. Between two backwards only."""
+        return CommState(self._compressor, self._step, dict(self._states), dict(self._residuals))
 
-    def resume(self, buckets: BucketStates, owed: dict[str, Tensor], step: int) -> None:
+    def resume(self, buckets: BucketStates, residuals: dict[str, Tensor], step: int) -> None:
         """Goes on where another hook was. Between two backwards only; all ranks must call it.
 
         Args:
             buckets: states of the same compressor, for this rank. They are used as they are, in the buckets that they
                 were made for, as long as DDP may still have others.
-            owed: by parameter name, what this rank owes its peers besides.
-            step: exchanges of whole gradients that were made before.
+            residuals: by parameter name, those that are not in ``buckets``.
+            step: gradient syncs that were made before.
         """
-        self._states, self._owed, self._step = dict(buckets), dict(owed), step
+        self._states, self._residuals, self._step = dict(buckets), dict(residuals), step
         layouts = {index: (names, layout) for index, (names, layout, _) in buckets.items()}
         self._relayout = Relayout(layouts) if layouts else None
 
-    def owe(self, owed: dict[str, Tensor]) -> None:
-        """Takes over what this rank owes its peers from another hook.
+    def add_residuals(self, residuals: dict[str, Tensor]) -> None:
+        """Adds the residuals of another hook to the next gradients.
 
         Args:
-            owed: by parameter name, as `close` gave it.
+            residuals: by parameter name, as `close` gave them.
         """
-        self._owed.update(owed)
+        self._residuals.update(residuals)
 
     def close(self) -> dict[str, Tensor]:
-        """Ends the driver and lets go of all states.
+        """Ends the executor, returns borrowed groups and drops all states.
 
         Returns:
-            What this rank still owes its peers, by parameter name: what error feedback held back. Nothing after
-            an exchange has failed.
+            This rank's residuals, by parameter name: what error feedback held back. Nothing after a failure.
         """
-        if not self._driver.close():
-            self._channel.forget()
+        if not self._executor.close():
             return {}
+        if self._groups is not None:
+            self._groups.return_to_pool()
         self._retire_states()
-        owed, self._owed = self._owed, {}
-        return owed
+        residuals, self._residuals = self._residuals, {}
+        return residuals
 
-    def _exchange_kept(self) -> None:
+    def _sync_kept(self) -> None:
         if self._relayout is None:
             return
         kept = self._relayout.end_backward()
         if self._relayout.is_over:
             self._relayout = None
         if kept.buckets:
-            self._driver.submit(lambda: self._exchange_as_saved(kept), kept.promises)
+            self._executor.submit(lambda: self._sync_as_saved(kept), kept.futures)
 
-    def _exchange_as_saved(self, kept: Kept) -> None:
+    def _sync_as_saved(self, kept: Kept) -> None:
         if not kept.saved:
             self._retire_states()
             for bucket in kept.buckets:
-                self._exchange_or_explain(bucket)
+                self._sync_or_explain(bucket)
             return
         bytes_before = self._channel.bytes_sent
-        together = BucketSyncs([bucket.exchange for bucket in kept.buckets])
+        together = BucketSyncs([bucket.sync for bucket in kept.buckets])
         together.start()
         together.send()
         for bucket in kept.laid_out_as_saved():
-            self._exchange_or_explain(bucket)
+            self._sync_or_explain(bucket)
         together.arrive()
         for bucket in kept.buckets:
-            bucket.exchange.end(self._channel.bytes_sent - bytes_before)
+            bucket.sync.end(self._channel.bytes_sent - bytes_before)
             bytes_before = self._channel.bytes_sent
 
-    def _exchange_or_explain(self, bucket: Bucket) -> None:
+    def _sync_or_explain(self, bucket: Bucket) -> None:
         try:
             # Under manual optimization the thread that calls the hook has the user's autocast on.
             with torch.no_grad(), torch.autocast(bucket.flat.device.type, enabled=False):
-                self._exchange(bucket)
+                self._sync(bucket)
         except Exception as error:
             shown = ", ".join(bucket.names[:_NAMES_IN_MESSAGE])
             more = len(bucket.names) - _NAMES_IN_MESSAGE
             raise GradientSyncError(
-                f"the exchange of gradient bucket {bucket.index} failed ({type(error).__name__}: {error}); "
+                f"gradient sync of bucket {bucket.index} failed ({type(error).__name__}: {error}); "
                 f"its parameters: {shown}{f' and {more} more' if more > 0 else ''}"
             ) from error
 
-    def _exchange(self, bucket: Bucket) -> None:
+    def _sync(self, bucket: Bucket) -> None:
         bytes_before = self._channel.bytes_sent
-        bucket.exchange.start()
-        _run(self._rounds(bucket), bucket.exchange)
-        bucket.exchange.end(self._channel.bytes_sent - bytes_before)
+        bucket.sync.start()
+        _run(self._rounds(bucket), bucket.sync)
+        bucket.sync.end(self._channel.bytes_sent - bytes_before)
 
     def _rounds(self, bucket: Bucket) -> Rounds:
         if bucket.is_compressible:
@@ -206,24 +210,24 @@ class BucketHook:
             self._retire_states()  # DDP has laid out its buckets anew
         state = self._compressor.init(bucket.layout, bucket.flat.device, bucket.step)
         self._states[bucket.index] = bucket.names, bucket.layout, state
-        self._hand_over_owed(bucket, state)
+        self._add_residuals(bucket, state)
         return state
 
     def _retire_states(self) -> None:
-        """Keeps of all states what is owed, by parameter."""
-        self._owed = owed_by_name(self._compressor, self._states, self._owed)
+        """Keeps of all states the residuals, by parameter."""
+        self._residuals = residuals_by_name(self._compressor, self._states, self._residuals)
         self._states.clear()
 
-    def _hand_over_owed(self, bucket: Bucket, state: State) -> None:
-        """Gives what is owed to the compressor, or to the gradients where the compressor never owes."""
-        if not any(name in self._owed for name in bucket.names):
+    def _add_residuals(self, bucket: Bucket, state: State) -> None:
+        """Adds the residuals of dropped states to the new one, or to the gradients if the compressor keeps none."""
+        if not any(name in self._residuals for name in bucket.names):
             return
-        owed = torch.zeros_like(bucket.flat)
-        for name, part in zip(bucket.names, bucket.layout.split(owed), strict=True):
-            if name in self._owed:
-                part.copy_(self._owed.pop(name))
-        if not self._compressor.take_over(bucket.layout, state, owed):
-            bucket.flat.add_(owed)
+        residual = torch.zeros_like(bucket.flat)
+        for name, part in zip(bucket.names, bucket.layout.split(residual), strict=True):
+            if name in self._residuals:
+                part.copy_(self._residuals.pop(name))
+        if not self._compressor.add_residual(bucket.layout, state, residual):
+            bucket.flat.add_(residual)
 
 
 def attach_bucket_hook(
@@ -236,15 +240,17 @@ def attach_bucket_hook(
 ) -> BucketHook:
     """Makes DDP average its gradients by ``compressor``. All ranks must call it.
 
-    On CPU a thread runs every exchange to its end, so that all ranks issue the same collectives in the same order
-    while backward goes on. It has a process group of its own, as the main thread may issue collectives meanwhile
-    (SyncBatchNorm, metrics). On CUDA everything is enqueued from the hook on a side stream, over DDP's own group.
+    On CPU a thread runs the compressor on one bucket after another while backward goes on, so that all ranks issue the
+    same collectives in the same order. It has process groups of its own: the main thread may issue collectives
+    meanwhile (SyncBatchNorm, metrics), and so do the hooks of other modules, whose backwards may come in another order
+    on another rank. On CUDA everything is enqueued by the thread that runs backward, on one side stream for all hooks,
+    over DDP's own group.
 
     Args:
         model: freshly wrapped; DDP takes one hook in its life.
         compressor: averages the buckets.
         timeout: after which a collective of the thread's group raises; None for the backend's default.
-        step: exchanges of whole gradients that were made before.
+        step: gradient syncs that were made before.
         local_world_size: ranks on each node; None for what torchrun says, else all ranks.
         observers: are told of every bucket.
 
@@ -261,29 +267,31 @@ def attach_bucket_hook(
         compressor, ranks_per_node = placed_on_nodes(compressor, world_size, local_world_size)
     except ValueError as error:
         raise OptionError(f"comm_hook: {error}") from error
-    driver: Driver
+    groups = None
+    executor: Executor
     if model.device_type == "cpu":
-        group, driver = twin_group(group, timeout), WorkerThread()
+        groups = borrow_groups(group, ranks_per_node=ranks_per_node, timeout=timeout)
+        channel, executor = Channel(groups.all_ranks, groups.within, groups.across), WorkerThread()
     else:
-        driver = SideStream(model.device)
-    channel = Channel(group) if ranks_per_node is None else node_channel(group, ranks_per_node, timeout)
-    exchanged = {id(parameter) for parameter in synced_parameters(model)}
-    names = {id(x): name for name, x in model.module.named_parameters() if id(x) in exchanged}
-    hook = BucketHook(compressor, channel, names, driver, step, observers)
+        nodes = () if ranks_per_node is None else shared_node_groups(group, ranks_per_node, timeout)
+        channel, executor = Channel(group, *nodes), SideStream(model.device)
+    synced = {id(parameter) for parameter in synced_parameters(model)}
+    names = {id(x): name for name, x in model.module.named_parameters() if id(x) in synced}
+    hook = BucketHook(compressor, channel, names, executor, step, observers, groups)
     model.register_comm_hook(None, hook.reduce)
     return hook
 
 
-def _run(rounds: Rounds, exchange: BucketSync) -> None:
+def _run(rounds: Rounds, sync: BucketSync) -> None:
     """Drives ``rounds`` to its end; collectives that overlap count as one on the wire."""
     with contextlib.suppress(StopIteration):
         pending, is_sending = next(rounds), False
         while True:
             if not is_sending:
-                exchange.send()
+                sync.send()
             arrived, is_sending = pending.wait(), pending.is_followed
             if not is_sending:
-                exchange.arrive()
+                sync.arrive()
             pending = rounds.send(arrived)
 
 

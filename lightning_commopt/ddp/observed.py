@@ -34,7 +34,7 @@ _where_kept_gradients_matter: "WeakKeyDictionary[DistributedDataParallel, Observ
 
 
 class ShowsExchanges:
-    """Mixed into a strategy that tells its `observers_of` of every exchange."""
+    """Mixed into a strategy that tells its `observers_of` of every sync."""
 
 
 def observers_of(strategy: Strategy) -> Observers:
@@ -169,9 +169,9 @@ class ObservedHook(_ObservedBuckets):
             A future of what the hook's future holds.
         """
         flat = bucket.buffer()
-        exchange = self._observers.ready(self._info(bucket, flat))
-        exchange.start()
-        exchange.send()
+        sync = self._observers.ready(self._info(bucket, flat))
+        sync.start()
+        sync.send()
         values = _values(flat)
         numel_before = _numel_after_compression(state)
         future = self._hook(state, bucket)
@@ -180,8 +180,8 @@ class ObservedHook(_ObservedBuckets):
 
         def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
             value = done.value()
-            exchange.arrive()
-            exchange.end(num_bytes)
+            sync.arrive()
+            sync.end(num_bytes)
             return value[0] if isinstance(value, list) else value
 
         return future.then(finish)
@@ -228,9 +228,9 @@ class ObservedAllReduce(_ObservedBuckets):
         """
         flat = bucket.buffer()
         info = self._info(bucket, flat)
-        exchange = self._observers.ready(info)
-        exchange.start()
-        exchange.send()
+        sync = self._observers.ready(info)
+        sync.start()
+        sync.send()
         if self._kept:
             self._divide_where_kept(bucket)
         elif self._world_size > 1:
@@ -238,8 +238,8 @@ class ObservedAllReduce(_ObservedBuckets):
 
         def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
             (averaged,) = done.value()
-            exchange.arrive()
-            exchange.end(info.gradient_bytes)
+            sync.arrive()
+            sync.end(info.gradient_bytes)
             return averaged
 
         return self._group.allreduce([flat]).get_future().then(finish)  # what DDP calls; dist.all_reduce is slower

@@ -1,4 +1,4 @@
-"""Gradient sync in a checkpoint's buckets while DDP still has others.
+"""Replays the checkpoint's bucket layout until DDP rebuilds its own.
 
 DDP lays its buckets out anew after one iteration, or two with a static graph; a checkpoint has the states of the new
 ones. In other buckets blocks would be cut elsewhere, and sums made in another order: not the same bits.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors import Layout
-from lightning_commopt.ddp.executors import Promise
+from lightning_commopt.ddp.executors import BucketFuture
 from lightning_commopt.measure.observer import BucketSync, BucketSyncs
 
 _MAX_BACKWARDS = 3
@@ -28,8 +28,8 @@ class Bucket:
         flat: ``(n,)``; both input and output.
         layout: of ``flat``.
         names: of the parameters.
-        step: exchanges of whole gradients before this one.
-        exchange: is told how it goes on.
+        step: gradient syncs before this one.
+        sync: is told how it goes on.
     """
 
     index: int
@@ -37,7 +37,7 @@ class Bucket:
     layout: Layout
     names: tuple[str, ...]
     step: int
-    exchange: BucketSync
+    sync: BucketSync
 
     @property
     def is_compressible(self) -> bool:
@@ -62,8 +62,8 @@ class Relayout:
         self._in_place: set[int] = set()
         self._num_backwards = 0
 
-    def keeps(self, bucket: Bucket, promise: Promise) -> bool:
-        """Keeps a bucket, unless it can be exchanged as it is; returns whether it is kept."""
+    def keeps(self, bucket: Bucket, future: BucketFuture) -> bool:
+        """Keeps a bucket, unless it can be synchronized as it is; returns whether it is kept."""
         if bucket.index == 0:  # an earlier backward may have broken off
             self._start_backward()
         if not bucket.is_compressible:
@@ -72,7 +72,7 @@ class Relayout:
             self._in_place.add(bucket.index)
             return False
         self._kept.buckets.append(bucket)
-        self._kept.promises.append(promise)
+        self._kept.futures.append(future)
         return True
 
     def end_backward(self) -> Kept:
@@ -107,13 +107,13 @@ class Kept:
 
     Attributes:
         buckets: DDP's.
-        promises: what DDP waits for, for each.
+        futures: what DDP waits for, for each.
         saved: names and layouts of the checkpoint's buckets for the same gradients, by index; empty if the gradients
             are others.
     """
 
     buckets: list[Bucket]
-    promises: list[Promise]
+    futures: list[BucketFuture]
     saved: dict[int, tuple[tuple[str, ...], Layout]]
 
     def has_gradients_of(self, saved: dict[int, tuple[tuple[str, ...], Layout]]) -> bool:
@@ -132,7 +132,7 @@ class Kept:
                 flat=torch.empty(layout.numel, dtype=layout.dtype, device=self.buckets[0].flat.device),
                 layout=layout,
                 names=names,
-                exchange=BucketSyncs([]),
+                sync=BucketSyncs([]),
             )
             for name, part in bucket.parts().items():
                 part.copy_(gradients[name])

@@ -17,12 +17,12 @@ from lightning_commopt.ddp.buckets import synced_parameters
 
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
-    """Returns the size of all gradients that DDP exchanges in one backward."""
+    """Returns the size of all gradients that one backward synchronizes."""
     return sum(parameter.numel() * parameter.element_size() for parameter in synced_parameters(model))
 
 
 class Trainable:
-    """Which parameters asked for a gradient when the model was wrapped: those that DDP exchanges.
+    """Which parameters asked for a gradient when the model was wrapped: those that DDP synchronizes.
 
     Args:
         model: just wrapped.
@@ -73,26 +73,26 @@ def unwrap(model: DistributedDataParallel) -> Module:
     return model.module
 
 
-class Additions:
-    """Adds to the next gradient of each parameter what it is owed, once.
+class ResidualAdder:
+    """Adds residuals to the next gradients of their parameters, once.
 
     Args:
         module: whose parameters; those that ask for no gradient are left out.
-        owed: by the parameter's name; in its shape, or for a complex one as pairs of real numbers.
+        residuals: by the parameter's name; in its shape, or for a complex one as pairs of real numbers.
 
     Attributes:
-        owed: what has not been added yet.
+        residuals: those that have not been added yet.
     """
 
-    def __init__(self, module: Module, owed: dict[str, Tensor]) -> None:
+    def __init__(self, module: Module, residuals: dict[str, Tensor]) -> None:
         parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self.owed = {name: value for name, value in owed.items() if name in parameters}
-        self._handles = {name: self._add_once(name, parameters[name]) for name in self.owed}
+        self.residuals = {name: value for name, value in residuals.items() if name in parameters}
+        self._handles = {name: self._add_once(name, parameters[name]) for name in self.residuals}
 
     def _add_once(self, name: str, parameter: Parameter) -> RemovableHandle:
         def add(gradient: Tensor) -> Tensor:
             self._handles.pop(name).remove()
-            total = as_real(gradient) + self.owed.pop(name).to(as_real(gradient))
+            total = as_real(gradient) + self.residuals.pop(name).to(as_real(gradient))
             return torch.view_as_complex(total) if gradient.is_complex() else total
 
         return parameter.register_hook(add)
@@ -102,4 +102,4 @@ class Additions:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        self.owed.clear()
+        self.residuals.clear()

@@ -1,4 +1,4 @@
-"""What exchanges have left behind for later ones, as a checkpoint holds it."""
+"""The state of gradient sync: compressor states and residuals, as a checkpoint holds them."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ BucketStates = dict[int, tuple[tuple[str, ...], Layout, State]]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint's state of the exchanges cannot be used; the message says why."""
+    """A checkpoint's state of gradient sync cannot be used; the message says why."""
 
 
 @dataclass
 class CommState:
-    """What one rank's exchanges have left behind.
+    """One rank's state of gradient sync.
 
     Attributes:
         compressor: whose states these are.
-        num_syncs: exchanges of whole gradients that were made.
+        num_syncs: gradient syncs that were made.
         buckets: the compressor's states.
-        owed: by parameter name, what this rank owes its peers besides the residuals in the states.
-        is_common: all ranks have the same, as there are no states and nothing is owed.
+        residuals: by parameter name, those that are not in the states.
+        is_common: all ranks have the same, as there are neither states nor residuals.
     """
 
     compressor: Compressor | None = None
     num_syncs: int = 0
     buckets: BucketStates = field(default_factory=dict)
-    owed: dict[str, Tensor] = field(default_factory=dict)
+    residuals: dict[str, Tensor] = field(default_factory=dict)
     is_common: bool = False
 
     def on_cpu(self) -> CommState:
@@ -54,29 +54,29 @@ class CommState:
             index: (names, layout, map_tensors(torch.Tensor.cpu, state))
             for index, (names, layout, state) in self.buckets.items()
         }
-        return replace(self, buckets=buckets, owed=map_tensors(torch.Tensor.cpu, self.owed))
+        return replace(self, buckets=buckets, residuals=map_tensors(torch.Tensor.cpu, self.residuals))
 
-    def all_owed(self) -> dict[str, Tensor]:
-        """Returns what this rank owes its peers, by parameter name.
+    def all_residuals(self) -> dict[str, Tensor]:
+        """Returns this rank's residuals, by parameter name.
 
         Raises:
             CheckpointError: the states are not as the compressor makes them.
         """
         with _damage_told():
-            return owed_by_name(self.compressor, self.buckets, self.owed)
+            return residuals_by_name(self.compressor, self.buckets, self.residuals)
 
 
-def owed_by_name(
+def residuals_by_name(
     compressor: Compressor | None, buckets: BucketStates, besides: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns the residuals of states, by parameter name, added to what is owed ``besides``."""
-    owed = dict(besides)
+    """Returns the residuals of states, by parameter name, added to those ``besides``."""
+    residuals = dict(besides)
     for names, layout, state in buckets.values():
         residual = compressor.residual(layout, state) if compressor is not None else None
         if residual is not None:
             for name, part in zip(names, layout.split(residual), strict=True):
-                owed[name] = owed[name] + part if name in owed else part
-    return owed
+                residuals[name] = residuals[name] + part if name in residuals else part
+    return residuals
 
 
 def to_plain(state: CommState) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def to_plain(state: CommState) -> dict[str, Any]:
         }
         for index, (names, layout, its_state) in state.buckets.items()
     ]
-    return {"buckets": buckets, "owed": state.owed}
+    return {"buckets": buckets, "residuals": state.residuals}
 
 
 def to_checkpoint(compressor: Compressor | None, num_syncs: int, ranks: list[Any]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def to_checkpoint(compressor: Compressor | None, num_syncs: int, ranks: list[Any
 def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compressor | None) -> CommState:
     """Returns what a checkpoint has for one rank.
 
-    Where the number of ranks has changed it is the mean over all that the old ranks owe, so that the mean over the new
+    Where the number of ranks has changed it is the mean of the old ranks' residuals, so that the mean over the new
     ones is the same; and no states, as those belong to a rank.
 
     Args:
@@ -131,8 +131,8 @@ def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compress
             return _from_plain(parts[rank], its_compressor, num_syncs) if parts else CommState(None, num_syncs)
         mean: dict[str, Tensor] = {}
         for part in parts:
-            for name, owed in _from_plain(part, its_compressor, num_syncs).all_owed().items():
-                share = owed.to(torch.promote_types(owed.dtype, torch.float32)) / len(parts)
+            for name, residual in _from_plain(part, its_compressor, num_syncs).all_residuals().items():
+                share = residual.to(torch.promote_types(residual.dtype, torch.float32)) / len(parts)
                 mean[name] = mean[name] + share if name in mean else share
     return CommState(its_compressor, num_syncs, {}, mean)
 
@@ -183,7 +183,7 @@ def _recognised(description: str, candidate: Compressor | None) -> Compressor | 
     if description == _described(candidate):
         return candidate
     try:
-        return compressor_from_config(json.loads(description))
+        return compressor_from_config(json.loads(description), may_import=False)
     except (ValueError, TypeError):
         raise CheckpointError(f"its compressor is not known: {description}") from None
 
@@ -200,13 +200,13 @@ def _from_plain(part: dict[str, Any], compressor: Compressor | None, num_syncs: 
         if not len(names) == len(layout.shapes) == len(layout.strides):
             raise CheckpointError(f"bucket {bucket['index']} has {len(names)} names for {len(layout.shapes)} shapes")
         buckets[bucket["index"]] = names, layout, bucket["state"]
-    return CommState(compressor, num_syncs, buckets, dict(part["owed"]))
+    return CommState(compressor, num_syncs, buckets, dict(part["residuals"]))
 
 
 def _fitted(saved: Any, fresh: Any, device: torch.device) -> Any:
     """Returns ``saved`` on the devices that ``fresh`` has, after a look at whether it is built in the same way.
 
-    A dict may hold more than the fresh one, on ``device``: states may grow in their first exchange.
+    A dict may hold more than the fresh one, on ``device``: states may grow in their first gradient sync.
     """
     if isinstance(fresh, Tensor):
         if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (fresh.shape, fresh.dtype):

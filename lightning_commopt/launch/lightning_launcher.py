@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from lightning_commopt.collectives.channel import leave_process_group
+from lightning_commopt.collectives.groups import leave_process_group
 from lightning_commopt.launch.environment import RANK_VARIABLES
 from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.strategy.base import check_group

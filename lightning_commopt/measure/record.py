@@ -2,8 +2,8 @@
 
 All times are seconds on the rank's own clock, from the clock's origin.
 
-Example: two buckets, ready at 3 and at 5 s, were on their way from 3 to 6 and from 5 to 8 s. The exchange took 5 s.
-Backward covered the first two, as it had nothing left to compute when the last bucket was ready: 3 s were exposed.
+Example: two buckets, ready at 3 and at 5 s, were on their way from 3 to 6 and from 5 to 8 s. Communication took 5 s.
+Backward hid the first two of them; when the last bucket was ready it had nothing left to compute: 3 s were exposed.
 
 >>> both = [
 ...     BucketSpan(
@@ -27,8 +27,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
-"""What a step is made of: waiting for the batch; the model; backward with all of the exchange that it waits for; the
-optimizer's step; and what is none of these (hooks, schedulers, logging)."""
+"""What a step is made of: waiting for the batch; the model; backward with the exposed communication; the optimizer's
+step; and what is none of these (hooks, schedulers, logging)."""
 
 
 class Phase(NamedTuple):
@@ -80,8 +80,9 @@ class Totals(NamedTuple):
     optimizer_s: float
     other_s: float
     comm_s: float
-    wire_s: float
+    queue_s: float
     compression_s: float
+    wire_s: float
     exposed_s: float
     gradient_bytes: int
     wire_bytes: int
@@ -133,7 +134,8 @@ class StepRecord:
         seconds = dict.fromkeys(PHASES, 0.0)
         for name, start_s, end_s in self.phases:
             seconds[name] = seconds.get(name, 0.0) + (end_s - start_s)
-        comm_s = covered_s([(bucket.start_s, bucket.end_s) for bucket in self.buckets])
+        comm_s = covered_s([(min(bucket.ready_s, bucket.start_s), bucket.end_s) for bucket in self.buckets])
+        worked_s = covered_s([(bucket.start_s, bucket.end_s) for bucket in self.buckets])
         wire_s = covered_s([interval for bucket in self.buckets for interval in bucket.wire])
         return Totals(
             step_s=sum(seconds.values()),
@@ -142,10 +144,12 @@ class StepRecord:
             backward_s=seconds["backward"],
             optimizer_s=seconds["optimizer"],
             other_s=seconds["other"],
+            # Parts are sums of different terms than the whole, and rounded apart.
             comm_s=comm_s,
+            queue_s=max(0.0, comm_s - worked_s),
+            compression_s=max(0.0, worked_s - wire_s),
             wire_s=wire_s,
-            compression_s=max(0.0, comm_s - wire_s),  # they are sums of different terms, and rounded apart
-            exposed_s=_exposed_s(self.buckets),
+            exposed_s=min(comm_s, _exposed_s(self.buckets)),
             gradient_bytes=sum([bucket.gradient_bytes for bucket in self.buckets]),
             wire_bytes=sum([bucket.wire_bytes for bucket in self.buckets]),
         )
@@ -161,13 +165,13 @@ class StepRecord:
 
     @property
     def comm_s(self) -> float:
-        """Time in which at least one bucket was being compressed or sent."""
+        """Time in which at least one bucket was ready and not yet averaged: `queue_s`, `compression_s` and `wire_s`."""
         return self.totals.comm_s
 
     @property
-    def wire_s(self) -> float:
-        """Time in which at least one collective was under way. What a rank waits for its peers is in it."""
-        return self.totals.wire_s
+    def queue_s(self) -> float:
+        """Time in which buckets were ready, and none was being worked on."""
+        return self.totals.queue_s
 
     @property
     def compression_s(self) -> float:
@@ -175,22 +179,27 @@ class StepRecord:
         return self.totals.compression_s
 
     @property
-    def exposed_s(self) -> float:
-        """From a backward's last bucket being ready to all its buckets being done, summed over backwards.
+    def wire_s(self) -> float:
+        """Time in which at least one collective was under way. What a rank waits for its peers is in it."""
+        return self.totals.wire_s
 
-        Nothing is left to compute then: it is what the step waits for.
+    @property
+    def exposed_s(self) -> float:
+        """From a backward's last bucket being ready to all its buckets being averaged, summed over backwards.
+
+        Nothing is left to compute then: it is what the step waits for. It is a part of `comm_s`.
         """
         return self.totals.exposed_s
 
     @property
     def overlapped_share(self) -> float | None:
-        """The part of `comm_s` that backward covers, 0 to 1; None without an exchange."""
+        """The part of `comm_s` that backward hides, 0 to 1; None without communication."""
         comm_s = self.totals.comm_s
-        return max(0.0, 1 - self.totals.exposed_s / comm_s) if comm_s > 0 else None
+        return 1 - self.totals.exposed_s / comm_s if comm_s > 0 else None
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients that were exchanged."""
+        """Bytes of all gradients that were synchronized."""
         return self.totals.gradient_bytes
 
     @property

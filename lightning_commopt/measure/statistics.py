@@ -1,15 +1,14 @@
-"""Statistics over the steps of all ranks; a torchmetrics metric that never talks to other ranks itself."""
+"""Statistics over the steps of all ranks, without a word to other ranks."""
 
 from __future__ import annotations
 
 import math
 from random import Random
 
-import torch
-from torch import Tensor
-from torchmetrics import Metric
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from lightning_commopt.measure.bandwidth import bus_factor
+from lightning_commopt.measure.exposed_share import exposed_share
 from lightning_commopt.measure.record import StepRecord, Totals
 from lightning_commopt.measure.stragglers import find_straggler
 
@@ -17,22 +16,15 @@ QUANTITIES = (*Totals._fields, "num_samples")
 """What is known of one step on one rank, in the order of `row`."""
 
 TIMES = (
-    "step_s",
-    "data_s",
-    "forward_s",
-    "backward_s",
-    "optimizer_s",
-    "comm_s",
-    "exposed_s",
-    "compression_s",
-    "wait_s",
-    "exposed_wait_s",
+    *("step_s", "data_s", "forward_s", "backward_s", "optimizer_s"),
+    *("comm_s", "queue_s", "compression_s", "wire_s", "wait_s", "exposed_s", "exposed_wait_s"),
 )
-"""What comes as a mean under its own name, and with ``_p50``, ``_p95`` and ``_max`` behind it."""
+"""Reported as a mean under their own names, and with ``_p50``, ``_p95`` and ``_max`` behind them."""
 
 _MIN_KEPT_STEPS = 64
 _SUFFIXES = ("", "_p50", "_p95", "_max")
-_COLUMNS = (*QUANTITIES, "wait_s", "exposed_wait_s")
+_WAITS = ("wait_s", "exposed_wait_s")
+_COLUMNS = (*QUANTITIES, *_WAITS)
 _AT = {name: index for index, name in enumerate(_COLUMNS)}
 
 
@@ -41,134 +33,139 @@ def row(record: StepRecord) -> list[float]:
     return [*map(float, record.totals), float(record.num_samples)]
 
 
-class StepStatistics(Metric):
+def all_reduce_bus_factor(world_size: int) -> float:
+    """Returns how many times its message an all-reduce makes each rank's link carry, each way, at the very least.
+
+    >>> [all_reduce_bus_factor(n) for n in (1, 2, 8)]
+    [0.0, 1.0, 1.75]
+
+    Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+    return 2 * (world_size - 1) / world_size
+
+
+class StepStatistics:
     """Aggregates steps over ranks and time.
 
     Means, sums and maxima are exact. Percentiles and the straggler are exact as long as no more than
-    ``max_kept_values`` numbers have come, 15 for each step and rank; after that they are taken from a uniform random
+    ``max_kept_values`` numbers have come, 16 for each step and rank; after that they are taken from a uniform random
     sample of so many steps, always with all ranks of a step. Which ones depends on their number alone, so that all
-    ranks that see the same values compute the same, and `reset` begins anew.
-
-    All ranks' values are handed in: nothing is synchronised, and nothing goes into checkpoints.
+    ranks that see the same values compute the same.
 
     Args:
+        world_size: number of ranks that train; None if values of all of them come.
         max_kept_values: bounds the memory, 8 bytes each; but 64 steps are always kept. The default is 8 MiB, or all
-            of 35,000 steps on 2 ranks.
+            of 32,000 steps on 2 ranks.
 
     Attributes:
-        num_steps: that have come, a 0-dim integer tensor.
+        num_steps: that have come.
     """
 
-    full_state_update = True
-    is_differentiable = False
-    higher_is_better = None
-
-    num_steps: Tensor
-    sums: Tensor
-    maxima: Tensor
-    least_wire_s: Tensor
-    places: Tensor
-
-    def __init__(self, *, max_kept_values: int = 2**20) -> None:
-        super().__init__(sync_on_compute=False, dist_sync_on_step=False)
+    def __init__(self, *, world_size: int | None = None, max_kept_values: int = 2**20) -> None:
         if max_kept_values < 1:
             raise ValueError(f"max_kept_values must be at least 1, got {max_kept_values!r}")
+        self._world_size = world_size
         self._max_kept_values = max_kept_values
-        self.add_state("num_steps", torch.tensor(0), dist_reduce_fx=None)
-        self.add_state("sums", torch.zeros(len(_COLUMNS), dtype=torch.float64), dist_reduce_fx=None)
-        self.add_state("maxima", torch.full((len(_COLUMNS),), -torch.inf, dtype=torch.float64), dist_reduce_fx=None)
-        self.add_state("least_wire_s", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx=None)
-        self.add_state("places", torch.empty(0, 0, len(_COLUMNS), dtype=torch.float64), dist_reduce_fx=None)
+        self.num_steps = 0
+        self._sums = np.zeros(len(_COLUMNS))
+        self._maxima = np.full(len(_COLUMNS), -math.inf)
+        self._least_wire_s = 0.0
+        self._places = np.empty((0, 0, len(_COLUMNS)))
 
     @property
-    def kept(self) -> Tensor:
-        """The steps that percentiles are taken from, ``(world_size, n, 15)``: `QUANTITIES`, then the two waits."""
-        return self.places[:, : int(self.num_steps)]
+    def num_ranks(self) -> int:
+        """Ranks whose steps have come; 0 before the first."""
+        return self._places.shape[0]
 
-    def update(self, values: Tensor) -> None:
+    @property
+    def kept(self) -> NDArray[np.float64]:
+        """The steps that percentiles are taken from, ``(num_ranks, n, 16)``: `QUANTITIES`, then the two waits."""
+        return self._places[:, : self.num_steps]
+
+    def update(self, values: ArrayLike) -> None:
         """Takes in some steps of all ranks.
 
         Args:
-            values: ``(world_size, num_steps, len(QUANTITIES))``, of the same steps on all ranks, by rank.
+            values: ``(num_ranks, num_steps, len(QUANTITIES))``, of the same steps on all ranks, by rank.
 
         Raises:
             ValueError: another shape, or another number of ranks than before.
         """
-        if values.dim() != 3 or values.shape[0] < 1 or values.shape[2] != len(QUANTITIES):
+        values = np.asarray(values, dtype=np.float64)
+        if values.ndim != 3 or values.shape[0] < 1 or values.shape[2] != len(QUANTITIES):
             raise ValueError(
-                f"values must be (world_size, num_steps, {len(QUANTITIES)}) with at least one rank,"
-                f" got {tuple(values.shape)}"
+                f"values must be (num_ranks, num_steps, {len(QUANTITIES)}) with at least one rank, got {values.shape}"
             )
-        if self.places.shape[0] not in (0, values.shape[0]):
-            raise ValueError(f"values must be of {self.places.shape[0]} ranks as before, got {values.shape[0]}")
+        if self.num_ranks not in (0, values.shape[0]):
+            raise ValueError(f"values must be of {self.num_ranks} ranks as before, got {values.shape[0]}")
         if not values.shape[1]:
             return
-        values = values.to(self.sums)
         wire_s, exposed_s = values[:, :, _AT["wire_s"]], values[:, :, _AT["exposed_s"]]
-        least_wire_s = wire_s.amin(dim=0)
-        waits = torch.stack([wire_s - least_wire_s, exposed_s - exposed_s.amin(dim=0)], dim=2)
-        steps = torch.cat([values, waits], dim=2)
+        least_wire_s = wire_s.min(axis=0)
+        waits = np.stack([wire_s - least_wire_s, exposed_s - exposed_s.min(axis=0)], axis=2)
+        steps = np.concatenate([values, waits], axis=2)
         self._keep(steps)
-        self.num_steps = self.num_steps + steps.shape[1]
-        self.sums = self.sums + steps.sum(dim=(0, 1))
-        self.maxima = self.maxima.maximum(steps.amax(dim=(0, 1)))
-        self.least_wire_s = self.least_wire_s + least_wire_s.sum()
+        self.num_steps += steps.shape[1]
+        self._sums += steps.sum(axis=(0, 1))
+        self._maxima = np.maximum(self._maxima, steps.max(axis=(0, 1)))
+        self._least_wire_s += float(least_wire_s.sum())
 
-    def compute(self) -> dict[str, Tensor]:
-        """Returns all statistics, each a 0-dim float64 tensor.
+    def compute(self) -> dict[str, float]:
+        """Returns all statistics.
 
-        The names are the same for all values: what cannot be told is NaN. That are the shares of an exchange, its
-        ratio and its bandwidths where there was none, the samples where no batch shows how many it holds, and all
-        numbers before the first step.
+        The names are the same for all values: what cannot be told is NaN. Those are shares of communication, its
+        ratio and its bandwidths where there was none, the waits where only some of the ranks' steps have come, the
+        samples where no batch shows how many it holds, and all numbers before the first step.
 
         Returns:
             For each of `TIMES` its mean over steps and ranks, and ``_p50``, ``_p95`` and ``_max``. Of these ``wait_s``
             is how much longer a rank was on the wire than the one that was it least in that step, and
             ``exposed_wait_s`` the same of the exposed time: the part of it in which a rank waits for a slower one. And
 
-            - ``exposed_share`` of the steps' time, ``overlapped_share`` of the exchange's time (at least 0),
+            - ``exposed_share`` of the steps' time, see `exposed_share`; ``overlapped_share`` of communication,
             - ``gradient_bytes`` and ``wire_bytes`` of a step on a rank, and ``compression_ratio`` between them,
             - ``algorithm_bandwidth`` and ``bus_bandwidth`` in bytes a second, of an all-reduce of ``wire_bytes`` in the
-              wire time of the rank that waits least in each step,
+              wire time of the rank that waits least in each step, as nccl-tests defines them,
             - ``steps_per_s`` and ``samples_per_s``, the latter over all ranks,
             - ``straggler_rank``, -1 for none, and ``straggler_slowdown``, then 0; see `find_straggler`.
         """
-        return {name: self.sums.new_tensor(value) for name, value in self.floats().items()}
-
-    def floats(self) -> dict[str, float]:
-        """Returns what `compute` does as plain numbers, in less time."""
         return {**self._of_times(), **self._of_sums(), **self._of_straggler()}
 
     def _of_times(self) -> dict[str, float]:
-        columns = torch.tensor([_AT[name] for name in TIMES], device=self.sums.device)
-        kept = self.kept[:, :, columns].flatten(0, 1)
+        columns = [_AT[name] for name in TIMES]
+        kept = self.kept[:, :, columns].reshape(-1, len(columns))
         if len(kept):
-            means = self.sums[columns] / (self.num_steps * self.places.shape[0])
-            quantiles = kept.quantile(kept.new_tensor([0.5, 0.95]), dim=0)
-            statistics = torch.cat([means[None], quantiles, self.maxima[columns][None]])
+            means = self._sums[columns] / (self.num_steps * self.num_ranks)
+            statistics = np.stack([means, *np.quantile(kept, [0.5, 0.95], axis=0), self._maxima[columns]])
+            if self._num_trained > self.num_ranks:
+                statistics[:, [TIMES.index(name) for name in _WAITS]] = math.nan
         else:
-            statistics = kept.new_full((len(_SUFFIXES), len(TIMES)), torch.nan)
+            statistics = np.full((len(_SUFFIXES), len(TIMES)), math.nan)
         return {
             f"{name}{suffix}": value
             for name, of_name in zip(TIMES, statistics.T.tolist(), strict=True)
             for suffix, value in zip(_SUFFIXES, of_name, strict=True)
         }
 
+    @property
+    def _num_trained(self) -> int:
+        """Ranks that train, whether their steps have come or not."""
+        return max(1, self._world_size or self.num_ranks)
+
     def _of_sums(self) -> dict[str, float]:
-        world_size = max(1, self.places.shape[0])
-        total: dict[str, float] = dict(zip(_COLUMNS, self.sums.tolist(), strict=True))
-        num_values = int(self.num_steps) * world_size
-        algorithm_bandwidth = _ratio(total["wire_bytes"] / world_size, self.least_wire_s.item())
+        total: dict[str, float] = dict(zip(_COLUMNS, self._sums.tolist(), strict=True))
+        num_values = self.num_steps * self.num_ranks
+        algorithm_bandwidth = _ratio(total["wire_bytes"], self._least_wire_s * self.num_ranks)
         return {
-            "exposed_share": _ratio(total["exposed_s"], total["step_s"]),
-            "overlapped_share": max(1 - _ratio(total["exposed_s"], total["comm_s"]), 0.0),  # NaN stays NaN
+            "exposed_share": exposed_share([total]),
+            "overlapped_share": 1 - _ratio(total["exposed_s"], total["comm_s"]),
             "gradient_bytes": _ratio(total["gradient_bytes"], num_values),
             "wire_bytes": _ratio(total["wire_bytes"], num_values),
             "compression_ratio": _ratio(total["gradient_bytes"], total["wire_bytes"]),
             "algorithm_bandwidth": algorithm_bandwidth,
-            "bus_bandwidth": algorithm_bandwidth * bus_factor("all_reduce", world_size),
+            "bus_bandwidth": algorithm_bandwidth * all_reduce_bus_factor(self._num_trained),
             "steps_per_s": _ratio(num_values, total["step_s"]),
-            "samples_per_s": _ratio(total["num_samples"] * world_size, total["step_s"]) or math.nan,  # unknown
+            "samples_per_s": _ratio(total["num_samples"] * self._num_trained, total["step_s"]) or math.nan,  # unknown
         }
 
     def _of_straggler(self) -> dict[str, float]:
@@ -177,19 +174,19 @@ class StepStatistics(Metric):
         rank, slowdown = (-1, 0.0) if straggler is None else (straggler.rank, straggler.slowdown)
         return {"straggler_rank": float(rank), "straggler_slowdown": slowdown}
 
-    def _keep(self, steps: Tensor) -> None:
+    def _keep(self, steps: NDArray[np.float64]) -> None:
         """Keeps the first steps as they come, and of all that have come an even sample when there are too many."""
-        num_before, (world_size, num_new, num_columns) = int(self.num_steps), steps.shape
+        num_before, (num_ranks, num_new, num_columns) = self.num_steps, steps.shape
         if not num_before:
-            capacity = max(_MIN_KEPT_STEPS, self._max_kept_values // (world_size * num_columns))
-            self.places = steps.new_empty(world_size, capacity, num_columns)
-        capacity = self.places.shape[1]
+            capacity = max(_MIN_KEPT_STEPS, self._max_kept_values // (num_ranks * num_columns))
+            self._places = np.empty((num_ranks, capacity, num_columns))
+        capacity = self._places.shape[1]
         num_fitting = max(0, min(num_new, capacity - num_before))
-        self.places[:, num_before : num_before + num_fitting] = steps[:, :num_fitting]
+        self._places[:, num_before : num_before + num_fitting] = steps[:, :num_fitting]
         for index in range(num_fitting, num_new):
             place = _draw(num_before + index)
             if place < capacity:
-                self.places[:, place] = steps[:, index]
+                self._places[:, place] = steps[:, index]
 
 
 def _draw(index: int) -> int:

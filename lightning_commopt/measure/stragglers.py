@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 MIN_STEPS = 8
 """With fewer steps no rank is named."""
@@ -34,7 +34,9 @@ class Straggler:
     share: float
 
 
-def find_straggler(*, wire_s: Tensor, step_s: Tensor, exposed_s: Tensor) -> Straggler | None:
+def find_straggler(
+    *, wire_s: NDArray[np.float64], step_s: NDArray[np.float64], exposed_s: NDArray[np.float64]
+) -> Straggler | None:
     """Says which rank makes the others wait, if one does.
 
     The suspect is the rank that was least on the wire in most steps. The others' wait in a step is the median of their
@@ -76,21 +78,21 @@ def find_straggler(*, wire_s: Tensor, step_s: Tensor, exposed_s: Tensor) -> Stra
     Raises:
         ValueError: the shapes differ, or are not of two dimensions.
     """
-    if wire_s.dim() != 2 or not wire_s.shape == step_s.shape == exposed_s.shape:
-        shapes = [tuple(values.shape) for values in (wire_s, step_s, exposed_s)]
+    if wire_s.ndim != 2 or not wire_s.shape == step_s.shape == exposed_s.shape:
+        shapes = [values.shape for values in (wire_s, step_s, exposed_s)]
         raise ValueError(f"wire_s, step_s and exposed_s must be (world_size, num_steps), all alike, got {shapes}")
     world_size, num_steps = wire_s.shape
     if world_size < 2 or num_steps < MIN_STEPS:
         return None
-    rank = int(wire_s.argmin(dim=0).bincount(minlength=world_size).argmax())
-    others = torch.arange(world_size, device=wire_s.device) != rank
-    compute_s = (step_s - exposed_s)[others].quantile(0.5)
+    rank = int(np.bincount(wire_s.argmin(axis=0), minlength=world_size).argmax())
+    others = np.arange(world_size) != rank
+    compute_s = float(np.median((step_s - exposed_s)[others]))
     if not compute_s > 0:
         return None
-    waited_s = wire_s[others].quantile(0.5, dim=0) - wire_s[rank]
-    share = (waited_s >= _LATE * compute_s).double().mean().item()
-    later_s = exposed_s[others].quantile(0.5, dim=0) - exposed_s[rank]
-    slowdown = (later_s.quantile(0.5) / compute_s).item()
+    waited_s = np.median(wire_s[others], axis=0) - wire_s[rank]
+    share = float(np.mean(waited_s >= _LATE * compute_s))
+    later_s = np.median(exposed_s[others], axis=0) - exposed_s[rank]
+    slowdown = float(np.median(later_s)) / compute_s
     if share < _LATE_STEPS or slowdown < _SLOWDOWN:
         return None
     return Straggler(rank=rank, slowdown=slowdown, share=share)

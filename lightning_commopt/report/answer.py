@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from lightning_commopt.report.final_loss import is_lossless, loss_sentence, loss_verdict
 from lightning_commopt.report.model import Setting
-from lightning_commopt.report.phrases import compared, in_quotes, listed, significant
+from lightning_commopt.report.phrases import compared, in_quotes, listed, significant, times
 from lightning_commopt.report.reference import compare_settings
+from lightning_commopt.report.settings import is_seed
 
 
 class Answer(NamedTuple):
@@ -47,7 +48,30 @@ def answer_for(settings: Sequence[Setting], reference: Setting) -> Answer:
 
 
 def _choice(ranked: Sequence[Setting], reference: Setting, where: str = "") -> Answer:
-    """Chooses from settings by falling throughput, the reference among them."""
+    """Chooses from settings by falling throughput, the reference among them; what cannot be is named, not chosen."""
+    beyond = [_beyond_limit(setting, reference) for setting in ranked if setting.is_beyond_limit]
+    if not beyond:
+        return _choice_of_possible(ranked, reference, where)
+    possible = [setting for setting in ranked if not setting.is_beyond_limit]
+    if len(possible) < 2:
+        return Answer(tuple(beyond), None)
+    answer = _choice_of_possible(possible, reference, where)
+    recommended = None if answer.recommended is reference else answer.recommended
+    return Answer((*answer.sentences, *beyond), recommended)
+
+
+def _beyond_limit(setting: Setting, reference: Setting) -> str:
+    assert setting.speedup is not None
+    assert setting.speedup_limit is not None
+    most = f"hiding all communication could make it {times(setting.speedup_limit)} as fast at most"
+    than = in_quotes(reference.name)
+    return (
+        f"{in_quotes(setting.name)} is {compared(setting.speedup, than)}, but {most}: the machine was busy when"
+        f" {than} ran, or something else differs. Run both again."
+    )
+
+
+def _choice_of_possible(ranked: Sequence[Setting], reference: Setting, where: str) -> Answer:
     others = [setting for setting in ranked if setting.speedup is not None]
     winners = [setting for setting in others if setting.difference == "faster"]
     if not winners:
@@ -109,8 +133,21 @@ def _too_few(uncertain: Sequence[Setting]) -> list[str]:
         return []
     num_runs = min(setting.speedup.num_values for setting in uncertain if setting.speedup is not None)
     if num_runs == 1:
-        return ["With single runs the noise is unknown: repeat=3 shows which differences last."]
-    return [f"{num_runs} repetitions are too few to tell that from noise: repeat={num_runs + 3} would show it."]
+        return [f"With single runs the noise is unknown: {_repeat(uncertain[0], 3)} shows which differences last."]
+    more = _repeat(uncertain[0], num_runs + 3)
+    return [f"{num_runs} repetitions are too few to tell that from noise: {more} would show it."]
+
+
+def _repeat(setting: Setting, num_runs: int) -> str:
+    """Returns how to run each setting so many times, where its sweep ran."""
+    run = setting.runs[0]
+    if "repeat" in run.config or "repetition" in run.overrides:  # of commopt-train
+        return f"repeat={num_runs}"
+    if not run.overrides:
+        return f"running each setting with {num_runs} seeds"
+    seed = next(filter(is_seed, [*run.overrides, *run.config]), "seed")
+    seeds = ",".join(map(str, range(1, num_runs + 1)))
+    return f"{seed}={seeds} before the other choices"
 
 
 def _rate(setting: Setting) -> float:

@@ -19,7 +19,7 @@ _INTERVALS = (
     *("samples_per_s", "steps_per_s", "speedup", "step_s", "comm_s", "exposed_s", "exposed_share"),
     *("val_loss", "val_accuracy"),
 )
-_NUMBERS = ("efficiency", "wire_bytes", "peak_memory_bytes")
+_NUMBERS = ("speedup_limit", "efficiency", "wire_bytes", "peak_memory_bytes")
 _OF_RUN = (
     *("samples_per_s", "steps_per_s", "seconds", "exposed_share", "wire_bytes_per_step", "peak_memory_bytes"),
     *("val_loss", "val_accuracy"),
@@ -73,6 +73,7 @@ def _plain_setting(setting: Setting) -> dict[str, Any]:
         "is_lossy": setting.is_lossy,
         "num_diverged": setting.num_diverged,
         "difference": setting.difference,
+        "is_beyond_limit": setting.is_beyond_limit,
         **{name: _plain_interval(getattr(setting, name)) for name in _INTERVALS},
         **{name: getattr(setting, name) for name in _NUMBERS},
         "published": [dataclasses.asdict(published) for published in setting.published],

@@ -11,7 +11,7 @@ from lightning_commopt.report.conditions import conditions_of, mixed_conditions,
 from lightning_commopt.report.medians import measured_setting
 from lightning_commopt.report.model import Group, Report, Setting
 from lightning_commopt.report.published import published_figures
-from lightning_commopt.report.reference import choose_reference, compare_settings
+from lightning_commopt.report.reference import choose_reference, compare_settings, speedup_limit
 from lightning_commopt.report.runs import read_runs
 from lightning_commopt.report.scaling import find_scalings, one_process_for
 from lightning_commopt.report.settings import RunsOfGroup, group_runs
@@ -52,7 +52,7 @@ def _group(found: RunsOfGroup, asked: str | None) -> Group:
     settings = tuple(_compared(setting, reference, measured) for setting in measured)
     by_name = {setting.name: setting for setting in settings}
     reference = by_name[reference.name]
-    timed = [setting for setting in settings if setting.samples_per_s is not None]
+    timed = [each for each in settings if each.samples_per_s is not None and not each.is_beyond_limit]
     fastest = max(timed, key=_median_throughput) if timed else reference
     answer = answer_for(settings, reference)
     return Group(
@@ -75,6 +75,7 @@ def _compared(setting: Setting, reference: Setting, settings: Sequence[Setting])
         setting,
         speedup=None if comparison is None else comparison.ratio,
         difference=None if comparison is None else comparison.difference,
+        speedup_limit=None if comparison is None else speedup_limit(setting, reference),
         efficiency=None if over_one is None else over_one.ratio.median / setting.world_size,
         published=published_figures(
             setting.runs[0].overrides, setting.world_size, reference.runs[0].overrides if reference.runs else {}

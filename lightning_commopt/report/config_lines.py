@@ -34,7 +34,7 @@ def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
     """
     nodes: dict[str, Any] = {}
     strategy = _strategy(run)
-    if strategy:
+    if strategy and not _has_own_compressor(run):
         nodes["strategy"] = strategy
     for name, value in varied.items():
         if name in run.overrides and _is_value(name, run) and not name.startswith(_OF_STRATEGY):
@@ -43,9 +43,16 @@ def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
     lines = [f"# on the command line: {shlex.join(words)}"] if words else []
     lines += yaml.safe_dump(nodes, sort_keys=False, width=1000).splitlines() if nodes else []
     if run.record.plan is not None:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in _plan(run.record.plan).items())
+        is_code = {"comm_hook"} if _has_own_compressor(run) else set()
+        options = _plan(run.record.plan).items()
+        arguments = ", ".join(f"{name}={value if name in is_code else repr(value)}" for name, value in options)
         lines.append(f"# in Python: CommOptDDP({arguments})")
     return tuple(lines)
+
+
+def _has_own_compressor(run: Run) -> bool:
+    """Returns whether the run's compressor is of a class without a name: it is recorded by its repr."""
+    return isinstance((run.record.plan or {}).get("comm_hook"), str)
 
 
 def _is_value(name: str, run: Run) -> bool:

@@ -8,6 +8,7 @@ from typing import Literal
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.phrases import percent_change, significant
 from lightning_commopt.report.words import is_of_plan
+from lightning_commopt.runs.metric_names import how_to_name_loss
 
 LossVerdict = Literal["worse", "fine", "unknown"]
 
@@ -60,7 +61,9 @@ def loss_sentence(setting: Setting, reference: Setting) -> list[str]:
         if kind == "It is lossless":
             return []
         known = (
-            "no final loss was recorded" if setting.val_loss is reference.val_loss else "one of the losses is missing"
+            f"no final loss was recorded{_why(setting)}"
+            if setting.val_loss is reference.val_loss
+            else "one of the losses is missing"
         )
         return [_sentence(kind, ", and ", f"{known}: compare the loss before you use it")]
     ours, theirs = setting.val_loss.median, reference.val_loss.median
@@ -77,6 +80,13 @@ def loss_sentence(setting: Setting, reference: Setting) -> list[str]:
 
 def _sentence(kind: str, between: str, text: str) -> str:
     return f"{kind}{between}{text}." if kind else f"{text[0].upper()}{text[1:]}."
+
+
+def _why(setting: Setting) -> str:
+    run = setting.runs[0]
+    if not any("val" in name for name in run.record.metrics):
+        return ""
+    return f" ({how_to_name_loss(run.record.metrics, run.overrides.get('commopt_record'))})"
 
 
 def _losses(setting: Setting) -> list[float]:

@@ -40,6 +40,7 @@ def measured_setting(found: RunsOfSetting) -> Setting:
         steps_per_s=_interval(records, lambda record: record.steps_per_s),
         speedup=None,
         difference=None,
+        speedup_limit=None,
         efficiency=None,
         step_s=_interval(records, lambda record: record.comm_time.get("step_s")),
         comm_s=_interval(seen, lambda record: record.comm_time.get("comm_s")),

@@ -13,6 +13,8 @@ from lightning_commopt.runs.record import RunRecord
 Difference = Literal["faster", "slower", "no difference", "unknown"]
 """Of a throughput from the reference's; unknown where runs are single, or too few to tell a difference from noise."""
 
+_LIMIT_TOLERANCE = 0.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -95,6 +97,8 @@ class Setting:
         speedup: of samples_per_s over the reference of the group, from pairs of the same repetition; None for the
             reference itself.
         difference: what `speedup` says beyond noise; None for the reference itself.
+        speedup_limit: what hiding all communication of the reference could give; None where nobody measured that, or
+            the setting differs in more than the plan.
         efficiency: speed-up over one rank, divided by the ranks; None without runs on one rank in the group.
         step_s: seconds of a step, as all of the following from `CommTimeMonitor`; None where it was not there.
         comm_s: of a step, communication; None as the next two where several ranks exchange what nobody sees.
@@ -120,6 +124,7 @@ class Setting:
     steps_per_s: Interval | None
     speedup: Interval | None
     difference: Difference | None
+    speedup_limit: float | None
     efficiency: float | None
     step_s: Interval | None
     comm_s: Interval | None
@@ -132,6 +137,13 @@ class Setting:
     published: tuple[Published, ...] = ()
     is_lossy: bool = False
     num_diverged: int = 0
+
+    @property
+    def is_beyond_limit(self) -> bool:
+        """Whether the speed-up is more than communication explains; a tenth may be noise, or work saved elsewhere."""
+        if self.speedup is None or self.speedup_limit is None:
+            return False
+        return self.speedup.median > (1 + _LIMIT_TOLERANCE) * self.speedup_limit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,6 +90,7 @@ _TIMELINE_NOTE = "All on one time axis. Below what a rank computes is a row for 
 
 def chart_json(chart: Chart) -> Markup:
     """Returns a figure to stand in a script element, whatever the texts in it."""
+    assert chart.figure is not None
     figure: dict[str, Any] = json.loads(chart.figure.to_json(engine="json"))
     text = json.dumps(figure, separators=(",", ":"), ensure_ascii=False)
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))

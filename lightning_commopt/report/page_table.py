@@ -104,7 +104,11 @@ def _at_a_glance(setting: Setting, group: Group) -> Cell:
     published = f"published: {theirs[0]:g}{TIMES}" if theirs else ""
     if setting.speedup is None:
         return Cell("-", published)
-    return Cell(f"{number(setting.speedup.median)}{TIMES} {setting.difference or ''}".rstrip(), published)
+    return Cell(f"{number(setting.speedup.median)}{TIMES} {_difference(setting)}".rstrip(), published)
+
+
+def _difference(setting: Setting) -> str:
+    return "machine busy?" if setting.is_beyond_limit else setting.difference or ""
 
 
 def _columns(group: Group) -> list[Column]:
@@ -147,7 +151,7 @@ def _speedup(setting: Setting, group: Group) -> Cell:
         return Cell(f"1{TIMES} reference", value=1.0)
     if setting.speedup is None:
         return Cell()
-    text = f"{number(setting.speedup.median)}{TIMES} {setting.difference or ''}".rstrip()
+    text = f"{number(setting.speedup.median)}{TIMES} {_difference(setting)}".rstrip()
     return Cell(text, spread_text(setting.speedup), setting.speedup.median)
 
 

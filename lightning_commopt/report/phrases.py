@@ -61,6 +61,15 @@ def compared(ratio: Interval, than: str) -> str:
     return f"{percent(ratio.median)} % {'faster' if is_faster else 'slower'} than {than}{_ends(ratio, percent, ' %')}"
 
 
+def times(factor: float) -> str:
+    """Returns a factor in words.
+
+    >>> times(1.136)
+    '1.14 times'
+    """
+    return f"{significant(factor)} times"
+
+
 def kind_of_interval(interval: Interval) -> str:
     """Returns what the ends of an interval are.
 

@@ -9,7 +9,7 @@ from lightning_commopt.report.intervals import Comparison, compare
 from lightning_commopt.report.medians import bucket_cap, throughput
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.settings import turn
-from lightning_commopt.report.words import OFF, canonical, is_ranks
+from lightning_commopt.report.words import OFF, canonical, is_of_plan, is_ranks
 
 _UNCOMPRESSED_DDP = ("none", "DDPStrategy")
 _FIRST_RUNG = "one_bucket"
@@ -59,6 +59,21 @@ def compare_settings(setting: Setting, other: Setting) -> Comparison | None:
     if is_unique and len(shared) >= min(2, len(ours), len(theirs)):
         return compare([by_turn[key] for key in shared], [their_by_turn[key] for key in shared], is_paired=True)
     return compare([rate for _, rate in ours], [rate for _, rate in theirs], is_paired=False)
+
+
+def speedup_limit(setting: Setting, reference: Setting) -> float | None:
+    """Returns the most that another plan can bring: a step of the reference that waits for no communication.
+
+    The run of the reference that waited most counts. None where the two differ in more than the plan, or the exposed
+    communication of the reference is not known.
+    """
+    names = setting.values.keys() | reference.values.keys()
+    varied = [name for name in names if setting.values.get(name) != reference.values.get(name)]
+    shares = [run.record.exposed_share for run in reference.runs if run.record.exposed_share is not None]
+    is_known = reference.exposed_share is not None and setting.world_size == reference.world_size > 1
+    if not is_known or not shares or not all(map(is_of_plan, varied)):
+        return None
+    return 1 / (1 - max(shares)) if max(shares) < 1 else math.inf
 
 
 def without_ranks(values: Mapping[str, str]) -> dict[str, str]:

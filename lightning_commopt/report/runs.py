@@ -56,7 +56,7 @@ def read_runs(folders: Sequence[Path]) -> FoundRuns:
     if not reader.finished and not reader.failed:
         # An error is read where it was asked for, not in a page that is shared: it has the whole paths.
         as_asked = _read({folder: str(folder) for folder in folders})
-        raise ValueError("; ".join(as_asked.all_problems()) or "nothing to report")
+        raise ValueError(f"no run could be read: {'; '.join(as_asked.all_problems()) or 'no directory was given'}")
     return FoundRuns(
         finished=tuple(reader.finished), failed=tuple(reader.failed), problems=tuple(reader.all_problems())
     )

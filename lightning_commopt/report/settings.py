@@ -92,18 +92,19 @@ def _split(
 def turn(run: Run) -> tuple[str, str, str]:
     """Returns what a run shares with those of other settings that were made in the same repetition of a sweep."""
     repetition = run.overrides.get("repetition", f"the {run.repetition}th")
-    seeds = " ".join(f"{name}={value}" for name, value in sorted(run.overrides.items()) if _is_seed(name))
+    seeds = " ".join(f"{name}={value}" for name, value in sorted(run.overrides.items()) if is_seed(name))
     return str(run.folder.parent), seeds, repetition
 
 
 def changes_training(name: str) -> bool:
     """Returns whether an override can change what is trained, other than as another repetition of it."""
-    return not _is_seed(name) and not any(
+    return not is_seed(name) and not any(
         name == other or name.startswith((f"{other}.", f"{other}/")) for other in _WITHOUT_EFFECT
     )
 
 
-def _is_seed(name: str) -> bool:
+def is_seed(name: str) -> bool:
+    """Returns whether an option is the seed of a run."""
     return name.rpartition(".")[2] in _SEEDS
 
 

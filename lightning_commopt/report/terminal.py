@@ -22,7 +22,7 @@ _ANY_WIDTH = 10_000
 _HEADINGS: dict[Outcome, str] = {
     "slower": "slower",
     "failed": "failed, and did not before",
-    "unknown": "cannot be told from so few runs: repeat=3 or more on both sides",
+    "unknown": "cannot be told from so few runs: at least 3 repetitions on both sides",
     "missing": "missing here",
     "faster": "faster",
     "new": "not there before",
@@ -147,6 +147,8 @@ def _speedup(setting: Setting) -> list[str]:
         return []
     first, *ends = _interval(setting.speedup)
     uncertain = "in one run" if setting.speedup.num_values == 1 else "uncertain"
+    if setting.is_beyond_limit:
+        return [f"{first} machine busy?", *ends]
     return [f"{first} {uncertain if setting.difference == 'unknown' else setting.difference}", *ends]
 
 

@@ -46,6 +46,7 @@ class RunRecord:
         val_loss: at the end.
         val_accuracy: at the end.
         metrics: whatever the model logged, as it was at the end.
+        metric_names: of ``val_loss`` and ``val_accuracy``, the metrics that they were taken from.
         versions: of Python and packages.
         hardware: the CPU and the GPUs, with names, memory and cores.
         git: commit, and whether files differed from it.
@@ -72,6 +73,7 @@ class RunRecord:
     val_loss: float | None = None
     val_accuracy: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    metric_names: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     hardware: tuple[dict[str, Any], ...] = ()
     git: dict[str, Any] | None = None

@@ -11,8 +11,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from typing_extensions import Self
 
-from lightning_commopt.collectives.channel import let_gloo_finish_at_exit
+from lightning_commopt.collectives.groups import let_gloo_finish_at_exit
 from lightning_commopt.plan import CommPlan, plan_options
+from lightning_commopt.strategy.aliases import register_aliases
 
 
 class FollowsPlan:
@@ -42,15 +43,7 @@ class FollowsPlan:
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers ``commopt_ddp`` and its variants, so that ``strategy="commopt_ddp_bf16"`` works."""
-        for suffix, comm_hook in (("", None), ("_bf16", "bf16"), ("_fp16", "fp16"), ("_powersgd", "powersgd")):
-            for start_suffix, start_method in (("", "popen"), ("_spawn", "spawn")):
-                strategy_registry.register(
-                    f"commopt_ddp{suffix}{start_suffix}",
-                    cls,
-                    description=f"CommOptDDP with comm_hook={comm_hook!r} and start_method={start_method!r}",
-                    comm_hook=comm_hook,
-                    start_method=start_method,
-                )
+        register_aliases(strategy_registry, cls)
 
 
 def check_group(world_size: int, strategy: str) -> None:

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.collectives.gather import all_come, gather_on_rank_0
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.ddp.hook import BucketHook
-from lightning_commopt.ddp.rewrap import Additions, is_within_batch
+from lightning_commopt.ddp.rewrap import ResidualAdder, is_within_batch
 from lightning_commopt.ddp.state import (
     KEY,
     CheckpointError,
@@ -30,6 +30,7 @@ from lightning_commopt.ddp.state import (
     to_plain,
 )
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.validation import warn
 
 _PATIENCE = timedelta(seconds=60)
 _NAMES_IN_MESSAGE = 8
@@ -40,7 +41,7 @@ class SavesCommState(DDPStrategy):
 
     _plan: CommPlan
     _hook: BucketHook | None = None
-    _additions: Additions | None = None
+    _residual_adder: ResidualAdder | None = None
     _save_comm_state = True
     _num_syncs = 0
     _restored: CommState | None = None
@@ -75,8 +76,8 @@ class SavesCommState(DDPStrategy):
         """Returns what the exchanges of this fit have left behind, not copied."""
         if self._hook is not None:
             return self._hook.state()
-        if self._additions is not None:
-            return CommState(None, self._num_syncs, {}, dict(self._additions.owed))
+        if self._residual_adder is not None:
+            return CommState(None, self._num_syncs, {}, dict(self._residual_adder.residuals))
         return CommState(None, self._num_syncs, is_common=True) if self._num_syncs else None
 
     def _keep_state_of_fit(self) -> None:
@@ -100,7 +101,7 @@ class SavesCommState(DDPStrategy):
         position = None if self._is_in_batch() else str(state.num_syncs)
         patience_s, timeout_s = min(_PATIENCE, timeout).total_seconds(), timeout.total_seconds()
         if not dist.is_initialized() or not all_come(position, patience_s, timeout_s):
-            rank_zero_warn(
+            warn(
                 "A checkpoint is saved without the state of comm_hook: not all ranks have come to save it, between"
                 " the same two batches."
             )
@@ -115,7 +116,7 @@ class SavesCommState(DDPStrategy):
         try:
             return from_checkpoint(saved, self.global_rank, self.world_size, self._plan.comm_hook)
         except CheckpointError as error:
-            rank_zero_warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
+            warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
             return CommState()
 
     def _resume_restored(self) -> None:
@@ -137,15 +138,15 @@ class SavesCommState(DDPStrategy):
         is_exact, self._num_syncs = _agreed(state.num_syncs, obstacle, sorted(buckets))
         if obstacle is not None:
             rank_zero_info(f"Of the checkpoint's state of comm_hook only what is owed is used, as {obstacle}.")
-        owed = state.owed if is_exact and self._hook is not None else _told_owed(state)
-        owed = _of_known_parameters(owed, module)
-        if self._additions is not None:
-            self._additions.cancel()
-            self._additions = None
+        residuals = state.residuals if is_exact and self._hook is not None else _readable_residuals(state)
+        residuals = _of_known_parameters(residuals, module)
+        if self._residual_adder is not None:
+            self._residual_adder.cancel()
+            self._residual_adder = None
         if self._hook is not None:
-            self._hook.resume(buckets if is_exact else {}, owed, self._num_syncs)
-        elif owed:
-            self._additions = Additions(module, owed)
+            self._hook.resume(buckets if is_exact else {}, residuals, self._num_syncs)
+        elif residuals:
+            self._residual_adder = ResidualAdder(module, residuals)
 
 
 def _agreed(num_syncs: int, obstacle: str | None, buckets: list[int]) -> tuple[bool, int]:
@@ -163,21 +164,21 @@ def _agreed(num_syncs: int, obstacle: str | None, buckets: list[int]) -> tuple[b
     return is_exact, max(number for number, _, _ in everyone)
 
 
-def _told_owed(state: CommState) -> dict[str, Tensor]:
+def _readable_residuals(state: CommState) -> dict[str, Tensor]:
     try:
-        return state.all_owed()
+        return state.all_residuals()
     except CheckpointError as error:
-        rank_zero_warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
+        warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
         return {}
 
 
-def _of_known_parameters(owed: dict[str, Tensor], module: Module) -> dict[str, Tensor]:
+def _of_known_parameters(residuals: dict[str, Tensor], module: Module) -> dict[str, Tensor]:
     shapes = {name: as_real(parameter).shape for name, parameter in module.named_parameters()}
-    lost = [name for name, value in owed.items() if shapes.get(name) != value.shape]
+    lost = [name for name, value in residuals.items() if shapes.get(name) != value.shape]
     if lost:
         shown = ", ".join(lost[:_NAMES_IN_MESSAGE]) + (", ..." if len(lost) > _NAMES_IN_MESSAGE else "")
-        rank_zero_warn(
+        warn(
             f"What comm_hook owed to {len(lost)} parameters of the checkpoint is dropped, as the model has none of"
             f" that name and shape: {shown}."
         )
-    return {name: value for name, value in owed.items() if name not in lost}
+    return {name: value for name, value in residuals.items() if name not in lost}

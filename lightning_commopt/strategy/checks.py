@@ -10,11 +10,11 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import _augment_message
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_commopt.compressors import Cast, Compressor, Layout
 from lightning_commopt.ddp.rewrap import Trainable
 from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.validation import warn
 
 
 def check_graph_is_static(module: LightningModule) -> None:
@@ -61,7 +61,7 @@ def warn_of_fp16_under_scaler(comm_hook: Compressor) -> None:
     while hasattr(comm_hook, "inner"):
         comm_hook = comm_hook.inner
     if isinstance(comm_hook, Cast) and comm_hook.dtype == torch.float16:
-        rank_zero_warn(
+        warn(
             "comm_hook='fp16' rounds gradients that a gradient scaler has multiplied: those beyond float16's"
             " 65504 become infinite, and the scaler then skips the step. comm_hook='bf16' has float32's range."
         )
@@ -71,7 +71,7 @@ def warn_of_unused_residuals(comm_hook: Compressor) -> None:
     """Warns that error feedback and unused parameters do not go together without loss."""
     layout = Layout((torch.Size([1]),), ((1,),), torch.float32)
     if comm_hook.residual(layout, comm_hook.init(layout, torch.device("cpu"))) is not None:
-        rank_zero_warn(
+        warn(
             "find_unused_parameters=True with error feedback: what it holds back for a parameter is lost in part in"
             " each step in which no rank uses that parameter."
         )
@@ -80,7 +80,7 @@ def warn_of_unused_residuals(comm_hook: Compressor) -> None:
 def warn_of_torchs_powersgd(ddp_comm_hook: Callable[..., Any] | None) -> None:
     """Warns of torch's own PowerSGD hook, whose collectives have no fixed order on gloo."""
     if getattr(ddp_comm_hook, "__module__", "").endswith("powerSGD_hook"):
-        rank_zero_warn(
+        warn(
             "torch's powerSGD_hook can abort or hang on gloo with more than one bucket. comm_hook='powersgd' does not."
         )
 
@@ -89,7 +89,7 @@ def warn_if_never_compressed(comm_hook: Compressor | None, num_steps: int) -> No
     """Warns if training was over before a compressor that starts late began."""
     start_step = getattr(comm_hook, "start_step", 0)
     if 0 < num_steps <= start_step:
-        rank_zero_warn(f"comm_hook never compressed: {num_steps} steps, and start_step={start_step}.")
+        warn(f"comm_hook never compressed: {num_steps} steps, and start_step={start_step}.")
 
 
 def explain_unused_parameters(exception: BaseException) -> None:

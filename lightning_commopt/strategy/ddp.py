@@ -14,7 +14,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +22,8 @@ from lightning_commopt.ddp.hook import attach_bucket_hook
 from lightning_commopt.ddp.observed import ShowsExchanges, observed_wrapper, observers_of, register_observed_all_reduce
 from lightning_commopt.ddp.rewrap import Trainable, gradient_bytes
 from lightning_commopt.launch.lightning_launcher import RunsInOwnGroup, forget_previous_job
-from lightning_commopt.plan import OptionError, plan_from_keywords, plan_options
+from lightning_commopt.plan import OptionError
+from lightning_commopt.strategy.arguments import plan_from_arguments
 from lightning_commopt.strategy.base import say_one_rank
 from lightning_commopt.strategy.checks import (
     check_graph_is_static,
@@ -35,6 +35,7 @@ from lightning_commopt.strategy.checks import (
     warn_of_unused_residuals,
 )
 from lightning_commopt.strategy.plan_change import ChangesPlan
+from lightning_commopt.validation import warn
 
 
 class CommOptDDP(ChangesPlan, RunsInOwnGroup, ShowsExchanges):
@@ -112,12 +113,9 @@ class CommOptDDP(ChangesPlan, RunsInOwnGroup, ShowsExchanges):
         save_comm_state: bool = True,
         **kwargs: Any,
     ) -> None:
-        keywords = {name: value for name, value in locals().items() if name in plan_options()}
-        self._plan, ddp_kwargs = plan_from_keywords(keywords, kwargs)
+        self._plan, ddp_kwargs = plan_from_arguments(locals())
         if ddp_comm_hook is not None and self._plan.comm_hook is not None:
             raise OptionError(f"comm_hook={comm_hook!r} and ddp_comm_hook exclude each other: DDP takes one hook")
-        if not isinstance(save_comm_state, bool):
-            raise OptionError(f"save_comm_state must be true or false, got {save_comm_state!r}")
         forget_previous_job()
         super().__init__(
             accelerator=accelerator,
@@ -192,7 +190,7 @@ class CommOptDDP(ChangesPlan, RunsInOwnGroup, ShowsExchanges):
         except TypeError as error:
             if self.root_device.type == "cuda":
                 raise
-            rank_zero_warn(f"ddp_comm_hook has no effect on {self.root_device.type}: torch refuses it ({error}).")
+            warn(f"ddp_comm_hook has no effect on {self.root_device.type}: torch refuses it ({error}).")
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Refuses what would train each rank by itself, and a static graph that is not static.

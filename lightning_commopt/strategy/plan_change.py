@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.ddp.rewrap import Additions, Trainable, is_within_batch, kept_buffers, unwrap
+from lightning_commopt.ddp.rewrap import ResidualAdder, Trainable, is_within_batch, kept_buffers, unwrap
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.strategy.base import FollowsPlan
 from lightning_commopt.strategy.checkpoint import SavesCommState
@@ -71,7 +71,7 @@ class ChangesPlan(FollowsPlan, SavesCommState):
     def _wrap_again(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
         resumed = self._hook.state() if self._hook is not None and self._hook.has_only_resumed else None
-        owed = self._close_hook()
+        residuals = self._close_hook()
         module = self.model = unwrap(self.model)
         with kept_buffers(module):  # wrapping sends those of rank 0 to the others
             self._synchronize_device()  # Lightning wraps on a stream that does not wait for the last step
@@ -80,9 +80,9 @@ class ChangesPlan(FollowsPlan, SavesCommState):
         if resumed is not None:  # a callback has frozen parameters again that were frozen in the checkpoint
             self._resume(resumed)
         elif self._hook is not None:
-            self._hook.owe(owed)
-        elif owed:
-            self._additions = Additions(module, owed)
+            self._hook.add_residuals(residuals)
+        elif residuals:
+            self._residual_adder = ResidualAdder(module, residuals)
 
     def _synchronize_device(self) -> None:
         if self.root_device.type == "cuda":
@@ -90,12 +90,12 @@ class ChangesPlan(FollowsPlan, SavesCommState):
 
     def _close_hook(self) -> dict[str, Tensor]:
         """Returns what this rank owes its peers, by parameter name."""
-        if self._additions is not None:
-            self._additions.cancel()
-            self._additions = None
+        if self._residual_adder is not None:
+            self._residual_adder.cancel()
+            self._residual_adder = None
         if self._hook is None:
             return {}
         hook, self._hook = self._hook, None
-        owed = hook.close()
+        residuals = hook.close()
         self._bytes_of_closed_hooks += hook.bytes_sent
-        return owed
+        return residuals

@@ -1,5 +1,6 @@
 import json
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder, SpeedMonitor, run_recorder
+from lightning_commopt.compressors.all_reduce import AllReduce
+from lightning_commopt.report.build import build_report
 from lightning_commopt.runs.losses import LOSS_FILE, read_losses
 from lightning_commopt.runs.record import RUN_FILE, RunRecord
 from ranks import run_ranks, run_ranks_or_raise
@@ -19,8 +22,9 @@ BATCH_SIZE = 4
 class RankLoss(LightningModule):
     """Its loss is the number of the batch, plus ten times the rank; nothing is learnt."""
 
-    def __init__(self, fails_at=None, failing_rank=0):
+    def __init__(self, fails_at=None, failing_rank=0, loss_name="val_loss"):
         super().__init__()
+        self.loss_name = loss_name
         self.layer = torch.nn.Linear(3, 2)
         self.fails_at = fails_at
         self.failing_rank = failing_rank
@@ -31,7 +35,7 @@ class RankLoss(LightningModule):
         return 0 * self.layer(batch[0]).sum() + batch_idx + 10 * self.global_rank
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", 5.0 + self.global_step, sync_dist=True)
+        self.log(self.loss_name, 5.0 + self.global_step, sync_dist=True)
         self.log("val/acc", 0.25, sync_dist=True)
 
     def configure_optimizers(self):
@@ -82,6 +86,27 @@ def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
     assert set(record.versions) >= {"torch", "lightning"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnCompressor(AllReduce):  # type: ignore[misc]
+    """A user's, which no configuration knows."""
+
+    share: float = 0.01
+
+
+def own_compressor(folder):
+    fit(folder, strategy=CommOptDDP(comm_hook=OwnCompressor(share=0.1), bucket_cap_mb=5), devices=2)
+
+
+def test_a_compressor_without_a_name_is_described_by_its_repr(tmp_path):
+    """If it fails, recording ends the training of those who write a compressor."""
+    run_ranks(own_compressor, tmp_path)
+    record = RunRecord.load(tmp_path)
+    assert (record.status, record.plan_name) == ("finished", "OwnCompressor")
+    assert record.plan == {"bucket_cap_mb": 5, "comm_hook": "OwnCompressor(share=0.1)"}
+    lines = build_report([tmp_path]).groups[0].settings[0].config_lines
+    assert lines == ("# in Python: CommOptDDP(bucket_cap_mb=5, comm_hook=OwnCompressor(share=0.1))",)
+
+
 def test_losses_are_averaged_over_ranks(tmp_path):
     run_ranks(two_ranks, tmp_path)
     points = read_losses(tmp_path)
@@ -98,6 +123,26 @@ def test_names_of_metrics_are_the_projects_own(tmp_path):
     record = RunRecord.load(tmp_path)
     assert (record.val_loss, record.val_accuracy) == (11.0, 0.25)
     assert [point.step for point in read_losses(tmp_path) if point.kind == "val"] == [3, 6]
+
+
+@pytest.mark.parametrize("name", ["val/loss", "model.validation_loss", "Valid Loss"])
+def test_a_validation_loss_of_another_spelling_is_found(tmp_path, name):
+    fit(tmp_path, model=RankLoss(loss_name=name))
+    record = RunRecord.load(tmp_path)
+    assert (record.val_loss, record.val_accuracy) == (11.0, 0.25)
+    assert record.metric_names == {"val_loss": name, "val_accuracy": "val/acc"}
+    assert [point.loss for point in read_losses(tmp_path) if point.kind == "val"] == [11.0]
+
+
+def test_without_a_final_loss_the_option_is_named(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(run_recorder, "rank_zero_info", said.append)
+        fit(tmp_path, model=RankLoss(loss_name="val/nll"))
+    assert RunRecord.load(tmp_path).val_loss is None
+    assert len(said) == 1
+    assert "val/nll" in said[0]
+    assert "RunRecorder(val_loss=NAME)" in said[0]
 
 
 def test_without_a_place_it_is_the_trainers(tmp_path):
@@ -163,7 +208,7 @@ def test_a_place_that_cannot_be_written_does_not_end_training(tmp_path):
     model = RankLoss()
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr(run_recorder, "rank_zero_warn", said.append)
+        patch.setattr(run_recorder, "warn", said.append)
         fit(tmp_path / "file", model=model)
     assert model.trainer.global_step == 6
     assert len(said) == 2
@@ -179,8 +224,8 @@ def test_files_are_json(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"val_loss": 3}, "val_loss must be the name of a metric, got 3"),
-        ({"val_accuracy": ""}, "val_accuracy must be the name of a metric, got ''"),
+        ({"val_loss": 3}, "val_loss must be the name of a metric or None, got 3"),
+        ({"val_accuracy": ""}, "val_accuracy must be the name of a metric or None, got ''"),
         ({"ends_run": 1}, "ends_run must be true or false, got 1"),
     ],
 )

@@ -15,7 +15,7 @@ ALONE: Any = SimpleNamespace(size=1, all_reduce=lambda tensor: tensor)
 
 @dataclass(frozen=True, kw_only=True)
 class Doubles(Compressor):
-    """Doubles gradients, owes 7 for each, and notes in whose memory they were."""
+    """Doubles gradients, leaves a residual of 7 for each, and notes in whose memory they were."""
 
     memories: list[int] = field(default_factory=list)
 
@@ -53,3 +53,8 @@ def test_large_gradients_are_copied_only_if_small_ones_lie_between(numels: list[
     assert residual.equal(torch.where(is_large, 7.0, 0.0))
     is_view = inner.memories == [tensor.untyped_storage().data_ptr() for tensor in (flat, residual)]
     assert is_view == in_one_run
+
+
+def test_a_compressor_of_ones_own_is_lossy_unless_it_says_otherwise() -> None:
+    """If it fails, reports call a user's compressor lossless."""
+    assert BySize(inner=Doubles(), min_numel=10).is_lossy

@@ -140,6 +140,14 @@ def test_lossless_equals_ddp(name: str, options: str, world_size: int) -> None:
     np.testing.assert_allclose(ours, ddp, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_is_lossy_says_whether_gradients_change(name: str) -> None:
+    """If it fails, reports and recommendations call a plan lossless that changes training, or the reverse."""
+    outcome = _outcomes("one_bucket", 2)[0]
+    is_changed = not np.array_equal(outcome[name]["received"], outcome["ddp"]["received"])
+    assert COMPRESSORS[name].is_lossy is (is_changed or name == "after_steps_never")
+
+
 def _received_where_one_host_has_no_compiler(names: list[str]) -> list[np.ndarray]:
     if dist.get_rank() == 1:
         os.environ["CC"] = "there-is-no-such-compiler"

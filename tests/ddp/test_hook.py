@@ -141,10 +141,10 @@ def test_a_failure_surfaces_with_its_bucket() -> None:
     """If it fails, an error in a compressor hangs the run, or says nothing of where it happened."""
     (_, on_first), (_, on_second) = run_ranks_or_raise(_fail, world_size=2, group_timeout_s=30)
     assert on_second is not None
-    assert "exchange of gradient bucket 0 failed (ArithmeticError: no luck)" in on_second
+    assert "gradient sync of bucket 0 failed (ArithmeticError: no luck)" in on_second
     assert "its parameters: 5.bias, 5.weight" in on_second
     assert on_first is not None
-    assert "exchange of gradient bucket" in on_first
+    assert "gradient sync of bucket" in on_first
 
 
 def _sparse() -> tuple[list[float], list[float]]:
@@ -215,7 +215,7 @@ def _closed_groups() -> list[Any]:
         model(torch.randn(4, 32)).sum().backward()
         assert isinstance(hook, BucketHook)
         hook.close()
-        workers = [thread for thread in threading.enumerate() if thread.name == "commopt-exchange"]
+        workers = [thread for thread in threading.enumerate() if thread.name == "commopt-gradient-sync"]
         counts.append((len(dist.distributed_c10d._world.pg_map), len(workers)))
     return counts
 
@@ -223,4 +223,4 @@ def _closed_groups() -> list[Any]:
 def test_close_leaves_nothing() -> None:
     """If it fails, every fit leaks a thread or a process group."""
     for counts in run_ranks(_closed_groups):
-        assert counts == [(2, 0)] * 3  # the default group, and one more for all hooks
+        assert counts == [(2, 0)] * 3  # the default group, and one that the hooks take in turn

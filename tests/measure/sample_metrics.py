@@ -19,7 +19,9 @@ def sample_metrics(**changed: float) -> dict[str, float]:
         "optimizer_s": 0.05,
         "comm_s": 0.32,
         "exposed_s": 0.3,
+        "queue_s": 0.0,
         "compression_s": 0.0,
+        "wire_s": 0.32,
         "wait_s": 0.02,
         "exposed_wait_s": 0.01,
     }

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 _FORWARD, _BACKWARD, _OPTIMIZER = 0.3, 0.65, 0.05
 
@@ -37,11 +35,11 @@ class Cluster:
 class Windows(NamedTuple):
     """Times of windows of steps, ``(num_windows, world_size, num_steps)`` each."""
 
-    wire_s: Tensor
-    step_s: Tensor
-    exposed_s: Tensor
+    wire_s: NDArray[np.float64]
+    step_s: NDArray[np.float64]
+    exposed_s: NDArray[np.float64]
 
-    def window(self, index: int, num_steps: int) -> dict[str, Tensor]:
+    def window(self, index: int, num_steps: int) -> dict[str, NDArray[np.float64]]:
         """Returns the first steps of one window, as `find_straggler` takes them."""
         return {name: getattr(self, name)[index, :, :num_steps] for name in self._fields}
 
@@ -92,4 +90,4 @@ def simulate(
         ended = done + _OPTIMIZER * compute
         times.append((wire, ended - began, done - ready))
         began = ended
-    return Windows(*(torch.from_numpy(np.stack(part, axis=2)) for part in zip(*times, strict=True)))
+    return Windows(*(np.stack(part, axis=2) for part in zip(*times, strict=True)))

@@ -57,7 +57,8 @@ def test_a_line_has_what_the_record_derives(num_buckets, num_rounds):
     record = step_record(7, num_buckets=num_buckets, num_rounds=num_rounds)
     values = json.loads(record.to_json())
     assert values == record.to_dict()
-    derived = ["comm_s", "wire_s", "compression_s", "exposed_s", "overlapped_share", "gradient_bytes", "wire_bytes"]
+    times = ["comm_s", "queue_s", "compression_s", "wire_s", "exposed_s"]
+    derived = [*times, "overlapped_share", "gradient_bytes", "wire_bytes"]
     named = ["step", "num_samples", "step_s", *(f"{name}_s" for name in PHASES), *derived, "phases", "buckets"]
     assert list(values) == named
     for name in PHASES:

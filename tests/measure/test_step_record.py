@@ -50,10 +50,11 @@ TWO_BACKWARDS = step(
 def test_several_backwards_in_one_step() -> None:
     """Each backward waits for its own last bucket; what validation takes in between is no part of the step."""
     assert TWO_BACKWARDS.exposed_s == 0.75 + 1.0
-    assert TWO_BACKWARDS.comm_s == 1.25 + 0.5 + 0.875
+    assert TWO_BACKWARDS.comm_s == 1.25 + 0.5 + 1.0
+    assert TWO_BACKWARDS.queue_s == pytest.approx(0.125)
     assert TWO_BACKWARDS.wire_s == pytest.approx(0.3 + 0.5 + 0.5 + 0.75)
-    assert TWO_BACKWARDS.compression_s == pytest.approx(TWO_BACKWARDS.comm_s - TWO_BACKWARDS.wire_s)
-    assert TWO_BACKWARDS.overlapped_share == pytest.approx(1 - 1.75 / 2.625)
+    assert TWO_BACKWARDS.compression_s == pytest.approx(2.625 - 2.05)
+    assert TWO_BACKWARDS.overlapped_share == pytest.approx(1 - 1.75 / 2.75)
     assert (TWO_BACKWARDS.start_s, TWO_BACKWARDS.end_s, TWO_BACKWARDS.step_s) == (0.0, 7.5, 7.0)
     seconds = {name: TWO_BACKWARDS.phase_s(name) for name in PHASES}
     assert seconds == {"data": 0.75, "forward": 1.25, "backward": 4.0, "optimizer": 0.5, "other": 0.5}
@@ -66,9 +67,28 @@ def test_exposed_ends_with_the_last_bucket_that_ends() -> None:
     assert step(bucket(4, 4, 6), bucket(1, 1, 9, index=1)).exposed_s == 5
 
 
-def test_a_wait_before_the_turn_is_exposed_but_no_exchange() -> None:
+def test_a_bucket_that_waits_for_its_turn_is_communication() -> None:
+    """If it fails, the exposed time is longer than the communication that it is a part of."""
     record = step(bucket(1, 3, 4, (3, 4)))
-    assert (record.exposed_s, record.comm_s, record.overlapped_share) == (3, 1, 0)
+    assert (record.comm_s, record.queue_s, record.compression_s, record.wire_s) == (3, 2, 0, 1)
+    assert (record.exposed_s, record.overlapped_share) == (3, 0)
+
+
+def test_no_part_is_more_than_its_whole() -> None:
+    """Random buckets in several backwards: communication is the sum of its parts, and exposed time is in it."""
+    rng = random.Random(0)
+    for _ in range(500):
+        buckets, began = [], 0.0
+        for backward in range(rng.randrange(1, 4)):
+            for index in range(rng.randrange(1, 6)):
+                marks = sorted(began + rng.random() for _ in range(6))
+                wire = (marks[2], marks[3]), (marks[3], marks[4])
+                buckets.append(bucket(marks[0], marks[1], marks[5], *wire, index=index, backward=backward))
+            began += 1
+        totals = step(*buckets).totals
+        assert totals.queue_s + totals.compression_s + totals.wire_s == pytest.approx(totals.comm_s)
+        assert 0 <= totals.exposed_s <= totals.comm_s
+        assert min(totals.queue_s, totals.compression_s) >= 0
 
 
 def test_without_buckets() -> None:
@@ -95,7 +115,7 @@ def test_json_keeps_a_tenth_of_a_microsecond() -> None:
 
 def test_json_has_what_is_derived() -> None:
     values = TWO_BACKWARDS.to_dict()
-    for name in ("step_s", "comm_s", "wire_s", "compression_s", "exposed_s", "gradient_bytes", "wire_bytes"):
+    for name in ("step_s", "comm_s", "queue_s", "wire_s", "compression_s", "exposed_s", "gradient_bytes", "wire_bytes"):
         assert values[name] == pytest.approx(getattr(TWO_BACKWARDS, name))
     assert values["backward_s"] == 4.0
     assert step().to_dict()["overlapped_share"] is None
@@ -128,7 +148,7 @@ def test_covered_time_against_brute_force() -> None:
 
 
 def test_compression_is_never_negative() -> None:
-    """The wire is part of the exchange, and rounding must not make it more."""
+    """The wire is a part of communication, and rounding must not make it more."""
     rng = random.Random(0)
     for _ in range(500):
         marks = sorted(10 ** rng.uniform(-3, 0) for _ in range(4))

@@ -19,6 +19,11 @@ _ARGUMENTS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 _LIMIT_MS = 60_000
+_FORCE_FONT = """
+    const style = document.createElement("style");
+    style.textContent = "* { FONT }";
+    document.addEventListener("readystatechange", () => document.head.append(style), {once: true});
+"""
 
 
 @dataclass
@@ -51,11 +56,23 @@ def started_browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, path: Path, *, width: int = 1600, has_touch: bool = False) -> Iterator[OpenPage]:
-    """Opens a file, and waits until its charts are drawn."""
+def opened(
+    browser: Browser, path: Path, *, width: int = 1600, has_touch: bool = False, font: str = ""
+) -> Iterator[OpenPage]:
+    """Opens a file, and waits until its charts are drawn.
+
+    Args:
+        browser: as `started_browser` gives it.
+        path: of the page.
+        width: of the window, in pixels.
+        has_touch: whether it is touched rather than clicked.
+        font: CSS declarations that hold for every text; empty for the page's own.
+    """
     context = browser.new_context(viewport={"width": width, "height": 900}, has_touch=has_touch)
     context.set_default_timeout(_LIMIT_MS)
     page = context.new_page()
+    if font:
+        page.add_init_script(_FORCE_FONT.replace("FONT", font))
     found = OpenPage(page)
     page.on("console", lambda message: found.complaints.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: found.complaints.append(str(error)))

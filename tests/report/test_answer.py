@@ -141,6 +141,17 @@ def test_a_lossless_plan_that_is_as_fast_is_preferred(tmp_path):
     assert group.recommended.name == "all reduce"
 
 
+def test_a_loss_under_another_name_names_the_override(tmp_path):
+    for hook, rates in (("none", SLOW), ("bf16", FAST)):
+        options = {"plan": {"comm_hook": {"name": hook}}, "plan_name": hook, "metrics": {"val/nll": 1.0}}
+        overrides = (f"+commopt={hook}", "+commopt_record=callbacks")
+        _save(tmp_path, *overrides, rates=rates, losses=[None] * 3, **options)
+    (group,) = build_report([tmp_path]).groups
+    (sentence,) = [each for each in group.answer if "no final loss" in each]
+    assert "val/nll" in sentence
+    assert "callbacks.commopt_run.val_loss=NAME" in sentence
+
+
 def test_others_that_are_as_fast_are_named(tmp_path):
     losses = {"none": LOW, "bf16": LOW, "int8": LOW}
     group = _group(tmp_path, {"none": SLOW, "bf16": [151, 150, 152], "int8": FAST}, losses)
@@ -175,6 +186,25 @@ def test_single_runs_say_that_the_noise_is_unknown(tmp_path):
     assert group.recommended is None
 
 
+@pytest.mark.parametrize(
+    ("overrides", "config", "advice"),
+    [
+        (["strategy/comm_hook=bf16"], "repeat: 1", "repeat=3 "),
+        (["+commopt=bf16"], "seed: 12", " seed=1,2,3 before"),
+        (["+commopt=bf16", "trainer.seed_everything=1"], "{}", " trainer.seed_everything=1,2,3 before"),
+        ([], "{}", "each setting with 3 seeds"),
+    ],
+)
+def test_how_to_repeat_fits_where_the_sweep_ran(tmp_path, overrides, config, advice):
+    """If it fails, a project that has no key ``repeat`` is told to set it."""
+    for hook, rate in (("none", 100), ("bf16", 150)):
+        own = [each.replace("bf16", hook) for each in overrides]
+        run = save_run(tmp_path / hook, *own, plan_name=hook, plan={"comm_hook": hook}, samples_per_s=rate)
+        (run / "config.yaml").write_text(config)
+    (group,) = build_report([tmp_path]).groups
+    assert advice in group.answer[-1]
+
+
 def test_two_repetitions_that_disagree_are_too_few(tmp_path):
     group = _group(tmp_path, {"none": [100, 100], "all_reduce": [200, 320]})
     assert group.answer == (
@@ -192,6 +222,36 @@ def test_single_runs_of_slower_plans_say_so_too(tmp_path):
         '"bf16", the nearest, is 10 % slower than "uncompressed".',
         "With single runs the noise is unknown: repeat=3 shows which differences last.",
     )
+
+
+@pytest.mark.parametrize(
+    ("rates", "share", "override", "fields", "is_beyond"),
+    [
+        ([200, 202, 198], 0.32, "strategy/comm_hook=bf16", {}, True),
+        ([140, 141, 139], 0.32, "strategy/comm_hook=bf16", {}, False),
+        ([155, 156, 154], 0.32, "strategy/comm_hook=bf16", {}, False),  # noise, or less work for the optimizer
+        ([200, 202, 198], None, "strategy/comm_hook=bf16", {}, False),
+        ([200, 202, 198], 0.32, "trainer.precision=bf16-mixed", {}, False),
+        ([200, 202, 198], 0.32, "ranks=4", {"world_size": 4}, False),
+    ],
+)
+def test_more_than_communication_explains_is_no_headline(tmp_path, rates, share, override, fields, is_beyond):
+    """Hiding 32 % of a step makes it 1.47 times as fast at most; if it fails, a busy minute is praised as a plan."""
+    shares = [None if share is None else share - at / 100 for at in range(3)]
+    for at, (slow, fast, of_run) in enumerate(zip(SLOW, rates, shares, strict=True)):
+        seen = {} if of_run is None else {"exposed_share": of_run, "comm_time": {"comm_s": 1.0}}
+        save_run(tmp_path / f"a{at}", f"repetition={at}", samples_per_s=slow, **seen)
+        save_run(tmp_path / f"b{at}", override, f"repetition={at}", samples_per_s=fast, **fields)
+    (group,) = build_report([tmp_path], reference=build_report([tmp_path]).groups[0].settings[0].name).groups
+    setting = group.settings[1]
+    assert setting.is_beyond_limit is is_beyond
+    assert ("busy" in " ".join(group.answer)) is is_beyond
+    assert (group.fastest is setting) is not is_beyond
+    assert (group.recommended is None) is is_beyond
+    if is_beyond:
+        assert setting.speedup_limit == pytest.approx(1 / 0.68)
+        assert "1.47 times" in group.answer[0]
+        assert "is the fastest" not in " ".join(group.answer)
 
 
 def test_one_setting_has_nothing_to_be_compared_with(tmp_path):

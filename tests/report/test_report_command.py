@@ -165,6 +165,16 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_reported(tmp_path):
     assert "is the fastest" in result.stdout
 
 
+def test_nothing_but_a_record_that_is_cut_off_leaves_nothing_to_report(tmp_path):
+    (tmp_path / "sweep" / "0").mkdir(parents=True)
+    (tmp_path / "sweep" / "0" / "run.json").write_text('{"status": "fini')
+    result = _run(tmp_path / "sweep")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("commopt: no run could be read: ")
+    assert "0/run.json" in result.stderr
+    assert not (tmp_path / "sweep" / "report.html").exists()
+
+
 def _reported(folder) -> str:  # type: ignore[no-untyped-def]
     console = Console(file=io.StringIO(), width=60)
     report_sweep(folder, console)

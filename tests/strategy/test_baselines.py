@@ -386,7 +386,7 @@ def test_gradients_that_come_twice() -> None:
         ({"comm_hook": "bf16"}, OptionError, "comm_hook has no effect"),
         ({"bucket_cap": 25}, UnknownOptionError, "unknown option 'bucket_cap'; known options: accelerator, "),
         ({"start_method": "thread"}, OptionError, "start_method must be one of popen, .* got 'thread'"),
-        ({"timeout": 5}, OptionError, "timeout must be a timedelta above 0 or None, got 5"),
+        ({"timeout": 5}, OptionError, "timeout must be a timedelta above 0, .* got 5"),
         ({"process_group_backend": 1}, OptionError, "process_group_backend must be .* got 1"),
     ],
 )

@@ -128,7 +128,7 @@ class Look(Callback):
         self.path = path
         self.plan = plan
         self.in_saved_buckets = False
-        self.owed: Params = {}
+        self.residual: Params = {}
         self.finished = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -141,7 +141,9 @@ class Look(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         hook = trainer.strategy._hook  # type: ignore[attr-defined]
-        self.owed = {name: value.double().numpy() for name, value in hook.state().all_owed().items()} if hook else {}
+        self.residual = (
+            {name: value.double().numpy() for name, value in hook.state().all_residuals().items()} if hook else {}
+        )
         self.finished = hook is None or hook._relayout is None
 
 
@@ -171,7 +173,7 @@ def _train(resumes: bool, folder: str, names: list[str], options: dict[str, Any]
             run["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
         strategy = CommOptDDP(comm_hook=COMPRESSORS[name], **options)
         look = _fit(module, strategy, Path(folder, f"{name}.ckpt"), 2 * HALF, resumes, **run)
-        outcome[name] = numbers(module), look.owed, look.in_saved_buckets, look.finished, strategy.wire_bytes
+        outcome[name] = numbers(module), look.residual, look.in_saved_buckets, look.finished, strategy.wire_bytes
     return outcome
 
 
@@ -194,9 +196,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _assert_exact(through: list[Any], resumed: list[Any], name: str, has_other_buckets_first: bool = True) -> None:
     for before, after in zip(through, resumed, strict=True):
-        params, owed, _, _, _ = before[name]
+        params, residual, _, _, _ = before[name]
         assert_same(after[name][0], params)
-        assert_same(after[name][1], owed)
+        assert_same(after[name][1], residual)
         assert after[name][3], "the checkpoint's buckets are still not DDP's"
     assert resumed[0][name][2] == has_other_buckets_first, "else the test shows nothing"
     assert all(np.isfinite(value).all() for value in resumed[0][name][0].values())
@@ -301,7 +303,7 @@ def _feed(
         num_steps = 2 * HALF if resumes else HALF
         look = _fit(module, strategy, Path(path), num_steps, resumes, last_plan)
     said = [str(warning.message) for warning in caught if "comm_hook" in str(warning.message)]
-    return numbers(module), look.owed, said
+    return numbers(module), look.residual, said
 
 
 SMALL: dict[str, Any] = {"bucket_cap_mb": 0.001}
@@ -332,11 +334,11 @@ def test_what_is_owed_outlives_a_change(change: str, tmp_path: Path) -> None:
     for params, _, said in second:
         assert not said
         for name, value in params.items():
-            owed = np.mean([owed.get(name, np.zeros_like(value)) for _, owed, _ in second], axis=0)
+            residual = np.mean([residual.get(name, np.zeros_like(value)) for _, residual, _ in second], axis=0)
             fed = fed_before[name] + fed_after[name]
-            np.testing.assert_allclose(-value + owed, fed, rtol=0, atol=1e-4, err_msg=name)
-    owed_before = max((np.abs(value).max() for _, owed, _ in first for value in owed.values()), default=0)
-    assert owed_before > 0.1 or change == "from_none"
+            np.testing.assert_allclose(-value + residual, fed, rtol=0, atol=1e-4, err_msg=name)
+    residual_before = max((np.abs(value).max() for _, residual, _ in first for value in residual.values()), default=0)
+    assert residual_before > 0.1 or change == "from_none"
 
 
 def _save_in_all_ways(folder: str) -> list[bool]:
@@ -355,14 +357,14 @@ def _save_in_all_ways(folder: str) -> list[bool]:
 def test_checkpoints_without_the_state(tmp_path: Path) -> None:
     """If it fails, the option has no effect, files of weights grow, or a checkpoint after a fit lacks the state."""
     assert run_ranks(_save_in_all_ways, str(tmp_path)) == [[False, False, True]] * 2
-    for resumed, owed_is_kept in (("option_off", False), ("after_fit", True)):
+    for resumed, residual_is_kept in (("option_off", False), ("after_fit", True)):
         second = run_ranks(_feed, True, str(tmp_path / resumed), CommOptDDP(comm_hook=POWERSGD))
         fed = _fed_in_all(range(2 * HALF), 2)
         for params, _, said in second:
             assert not said
             for name, value in params.items():
-                owed = np.mean([owed[name] for _, owed, _ in second], axis=0)
-                assert np.allclose(-value + owed, fed[name], atol=1e-4) == (owed_is_kept or name == "parts.d")
+                residual = np.mean([residual[name] for _, residual, _ in second], axis=0)
+                assert np.allclose(-value + residual, fed[name], atol=1e-4) == (residual_is_kept or name == "parts.d")
 
 
 @pytest.mark.parametrize("after", [{}, {"comm_hook": POWERSGD}], ids=["none", "powersgd"])
@@ -374,8 +376,8 @@ def test_what_is_owed_when_the_compressor_was_just_taken_off(after: dict[str, An
     fed = _fed_in_all(range(2 * HALF), 2)
     for params, _, _ in second:
         for name, value in params.items():
-            owed = np.mean([owed.get(name, np.zeros_like(value)) for _, owed, _ in second], axis=0)
-            np.testing.assert_allclose(-value + owed, fed[name], rtol=0, atol=1e-4, err_msg=name)
+            residual = np.mean([residual.get(name, np.zeros_like(value)) for _, residual, _ in second], axis=0)
+            np.testing.assert_allclose(-value + residual, fed[name], rtol=0, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("value", [None, "yes", 1])
@@ -461,7 +463,7 @@ class GoBack(Callback):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.owed: list[Params] = []
+        self.residual: list[Params] = []
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         step, strategy = trainer.global_step, trainer.strategy
@@ -470,14 +472,14 @@ class GoBack(Callback):
         elif step == HALF - 1:
             strategy.load_checkpoint(self.path)
         if step in (HALF - 3, HALF - 2, HALF - 1):
-            owed = strategy._hook.state().all_owed()  # type: ignore[attr-defined]
-            self.owed.append({name: value.double().numpy() for name, value in owed.items()})
+            residual = strategy._hook.state().all_residuals()  # type: ignore[attr-defined]
+            self.residual.append({name: value.double().numpy() for name, value in residual.items()})
 
 
 def _go_back(path: str) -> list[Params]:
     look = GoBack(path)
     _fit(Fed(), CommOptDDP(comm_hook=POWERSGD), None, HALF, callbacks=[look])
-    return look.owed
+    return look.residual
 
 
 def test_loading_in_the_middle_of_a_fit_takes_effect_at_once(tmp_path: Path) -> None:

@@ -330,10 +330,10 @@ def test_exception_in_an_exchange() -> None:
         _break_an_exchange, {"max_epochs": 2}, world_size=2, group_timeout_s=3, limit_s=60
     )
     assert broken[1] is not None
-    assert "the exchange of gradient bucket 1 failed (ArithmeticError: broken on purpose)" in broken[1]
+    assert "gradient sync of bucket 1 failed (ArithmeticError: broken on purpose)" in broken[1]
     assert "layers.0.bias, layers.0.weight" in broken[1]
     assert waiting[1] is not None
-    assert "the exchange of gradient bucket 1 failed" in waiting[1]
+    assert "gradient sync of bucket 1 failed" in waiting[1]
 
 
 def _convert_batch_norm() -> tuple[str, str]:

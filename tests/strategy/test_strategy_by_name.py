@@ -2,29 +2,55 @@
 
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from strategy_models import SelfFed, trainer
 
-from lightning_commopt import Cast, CommOptDDP, PowerSGD
+from lightning_commopt import Cast, CommOptDDP, Int8, PowerSGD
+from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan import ddp_options
 from ranks import run_ranks
 
-_HOOKS = {"": None, "_bf16": Cast(dtype=torch.bfloat16), "_fp16": Cast(dtype=torch.float16), "_powersgd": PowerSGD()}
+_HOOKS = {
+    "": None,
+    "_bf16": Cast(dtype=torch.bfloat16),
+    "_fp16": Cast(dtype=torch.float16),
+    "_int8": Int8(),
+    "_powersgd": PowerSGD(),
+}
+_OF_LIGHTNING = [name for name, entry in StrategyRegistry.items() if entry["strategy"] is DDPStrategy]
 
 
+def test_aliases_are_those_of_ddp() -> None:
+    """If it fails, a name that Lightning has for ddp is missing, for the Trainer or for Fabric."""
+    assert "ddp_fork_find_unused_parameters_true" in _OF_LIGHTNING
+    expected = {name.replace("ddp", f"commopt_ddp{suffix}", 1) for name in _OF_LIGHTNING for suffix in _HOOKS}
+    for registry in (StrategyRegistry, STRATEGY_REGISTRY):
+        assert {name for name in registry if name.startswith("commopt")} == expected
+
+
+@pytest.mark.parametrize("name", _OF_LIGHTNING)
 @pytest.mark.parametrize("suffix", _HOOKS)
-@pytest.mark.parametrize("start", ["", "_spawn"])
-def test_alias(suffix: str, start: str) -> None:
-    """If it fails, Trainer(strategy="commopt_ddp...") is unknown, or means something else."""
-    strategy = Trainer(
-        strategy=f"commopt_ddp{suffix}{start}", accelerator="cpu", devices=2, logger=False, barebones=True
-    ).strategy
-    assert isinstance(strategy, CommOptDDP)
-    assert strategy.plan.comm_hook == _HOOKS[suffix]
-    assert strategy._start_method == (start[1:] or "popen")
+def test_alias(suffix: str, name: str) -> None:
+    """If it fails, strategy="commopt_ddp..." means something else than "ddp..." with this comm hook."""
+    alias, options = name.replace("ddp", f"commopt_ddp{suffix}", 1), {"accelerator": "cpu", "devices": 2}
+    with catch_warnings():
+        simplefilter("ignore")  # Lightning's, of notebooks
+        ours = Trainer(strategy=alias, logger=False, barebones=True, **options).strategy
+        in_fabric = Fabric(strategy=alias, **options).strategy
+    assert isinstance(ours, CommOptDDP)
+    assert isinstance(in_fabric, FabricCommOptDDP)
+    of_lightning = StrategyRegistry.get(name)
+    for strategy in (ours, in_fabric):
+        assert strategy.plan.comm_hook == _HOOKS[suffix]
+        assert strategy._start_method == of_lightning._start_method
+        assert strategy._ddp_kwargs == of_lightning._ddp_kwargs
 
 
 def _fit_by_alias() -> int:

@@ -17,7 +17,7 @@ from tiny_runs import TINY
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.runs.record import RunRecord
 
-pytestmark = [pytest.mark.usefixtures("lab_machine"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("lab_machine")]
 
 LIMIT_S = 240
 Ended = tuple[Path, subprocess.CompletedProcess[str]]

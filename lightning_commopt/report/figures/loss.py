@@ -9,8 +9,7 @@ from typing import Literal
 
 from plotly import graph_objects as go
 
-from lightning_commopt.report.figures.chart import Chart
-from lightning_commopt.report.figures.labels import LineEnd, Range, label_ends, plain, plot_height, right_margin
+from lightning_commopt.report.figures.chart import Chart, Line, plain
 from lightning_commopt.report.figures.series import typical_run
 from lightning_commopt.report.figures.style import PlanStyle, line_styles, new_figure
 from lightning_commopt.report.figures.units import number
@@ -29,7 +28,7 @@ _Axis = Literal["step", "seconds"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Curve:
-    """What is drawn of a setting: all before its first loss that is no number, at this step."""
+    """What is drawn of a setting: all before its first loss that is not finite, at this step."""
 
     setting: Setting
     train: tuple[LossPoint, ...]
@@ -63,15 +62,26 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
     drawn = [curve.setting.name for curve in all_curves]
     never = [each.name for each in group.settings if each.name not in drawn and any(run.losses for run in each.runs)]
     if never:
-        note += f" Never a number: the loss of {listed(never)}."
+        note += f" Never finite: the loss of {listed(never)}."
     for curve in curves:
         if curve.diverged_at is not None:
-            note += f" The loss of {in_quotes(curve.setting.name)} is no number from step {curve.diverged_at:,}."
-    by_step = _figure(curves, looks, "step", "optimizer steps (number)")
-    by_time = _figure(curves, looks, "seconds", "time of training, without validation (s)")
+            note += f" The loss of {in_quotes(curve.setting.name)} is NaN from step {curve.diverged_at:,} on."
+    losses = [point.loss for curve in curves for point in (*curve.train, *curve.val)]
+    is_log = min(losses) > 0 and max(losses) / min(losses) > _LOG_RATIO
+    axes: dict[_Axis, tuple[str, str]] = {
+        "step": ("Loss against steps", "optimizer steps (number)"),
+        "seconds": ("Loss against seconds", "time of training, without validation (s)"),
+    }
     return [
-        Chart(title="Loss against steps", note=note, figure=by_step),
-        Chart(title="Loss against seconds", note=note, figure=by_time),
+        Chart(
+            title=title,
+            note=note,
+            x_title=x_title,
+            y_title="loss (in the model's own unit, logarithmic)" if is_log else "loss (in the model's own unit)",
+            figure=_figure(curves, looks, axis, is_log),
+            lines=tuple(Line(curve.setting.name, style) for curve, style in zip(curves, looks, strict=True)),
+        )
+        for axis, (title, x_title) in axes.items()
     ]
 
 
@@ -127,32 +137,14 @@ def _smoothed(points: Sequence[LossPoint]) -> tuple[LossPoint, ...]:
     return tuple(found)
 
 
-def _figure(curves: Sequence[_Curve], looks: Sequence[PlanStyle], axis: _Axis, x_title: str) -> go.Figure:
-    ends = [
-        LineEnd(getattr(curve.last, axis), curve.last.loss, curve.setting.name, style.text_color)
-        for curve, style in zip(curves, looks, strict=True)
-    ]
-    y_range = _range([point.loss for curve in curves for point in (*curve.train, *curve.val)])
-    figure = new_figure(
-        x_title=x_title,
-        y_title="loss (in the model's own unit" + (", logarithmic)" if y_range.is_log else ")"),
-        plot_height=plot_height(ends),
-        right=right_margin(ends),
-    )
+def _figure(curves: Sequence[_Curve], looks: Sequence[PlanStyle], axis: _Axis, is_log: bool) -> go.Figure:
+    figure = new_figure()
+    figure.update_xaxes(rangemode="tozero")
     for curve, style in zip(curves, looks, strict=True):
         _draw(figure, curve, style, axis)
-    label_ends(figure, ends, y_range, are_apart=axis == "seconds")
-    last = max(end.x for end in ends)
-    figure.update_xaxes(range=[-0.01 * last, last * 1.01 or 1], nticks=6)
+    if is_log:
+        figure.update_yaxes(type="log")
     return figure
-
-
-def _range(losses: Sequence[float]) -> Range:
-    low, high = min(losses), max(losses)
-    if low > 0 and high / low > _LOG_RATIO:
-        return Range(low / 1.1, high * 1.1, is_log=True)
-    margin = 0.05 * (high - low) or 0.1
-    return Range(low - margin, high + margin)
 
 
 def _draw(figure: go.Figure, curve: _Curve, style: PlanStyle, axis: _Axis) -> None:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from plotly import graph_objects as go
 
-from lightning_commopt.report.figures.chart import Chart
-from lightning_commopt.report.figures.labels import LineEnd, Range, label_ends, plain, plot_height, right_margin
-from lightning_commopt.report.figures.style import QUIET, PlanStyle, line_styles, new_figure
+from lightning_commopt.report.figures.chart import Chart, Line, plain
+from lightning_commopt.report.figures.style import QUIET, PlanStyle, line_styles, line_trace, new_figure
 from lightning_commopt.report.figures.throughput import error_bars
 from lightning_commopt.report.figures.units import TIMES, number, percent, spread_text
-from lightning_commopt.report.model import Group, Scaling
+from lightning_commopt.report.model import Group, Interval, Scaling
 from lightning_commopt.report.phrases import kind_of_interval
 from lightning_commopt.report.scaling import scaling_name
 
 _CURVE_POINTS = 40
+_MOST_TICKS = 4
 _SPACE = "\N{NO-BREAK SPACE}"
 
 
@@ -52,8 +52,7 @@ def speedup(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         factor=lambda ranks: 1.0,
         has_law=True,
     )
-    figure = _figure(scalings, _looks(scalings, group, styles), axis)
-    return Chart(title="Speed-up against ranks", note=_amdahl_in_words(scalings, base), figure=figure)
+    return _chart("Speed-up against ranks", _amdahl_in_words(scalings, base), group, styles, axis)
 
 
 def efficiency(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
@@ -68,9 +67,8 @@ def efficiency(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         base=base,
         factor=lambda ranks: 100 * base / ranks,
     )
-    figure = _figure(scalings, _looks(scalings, group, styles), axis)
     note = "100 % would be twice the throughput on twice the ranks."
-    return Chart(title="Efficiency against ranks", note=note, figure=figure)
+    return _chart("Efficiency against ranks", note, group, styles, axis)
 
 
 def _shown(group: Group) -> tuple[list[Scaling], int]:
@@ -79,66 +77,70 @@ def _shown(group: Group) -> tuple[list[Scaling], int]:
     return [each for each in group.scalings if each.num_ranks[0] == base and len(each.num_ranks) > 1], base
 
 
-def _looks(scalings: Sequence[Scaling], group: Group, styles: Mapping[str, PlanStyle]) -> list[PlanStyle]:
+def _chart(title: str, note: str, group: Group, styles: Mapping[str, PlanStyle], axis: _Axis) -> Chart:
+    scalings, _ = _shown(group)
     plan_names = {scaling_name(setting, group.settings): setting.plan_name for setting in group.settings}
-    return line_styles([plan_names[scaling.plan_name] for scaling in scalings], styles)
+    looks = line_styles([plan_names[scaling.plan_name] for scaling in scalings], styles)
+    return Chart(
+        title=title,
+        note=note,
+        x_title="ranks (number of processes)",
+        y_title=axis.title,
+        figure=_figure(scalings, looks, axis),
+        lines=(
+            *(Line(_name(scaling, axis), style) for scaling, style in zip(scalings, looks, strict=True)),
+            Line("ideal", None),
+        ),
+    )
 
 
 def _figure(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], axis: _Axis) -> go.Figure:
     ranks = sorted({num_ranks for scaling in scalings for num_ranks in scaling.num_ranks})
     ideal = [at / axis.base * axis.factor(at) for at in (ranks[0], ranks[-1])]
-    ends = [_end(scaling, style, axis) for scaling, style in zip(scalings, looks, strict=True)]
-    ends.append(LineEnd(ranks[-1], ideal[-1], "ideal", QUIET))
-    figure = new_figure(
-        x_title="ranks (number of processes)",
-        y_title=axis.title,
-        plot_height=plot_height(ends),
-        right=right_margin(ends),
-    )
+    figure = new_figure()
     ideal_line = {"color": QUIET, "dash": "2px,4px", "width": 1.4}
     figure.add_scatter(mode="lines", x=[ranks[0], ranks[-1]], y=ideal, line=ideal_line, hoverinfo="skip")
     for scaling, style in zip(scalings, looks, strict=True):
         if scaling.serial_share is not None and axis.has_law:
             _draw_amdahl(figure, scaling.serial_share, ranks[-1], style)
         _draw(figure, scaling, style, axis)
-    tops = [
-        (interval.high or interval.median) * axis.factor(num_ranks)
-        for scaling in scalings
-        for num_ranks, interval in zip(scaling.num_ranks, scaling.speedups, strict=True)
-    ]
-    label_ends(figure, ends, Range(0, max(*ideal, *tops) * 1.05))
     margin = 0.05 * (ranks[-1] - ranks[0])
-    figure.update_xaxes(tickvals=ranks, range=[ranks[0] - margin, ranks[-1] + margin])
+    figure.update_yaxes(rangemode="tozero")
+    figure.update_xaxes(tickformat="d", range=[ranks[0] - margin, ranks[-1] + margin])
+    if len(ranks) <= _MOST_TICKS:
+        figure.update_xaxes(tickvals=ranks)
     return figure
 
 
-def _end(scaling: Scaling, style: PlanStyle, axis: _Axis) -> LineEnd:
-    name = scaling.plan_name
-    if scaling.serial_share is not None and axis.has_law:
-        name += f", f{_SPACE}={_SPACE}{number(scaling.serial_share, 2)}"
-    ranks = scaling.num_ranks[-1]
-    return LineEnd(ranks, scaling.speedups[-1].median * axis.factor(ranks), name, style.text_color)
+def _name(scaling: Scaling, axis: _Axis) -> str:
+    if scaling.serial_share is None or not axis.has_law:
+        return scaling.plan_name
+    return f"{scaling.plan_name}, f{_SPACE}={_SPACE}{number(scaling.serial_share, 2)}"
 
 
 def _draw(figure: go.Figure, scaling: Scaling, style: PlanStyle, axis: _Axis) -> None:
     """Draws the measured points of a plan."""
     factors = [axis.factor(ranks) for ranks in scaling.num_ranks]
     points = list(zip(scaling.num_ranks, scaling.speedups, factors, strict=True))
-    figure.add_scatter(
-        mode="lines+markers",
-        x=scaling.num_ranks,
-        y=[interval.median * factor for _, interval, factor in points],
-        line={"color": style.color, "dash": style.dash, "width": 2.2},
-        marker={"color": style.color, "symbol": style.symbol, "size": 9},
-        error_y={**error_bars(scaling.speedups, factors), "color": style.color},
-        hovertext=[
-            f"<b>{plain(scaling.plan_name)}, {ranks} rank{'s' * (ranks > 1)}</b><br>"
-            f"{number(interval.median * factor)} {axis.unit}"
-            + (f"<br>{kind_of_interval(interval)}: {spread_text(interval, factor)}" if interval.low is not None else "")
-            for ranks, interval, factor in points
-        ],
-        hoverinfo="text",
+    figure.add_trace(
+        line_trace(
+            style,
+            x=scaling.num_ranks,
+            y=[interval.median * factor for _, interval, factor in points],
+            error_y={**error_bars(scaling.speedups, factors), "color": style.color},
+            hovertext=[
+                f"<b>{plain(scaling.plan_name)}, {ranks} rank{'s' * (ranks > 1)}</b><br>"
+                f"{number(interval.median * factor)} {axis.unit}{_ends(interval, factor)}"
+                for ranks, interval, factor in points
+            ],
+        )
     )
+
+
+def _ends(interval: Interval, factor: float) -> str:
+    if interval.low is None:
+        return ""
+    return f"<br>{kind_of_interval(interval)}: {spread_text(interval, factor)}"
 
 
 def _draw_amdahl(figure: go.Figure, serial_share: float, most_ranks: int, style: PlanStyle) -> None:

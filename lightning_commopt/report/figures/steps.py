@@ -80,8 +80,6 @@ def _step_s(setting: Setting) -> float:
 def _typical_step(setting: Setting, run: Run) -> TypicalStep | None:
     if not run.has_steps:
         return None
-    if not run.has_steps:
-        return None
     try:
         ranks = read_run(run.folder)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What all charts have in common: colours, axes, margins."""
+"""What all charts have in common: colours, dashes, symbols, axes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ INK = "#1c2733"
 QUIET = "#5b6876"
 GRID = "#e3e8ed"
 
-COMPUTING, HIDDEN, EXPOSED = "#c9d3dc", "#6f9fc8", "#b34a00"
-"""Of a step: computing alone, computing while gradients travel, and waiting for them."""
+EXPOSED = "#b34a00"
+"""Of a step: waiting for gradients."""
 
-UNUSED = "#f0f3f6"
-"""What a bar could be filled up to."""
-
-LEFT, TOP, BOTTOM = 54, 34, 52
-"""Margins in pixels; the right one depends on the labels there."""
+PLOT_HEIGHT = 320
+"""Of plots with lines, in pixels."""
 
 # Okabe and Ito's colours, told apart by the colour-blind, in an order of alternating lightness; yellow is left out, as
-# it cannot be seen on white. The second of each pair is dark enough for text.
-_COLORS = (
-    ("#3d4a57", "#2b3640"),
-    ("#0072b2", "#005f96"),
-    ("#d55e00", "#a84a00"),
-    ("#009e73", "#00704f"),
-    ("#e69f00", "#8a5f00"),
-    ("#aa4499", "#8a2f7b"),
-    ("#56b4e9", "#1f6f9f"),
-    ("#882255", "#882255"),
+# it cannot be seen on white.
+_COLORS = ("#3d4a57", "#0072b2", "#d55e00", "#009e73", "#e69f00", "#aa4499", "#56b4e9", "#882255")
+_DASHES = (
+    *("solid", "8px,5px", "8px,4px,2px,4px", "14px,5px", "4px,3px", "14px,4px,2px,4px"),
+    "10px,3px,2px,3px,2px,3px",
 )
-_DASHES = ("solid", "dash", "dashdot", "longdash", "4px,3px", "longdashdot", "10px,3px,2px,3px,2px,3px")
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "pentagon", "cross")
+_SYMBOLS = {  # plotly's name, and the outline in a square from -5 to 5
+    "circle": "M5,0A5,5 0 1,1 -5,0A5,5 0 1,1 5,0Z",
+    "square": "M-4,-4H4V4H-4Z",
+    "diamond": "M0,-5L5,0L0,5L-5,0Z",
+    "triangle-up": "M0,-5L5,4H-5Z",
+    "x": "M-5,-3L-3,-5L0,-2L3,-5L5,-3L2,0L5,3L3,5L0,2L-3,5L-5,3L-2,0Z",
+    "triangle-down": "M0,5L5,-4H-5Z",
+    "star": "M0,-5L1.5,-1.6L5,-1.6L2.2,0.7L3.2,4.4L0,2.2L-3.2,4.4L-2.2,0.7L-5,-1.6L-1.5,-1.6Z",
+    "pentagon": "M0,-5L4.8,-1.5L2.9,4.1H-2.9L-4.8,-1.5Z",
+    "cross": "M-5,-1.6H-1.6V-5H1.6V-1.6H5V1.6H1.6V5H-1.6V1.6H-5Z",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +46,23 @@ class PlanStyle:
 
     Attributes:
         color: of lines, bars and markers.
-        text_color: of its labels.
-        dash: of lines.
-        symbol: of markers.
+        dash: of lines, as plotly takes it.
+        symbol: of markers, the same.
     """
 
     color: str
-    text_color: str
     dash: str
     symbol: str
+
+    @property
+    def dash_array(self) -> str:
+        """The dash as SVG takes it."""
+        return "none" if self.dash == "solid" else self.dash.replace("px", "")
+
+    @property
+    def outline(self) -> str:
+        """The symbol as an SVG path in a square from -5 to 5."""
+        return _SYMBOLS[self.symbol]
 
     def variant(self, number: int) -> PlanStyle:
         """Returns the look of another line of the plan in the same chart, in the same colour.
@@ -61,19 +70,18 @@ class PlanStyle:
         Args:
             number: 0 for the plan's own look, and so on.
         """
-        dash, symbol = _DASHES.index(self.dash) + number, _SYMBOLS.index(self.symbol) + number
-        return replace(self, dash=_DASHES[dash % len(_DASHES)], symbol=_SYMBOLS[symbol % len(_SYMBOLS)])
+        return replace(
+            self,
+            dash=_DASHES[(_DASHES.index(self.dash) + number) % len(_DASHES)],
+            symbol=list(_SYMBOLS)[(list(_SYMBOLS).index(self.symbol) + number) % len(_SYMBOLS)],
+        )
 
 
 def plan_styles(plan_names: Iterable[str]) -> dict[str, PlanStyle]:
     """Returns a style for each plan, in the order in which they come."""
+    first = PlanStyle(color="", dash=_DASHES[0], symbol=next(iter(_SYMBOLS)))
     return {
-        name: PlanStyle(
-            color=_COLORS[at % len(_COLORS)][0],
-            text_color=_COLORS[at % len(_COLORS)][1],
-            dash=_DASHES[at % len(_DASHES)],
-            symbol=_SYMBOLS[at % len(_SYMBOLS)],
-        )
+        name: replace(first.variant(at), color=_COLORS[at % len(_COLORS)])
         for at, name in enumerate(dict.fromkeys(plan_names))
     }
 
@@ -83,23 +91,29 @@ def line_styles(plan_names: Sequence[str], styles: Mapping[str, PlanStyle]) -> l
     return [styles[name].variant(plan_names[:at].count(name)) for at, name in enumerate(plan_names)]
 
 
-def new_figure(*, x_title: str, y_title: str | None, plot_height: float, right: float = 16) -> go.Figure:
-    """Returns an empty figure; it is as wide as the page lets it be.
+def new_figure(plot_height: float = PLOT_HEIGHT) -> go.Figure:
+    """Returns an empty figure: as wide as the page lets it be, with margins that plotly fits to the numbers there.
 
     Args:
-        x_title: name and unit of the axis.
-        y_title: the same, written above the axis, where it needs no width; None for rows that name themselves.
-        plot_height: of what is between the axes, in pixels.
-        right: margin for labels, in pixels.
+        plot_height: of the figure, in pixels.
     """
-    has_rows = y_title is None
-    margin = {"l": 8 if has_rows else LEFT, "r": right, "t": 8 if has_rows else TOP, "b": BOTTOM, "pad": 0}
-    figure = go.Figure(
+    axis = {
+        "showgrid": True,
+        "gridcolor": GRID,
+        "zeroline": False,
+        "showline": False,
+        "ticks": "",
+        "fixedrange": True,
+        "automargin": True,
+        "nticks": 6,
+        "tickfont": {"color": QUIET},
+    }
+    return go.Figure(
         layout=go.Layout(
             template=None,
             autosize=True,
-            height=round(plot_height + margin["t"] + margin["b"]),
-            margin=margin,
+            height=round(plot_height),
+            margin={"l": 8, "r": 28, "t": 10, "b": 24, "pad": 0},
             font={"family": FONT, "size": FONT_SIZE, "color": INK},
             paper_bgcolor="rgba(0,0,0,0)",
             plot_bgcolor="rgba(0,0,0,0)",
@@ -108,36 +122,18 @@ def new_figure(*, x_title: str, y_title: str | None, plot_height: float, right: 
             hovermode="closest",
             hoverlabel={"bgcolor": "#ffffff", "bordercolor": QUIET, "font": {"family": FONT, "color": INK}},
             barmode="overlay",
-            xaxis={**_AXIS, "title": {"text": x_title, "standoff": 10, "font": _TITLE}},
-            yaxis={**_AXIS, "showgrid": not has_rows, "showticklabels": not has_rows},
+            xaxis=axis,
+            yaxis=axis,
         )
     )
-    if y_title is not None:
-        figure.add_annotation(
-            text=y_title,
-            name="y title",
-            font=_TITLE,
-            showarrow=False,
-            align="left",
-            xref="paper",
-            yref="paper",
-            x=0,
-            y=1,
-            xanchor="left",
-            yanchor="bottom",
-            xshift=-LEFT + 2,
-            yshift=8,
-        )
-    return figure
 
 
-_TITLE = {"color": QUIET, "size": FONT_SIZE}
-_AXIS: Mapping[str, Any] = {
-    "showgrid": True,
-    "gridcolor": GRID,
-    "zeroline": False,
-    "showline": False,
-    "ticks": "",
-    "fixedrange": True,
-    "tickfont": {"color": QUIET},
-}
+def line_trace(style: PlanStyle, **values: Any) -> go.Scatter:
+    """Returns a line with markers in the look of a plan, which tells only its hover texts."""
+    return go.Scatter(
+        mode="lines+markers",
+        line={"color": style.color, "dash": style.dash, "width": 2.2},
+        marker={"color": style.color, "symbol": style.symbol, "size": 9},
+        hoverinfo="text",
+        **values,
+    )

@@ -9,9 +9,8 @@ from plotly import graph_objects as go
 
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.report.figures.chart import Chart, Key
-from lightning_commopt.report.figures.labels import LINE_HEIGHT, label_row
 from lightning_commopt.report.figures.steps import TypicalStep, typical_steps
-from lightning_commopt.report.figures.style import EXPOSED, INK, QUIET, new_figure
+from lightning_commopt.report.figures.style import EXPOSED, INK, new_figure
 from lightning_commopt.report.figures.units import Unit, byte_unit, number, time_unit
 from lightning_commopt.report.model import Group
 
@@ -22,7 +21,7 @@ KEYS = (
     Key("stalled", "exposed: backward has nothing left to compute"),
 )
 
-_PHASE, _BUCKETS, _MOST_BUCKET, _GAP = 20, 110, 12, 16
+_PHASE, _BUCKETS, _MOST_BUCKET, _GAP, _AXIS = 20, 110, 12, 16, 50
 _MOST_BUCKETS_SHOWN = 240
 _COLORS = {
     "data": "#eceff2",
@@ -64,22 +63,29 @@ def _chart(step: TypicalStep, longest_s: float) -> Chart:
     num_buckets = max(len(record.buckets) for record in step.ranks)
     bucket_height = min(_MOST_BUCKET, _BUCKETS / num_buckets) if num_buckets else 0
     num_ranks = min(len(step.ranks), max(1, _MOST_BUCKETS_SHOWN // max(1, num_buckets)))
-    rank_height = LINE_HEIGHT + _PHASE + 2 + num_buckets * bucket_height + _GAP
-    figure = new_figure(
-        x_title=f"time since the step began ({unit.name})", y_title=None, plot_height=num_ranks * rank_height
+    rank_height = _PHASE + 2 + num_buckets * bucket_height + _GAP
+    figure = new_figure(num_ranks * rank_height + _AXIS)
+    figure.update_yaxes(
+        range=[num_ranks * rank_height, 0],
+        showgrid=False,
+        tickvals=[row * rank_height + _PHASE / 2 for row in range(num_ranks)],
+        ticktext=[f"rank {number}" for number in step.rank_numbers[:num_ranks]],
     )
-    figure.update_yaxes(range=[num_ranks * rank_height, 0])
     figure.update_xaxes(range=[0, longest_s / unit.size * 1.005])
     spans = []
     for row, record in enumerate(step.ranks[:num_ranks]):
         top = row * rank_height
-        label_row(figure, f"rank {step.rank_numbers[row]}", top, color=QUIET, size=12)
-        spans += _phases(record, step.origin_s, top + LINE_HEIGHT + _PHASE / 2, unit)
-        spans += _buckets(record, step.origin_s, top + LINE_HEIGHT + _PHASE + 2, bucket_height, unit)
+        spans += _phases(record, step.origin_s, top + _PHASE / 2, unit)
+        spans += _buckets(record, step.origin_s, top + _PHASE + 2, bucket_height, unit)
     for kind in dict.fromkeys(span.kind for span in spans):
         _draw(figure, [span for span in spans if span.kind == kind], unit)
     _name_phases(figure, spans, unit)
-    return Chart(title=step.setting.name, note=_note(step, num_ranks, unit), figure=figure)
+    return Chart(
+        title=step.setting.name,
+        note=_note(step, num_ranks, unit),
+        x_title=f"time since the step began ({unit.name})",
+        figure=figure,
+    )
 
 
 def _note(step: TypicalStep, num_ranks: int, unit: Unit) -> str:

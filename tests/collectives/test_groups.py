@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.collectives.channel import let_gloo_finish_at_exit
+from lightning_commopt.collectives.groups import let_gloo_finish_at_exit
 
 NUM_RANKS = 2
 

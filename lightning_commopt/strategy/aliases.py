@@ -1,0 +1,64 @@
+"""The names by which Lightning's registries know the strategies. Imports neither torch nor Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from itertools import product
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.registry import _StrategyRegistry
+
+REGISTRIES: Mapping[str, tuple[str, str]] = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_commopt.strategy.ddp"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_commopt.fabric"),
+}
+"""For each module that has a registry: the registry's name in it, and the module of ours that has its `CommOptDDP`."""
+
+_COMM_HOOKS = (None, "bf16", "fp16", "int8", "powersgd")
+# As Lightning names them for ddp.
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_UNUSED_PARAMETERS = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
+
+
+def aliases() -> dict[str, dict[str, Any]]:
+    """Returns the arguments of `CommOptDDP` that each name stands for.
+
+    >>> aliases()["commopt_ddp_bf16_spawn_find_unused_parameters_true"]
+    {'comm_hook': 'bf16', 'start_method': 'spawn', 'find_unused_parameters': True}
+    """
+    return {
+        f"commopt_ddp{f'_{comm_hook}' if comm_hook else ''}{start}{unused}": {
+            "comm_hook": comm_hook,
+            "start_method": start_method,
+            "find_unused_parameters": find_unused,
+        }
+        for comm_hook, (start, start_method), (unused, find_unused) in product(
+            _COMM_HOOKS, _START_METHODS.items(), _UNUSED_PARAMETERS.items()
+        )
+    }
+
+
+def register_aliases(registry: _StrategyRegistry, strategy: Callable[..., Any]) -> None:
+    """Makes all names known to a registry, but for those that it knows.
+
+    Args:
+        registry: of Lightning's Trainer or of Fabric.
+        strategy: makes a strategy from the arguments that a name stands for.
+    """
+    for name, arguments in aliases().items():
+        if name not in registry:
+            shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items() if value is not None)
+            registry.register(name, strategy, description=f"CommOptDDP({shown})", **arguments)
+
+
+def register_with(module: ModuleType) -> None:
+    """Makes all names known to the registry in one of the modules of `REGISTRIES`."""
+    registry, ours = REGISTRIES[module.__name__]
+
+    def strategy(**arguments: Any) -> Any:
+        return import_module(ours).CommOptDDP(**arguments)  # not before: this imports torch and Lightning
+
+    register_aliases(getattr(module, registry), strategy)

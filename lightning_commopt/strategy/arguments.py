@@ -1,0 +1,125 @@
+"""The arguments of a strategy: checked when it is made, and sorted into a plan and the keywords of DDP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors.registry import canonical_name, compressor_name, names_with_option
+from lightning_commopt.plan import (
+    CommPlan,
+    OptionError,
+    UnknownOptionError,
+    check_option_names,
+    ddp_keywords,
+    plan_options,
+)
+from lightning_commopt.validation import did_you_mean
+
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_NO_ARGUMENTS = ("self", "__class__", "kwargs")
+_EXAMPLES = ("powersgd", "int8")
+
+
+def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[str, Any]]:
+    """Checks what a strategy was made with, and makes its plan.
+
+    Args:
+        arguments: ``locals()`` of the constructor; its ``kwargs`` are further keywords for
+            ``DistributedDataParallel``.
+
+    Returns:
+        The plan; and DDP's keywords, those of the plan and of ``kwargs``.
+
+    Raises:
+        OptionError: an argument has the wrong type or is out of range, see also `CommPlan`; or it is unknown, or given
+            in two ways.
+    """
+    given = {name: value for name, value in arguments.items() if name not in _NO_ARGUMENTS}
+    others = dict(arguments["kwargs"])
+    options = {name: value for name, value in given.items() if name in plan_options()}
+    if "device_ids" in others:
+        raise OptionError(f"device_ids={others['device_ids']!r} cannot be given: Lightning sets it, from its devices")
+    _refuse_options_of_compressors(others, options["comm_hook"])
+    check_option_names(others, known=sorted({*given, *ddp_keywords()}))
+    check_arguments(given)
+    sizes = others.pop("bucket_cap_mb_list", None)
+    if sizes is not None:
+        if options.get("bucket_cap_mb") is not None:
+            raise OptionError("bucket_cap_mb and bucket_cap_mb_list exclude each other: give bucket_cap_mb a list")
+        options["bucket_cap_mb"] = list(sizes)
+    plan = CommPlan.from_dict(options)
+    if plan.comm_hook is not None and others.get("mixed_precision") is not None:
+        raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
+    return plan, {**plan.ddp_kwargs(), **others}
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Checks those arguments of a strategy that are no options of a plan.
+
+    Args:
+        arguments: values by name; names that are not checked here may be among them.
+
+    Raises:
+        OptionError: a value has the wrong type or is out of range.
+    """
+    for name, (is_allowed, allowed) in _ALLOWED.items():
+        value = arguments.get(name)
+        if name in arguments and not is_allowed(value):
+            hint = did_you_mean(value, START_METHODS) if name == "start_method" else ""
+            raise OptionError(f"{name} must be {allowed}, got {value!r}{hint}")
+
+
+def _optional(is_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_allowed(value)
+
+
+def _is_no_name(value: Any) -> bool:
+    return not isinstance(value, str | int | float)
+
+
+_CALLABLE = _optional(callable), "a callable or None"
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "accelerator": (_is_no_name, 'an Accelerator or None; names such as "gpu" are for the Trainer or Fabric'),
+    "parallel_devices": (_optional(lambda value: isinstance(value, list)), "a list of torch.device or None"),
+    "process_group_backend": (
+        _optional(lambda value: isinstance(value, str) and value != ""),
+        'the name of a backend, such as "gloo", or None',
+    ),
+    "timeout": (
+        _optional(lambda value: isinstance(value, timedelta) and value > timedelta()),
+        "a timedelta above 0, such as timedelta(seconds=30), or None",
+    ),
+    "start_method": (lambda value: value in START_METHODS, f"one of {', '.join(START_METHODS)}"),
+    "ddp_comm_hook": _CALLABLE,
+    "ddp_comm_wrapper": _CALLABLE,
+    "model_averaging_period": (
+        _optional(lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
+        "a number of steps above 0 or None",
+    ),
+    "save_comm_state": (lambda value: isinstance(value, bool), "true or false"),
+}
+
+
+def _refuse_options_of_compressors(others: Mapping[str, Any], comm_hook: Any) -> None:
+    """Shows where options of a compressor belong that stand beside ``comm_hook``."""
+    misplaced = {
+        name: value for name, value in others.items() if name not in ddp_keywords() and names_with_option(name)
+    }
+    if not misplaced:
+        return
+    first = next(iter(misplaced))
+    owners = names_with_option(first)
+    if isinstance(comm_hook, Compressor):
+        comm_hook = compressor_name(comm_hook)
+    written = dict(comm_hook) if isinstance(comm_hook, Mapping) else {"name": comm_hook}
+    name = canonical_name(written.get("name"))
+    if name in owners:
+        owners = [name]
+    else:
+        written, name = {}, next((each for each in _EXAMPLES if each in owners), owners[0])
+    example = json.dumps({**written, "name": name, **misplaced}, default=repr)
+    raise UnknownOptionError(f"{first} is an option of comm_hook {' or '.join(owners)}: write comm_hook={example}")

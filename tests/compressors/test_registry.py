@@ -1,0 +1,165 @@
+"""Compressors by name: how names are spelled, and compressors that are somebody else's."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from every_compressor import COMPRESSORS
+
+from lightning_commopt.compressors import (
+    AllReduce,
+    Cast,
+    Compressor,
+    Int8,
+    PowerSGD,
+    compressor_from_config,
+    compressor_names,
+    compressor_to_config,
+    register_compressor,
+    registry,
+)
+from lightning_commopt.compressors.base import Layout, Rounds, State
+from lightning_commopt.compressors.registry import compressor_name, names_with_option
+from lightning_commopt.plan import CommPlan, OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Compressor):
+    """Averages as `AllReduce` does."""
+
+    size: Any = 1
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        return {}
+
+    def rounds(
+        self, flat: torch.Tensor, layout: Layout, state: State, channel: Any, residual: torch.Tensor | None = None
+    ) -> Rounds:
+        yield from AllReduce().rounds(flat, layout, state, channel, residual)
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        return AllReduce().wire_bytes(layout, world_size)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_BY_FOLDED_NAME", dict(registry._BY_FOLDED_NAME))
+
+
+@pytest.mark.parametrize(
+    ("written", "compressor"),
+    [
+        *((name, PowerSGD()) for name in ("powersgd", "powerSGD", "PowerSGD", "power_sgd", "POWER-SGD")),
+        *((name, Cast(dtype=torch.bfloat16)) for name in ("bf16", "BF16", "bfloat16")),
+        *((name, Cast(dtype=torch.float16)) for name in ("fp16", "FP16", "float16", "half")),
+        ("Int8", Int8()),
+        ("allreduce", AllReduce()),
+        ("None", None),
+    ],
+)
+def test_spelling(written: str, compressor: Compressor | None) -> None:
+    """If it fails, a name is refused that has one meaning only, or a plan keeps it as it was written."""
+    assert compressor_from_config(written) == compressor
+    assert CommPlan(comm_hook=written) == CommPlan(comm_hook=compressor)  # type: ignore[arg-type]
+    if compressor is not None:
+        assert compressor_to_config(compressor)["name"] in compressor_names()
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COMPRESSORS)
+def test_every_compressor_has_a_name(compressor: Compressor) -> None:
+    """If it fails, a compressor cannot be written in YAML, or is another one when read."""
+    config = compressor_to_config(compressor)
+    assert config["name"] in compressor_names()
+    assert compressor_from_config(json.loads(json.dumps(config))) == compressor
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("powersg", "did you mean 'powersgd'"),
+        ("fp16_compress_hook", "did you mean 'fp16'"),
+        ({"name": "powersgd", "rank": 2}, "did you mean 'matrix_rank'"),
+        ({"name": "powersgd", "residual_type": "bfloat16"}, "did you mean 'residual_dtype'"),
+        ({"name": "int8", "inner": "bf16"}, "'int8' has no option 'inner'"),
+    ],
+)
+def test_hints(written: Any, message: str) -> None:
+    """If it fails, a typing error is answered by a list only."""
+    with pytest.raises(OptionError, match=message):
+        CommPlan(comm_hook=written)
+
+
+def test_options_by_name() -> None:
+    """If it fails, an option that is given to the strategy is not led back to its compressor."""
+    assert names_with_option("warm_start") == ["low_rank", "powersgd"]
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_own_compressor_by_name() -> None:
+    """If it fails, a compressor that a user has registered cannot be named in a configuration."""
+    register_compressor("my_own", aliases=("mine",))(Mine)
+    assert "my_own" in compressor_names()
+    assert compressor_from_config({"name": "MyOwn", "size": 3}) == compressor_from_config({"name": "mine", "size": 3})
+    assert compressor_to_config(Mine(size=3)) == {"name": "my_own", "size": 3}
+    assert compressor_name(Mine()) == "my_own"
+    register_compressor("my_own", aliases=("mine",))(Mine)  # a module that is loaded again
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize("name", ["PowerSGD", "half", "None", "my.own", ""])
+def test_a_name_that_is_taken(name: str) -> None:
+    """If it fails, a name of ours means something else in one project."""
+    with pytest.raises(ValueError, match=r"is taken|must not be"):
+        register_compressor(name)(Mine)
+    assert compressor_from_config("powersgd") == PowerSGD()
+
+
+def test_own_compressor_by_import_path() -> None:
+    """If it fails, a compressor that nobody has registered cannot be written down, and read again."""
+    config = compressor_to_config(Mine(size=2))
+    assert config == {"name": f"{__name__}.Mine", "size": 2}
+    assert compressor_from_config(config) == Mine(size=2)
+    assert CommPlan.from_json(CommPlan(comm_hook=Mine(size=2)).to_json()).comm_hook == Mine(size=2)
+    assert compressor_name(Mine()) == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module.TopK", "cannot be imported .ModuleNotFoundError"),
+        (f"{__name__}.TopK", "cannot be imported .AttributeError"),
+        ("json.dumps", "must be a subclass of Compressor"),
+        ("..TopK", "cannot be imported"),
+    ],
+)
+def test_a_bad_import_path(path: str, message: str) -> None:
+    """If it fails, a wrong path ends in an error that does not name it."""
+    with pytest.raises(OptionError, match=message):
+        CommPlan(comm_hook=path)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, whoever writes a checkpoint decides what is imported where it is read."""
+    (tmp_path / "never_imported.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="cannot be imported"):
+        compressor_from_config({"name": "error_feedback", "inner": "never_imported.TopK"}, may_import=False)
+    assert "never_imported" not in sys.modules
+    assert compressor_from_config(f"{__name__}.Mine", may_import=False) == Mine()
+
+
+def test_what_cannot_be_written() -> None:
+    """If it fails, a configuration is written that nothing can read."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Local(Mine):
+        pass
+
+    with pytest.raises(ValueError, match="has no import path"):
+        compressor_to_config(Local())
+    with pytest.raises(ValueError, match="cannot be written as JSON"):
+        compressor_to_config(Mine(size=torch.float32))

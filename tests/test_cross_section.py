@@ -1,0 +1,36 @@
+"""The default run leaves out what is marked exhaustive, and says so."""
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ("pytester",)
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_sizes(size):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_run", "num_left_out"),
+    [
+        ([], 1, 1),
+        (["--all"], 2, 0),
+        (["--all", "-m", "exhaustive"], 1, 1),
+        (["-k", "sizes and 2"], 0, 2),
+        (["test_sample.py::test_sizes[2]"], 1, 0),
+    ],
+)
+def test_what_runs(pytester: pytest.Pytester, arguments: list[str], num_run: int, num_left_out: int) -> None:
+    """If it fails, CI runs a test twice or never, or nobody notices that one is left out."""
+    pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
+    pytester.makepyfile(test_sample=TESTS)
+    pytester.makeini("[pytest]\nmarkers =\n    exhaustive: more cases")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+    result.assert_outcomes(passed=num_run, deselected=num_left_out)
+    said = "a cross-section: 1 more of the same run with --all" in result.stdout.str()
+    assert said == ("--all" not in arguments and num_left_out > 0)
