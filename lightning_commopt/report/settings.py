@@ -20,7 +20,7 @@ _WITHOUT_EFFECT = (
     *("trainer.default_root_dir", "callbacks.comm_time.print_summary"),
 )
 _SEEDS = ("seed", "random_seed", "seed_everything")
-_CHOICES_OF_NOTHING = ("experiment", "rung", "way", "link", "hosts")
+_CHOICES_OF_NOTHING = ("experiment", "variant", "method", "link", "hosts")
 _SPLITTING = ("model", "data", "datamodule", "link", "hosts", "experiment")
 _NOT_SPLITTING = ("data.batch_size", "model.activation_checkpointing")
 _ON_ONE_PROCESS = ("one_process", "ddp_one_process")
@@ -115,7 +115,7 @@ def _effective(overrides: Mapping[str, str]) -> dict[str, str]:
         for name, value in overrides.items()
         if changes_training(name) and not (name in _CHOICES_OF_NOTHING and value in ("null", ""))
     }
-    if kept.get("rung", kept.get("way")) in _ON_ONE_PROCESS:
+    if kept.get("variant", kept.get("method")) in _ON_ONE_PROCESS:
         kept = {name: value for name, value in kept.items() if not is_ranks(name)}
     return kept
 

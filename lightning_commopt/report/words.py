@@ -16,7 +16,7 @@ _RANKS = ("ranks", "trainer.devices", "world_size")
 _COMM_HOOK = ("strategy/comm_hook", "commopt", "strategy.comm_hook", "strategy.comm_hook.name", "plan")
 _PREFIXES = ("trainer.strategy.comm_hook.", "strategy.comm_hook.", "comm_hook.", "trainer.strategy.", "strategy.")
 
-_OF_PLAN = ("ranks", "comm_hook", "rung", "way", *(option.name for option in fields(CommPlan)))
+_OF_PLAN = ("ranks", "comm_hook", "variant", "method", *(option.name for option in fields(CommPlan)))
 
 _SPELLED = {
     "none": "uncompressed",
@@ -161,8 +161,8 @@ _SAID: dict[str, Callable[[str], Words]] = {
     "model": _choice,
     "model.size": _choice,
     "data": _choice,
-    "rung": _choice,
-    "way": _choice,
+    "variant": _choice,
+    "method": _choice,
     "strategy": _choice,
     "comm_hook": lambda value: Words(spelled("none" if value in OFF else value)),
     "matrix_rank": lambda value: Words(f"matrix rank {value}"),
@@ -180,7 +180,7 @@ _SAID: dict[str, Callable[[str], Words]] = {
     "ranks": _number_of("rank", "ranks"),
 }
 _ORDER = (
-    *("experiment", "model", "model.size", "data", "rung", "way", "strategy", "comm_hook", "matrix_rank"),
+    *("experiment", "model", "model.size", "data", "variant", "method", "strategy", "comm_hook", "matrix_rank"),
     *("bucket_cap_mb", "static_graph", "gradient_as_bucket_view", "trainer.accumulate_grad_batches"),
     *("model.activation_checkpointing", "data.batch_size", "...", "link", "hosts", "trainer.num_nodes", "ranks"),
 )

@@ -192,7 +192,7 @@ def as_trained(config: DictConfig) -> DictConfig:
 
 
 def plan_name(config: DictConfig) -> str:
-    """Returns a short name for the way the gradients travel: the comm hook's, or the class of another strategy."""
+    """Returns a short name for how the gradients travel: the comm hook's, or the class of another strategy."""
     if not _is_commopt(config):
         return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
     comm_hook = config.strategy.get("comm_hook")

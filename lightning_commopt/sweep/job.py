@@ -23,7 +23,7 @@ class Job:
 
     Attributes:
         number: of the job in the sweep, from 0; jobs that are left out leave gaps.
-        plan_name: short name of the way the gradients travel.
+        plan_name: short name of how the gradients travel.
         overrides: the job's own, as the sweeper made them, and its repetition.
         command: program and arguments.
         folder: of the run.

@@ -54,6 +54,6 @@ def test_names_are_no_markup(tmp_path):
 
 
 def test_without_throughput_none_is_the_highest(tmp_path):
-    save_run(tmp_path / "0", "rung=bf16")
-    save_run(tmp_path / "1", "rung=one_bucket")
+    save_run(tmp_path / "0", "variant=bf16")
+    save_run(tmp_path / "1", "variant=one_bucket")
     assert "highest throughput" not in _printed(build_report([tmp_path]), 80)

@@ -36,7 +36,7 @@ def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 
 def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns throughput against the size of buckets, a line for each way; None where no way has two sizes."""
+    """Returns throughput against the size of buckets, a line for each method; None where no method has two sizes."""
     series = [line for each in series_of(group.settings) if len((line := _known(each)).settings) > 1]
     if not series:
         return None
