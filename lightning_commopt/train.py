@@ -19,6 +19,7 @@ from rich.console import Console
 
 from lightning_commopt.callbacks import RunRecorder
 from lightning_commopt.launch.environment import is_first_rank, is_lab_rank
+from lightning_commopt.launch.fork_server import preload
 from lightning_commopt.launch.hydra_command import config_flags
 from lightning_commopt.runs.record import RunRecord, new_record, record_failure
 from lightning_commopt.runs.table import run_table
@@ -47,6 +48,8 @@ _NOISE = (
 def main() -> None:
     """Runs ``commopt-train`` with the arguments of this process."""
     sys.argv[1:] = flags_first(sys.argv[1:])
+    if get_args_parser().parse_known_args()[0].multirun:
+        preload("lightning_commopt.train")
     console = Console()
     status: int | str | None = 0
     was_interrupted = False

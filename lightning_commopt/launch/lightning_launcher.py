@@ -16,6 +16,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_commopt.collectives.groups import leave_process_group
 from lightning_commopt.launch.environment import RANK_VARIABLES
+from lightning_commopt.launch.fork_server import is_preloaded, preloaded
 from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.strategy.base import check_group
 
@@ -63,7 +64,13 @@ class MultirunLauncher(_SubprocessScriptLauncher):
         for local_rank in range(1, self.num_processes):
             command, folder = single_run_command(local_rank)
             environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
-            self.procs.append(subprocess.Popen(command, env=environment, cwd=folder))
+            server = preloaded(command)
+            process = (
+                subprocess.Popen(command, env=environment, cwd=folder)
+                if server is None
+                else server.start(command, env=environment, folder=folder)
+            )
+            self.procs.append(process)  # type: ignore[arg-type]
 
 
 class RunsInOwnGroup(DDPStrategy):
@@ -71,7 +78,7 @@ class RunsInOwnGroup(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._start_method == "popen" and multirun_job_dir() is not None:
+        if self._start_method == "popen" and (multirun_job_dir() is not None or is_preloaded()):
             assert self.cluster_environment is not None
             self._launcher = MultirunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 

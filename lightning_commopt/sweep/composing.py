@@ -106,6 +106,7 @@ class JobComposer:
             folder=folder,
             config_yaml=config_yaml,
             content=content,
+            is_on_cpu=run_config.trainer.accelerator == "cpu",
             note=note,
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_commopt.launch.fork_server import preloaded
 from lightning_commopt.runs.record import RUN_FILE, RunRecord, write_json
 from lightning_commopt.sweep.output import LineReader, cause_in_another_rank, last_exception
 from lightning_commopt.sweep.process import InterruptedRun, run_in_group
@@ -29,6 +30,7 @@ class Job:
         folder: of the run.
         config_yaml: what the run leaves as its configuration, resolved.
         content: of the configuration, what says how to train: jobs for which it is equal train the same.
+        is_on_cpu: it may be started from a process that has imported everything; CUDA allows none such.
         note: what the user should know before the job runs.
     """
 
@@ -39,6 +41,7 @@ class Job:
     folder: Path
     config_yaml: str
     content: str
+    is_on_cpu: bool = False
     note: str | None = None
 
     @property
@@ -109,8 +112,9 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
             observer.said(text, is_final)
 
         reader = LineReader(on_line)
+        server = preloaded(job.command) if job.is_on_cpu else None
         try:
-            reason = _reason(run_in_group(job.command, env, reader.feed))
+            reason = _reason(run_in_group(job.command, env, reader.feed, server=server))
         except InterruptedRun as error:
             interrupted, reason = error, str(error)
         reader.close()
