@@ -39,7 +39,8 @@ def test_aliases_are_those_of_ddp() -> None:
 @pytest.mark.parametrize("suffix", _HOOKS)
 def test_alias(suffix: str, name: str) -> None:
     """If it fails, strategy="commopt_ddp..." means something else than "ddp..." with this comm hook."""
-    alias, options = name.replace("ddp", f"commopt_ddp{suffix}", 1), {"accelerator": "cpu", "devices": 2}
+    alias = name.replace("ddp", f"commopt_ddp{suffix}", 1)
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
     with catch_warnings():
         simplefilter("ignore")  # Lightning's, of notebooks
         ours = Trainer(strategy=alias, logger=False, barebones=True, **options).strategy
