@@ -198,8 +198,11 @@ def _serve(requests: socket.socket, module: str) -> NoReturn:
         answer, said = os.pipe()
         child = os.fork()
         if child == 0:
+            between = os.getpid()
             if os.fork():
                 os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.001)
             signal.signal(signal.SIGINT, on_interrupt)
             requests.close()
             os.close(answer)

@@ -101,14 +101,14 @@ class TestTheQuickstart:
         check_config(config)
         assert config.link == "200mbit"
         assert (as_trained(config).trainer.devices, as_trained(config).trainer.num_nodes) == (1, 2)
-        assert "link=200mbit: 2 hosts" in link_note(config)
+        assert "link=200mbit: 2 hosts" in str(link_note(config))
 
     def test_says_why_where_there_is_no_lab(self, monkeypatch):
         monkeypatch.setattr(resolvers, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")
         config = composed(self.QUICKSTART)
         check_config(config)
         assert config.link is None
-        assert link_note(config).endswith("the network lab needs Linux, this is plan9")
+        assert str(link_note(config)).endswith("the network lab needs Linux, this is plan9")
 
     @pytest.mark.parametrize("overrides", [["link=null"], ["trainer.accelerator=gpu"]])
     def test_has_no_link_that_is_not_wanted(self, overrides):
