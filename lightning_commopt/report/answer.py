@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_commopt.report.conditions import link_of
 from lightning_commopt.report.final_loss import is_lossless, loss_sentence, loss_verdict
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.phrases import compared, in_quotes, listed, significant, times
@@ -37,11 +38,13 @@ def answer_for(settings: Sequence[Setting], reference: Setting) -> Answer:
     if len(settings) == 1 or reference.samples_per_s is None:
         why = "there is nothing to compare it with" if len(settings) == 1 else f"{in_quotes(reference.name)} has none"
         return Answer((f"{in_quotes(ranked[0].name)} made {_shown_rate(ranked[0])}{_loss(ranked[0])}; {why}.",), None)
+    link = link_of(reference.runs[0])
+    over_link = f" over a link of {link}" if link else ""
     if reference.world_size == 1:
-        return _without_diverged(_choice(ranked, reference), reference)
+        return _without_diverged(_choice(ranked, reference, over_link), reference)
     # The question is how several ranks should exchange; whether they are worth it comes last.
     on_one = [setting for setting in ranked if setting.world_size == 1]
-    where = " on several ranks" if ranked[0] in on_one else ""
+    where = over_link + (" on several ranks" if ranked[0] in on_one else "")
     answer = _choice([setting for setting in ranked if setting.world_size > 1], reference, where)
     answer = _without_diverged(answer, reference)
     return Answer((*answer.sentences, *_one_process(on_one, answer.recommended)), answer.recommended)
@@ -141,11 +144,11 @@ def _too_few(uncertain: Sequence[Setting]) -> list[str]:
 def _repeat(setting: Setting, num_runs: int) -> str:
     """Returns how to run each setting so many times, where its sweep ran."""
     run = setting.runs[0]
-    if "repeat" in run.config or "repetition" in run.overrides:  # of commopt-train
+    if "repetition" in run.settings:  # of commopt-train
         return f"repeat={num_runs}"
-    if not run.overrides:
+    if not run.record.chosen:
         return f"running each setting with {num_runs} seeds"
-    seed = next(filter(is_seed, [*run.overrides, *run.config]), "seed")
+    seed = next(filter(is_seed, [*run.record.chosen, *run.settings]), "seed")
     seeds = ",".join(map(str, range(1, num_runs + 1)))
     return f"{seed}={seeds} before the other choices"
 

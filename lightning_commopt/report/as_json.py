@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.report.model import Group, Interval, Report, Run, Setting
-from lightning_commopt.report.settings import changes_training
+from lightning_commopt.report.settings import chosen_settings
 
 FORMAT = 1
 """Of the JSON. A later version that changes what a key means raises it; new keys do not."""
@@ -66,7 +66,7 @@ def _plain_setting(setting: Setting) -> dict[str, Any]:
     return {
         "name": setting.name,
         "values": dict(setting.values),
-        "overrides": _overrides(setting.runs[0]),
+        "settings": chosen_settings(setting.runs[0]),
         "plan_name": setting.plan_name,
         "world_size": setting.world_size,
         "bucket_cap_mb": setting.bucket_cap_mb,
@@ -89,14 +89,10 @@ def _plain_run(run: Run) -> dict[str, Any]:
         "setting": run.setting,
         "plan_name": run.record.plan_name,
         "repetition": run.repetition,
+        "settings": chosen_settings(run),
         "overrides": list(run.record.overrides),
         **{name: getattr(run.record, name) for name in _OF_RUN},
     }
-
-
-def _overrides(run: Run) -> dict[str, str]:
-    """Returns everything that was set and could have changed the training, also what all runs have in common."""
-    return {name: value for name, value in run.overrides.items() if changes_training(name)}
 
 
 def _plain_interval(interval: Interval | None) -> dict[str, Any] | None:

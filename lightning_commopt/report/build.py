@@ -77,9 +77,7 @@ def _compared(setting: Setting, reference: Setting, settings: Sequence[Setting])
         difference=None if comparison is None else comparison.difference,
         speedup_limit=None if comparison is None else speedup_limit(setting, reference),
         efficiency=None if over_one is None else over_one.ratio.median / setting.world_size,
-        published=published_figures(
-            setting.runs[0].overrides, setting.world_size, reference.runs[0].overrides if reference.runs else {}
-        ),
+        published=published_figures(setting.runs[0].settings, setting.world_size, reference.runs[0].settings),
     )
 
 

@@ -11,14 +11,15 @@ from lightning_commopt.report.model import Group, Run
 from lightning_commopt.report.runs import FoundRuns
 from lightning_commopt.report.words import setting_name, spelled
 from lightning_commopt.runs.record import RunRecord
+from lightning_commopt.runs.settings import text_of
 
 _NUM_COMMIT_DIGITS = 10
 
 
 def title_of(found: FoundRuns, folders: Sequence[Path]) -> str:
     """Returns the experiments' names, or where there are none that of the directories."""
-    names = dict.fromkeys(run.overrides.get("experiment", "null") for run in (*found.finished, *found.failed))
-    named = [spelled(name) for name in names if name != "null"]
+    names = dict.fromkeys(run.settings.get("experiment") for run in (*found.finished, *found.failed))
+    named = [spelled(name) for name in names if isinstance(name, str)]
     return ", ".join(named or dict.fromkeys(folder.resolve().name for folder in folders))
 
 
@@ -30,7 +31,7 @@ def conditions_of(found: FoundRuns) -> dict[str, str]:
         "hardware": _all(runs, lambda run: _hardware(run.record)),
         "trained on": _all(runs, lambda run: run.record.device),
         "ranks": _all(runs, lambda run: str(run.record.world_size or "")),
-        "link": _all(runs, _link),
+        "link": _all(runs, link_of),
         "parameters": _all(runs, lambda run: _num_parameters(run.record)),
         "samples a rank and batch": _all(runs, _batch_size),
         "timed steps": _all(runs, lambda run: str(run.record.num_timed_steps or "")),
@@ -39,6 +40,12 @@ def conditions_of(found: FoundRuns) -> dict[str, str]:
         "date": _dates(runs),
     }
     return {name: value for name, value in said.items() if value}
+
+
+def link_of(run: Run) -> str | None:
+    """Returns the rate of the links between the hosts of a run, in words; None where it had none."""
+    link = run.settings.get("link")
+    return None if link is None else setting_name({"link": text_of(link)})[0] or None
 
 
 def mixed_conditions(groups: Iterable[Group]) -> list[str]:
@@ -91,18 +98,13 @@ def _hardware(record: RunRecord) -> str:
     return " + ".join(name if count == 1 else f"{count}x {name}" for name, count in shown.items())
 
 
-def _link(run: Run) -> str | None:
-    link = run.config.get("link", run.overrides.get("link"))
-    return None if link in (None, "null") else setting_name({"link": str(link)})[0]
-
-
 def _num_parameters(record: RunRecord) -> str | None:
     return None if record.num_parameters is None else f"{record.num_parameters / 1e6:.3g} M"
 
 
 def _batch_size(run: Run) -> str | None:
-    data = run.config.get("data")
-    return str(data["batch_size"]) if isinstance(data, dict) and data.get("batch_size") is not None else None
+    size = run.settings.get("data.batch_size")
+    return None if size is None else text_of(size)
 
 
 def _commit(record: RunRecord) -> str | None:

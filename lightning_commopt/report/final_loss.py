@@ -86,7 +86,7 @@ def _why(setting: Setting) -> str:
     run = setting.runs[0]
     if not any("val" in name for name in run.record.metrics):
         return ""
-    return f" ({how_to_name_loss(run.record.metrics, run.overrides.get('commopt_record'))})"
+    return f" ({how_to_name_loss(run.record.metrics, run.settings.get('commopt_record'))})"
 
 
 def _losses(setting: Setting) -> list[float]:

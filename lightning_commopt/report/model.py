@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +23,6 @@ class Run:
     Attributes:
         folder: the directory.
         record: what it was, and what came out.
-        config: resolved; empty where there is none.
-        overrides: of the command line, name to value.
         repetition: counted from 0 among the runs of a setting.
         losses: the curve; empty where there is none.
         name: of the directory, for people: relative to the one that was asked for.
@@ -36,8 +34,6 @@ class Run:
 
     folder: Path
     record: RunRecord
-    config: Mapping[str, Any] = field(default_factory=dict)
-    overrides: Mapping[str, str] = field(default_factory=dict)
     repetition: int = 0
     losses: tuple[LossPoint, ...] = ()
     name: str = ""
@@ -45,6 +41,11 @@ class Run:
     group: str = ""
     setting: str = ""
     has_steps: bool = True
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Everything that was configured: dotted names to values."""
+        return self.record.settings
 
 
 @dataclass(frozen=True, kw_only=True)

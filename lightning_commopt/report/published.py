@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from lightning_commopt.report.model import Published
+from lightning_commopt.runs.settings import text_of
 
 _LADDER_SOURCE = "write-up on ViT-L/32 on 8x L40S and 8x A100"
 _METHODS_SOURCE = "write-up on four ways of data parallelism on 4x A100 (PCIe)"
@@ -61,29 +63,30 @@ _OF_BUCKETS = {
 
 
 def published_figures(
-    overrides: Mapping[str, str], world_size: int, reference: Mapping[str, str]
+    settings: Mapping[str, Any], world_size: int, reference: Mapping[str, Any]
 ) -> tuple[Published, ...]:
     """Returns what others found for the setting of a run.
 
     Args:
-        overrides: of the run, all of them.
+        settings: of the run, all of them.
         world_size: ranks that it trained on.
-        reference: overrides of the reference; where theirs was another, their speed-ups are left out.
+        reference: settings of the reference; where theirs was another, their speed-ups are left out.
     """
-    if "variant" in overrides:
-        figures = _LADDER.get(overrides["variant"], ())
+    variant, method = settings.get("variant"), settings.get("method")
+    figures: tuple[Published, ...] = ()
+    is_same_reference = True
+    if variant is not None:
+        figures = _LADDER.get(variant, ())
         is_same_reference = reference.get("variant") == "one_bucket"
-    elif "method" in overrides:
-        speedup = _OF_METHODS.get((overrides.get("model.size", ""), overrides["method"], world_size))
-        said = f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)" if speedup is not None else ""
-        figures = (Published(label=said, source=_METHODS_SOURCE, speedup=speedup),) if said else ()
+    elif method is not None:
+        speedup = _OF_METHODS.get((settings.get("model.size", ""), method, world_size))
+        if speedup is not None:
+            said = f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)"
+            figures = (Published(label=said, source=_METHODS_SOURCE, speedup=speedup),)
         is_same_reference = reference.get("method") == "one_process"
-    elif overrides.get("experiment") == "buckets":
-        said = _OF_BUCKETS.get(overrides.get("strategy.bucket_cap_mb", ""), "")
+    elif settings.get("experiment") == "buckets":
+        said = _OF_BUCKETS.get(text_of(settings.get("strategy.bucket_cap_mb")), "")
         figures = (Published(label=said, source=_BUCKETS_SOURCE),) if said else ()
-        is_same_reference = True
-    else:
-        return ()
     if is_same_reference:
         return figures
     return tuple(Published(label=figure.label, source=figure.source) for figure in figures)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from lightning_commopt.report.intervals import Comparison, compare
-from lightning_commopt.report.medians import bucket_cap, throughput
+from lightning_commopt.report.medians import bucket_cap, exposed_share_of, throughput
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.settings import turn
 from lightning_commopt.report.words import OFF, canonical, is_of_plan, is_ranks
@@ -69,7 +69,7 @@ def speedup_limit(setting: Setting, reference: Setting) -> float | None:
     """
     names = setting.values.keys() | reference.values.keys()
     varied = [name for name in names if setting.values.get(name) != reference.values.get(name)]
-    shares = [run.record.exposed_share for run in reference.runs if run.record.exposed_share is not None]
+    shares = [share for run in reference.runs if (share := exposed_share_of(run.record)) is not None]
     is_known = reference.exposed_share is not None and setting.world_size == reference.world_size > 1
     if not is_known or not shares or not all(map(is_of_plan, varied)):
         return None

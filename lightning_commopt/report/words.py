@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import NamedTuple
-
-from lightning_commopt.plan import CommPlan
 
 OFF = ("null", "none", "false", "")
 """Values that leave an option unused, in lower case."""
@@ -16,7 +13,14 @@ _RANKS = ("ranks", "trainer.devices", "world_size")
 _COMM_HOOK = ("strategy/comm_hook", "commopt", "strategy.comm_hook", "strategy.comm_hook.name", "plan")
 _PREFIXES = ("trainer.strategy.comm_hook.", "strategy.comm_hook.", "comm_hook.", "trainer.strategy.", "strategy.")
 
-_OF_PLAN = ("ranks", "comm_hook", "variant", "method", *(option.name for option in fields(CommPlan)))
+PLAN_OPTIONS = (
+    *("static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "find_unused_parameters", "comm_hook"),
+    *("broadcast_buffers", "forward_sync_buffers", "init_sync", "skip_all_reduce_unused_params"),
+    *("batched_grad_copy", "lazy_bucket_allocation"),
+)
+"""Of a `CommPlan`, which cannot be asked for them here: it imports torch."""
+
+_OF_PLAN = ("ranks", "variant", "method", *PLAN_OPTIONS)
 
 _SPELLED = {
     "none": "uncompressed",

@@ -12,8 +12,9 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder, SpeedMonitor, run_recorder
 from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.report.build import build_report
-from lightning_commopt.runs.losses import LOSS_FILE, read_losses
-from lightning_commopt.runs.record import RUN_FILE, RunRecord
+from lightning_commopt.runs.files import LOSS_FILE, RUN_FILE
+from lightning_commopt.runs.losses import read_losses
+from lightning_commopt.runs.record import RunRecord
 from ranks import run_ranks, run_ranks_or_raise
 
 BATCH_SIZE = 4
@@ -73,7 +74,9 @@ def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
         "CommOptDDP",
         "cpu",
     )
-    assert record.plan == {"comm_hook": {"name": "bf16", "accumulate": None}}
+    assert record.plan == {"comm_hook": {"name": "bf16"}}
+    assert record.settings == {"plan.comm_hook.name": "bf16", "plan.comm_hook.accumulate": None}
+    assert record.is_lossy
     assert (record.world_size, record.num_parameters, record.num_timed_steps) == (2, 8, 4)
     assert record.wire_bytes_per_step == 2 * 8
     assert record.comm_time["wire_bytes"] == 2 * 8
@@ -103,6 +106,7 @@ def test_a_compressor_without_a_name_is_described_by_its_repr(tmp_path):
     record = RunRecord.load(tmp_path)
     assert (record.status, record.plan_name) == ("finished", "OwnCompressor")
     assert record.plan == {"bucket_cap_mb": 5, "comm_hook": "OwnCompressor(share=0.1)"}
+    assert record.is_lossy is False
     lines = build_report([tmp_path]).groups[0].settings[0].config_lines
     assert lines == ("# in Python: CommOptDDP(bucket_cap_mb=5, comm_hook=OwnCompressor(share=0.1))",)
 

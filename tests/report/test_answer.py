@@ -189,18 +189,18 @@ def test_single_runs_say_that_the_noise_is_unknown(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "config", "advice"),
     [
-        (["strategy/comm_hook=bf16"], "repeat: 1", "repeat=3 "),
-        (["+commopt=bf16"], "seed: 12", " seed=1,2,3 before"),
-        (["+commopt=bf16", "trainer.seed_everything=1"], "{}", " trainer.seed_everything=1,2,3 before"),
-        ([], "{}", "each setting with 3 seeds"),
+        (["strategy/comm_hook=bf16"], {"repetition": 0}, "repeat=3 "),
+        (["+commopt=bf16"], {"seed": 12}, " seed=1,2,3 before"),
+        (["+commopt=bf16", "trainer.seed_everything=1"], {}, " trainer.seed_everything=1,2,3 before"),
+        ([], {}, "each setting with 3 seeds"),
     ],
 )
 def test_how_to_repeat_fits_where_the_sweep_ran(tmp_path, overrides, config, advice):
     """If it fails, a project that has no key ``repeat`` is told to set it."""
     for hook, rate in (("none", 100), ("bf16", 150)):
         own = [each.replace("bf16", hook) for each in overrides]
-        run = save_run(tmp_path / hook, *own, plan_name=hook, plan={"comm_hook": hook}, samples_per_s=rate)
-        (run / "config.yaml").write_text(config)
+        known = {"plan_name": hook, "plan": {"comm_hook": hook}, "samples_per_s": rate}
+        save_run(tmp_path / hook, *own, config=config, **known)
     (group,) = build_report([tmp_path]).groups
     assert advice in group.answer[-1]
 
@@ -239,7 +239,7 @@ def test_more_than_communication_explains_is_no_headline(tmp_path, rates, share,
     """Hiding 32 % of a step makes it 1.47 times as fast at most; if it fails, a busy minute is praised as a plan."""
     shares = [None if share is None else share - at / 100 for at in range(3)]
     for at, (slow, fast, of_run) in enumerate(zip(SLOW, rates, shares, strict=True)):
-        seen = {} if of_run is None else {"exposed_share": of_run, "comm_time": {"comm_s": 1.0}}
+        seen = {} if of_run is None else {"comm_time": {"step_s": 1.0, "comm_s": 1.0, "exposed_s": of_run}}
         save_run(tmp_path / f"a{at}", f"repetition={at}", samples_per_s=slow, **seen)
         save_run(tmp_path / f"b{at}", override, f"repetition={at}", samples_per_s=fast, **fields)
     (group,) = build_report([tmp_path], reference=build_report([tmp_path]).groups[0].settings[0].name).groups
