@@ -176,7 +176,9 @@ def straggler_trials(arguments: argparse.Namespace) -> list[dict[str, float]]:
     num_steps = arguments.num_steps_in_window
 
     def comm_time() -> CommTimeMonitor:
-        return CommTimeMonitor(every_n_steps=num_steps, num_warmup_steps=0, save_records=False, print_summary=False)
+        return CommTimeMonitor(
+            every_n_steps=num_steps, num_warmup_steps=0, log="all", save_records=False, print_summary=False
+        )
 
     quiet = fit(arguments, CommOptDDP(), 5 * num_steps, comm_time())
     step_s = torch.tensor(float(np.median([window["comm_time/step_s"] for window in quiet[1:]])))

@@ -77,6 +77,28 @@ def trace(
     )
 
 
+@app.command()
+def summary(
+    run_dir: Annotated[
+        Path, typer.Argument(help="Directory that has comm_time, where CommTimeMonitor saved its steps.")
+    ],
+    num_warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="First steps to leave out; by default as many as CommTimeMonitor did.")
+    ] = None,
+) -> None:
+    """Prints what a step spent its time on, and what is worth trying: the table at the end of a fit, from its files.
+
+    Exit status 2 if RUN_DIR has no steps.
+    """
+    from lightning_commopt.measure.summary import summarize_run
+
+    with _errors_in_a_line(status=2):
+        found, notices = summarize_run(run_dir, num_warmup_steps)
+    for notice in notices:
+        typer.echo(f"commopt: {notice}", err=True)
+    Console().print(found.table())
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def nsys(
     command: Annotated[

@@ -72,7 +72,7 @@ def test_callbacks() -> None:
 
 def test_commands() -> None:
     """If it fails, a command of ``commopt`` has come or gone."""
-    assert sorted(get_command(app).commands) == ["info", "nsys", "report", "trace"]  # type: ignore[attr-defined]
+    assert sorted(get_command(app).commands) == ["info", "nsys", "report", "summary", "trace"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("ours", "stock"), STRATEGIES)

@@ -62,15 +62,15 @@ class ParameterSync(ABC):
         return tuple([index for index, named in enumerate(self._named) if named.parameter.requires_grad])
 
     def _ready(self, place: int, index: int, gradient: Tensor, *, is_last: bool) -> BucketSync:
-        """Tells that a parameter is the next one, in this place of all that are exchanged."""
+        """Tells that a parameter is the next one, in this place of all that are averaged."""
         return self._observers.ready(BucketInfo(place, gradient.nbytes, (self._named[index].name,), is_last))
 
-    def _all_reduce(self, gradient: Tensor, exchange: BucketSync | None) -> dist.Work:
-        if exchange is not None:
-            exchange.start()
+    def _all_reduce(self, gradient: Tensor, sync: BucketSync | None) -> dist.Work:
+        if sync is not None:
+            sync.start()
         gradient.mul_(self._reciprocal)
-        if exchange is not None:
-            exchange.send()
+        if sync is not None:
+            sync.send()
         self.bytes_sent += gradient.nbytes
         return self._group.allreduce([gradient])
 
@@ -85,17 +85,17 @@ class AfterBackward(ParameterSync):
         active = self._active()
         _refuse_missing([self._named[i].name for i in active if self._named[i].parameter.grad is None])
         gradients = [_values(self._named[index]) for index in active]
-        exchanges: Sequence[BucketSync | None] = [None] * len(active)
+        syncs: Sequence[BucketSync | None] = [None] * len(active)
         if self._observers:
-            exchanges = [
+            syncs = [
                 self._ready(place, index, gradient, is_last=place == len(active) - 1)
                 for place, (index, gradient) in enumerate(zip(active, gradients, strict=True))
             ]
-        for gradient, exchange in zip(gradients, exchanges, strict=True):
-            self._all_reduce(gradient, exchange).wait()
-            if exchange is not None:
-                exchange.arrive()
-                exchange.end(gradient.nbytes)
+        for gradient, sync in zip(gradients, syncs, strict=True):
+            self._all_reduce(gradient, sync).wait()
+            if sync is not None:
+                sync.arrive()
+                sync.end(gradient.nbytes)
 
     def close(self) -> None:
         """Does nothing: it holds on to no parameter."""
@@ -158,13 +158,13 @@ class WhileBackwardRuns(ParameterSync):
         gradient = _values(self._named[index])
         if not self._observers:
             return _Pending(self._all_reduce(gradient, None), None)
-        exchange = self._ready(place, index, gradient, is_last=place == num_active - 1)
-        work = self._all_reduce(gradient, exchange)
+        sync = self._ready(place, index, gradient, is_last=place == num_active - 1)
+        work = self._all_reduce(gradient, sync)
 
         def finish(done: Future[Any]) -> None:
             done.value()  # raises what the all-reduce has raised
-            exchange.arrive()
-            exchange.end(gradient.nbytes)
+            sync.arrive()
+            sync.end(gradient.nbytes)
 
         # The future's callback runs as soon as the all-reduce is done; on CUDA, in a stream that waits for it.
         return _Pending(work, work.get_future().then(finish))
@@ -216,7 +216,7 @@ def _values(named: _Named) -> Tensor:
     assert gradient is not None
     if gradient.layout != torch.strided:
         raise MisconfigurationException(
-            f"{named.name!r} has a sparse gradient, and NaiveDP and InterleavedDP exchange dense ones only. Use"
+            f"{named.name!r} has a sparse gradient, and NaiveDP and InterleavedDP sync dense ones only. Use"
             " CommOptDDP, or sparse=False in the embedding."
         )
     gradient = gradient.detach()
@@ -240,5 +240,5 @@ def _refuse_missing(names: Sequence[str]) -> None:
         raise MisconfigurationException(
             f"backward gave no gradient to {', '.join(names[:_NAMES_IN_MESSAGE])}{more}: these parameters were not"
             " used in producing the loss. If that is intended, use CommOptDDP(find_unused_parameters=True), or freeze"
-            " them with requires_grad_(False); NaiveDP and InterleavedDP exchange every parameter in every step."
+            " them with requires_grad_(False); NaiveDP and InterleavedDP sync every parameter in every step."
         )

@@ -3,58 +3,72 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from numpy.typing import NDArray
 from rich.console import Console
 
-from lightning_commopt.callbacks.phases import FollowsPhases, samples_in, step_of_loggers
-from lightning_commopt.collectives.groups import group_beside
-from lightning_commopt.compressors.registry import compressor_name
-from lightning_commopt.ddp.observed import ShowsExchanges, observe, stop_observing
+from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends, samples_in, step_of_loggers
+from lightning_commopt.callbacks.run_header import run_header, sync_method
+from lightning_commopt.collectives.groups import BorrowedGroups, borrow_host_group
+from lightning_commopt.ddp.observed import observe, stop_observing
 from lightning_commopt.measure.all_ranks import AllRanks
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, StepStatistics, row
-from lightning_commopt.measure.summary_table import summary_table
-from lightning_commopt.measure.verdict import Verdict, verdict
-from lightning_commopt.strategy.base import FollowsPlan
-from lightning_commopt.validation import check_integer, check_switch, warn
+from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
+from lightning_commopt.measure.verdict import Verdict
+from lightning_commopt.validation import check_choice, check_integer, check_switch, warn
 
 PREFIX = "comm_time/"
+
+LOGGED_BY_DEFAULT = (
+    *("step_s", "data_s", "comm_s", "exposed_s", "exposed_share", "exposed_wait_s"),
+    *("wire_bytes", "bus_bandwidth", "samples_per_s", "straggler_rank"),
+)
+"""What goes to loggers with ``log="default"``."""
+
 _LAST_WINDOW_LIMIT_S = 10.0
+_INTERRUPTED_LIMIT_S = 1.0
 
 
-class CommTimeMonitor(FollowsPhases):
+class CommTimeMonitor(PhaseCallback):
     """Times every step and every bucket, and says what communication costs.
 
     Works with `CommOptDDP` and any of its plans, with Lightning's ``DDPStrategy`` and its hooks, and with one rank. On
-    other strategies only the phases of a step are timed. Nothing that is trained changes, and the device is never
-    waited for before the end of the fit: on CUDA times are those of events, read when the device has passed them.
+    other strategies only the phases of a step are timed. Nothing that is trained changes. On CUDA times are those of
+    events that the device has passed; training does not wait for them.
 
-    Every ``every_n_steps`` steps the ranks gather what they measured in one small message that nobody waits for. Its
-    statistics over steps and ranks go to all loggers of the Trainer, under ``comm_time/``, when they have come: at the
-    step at which the window ended. ``docs/comm_time.md`` defines every key.
+    Every ``every_n_steps`` steps the ranks gather what they measured in one small message. Its statistics over steps
+    and ranks are published a window later, when it has long come: to all loggers of the Trainer under ``comm_time/``,
+    with the number of the window's last step, and in ``trainer.callback_metrics``, at the same step on all ranks. So
+    ``ModelCheckpoint(monitor="comm_time/exposed_share")`` and ``EarlyStopping`` can use them. At the end of an epoch
+    and before a validation the last window is published at once; if there was none yet, the steps so far are one.
+    ``docs/comm_time.md`` defines every key.
 
     Args:
         every_n_steps: optimizer steps in a window.
         num_warmup_steps: optimizer steps that the summary of the fit leaves out. Loggers get them.
+        log: "default" for the ten numbers in `LOGGED_BY_DEFAULT`, "all" for every one.
         dirpath: where ``comm_time/rank_0.jsonl``, ... go; None for the logger's directory, else the Trainer's
             ``default_root_dir``.
         save_records: write every step of every rank to those files.
-        print_summary: print a table and a verdict at the end of a fit.
+        print_summary: print a table and a verdict at the end of a fit, also of one that was interrupted.
 
     Attributes:
-        metrics: of the last window, as logged but without the prefix.
-        summary: the same over the whole fit, without its warm-up; empty until there is any.
+        metrics: of the last window, all of them, without the prefix.
+        summary: the same over the whole fit, without its warm-up; empty until it has ended.
         verdict: on the whole fit; None until it has ended.
 
     Raises:
@@ -65,68 +79,83 @@ class CommTimeMonitor(FollowsPhases):
         self,
         *,
         every_n_steps: int = 50,
-        num_warmup_steps: int = 10,
+        num_warmup_steps: int = DEFAULT_NUM_WARMUP_STEPS,
+        log: str = "default",
         dirpath: str | Path | None = None,
         save_records: bool = True,
         print_summary: bool = True,
     ) -> None:
         check_integer("every_n_steps", every_n_steps, at_least=1)
         check_integer("num_warmup_steps", num_warmup_steps, at_least=0)
+        check_choice("log", log, ("default", "all"))
         check_switch("save_records", save_records)
         check_switch("print_summary", print_summary)
         self._every_n_steps = every_n_steps
         self._num_warmup_steps = num_warmup_steps
+        self._logs_all = log == "all"
         self._dirpath = dirpath
         self._save_records = save_records
         self._print_summary = print_summary
         self._recorder: StepRecorder | None = None
-        self._reset()
+        self._reset(world_size=1)
 
-    def _reset(self) -> None:
+    def _reset(self, world_size: int) -> None:
         self.metrics: dict[str, float] = {}
         self.summary: dict[str, float] = {}
         self.verdict: Verdict | None = None
         self._num_samples = 0
         self._num_gathered = 0
-        self._last_step_sent = 0
+        self._own_rows: list[list[float]] = []  # that were sent, and have not come from all ranks
+        self._last_step = 0
         self._num_buckets = 0
-        self._of_window = StepStatistics()
-        self._of_fit = StepStatistics()
+        self._world_size = world_size
+        self._of_fit = StepStatistics(world_size=world_size)
         self._all_ranks: AllRanks | None = None
+        self._group: BorrowedGroups | None = None
+        self._is_shared = False
         self._writer: StepWriter | None = None
         self._failed_loggers: list[Logger] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begins to watch the exchanges, before the strategy wraps the model."""
+        """Begins to observe the gradient sync, before the strategy wraps the model."""
         if stage == "fit":
+            self._reset(trainer.world_size)
             self._recorder = StepRecorder(clock_for(trainer.strategy.root_device))
             observe(trainer.strategy, self._recorder)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Watches no more."""
+        """Stops observing."""
         if self._recorder is not None:
             stop_observing(trainer.strategy, self._recorder)
             self._recorder = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins anew."""
+        """Makes the group and the file of this rank."""
         super().on_train_start(trainer, pl_module)
-        self._reset()
         has_peers = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
-        shape = (self._every_n_steps, len(QUANTITIES))
-        self._all_ranks = AllRanks(_group_beside() if has_peers else None, shape)
+        self._group = _borrow_group() if has_peers else None
+        group = self._group.all_ranks if self._group is not None else None
+        self._all_ranks = AllRanks(group, (self._every_n_steps, len(QUANTITIES)))
+        self._is_shared = group is not None or trainer.world_size == 1
         # All ranks must ask for log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
         if self._save_records and not getattr(trainer, "fast_dev_run", False):
             assert self._recorder is not None
-            header = _header(trainer) | {"origin_unix_s": self._recorder.origin_unix_s}
+            header = run_header(trainer) | {
+                "origin_unix_s": self._recorder.origin_unix_s,
+                "num_warmup_steps": self._num_warmup_steps,
+            }
             self._writer = StepWriter(rank_file(folder, trainer.global_rank), header)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Publishes what there is, for callbacks that look at the end of the validation."""
+        super().on_validation_start(trainer, pl_module)
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._catch_up(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gathers what is left, and prints what the fit has cost."""
         super().on_train_end(trainer, pl_module)
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.root_device)
         assert self._recorder is not None
         while self._recorder.num_pending or (self._all_ranks is not None and not self._all_ranks.is_free):
             if not self._receive(trainer, _LAST_WINDOW_LIMIT_S):
@@ -134,47 +163,71 @@ class CommTimeMonitor(FollowsPhases):
                     f"CommTimeMonitor: not all ranks have sent their last steps within {_LAST_WINDOW_LIMIT_S:g} s; the"
                     " summary is without them."
                 )
-                break
-            self._send(min(self._every_n_steps, self._recorder.num_pending))
+                self._all_ranks = None
+            self._send(self._every_n_steps)
         self._conclude(trainer)
+        if not self.summary and self._print_summary:
+            rank_zero_info(
+                f"CommTimeMonitor: no summary, as the fit had {self._num_gathered} steps"
+                f" and num_warmup_steps={self._num_warmup_steps} are left out."
+            )
+        self._share(trainer, self.summary)
+        if self._group is not None and self._all_ranks is not None:
+            self._group.return_to_pool()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves the records of this rank that are there."""
+        """Saves the steps of this rank, and concludes from what is there: other ranks may be gone."""
         super().on_exception(trainer, pl_module, exception)
-        self._all_ranks = None
         with contextlib.suppress(RuntimeError):  # the device may be what failed
+            self._receive(trainer, _INTERRUPTED_LIMIT_S)
             while self._recorder is not None and self._recorder.has(1):
-                self._send(1)
+                self._own_rows += self._take(1)
+        if self._of_fit.num_ranks <= 1 and self._own_rows:  # else the steps of all ranks say more
+            self._add(np.array([self._own_rows]))
+        if self.verdict is None:
+            self._conclude(trainer)
         self.teardown(trainer, pl_module, "fit")  # which Lightning does not call then
 
     def _enter(self, phase: str | None) -> None:
         if self._recorder is not None:
             self._recorder.enter(phase)
 
-    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        pass
-
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
         self._num_samples += samples_in(batch) or 0
-        if not has_stepped or self._recorder is None:
+        if self._recorder is None:
             return
-        self._recorder.end_step(step_of_loggers(trainer), self._num_samples)
-        self._num_samples = 0
+        if has_stepped:
+            self._recorder.end_step(step_of_loggers(trainer), self._num_samples)
+            self._num_samples = 0
+            # By counts that are the same on all ranks, as callback_metrics must not differ between them.
+            if self._recorder.num_pending >= self._every_n_steps + self._recorder.num_lag_steps:
+                self._receive(trainer)
+                self._send(self._every_n_steps)
+        if epoch_ends(trainer):
+            self._catch_up(trainer)
+
+    def _catch_up(self, trainer: Trainer) -> None:
+        """Publishes the window that is under way; if there was none yet, the steps so far."""
         self._receive(trainer)
-        if self._all_ranks is not None and self._all_ranks.is_free and self._recorder.has(self._every_n_steps):
+        if not self.metrics and self._all_ranks is not None:
             self._send(self._every_n_steps)
+            self._receive(trainer)
 
     def _send(self, num_steps: int) -> None:
-        """Saves the oldest steps, and sends them to all ranks."""
+        """Sends the oldest steps to all ranks, at most so many."""
+        rows = self._take(num_steps)
+        if rows and self._all_ranks is not None:
+            self._own_rows = rows
+            self._all_ranks.send(torch.tensor(rows, dtype=torch.float64))
+
+    def _take(self, num_steps: int) -> list[list[float]]:
+        """Saves the oldest steps, at most so many, and returns their numbers."""
         assert self._recorder is not None
         steps = self._recorder.take(num_steps)
-        if not steps:
-            return
-        self._num_buckets = len(steps[-1].layout)
-        self._save(steps)
-        if self._all_ranks is not None:
-            self._last_step_sent = steps[-1].record.step
-            self._all_ranks.send(torch.tensor([row(step.record) for step in steps], dtype=torch.float64))
+        if steps:
+            self._last_step, self._num_buckets = steps[-1].record.step, len(steps[-1].layout)
+            self._save(steps)
+        return [row(step.record) for step in steps]
 
     def _save(self, steps: list[RecordedStep]) -> None:
         if self._writer is None:
@@ -187,8 +240,8 @@ class CommTimeMonitor(FollowsPhases):
             message = f"CommTimeMonitor: the steps cannot be saved any more ({error}); training goes on."
             warn(message, on_every_rank=True)
 
-    def _receive(self, trainer: Trainer, limit_s: float = 0.0) -> bool:
-        """Logs a window that has come; returns false if one is under way still."""
+    def _receive(self, trainer: Trainer, limit_s: float = math.inf) -> bool:
+        """Publishes the window that was sent; returns false if it has not come from all ranks."""
         if self._all_ranks is None or self._all_ranks.is_free:
             return True
         try:
@@ -199,24 +252,23 @@ class CommTimeMonitor(FollowsPhases):
             return True
         if values is None:
             return False
+        self._own_rows = []
         if values.shape[1]:
-            self._publish(trainer, values)
+            self._publish(trainer, values.numpy())
         return True
 
-    def _publish(self, trainer: Trainer, values: torch.Tensor) -> None:
-        self._of_window = StepStatistics()
-        self._of_window.update(values.numpy())
-        self.metrics = self._of_window.compute()
-        num_warmup = max(0, self._num_warmup_steps - self._num_gathered)
-        self._num_gathered += values.shape[1]
-        if values.shape[1] > num_warmup:
-            self._of_fit.update(values[:, num_warmup:].numpy())
-        named = {PREFIX + name: value for name, value in self.metrics.items()}
+    def _publish(self, trainer: Trainer, values: NDArray[np.float64]) -> None:
+        window = StepStatistics(world_size=self._world_size)
+        window.update(values)
+        self.metrics = window.compute()
+        self._add(values)
+        self._share(trainer, self.metrics)
+        named = self._named(self.metrics)
         for logger in trainer.loggers:
             if logger in self._failed_loggers:
                 continue
             try:
-                logger.log_metrics(named, step=self._last_step_sent)
+                logger.log_metrics(named, step=self._last_step)
             except Exception as error:
                 self._failed_loggers.append(logger)
                 warn(
@@ -224,29 +276,39 @@ class CommTimeMonitor(FollowsPhases):
                     " it gets no more of them, and training goes on."
                 )
 
+    def _add(self, values: NDArray[np.float64]) -> None:
+        """Adds steps to those of the fit, without its warm-up."""
+        num_warmup = max(0, self._num_warmup_steps - self._num_gathered)
+        self._num_gathered += values.shape[1]
+        self._of_fit.update(values[:, num_warmup:])
+
+    def _share(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Puts metrics where callbacks look for them, unless ranks have different ones."""
+        if self._is_shared:
+            named = self._named(metrics)
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
+
+    def _named(self, metrics: dict[str, float]) -> dict[str, float]:
+        return {PREFIX + name: value for name, value in metrics.items() if self._logs_all or name in LOGGED_BY_DEFAULT}
+
     def _conclude(self, trainer: Trainer) -> None:
-        if self._num_gathered <= self._num_warmup_steps:
-            if self._print_summary:
-                rank_zero_info(
-                    f"CommTimeMonitor: no summary, as the fit had {self._num_gathered} steps"
-                    f" and num_warmup_steps={self._num_warmup_steps} are left out."
-                )
+        if not self._of_fit.num_steps:
             return
-        self.summary = self._of_fit.compute()
-        self.verdict = verdict(
-            self.summary,
-            world_size=trainer.world_size,
+        summary = FitSummary.of(
+            self._of_fit,
+            world_size=self._world_size,
             num_buckets=self._num_buckets,
-            comm_hook=_comm_hook(trainer.strategy),
+            **sync_method(trainer.strategy),
         )
+        self.summary, self.verdict = dict(summary.metrics), summary.verdict
         if self._print_summary and trainer.is_global_zero:
-            Console().print(summary_table(self.summary, self.verdict))
+            Console().print(summary.table())
 
 
-def _group_beside() -> dist.ProcessGroup | None:
+def _borrow_group() -> BorrowedGroups | None:
     """Returns a gloo group of all ranks; None, with a warning, where they cannot reach each other over gloo."""
     try:
-        return group_beside()
+        return borrow_host_group()
     except RuntimeError as error:
         warn(
             f"CommTimeMonitor: the ranks cannot be gathered over gloo ({error}), so each logs its own times; perhaps"
@@ -254,27 +316,3 @@ def _group_beside() -> dist.ProcessGroup | None:
             on_every_rank=True,
         )
         return None
-
-
-def _header(trainer: Trainer) -> dict[str, Any]:
-    """Returns what the first line of a file says of the rank."""
-    strategy = trainer.strategy
-    device = strategy.root_device
-    return {
-        "rank": trainer.global_rank,
-        "world_size": trainer.world_size,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "backend": dist.get_backend() if dist.is_available() and dist.is_initialized() else None,
-        "strategy": type(strategy).__name__,
-        "comm_hook": _comm_hook(strategy),
-    }
-
-
-def _comm_hook(strategy: Strategy) -> str:
-    """Returns the name of what averages the gradients."""
-    if isinstance(strategy, FollowsPlan) and strategy.plan.comm_hook is not None:
-        return compressor_name(strategy.plan.comm_hook)
-    if isinstance(strategy, ShowsExchanges) and not isinstance(strategy, FollowsPlan):
-        return type(strategy).__name__
-    hook = getattr(strategy, "_ddp_comm_hook", None)
-    return "none" if hook is None else str(getattr(hook, "__name__", type(hook).__name__))

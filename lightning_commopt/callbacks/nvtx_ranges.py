@@ -1,4 +1,4 @@
-"""NVTX ranges of batches, of what they are made of, and of the exchange of every bucket."""
+"""NVTX ranges of batches, of their parts, and of every bucket's gradient sync."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_commopt.callbacks.phases import FollowsPhases, batch_follows
+from lightning_commopt.callbacks.phases import PhaseCallback, batch_follows
 from lightning_commopt.ddp.observed import observe, stop_observing
-from lightning_commopt.measure.nvtx_timeline import SyncRanges, Timeline, watched_domain
+from lightning_commopt.measure.nvtx_timeline import SyncRanges, Timeline, profiled_domain
 
 COLORS = {
     "blue": 0x0000FF,
@@ -43,22 +43,22 @@ RANGES = {
 _RANGE_OF_PHASE = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step", "other": None}
 
 
-class NVTXRanges(FollowsPhases):
+class NVTXRanges(PhaseCallback):
     """Marks what a fit does with NVTX ranges, for Nsight Systems and other tools.
 
     ``Batch 0`` holds ``get batch``, ``forward``, ``backward`` and, where one happens, ``optimizer step``. Batches are
     counted over all epochs; what other callbacks do at the end of a batch belongs to none. ``validation`` and
-    ``checkpoint`` stand between batches. ``bucket 0`` is one bucket's exchange, from its turn to its average, with the
-    bytes of its gradients as the payload; it lies beside the nested ranges, as it may end on another thread.
+    ``checkpoint`` stand between batches. ``bucket 0`` is one bucket's gradient sync, from its turn to its average, with
+    the bytes of its gradients as the payload; it lies beside the nested ranges, as it may end on another thread.
 
     All of them are times of the host. ``backward`` ends when the autograd engine has returned, after DDP's wait for
-    the exchanges: with gloo that is their end, while with NCCL the host only queues it and the device is behind. A
+    communication: with gloo that is their end, while with NCCL the host only queues it and the device is behind. A
     tool that projects ranges onto the device takes the kernels that the range's own thread has launched. Those of
     backward are launched by a thread of autograd, so that ``backward`` has no projection; there
     ``nsys profile --pytorch=autograd-nvtx`` names the single operations.
 
-    Without a profiler this callback does nothing at all, nor are exchanges observed. With one, during the fit, it comes
-    first in the Trainer's callbacks and ``trainer.save_checkpoint`` is wrapped; the names of all batches are kept.
+    Without a profiler this callback does nothing at all, nor is gradient sync observed. With one, during the fit, it
+    comes first in the Trainer's callbacks, ``trainer.save_checkpoint`` is wrapped, and the names of batches are kept.
 
     Args:
         domain: the NVTX domain of the ranges.
@@ -74,8 +74,8 @@ class NVTXRanges(FollowsPhases):
         self._domain = domain
         self._colors = {**{name: COLORS[color] for name, color in RANGES.items()}, **_checked_colors(colors)}
         self._timeline: Timeline | None = None
-        self._exchanges: SyncRanges | None = None
-        self._opener: _OpensBatches | None = None
+        self._bucket_ranges: SyncRanges | None = None
+        self._opener: _BatchOpener | None = None
         self._save: functools.partial[None] | None = None
         self._place = 0
         self._batch_depth = 0
@@ -85,15 +85,15 @@ class NVTXRanges(FollowsPhases):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Looks whether a profiler is there, and prepares the ranges if so."""
         self._close(trainer)
-        domain = watched_domain(self._domain) if stage == TrainerFn.FITTING else None
+        domain = profiled_domain(self._domain) if stage == TrainerFn.FITTING else None
         if domain is None:
             return
         self._timeline = Timeline(domain, self._colors)
-        self._exchanges = SyncRanges(domain, self._colors["bucket"])
-        observe(trainer.strategy, self._exchanges)
+        self._bucket_ranges = SyncRanges(domain, self._colors["bucket"])
+        observe(trainer.strategy, self._bucket_ranges)
         # What other callbacks do between batches is no part of a batch; and where one of them starts or stops a
         # profiler no range is open, of which it would see one end only.
-        self._opener = _OpensBatches(self._open_batch)
+        self._opener = _BatchOpener(self._open_batch)
         others = [callback for callback in _callbacks(trainer) if callback is not self]
         self._place = _callbacks(trainer).index(self)
         trainer.callbacks = [self, *others, self._opener]  # type: ignore[attr-defined]
@@ -140,9 +140,6 @@ class NVTXRanges(FollowsPhases):
         if self._batch_depth == 0:  # no hook tells that a fit that resumes in an epoch waits for its first batch
             self._push_batch(trainer.fit_loop.total_batch_idx)
 
-    def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
-        pass
-
     def _open_batch(self, trainer: Trainer) -> None:
         self._push_batch(trainer.fit_loop.total_batch_idx + 1)
         if self._timeline is not None:
@@ -167,11 +164,11 @@ class NVTXRanges(FollowsPhases):
             self._timeline.pop_to(depth)
 
     def _close(self, trainer: Trainer) -> None:
-        if self._timeline is None or self._exchanges is None or self._save is None:
+        if self._timeline is None or self._bucket_ranges is None or self._save is None:
             return
         (wrapped,) = self._save.args
-        stop_observing(trainer.strategy, self._exchanges)
-        self._exchanges.close()
+        stop_observing(trainer.strategy, self._bucket_ranges)
+        self._bucket_ranges.close()
         self._enter(None)
         others = [callback for callback in _callbacks(trainer) if callback not in (self, self._opener)]
         trainer.callbacks = [*others[: self._place], self, *others[self._place :]]  # type: ignore[attr-defined]
@@ -179,14 +176,14 @@ class NVTXRanges(FollowsPhases):
             del trainer.save_checkpoint
             if trainer.save_checkpoint != wrapped:
                 trainer.save_checkpoint = wrapped  # type: ignore[method-assign]
-        self._timeline = self._exchanges = self._opener = self._save = None
+        self._timeline = self._bucket_ranges = self._opener = self._save = None
 
 
-class _OpensBatches(Callback):
-    """Comes after all other callbacks, and says when the wait for a batch begins.
+class _BatchOpener(Callback):
+    """The last of all callbacks, which begins the range of the next batch when all others are done.
 
     Args:
-        open_batch: is told.
+        open_batch: called when the wait for a batch begins.
     """
 
     def __init__(self, open_batch: Callable[[Trainer], None]) -> None:

@@ -1,4 +1,4 @@
-"""What part of a step Lightning is in, from its hooks."""
+"""The phases of a step, from Lightning's hooks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_commopt.ddp.observed import before_backward, observe_wrapped
 
 
-class FollowsPhases(Callback):
-    """Turns Lightning's hooks into batches and phases; what they mean is up to the subclass.
+class PhaseCallback(Callback):
+    """A callback with hooks for the phases of a step, which subclasses implement.
 
-    The phases are those of `lightning_commopt.measure.record.PHASES`. A subclass that overrides a hook of Lightning's
-    which is defined here calls it.
+    The phases are those of `lightning_commopt.measure.record.PHASES`. A subclass that overrides one of the hooks here
+    calls it.
     """
 
     _between = "other"
@@ -29,11 +29,9 @@ class FollowsPhases(Callback):
     def _enter(self, phase: str | None) -> None:
         """A phase begins, and the one before it is over; None: what comes now is no part of any step."""
 
-    @abstractmethod
     def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
         """A batch is there; it comes before the phase "forward"."""
 
-    @abstractmethod
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
         """A batch is over; it comes before the next phase.
 
@@ -44,7 +42,7 @@ class FollowsPhases(Callback):
         """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the exchanges of Lightning's own strategy visible, if anybody asked for that in ``setup``."""
+        """Makes the gradient sync of Lightning's own strategy observable, if that was asked for in ``setup``."""
         observe_wrapped(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,7 +71,7 @@ class FollowsPhases(Callback):
         self._enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Backward is over, with all of the exchange that it waits for."""
+        """Backward is over, with the communication that it waits for."""
         self._enter(self._between)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -142,6 +140,11 @@ def batch_follows(trainer: Trainer) -> bool:
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     return trainer.validating or not loop._should_check_val_fx(fetcher)
+
+
+def epoch_ends(trainer: Trainer) -> bool:
+    """Returns whether the batch that ends is the last one of its epoch or of the fit; for ``on_train_batch_end``."""
+    return trainer.is_last_batch or trainer.global_step == trainer.max_steps
 
 
 def samples_in(batch: Any) -> int | None:

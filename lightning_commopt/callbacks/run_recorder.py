@@ -29,7 +29,7 @@ from lightning_commopt.runs.metric_names import find_metric, how_to_name_loss
 from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.runs.settings import flat, hydra_settings
 from lightning_commopt.runs.writer import fail_rank, new_record, write_record
-from lightning_commopt.strategy.base import FollowsPlan
+from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.validation import check_switch, warn
 
 
@@ -225,7 +225,7 @@ def _description(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Returns the fields of the record that are known before the fit."""
     strategy = trainer.strategy
     device = strategy.root_device
-    plan = strategy.plan if isinstance(strategy, FollowsPlan) else None
+    plan = plan_of(strategy)
     return {
         "plan_name": type(strategy).__name__ if plan is None else _plan_name(plan),
         "strategy": type(strategy).__name__,
@@ -238,7 +238,8 @@ def _description(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def _plan_settings(strategy: Strategy) -> dict[str, Any]:
-    return flat(_plan_options(strategy.plan), "plan.") if isinstance(strategy, FollowsPlan) else {}
+    plan = plan_of(strategy)
+    return {} if plan is None else flat(_plan_options(plan), "plan.")
 
 
 def _plan_options(plan: CommPlan, *, is_short: bool = False) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class SpeedMonitor(Callback):
         samples_per_s: of this rank's samples, times the number of ranks; None also where a batch does not show how
             many it holds.
         wire_bytes_per_step: payload that this rank handed to collectives for gradients; for strategies that do not
-            count it, the size of the gradients where DDP exchanges them as they are, else None.
+            count it, the size of the gradients where DDP all-reduces them as they are, else None.
     """
 
     def __init__(self, *, num_warmup_steps: int = 10) -> None:
@@ -95,8 +95,8 @@ class SpeedMonitor(Callback):
             self._num_samples += num_samples
         self.num_steps += has_stepped
         if has_stepped and self._wire_bytes is not None and self._wire_bytes_at_start is None:
-            exchanged = _gradient_bytes_of_ddp(trainer)
-            self._wire_bytes = None if exchanged is None else self._wire_bytes + exchanged
+            num_bytes = _gradient_bytes_of_ddp(trainer)
+            self._wire_bytes = None if num_bytes is None else self._wire_bytes + num_bytes
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops the clock."""
@@ -126,7 +126,7 @@ def _synchronize(module: LightningModule) -> None:
 
 
 def _gradient_bytes_of_ddp(trainer: Trainer) -> int | None:
-    """Returns what one exchange of Lightning's own strategies hands to collectives; None where that is not known."""
+    """Returns the bytes that one gradient sync of Lightning's own DDP hands to collectives; None where not known."""
     if trainer.world_size == 1:
         return 0
     strategy = trainer.strategy

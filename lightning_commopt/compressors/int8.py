@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.composed import Composed, with_feedback
 from lightning_commopt.compressors.pieces import in_pieces
+from lightning_commopt.compressors.preset import Preset, with_feedback
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.kernels import block_int8
+from lightning_commopt.kernels import block_int8, int8_message
 from lightning_commopt.validation import check_power_of_two
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ class BlockInt8(Compressor):
 
     def _two_rounds(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
         size, mine = self.block_size, None
-        row_bytes = block_int8.shard_bytes(flat.numel(), channel.size, size)
+        row_bytes = int8_message.shard_bytes(flat.numel(), channel.size, size)
         message = channel.scratch("message", (channel.size, row_bytes), torch.uint8, flat.device)
         block_int8.encode(flat, residual, message, size)
         received = yield channel.all_to_all(message)
         mean = channel.scratch("mean", (row_bytes,), torch.uint8, flat.device)
         if residual is not None:
-            numel = block_int8.shard_numel(flat.numel(), channel.size, size)
+            numel = int8_message.shard_numel(flat.numel(), channel.size, size)
             mine = residual[channel.rank * numel : (channel.rank + 1) * numel]
         block_int8.reduce(received, mean, mine, size)
         gathered = yield channel.all_gather(mean)
@@ -75,13 +75,13 @@ class BlockInt8(Compressor):
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns one byte an element and four a block, with what fills up the last blocks."""
-        return world_size * block_int8.shard_bytes(layout.numel, world_size, self.block_size)
+        return world_size * int8_message.shard_bytes(layout.numel, world_size, self.block_size)
 
 
 @register_compressor("int8")
 @final
 @dataclass(frozen=True, kw_only=True)
-class Int8(Composed):
+class Int8(Preset):
     """Int8 as it is used: `BlockInt8` with `ErrorFeedback`.
 
     Attributes:
@@ -97,5 +97,5 @@ class Int8(Composed):
     error_feedback: bool = True
     residual_dtype: str = "float32"
 
-    def _compose(self) -> Compressor:
+    def _build(self) -> Compressor:
         return with_feedback(BlockInt8(block_size=self.block_size), self.error_feedback, self.residual_dtype)

@@ -21,6 +21,7 @@ from lightning_commopt.ddp.buckets import BucketOrder, synced_parameters
 from lightning_commopt.ddp.executors import Executor, SideStream, WorkerThread
 from lightning_commopt.ddp.resumed_layout import Bucket, Kept, Relayout
 from lightning_commopt.ddp.state import BucketStates, CommState, residuals_by_name
+from lightning_commopt.kernels import c_library
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, Observers
 from lightning_commopt.plan import OptionError
 from lightning_commopt.validation import warn_once
@@ -270,6 +271,7 @@ def attach_bucket_hook(
     groups = None
     executor: Executor
     if model.device_type == "cpu":
+        c_library.load()  # here, so that no backward waits for a compiler
         groups = borrow_groups(group, ranks_per_node=ranks_per_node, timeout=timeout)
         channel, executor = Channel(groups.all_ranks, groups.within, groups.across), WorkerThread()
     else:

@@ -6,7 +6,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -40,12 +39,6 @@ class Trainable:
     def some_frozen(self) -> bool:
         """Returns whether a parameter that DDP waits for asks for no gradient any more."""
         return not all(parameter.requires_grad for parameter in self._trainable)
-
-
-def is_within_batch(trainer: Trainer) -> bool:
-    """Returns whether a training batch has begun and not ended."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current
-    return batches.started > batches.processed  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from lightning_commopt.collectives.groups import leave_process_group
 from lightning_commopt.launch.environment import RANK_VARIABLES
 from lightning_commopt.launch.fork_server import is_preloaded, preloaded
 from lightning_commopt.launch.hydra_command import single_run_command
-from lightning_commopt.strategy.base import check_group
 
 _launched_job_dir: str | None = None
 _variables_before_launch: dict[str, str | None] = {}
@@ -73,20 +72,12 @@ class MultirunLauncher(_SubprocessScriptLauncher):
             self.procs.append(process)  # type: ignore[arg-type]
 
 
-class RunsInOwnGroup(DDPStrategy):
-    """Mixed into a strategy that trains with its own number of processes, whatever ran in this process before."""
+def configure_multirun_launcher(strategy: DDPStrategy) -> None:
+    """Gives a strategy the launcher for the job of a Hydra multirun, if it runs in one and starts its own processes.
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._start_method == "popen" and (multirun_job_dir() is not None or is_preloaded()):
-            assert self.cluster_environment is not None
-            self._launcher = MultirunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_distributed(self) -> None:
-        """Joins the process group, and refuses one of another size.
-
-        Raises:
-            MisconfigurationException: the process group has more or fewer ranks than this strategy.
-        """
-        super().setup_distributed()
-        check_group(self.world_size, type(self).__name__)
+    Args:
+        strategy: whose own launcher is configured.
+    """
+    if strategy._start_method == "popen" and (multirun_job_dir() is not None or is_preloaded()):
+        assert strategy.cluster_environment is not None
+        strategy._launcher = MultirunLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)

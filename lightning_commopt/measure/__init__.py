@@ -1,1 +1,1 @@
-"""What a step cost: marks in the hook and in the step, and the records that are made from them."""
+"""What a step costs: marks in the hook and in the step, records of them, and statistics of records."""

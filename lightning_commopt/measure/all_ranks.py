@@ -1,4 +1,4 @@
-"""What every rank measured, on every rank: one small message beside the training, which nobody waits for."""
+"""What every rank measured, on every rank: one small message beside the training."""
 
 from __future__ import annotations
 

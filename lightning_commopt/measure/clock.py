@@ -14,9 +14,11 @@ class Clock(ABC):
 
     Attributes:
         origin_unix_s: second 0 of this clock, in seconds since 1970 on this host's clock.
+        num_lag_steps: steps by which marks are left to age, so that waiting for them does not hold up the host.
     """
 
     origin_unix_s: float
+    num_lag_steps: int = 0
 
     @abstractmethod
     def mark(self) -> Any:
@@ -25,6 +27,10 @@ class Clock(ABC):
     @abstractmethod
     def has_passed(self, mark: Any) -> bool:
         """Returns whether a mark lies in the past. Never waits."""
+
+    @abstractmethod
+    def wait_for(self, mark: Any) -> None:
+        """Waits until a mark has passed."""
 
     @abstractmethod
     def seconds(self, mark: Any) -> float:
@@ -44,6 +50,9 @@ class HostClock(Clock):
         """Returns true: a mark of the host is never ahead."""
         return True
 
+    def wait_for(self, mark: float) -> None:
+        """Returns at once."""
+
     def seconds(self, mark: float) -> float:
         """Returns the seconds since the origin."""
         return mark - self._origin
@@ -58,6 +67,8 @@ class CudaClock(Clock):
 
     # An event's distance comes in float32 milliseconds: 8 ms after an hour, hence a base that follows.
     _BASE_LIFE_S = 10.0
+
+    num_lag_steps = 20  # a host that is further ahead of its device gains nothing by going on
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -75,6 +86,10 @@ class CudaClock(Clock):
     def has_passed(self, mark: torch.cuda.Event) -> bool:
         """Returns whether the device has reached the event."""
         return mark.query()
+
+    def wait_for(self, mark: torch.cuda.Event) -> None:
+        """Waits until the device has reached the event, which an old one has long been."""
+        mark.synchronize()
 
     def seconds(self, mark: torch.cuda.Event) -> float:
         """Returns the seconds from the origin to the event, to about a microsecond."""

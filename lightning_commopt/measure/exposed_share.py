@@ -58,6 +58,11 @@ def step_parts(runs: Sequence[Mapping[str, float]]) -> StepParts:
     return StepParts(computing_s=step_s * (1 - exposed - hidden), hidden_s=step_s * hidden, exposed_s=step_s * exposed)
 
 
+def share_of_step(part_s: float, step_s: float) -> float:
+    """Returns a part of a step's time as a share of it; NaN without steps."""
+    return part_s / step_s if step_s > 0 else math.nan
+
+
 def _median_share(runs: Sequence[Mapping[str, float]], parts_s: Sequence[float]) -> float:
-    shares = [part_s / run["step_s"] for run, part_s in zip(runs, parts_s, strict=True) if run["step_s"] > 0]
-    return median(shares) if shares else math.nan
+    shares = [share_of_step(part_s, run["step_s"]) for run, part_s in zip(runs, parts_s, strict=True)]
+    return median([share for share in shares if not math.isnan(share)] or [math.nan])

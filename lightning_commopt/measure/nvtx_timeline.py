@@ -1,4 +1,4 @@
-"""Ranges in one NVTX domain: nested ones of one thread, and those of exchanges."""
+"""Ranges in one NVTX domain: nested ones of one thread, and those of buckets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import nvtx  # type: ignore[import-untyped]
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
 
 
-def watched_domain(name: str) -> Any:
-    """Returns the NVTX domain of that name; None if no tool watches it."""
+def profiled_domain(name: str) -> Any:
+    """Returns the NVTX domain of that name; None if no profiler is attached."""
     if not nvtx.enabled():
         return None
     domain = nvtx.get_domain(name)
@@ -24,7 +24,7 @@ class Timeline:
     """Nested ranges, all on one thread.
 
     Args:
-        domain: from `watched_domain`.
+        domain: from `profiled_domain`.
         colors: ARGB, by the names of the ranges.
 
     Attributes:
@@ -58,10 +58,10 @@ class Timeline:
 
 
 class SyncRanges(SyncObserver):
-    """Makes a range of every exchange, whichever threads it begins and ends on.
+    """Makes a range of every bucket's sync, whichever threads it begins and ends on.
 
     Args:
-        domain: from `watched_domain`.
+        domain: from `profiled_domain`.
         color: ARGB.
     """
 
@@ -99,7 +99,7 @@ class SyncRanges(SyncObserver):
                 self._domain.end_range(range_id)
 
     def close(self) -> None:
-        """Ends the ranges of exchanges that failed, and begins no more."""
+        """Ends the ranges of syncs that failed, and begins no more."""
         with self._lock:
             self._is_closed = True
             while self._open:
@@ -107,7 +107,7 @@ class SyncRanges(SyncObserver):
 
 
 class _SyncRange(BucketSync):
-    """The range of one exchange."""
+    """The range of one bucket's sync."""
 
     def __init__(self, ranges: SyncRanges, attributes: Any) -> None:
         self._ranges = ranges

@@ -1,4 +1,4 @@
-"""What a hook tells of its exchanges, to whoever asked: recorders, NVTX ranges."""
+"""What a hook reports of its gradient sync, to recorders and NVTX ranges."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class BucketInfo:
 
 
 class BucketSync(ABC):
-    """One bucket on its way; told of what happens to it in the order of these methods, on any thread.
+    """The sync of one bucket, as an observer sees it: the hook calls these methods in order, on any thread.
 
-    For CUDA tensors the stream in which it happens is the current one, and the host may be far ahead of it. Rounds
-    are pairs of `send` and `arrive`. After an exchange that failed nothing more comes.
+    For CUDA tensors the current stream is the one in which it happens, and the host may be far ahead of it. Each
+    collective is a pair of `send` and `arrive`. After a failure no further method is called.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def start(self) -> None:
-        """The bucket's turn has come: it is being compressed, or sent."""
+        """The bucket leaves the queue: it is being compressed, or sent."""
 
     @abstractmethod
     def send(self) -> None:
-        """A message has been handed to the collective, or the first of several that overlap."""
+        """A collective starts, or the first of several that overlap."""
 
     @abstractmethod
     def arrive(self) -> None:
@@ -55,19 +55,19 @@ class BucketSync(ABC):
 
 
 class SyncObserver(ABC):
-    """Is told of every bucket that becomes ready."""
+    """Observes every bucket that becomes ready."""
 
     @abstractmethod
     def ready(self, bucket: BucketInfo) -> BucketSync:
         """All gradients of a bucket are there; called in backward, bucket by bucket.
 
         Returns:
-            Who wants to be told how it goes on.
+            The observer of this bucket's sync.
         """
 
 
 class Observers(SyncObserver):
-    """Several observers as one; false as long as there is none."""
+    """Several observers as one; false while there is none."""
 
     def __init__(self) -> None:
         self._observers: list[SyncObserver] = []
@@ -77,7 +77,7 @@ class Observers(SyncObserver):
         return bool(self._observers)
 
     def __iter__(self) -> Iterator[SyncObserver]:
-        """Gives them one after another."""
+        """Iterates over them in the order in which they were added."""
         return iter(self._observers)
 
     def add(self, observer: SyncObserver) -> None:
@@ -91,38 +91,38 @@ class Observers(SyncObserver):
             self._observers.remove(observer)
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        """Tells all of them."""
+        """Passes it on to all of them."""
         if len(self._observers) == 1:
             return self._observers[0].ready(bucket)
         return BucketSyncs([observer.ready(bucket) for observer in self._observers])
 
 
 class BucketSyncs(BucketSync):
-    """The same exchange as several observers see it, or the exchanges of several buckets that travel together.
+    """Several syncs as one: of several observers, or of several buckets that travel together.
 
     Args:
-        exchanges: to be told.
+        syncs: that every call is passed on to.
     """
 
-    def __init__(self, exchanges: list[BucketSync]) -> None:
-        self._exchanges = exchanges
+    def __init__(self, syncs: list[BucketSync]) -> None:
+        self._syncs = syncs
 
     def start(self) -> None:
-        """Tells all of them."""
-        for exchange in self._exchanges:
-            exchange.start()
+        """Passes it on to all of them."""
+        for sync in self._syncs:
+            sync.start()
 
     def send(self) -> None:
-        """Tells all of them."""
-        for exchange in self._exchanges:
-            exchange.send()
+        """Passes it on to all of them."""
+        for sync in self._syncs:
+            sync.send()
 
     def arrive(self) -> None:
-        """Tells all of them."""
-        for exchange in self._exchanges:
-            exchange.arrive()
+        """Passes it on to all of them."""
+        for sync in self._syncs:
+            sync.arrive()
 
     def end(self, wire_bytes: int) -> None:
-        """Tells all of them."""
-        for exchange in self._exchanges:
-            exchange.end(wire_bytes)
+        """Passes it on to all of them."""
+        for sync in self._syncs:
+            sync.end(wire_bytes)

@@ -1,4 +1,4 @@
-"""The most memory that a fit has needed."""
+"""The peak memory of a fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESET_PEAK = "5"  # see proc(5), /proc/pid/clear_refs
 
 
 class PeakMemory:
-    """Watches one device from now on.
+    """The peak of one device from now on.
 
     On CUDA it is what torch has allocated there, and ``torch.cuda``'s own peak is reset. Else it is what the process
     holds; where the system does not let that peak be reset (Linux does), it is the peak since the process started.

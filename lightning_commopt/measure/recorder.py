@@ -1,4 +1,4 @@
-"""Marks of phases and exchanges while a step runs, made into records when the device has passed them."""
+"""Marks of phases and buckets while a step runs, made into records when the device has passed them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RecordedStep(NamedTuple):
 
 
 class StepRecorder(SyncObserver):
-    """Records the steps of one rank. Marking never waits; the rest is done in `take`.
+    """Records the steps of one rank. Marking never waits; `take` does the rest.
 
     Args:
         clock: of the device that trains.
@@ -35,7 +35,7 @@ class StepRecorder(SyncObserver):
         self._clock = clock
         self._mark = clock.mark
         self._phases: list[tuple[str | None, Any]] = []
-        self._exchanges: list[_RecordedSync] = []
+        self._syncs: list[_RecordedSync] = []
         self._backward = 0
         self._pending: deque[_Marks] = deque()
 
@@ -50,10 +50,10 @@ class StepRecorder(SyncObserver):
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
         """Marks that a bucket is ready."""
-        exchange = _RecordedSync(self._mark, bucket, self._backward)
-        self._exchanges.append(exchange)
+        sync = _RecordedSync(self._mark, bucket, self._backward)
+        self._syncs.append(sync)
         self._backward += bucket.is_last
-        return exchange
+        return sync
 
     def end_step(self, step: int, num_samples: int) -> None:
         """Ends a step; all marks since the one before are its own.
@@ -63,19 +63,27 @@ class StepRecorder(SyncObserver):
             num_samples: that this rank trained on in it.
         """
         self.enter(None)
-        self._pending.append(_Marks(step, num_samples, self._phases, self._exchanges))
-        self._phases, self._exchanges, self._backward = [], [], 0
+        self._pending.append(_Marks(step, num_samples, self._phases, self._syncs))
+        self._phases, self._syncs, self._backward = [], [], 0
 
     def has(self, num_steps: int) -> bool:
         """Returns whether so many steps are over, for the device as well. Never waits."""
         return len(self._pending) >= num_steps and self._clock.has_passed(self._pending[num_steps - 1].end)
 
     def take(self, num_steps: int) -> list[RecordedStep]:
-        """Returns so many steps, the oldest first; the device must have passed them."""
+        """Returns at most so many steps, the oldest first; waits for the device if it has not passed them."""
+        if not self._pending:
+            return []
+        self._clock.wait_for(self._pending[min(num_steps, len(self._pending)) - 1].end)
         steps = [self._resolve(marks) for marks in islice(self._pending, num_steps)]
         for _ in steps:
             self._pending.popleft()
         return steps
+
+    @property
+    def num_lag_steps(self) -> int:
+        """Steps that had better stay pending, as the device may not have passed them."""
+        return self._clock.num_lag_steps
 
     @property
     def num_pending(self) -> int:
@@ -90,18 +98,18 @@ class StepRecorder(SyncObserver):
             step=marks.step,
             num_samples=marks.num_samples,
             phases=tuple(phases),
-            buckets=tuple([exchange.span(seconds) for exchange in marks.exchanges if exchange.has_ended]),
+            buckets=tuple([sync.span(seconds) for sync in marks.syncs if sync.has_ended]),
         )
-        return RecordedStep(record, {exchange.bucket.index: exchange.bucket for exchange in marks.exchanges})
+        return RecordedStep(record, {sync.bucket.index: sync.bucket for sync in marks.syncs})
 
 
 class _Marks(NamedTuple):
-    """A step as it was marked: when each phase began, None for the end of the one before; and its exchanges."""
+    """A step as it was marked: when each phase began, None for the end of the one before; and its buckets."""
 
     step: int
     num_samples: int
     phases: list[tuple[str | None, Any]]
-    exchanges: list[_RecordedSync]
+    syncs: list[_RecordedSync]
 
     @property
     def end(self) -> Any:

@@ -1,4 +1,4 @@
-"""The table that a fit ends with: where the time of a step went, what travelled, and the verdict."""
+"""The table at the end of a fit: where the time of a step went, what travelled, and the verdict."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lightning_commopt.measure.exposed_share import share_of_step
 from lightning_commopt.measure.verdict import Verdict
 
 _PHASES = (
@@ -19,10 +20,12 @@ _PHASES = (
     ("backward, with exposed", "backward_s"),
     ("optimizer", "optimizer_s"),
 )
-_EXCHANGE = (
-    ("exchange", "comm_s"),
+_COMMUNICATION = (
+    ("communication", "comm_s"),
+    ("  queue", "queue_s"),
     ("  compression", "compression_s"),
-    ("  waiting for others", "wait_s"),
+    ("  collectives", "wire_s"),
+    ("    waiting for others", "wait_s"),
     ("exposed", "exposed_s"),
     ("  waiting for others", "exposed_wait_s"),
 )
@@ -33,12 +36,13 @@ _MOST_DECIMALS = 4
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
-def summary_table(metrics: Mapping[str, float], verdict: Verdict) -> Group:
+def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str = "steps and ranks") -> Group:
     """Returns what a fit cost, to be printed; it fits into 80 columns.
 
     Args:
         metrics: what `StepStatistics.compute` gives.
         verdict: on the same metrics.
+        scope: over what they were taken.
 
     Returns:
         Times in milliseconds and as shares of the step, bytes and bandwidths, and the verdict. A number that cannot
@@ -49,29 +53,27 @@ def summary_table(metrics: Mapping[str, float], verdict: Verdict) -> Group:
     """
     has_comm = metrics["comm_s"] > 0
     lines = [_speed(metrics), *([_bytes(metrics), _bandwidth(metrics)] if has_comm else [])]
-    advice = Table.grid(padding=(0, 1))
-    for text in verdict.advice:
-        advice.add_row("-", Text(text))
+    recommendations = Table.grid(padding=(0, 1))
+    for text in verdict.recommendations:
+        recommendations.add_row("-", Text(text))
+    sections = [(("step", "step_s"),), _PHASES, *([_COMMUNICATION] if has_comm else [])]
     return Group(
-        _times(metrics, [(("step", "step_s"),), _PHASES, *([_EXCHANGE] if has_comm else [])]),
+        _times(metrics, sections, f" Time of a step, over {scope}"),
         Padding(Text("\n".join(lines)), _INDENT),
         Padding(Text(verdict.headline, style="bold"), _INDENT_BELOW),
-        *([Padding(advice, _INDENT)] if verdict.advice else []),
+        *([Padding(recommendations, _INDENT)] if verdict.recommendations else []),
     )
 
 
-def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, str]]]) -> Table:
-    table = Table(
-        title=" Time of a step, over steps and ranks", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, str]]], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("ms", no_wrap=True)
     for heading in (*_COLUMNS, "of step"):
         table.add_column(heading, justify="right", no_wrap=True)
     for rows in sections:
         for label, name in rows:
             times = [_number(1e3 * metrics[f"{name}{suffix}"]) for suffix in _COLUMNS.values()]
-            share = metrics[name] / metrics["step_s"] if metrics["step_s"] > 0 else math.nan
-            table.add_row(label, *times, _percent(share))
+            table.add_row(label, *times, _percent(share_of_step(metrics[name], metrics["step_s"])))
         table.add_section()
     return table
 

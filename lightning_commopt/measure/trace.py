@@ -30,7 +30,7 @@ _TICKS_PER_US = 8
 _ROWS_PER_RANK = 10_000
 
 _ALIGNMENT = (
-    "Each rank's times are put on the clock of the first rank. Where both exchanged the same buckets, by the median"
+    "Each rank's times are put on the clock of the first rank. Where both synchronized the same buckets, by the median"
     " difference between the ends of each bucket's last collective, which nearly coincide on all ranks; elsewhere by"
     " origin_unix_s of the files, as good as the hosts' clocks agree. clock_corrections_us says what the former adds to"
     " the latter."
@@ -211,7 +211,7 @@ def _rows(rank: _Chosen, shift_s: float) -> list[_Row]:
 
 
 def _step_args(record: StepRecord) -> dict[str, Any]:
-    times_s = {"step": record.step_s, "exchange": record.comm_s, "wire": record.wire_s, "exposed": record.exposed_s}
+    times_s = {"step": record.step_s, "comm": record.comm_s, "wire": record.wire_s, "exposed": record.exposed_s}
     return {
         "step": record.step,
         "num_samples": record.num_samples,

@@ -31,7 +31,7 @@ def check_graph_is_static(module: LightningModule) -> None:
 
 
 def check_none_unfrozen(trainable: Trainable) -> None:
-    """Refuses gradients that DDP does not exchange.
+    """Refuses gradients that DDP does not synchronize.
 
     Raises:
         MisconfigurationException: a parameter that was frozen when the model was wrapped asks for a gradient.
@@ -72,8 +72,8 @@ def warn_of_unused_residuals(comm_hook: Compressor) -> None:
     layout = Layout((torch.Size([1]),), ((1,),), torch.float32)
     if comm_hook.residual(layout, comm_hook.init(layout, torch.device("cpu"))) is not None:
         warn(
-            "find_unused_parameters=True with error feedback: what it holds back for a parameter is lost in part in"
-            " each step in which no rank uses that parameter."
+            "find_unused_parameters=True with error feedback: part of a parameter's residual is lost in each step"
+            " in which no rank uses that parameter."
         )
 
 

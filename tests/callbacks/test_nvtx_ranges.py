@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks.nvtx_ranges import COLORS, RANGES, NVTXRanges
-from lightning_commopt.ddp.observed import observers_of
 from lightning_commopt.measure.nvtx_timeline import SyncRanges
 from lightning_commopt.measure.observer import BucketInfo
 from ranks import run_ranks
@@ -86,11 +85,11 @@ class Failing(Line):
 
 
 class Unfinished(Line):
-    """Begins an exchange that fails."""
+    """Begins a sync that fails."""
 
     def training_step(self, batch, batch_idx):
         bucket = BucketInfo(index=0, gradient_bytes=8, names=(), is_last=True)
-        observers_of(self.trainer.strategy).ready(bucket).start()
+        self.trainer.strategy.sync_observers.ready(bucket).start()  # type: ignore[attr-defined]
         raise RuntimeError("on purpose")
 
 
@@ -233,14 +232,14 @@ def test_an_exception_leaves_nothing_open(domain, tmp_path, where):
     assert domain.is_balanced
     assert set(trainer.callbacks) == {ranges, checkpoints}
     assert "save_checkpoint" not in trainer.__dict__
-    assert not observers_of(trainer.strategy)
+    assert not trainer.strategy.sync_observers
     last = domain.tree[-1]
     while len(last) > 1:
         last = last[-1]
     assert last == [where]
 
 
-def test_an_exchange_that_fails_leaves_nothing_open(domain):
+def test_a_sync_that_fails_leaves_nothing_open(domain):
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(model=Unfinished())
     assert domain.events[-4:] == [("start", "bucket 0"), ("pop", "forward"), ("pop", "Batch 0"), ("end", "bucket 0")]
@@ -267,7 +266,11 @@ def test_a_trainer_that_fits_twice(domain):
 def test_without_a_profiler_nothing_is_touched(tmp_path):
     class Looks(Callback):
         def on_train_batch_end(self, trainer, *args):
-            self.seen = trainer.callbacks, trainer.__dict__.get("save_checkpoint"), bool(observers_of(trainer.strategy))
+            self.seen = (
+                trainer.callbacks,
+                trainer.__dict__.get("save_checkpoint"),
+                bool(trainer.strategy.sync_observers),
+            )
 
     looks, checkpoints = Looks(), ModelCheckpoint(tmp_path)
     ranges, _ = fit(callbacks=[looks, checkpoints])
@@ -330,14 +333,14 @@ def on_two_ranks(kind, is_watched):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "none", "powersgd", "int8"])
-def test_every_exchange_is_a_range_in_backward_and_changes_nothing(kind):
+def test_every_bucket_is_a_range_in_backward_and_changes_nothing(kind):
     watched, alone = run_ranks(on_two_ranks, kind, True), run_ranks(on_two_ranks, kind, False)
     for (parameters, events, payloads, is_balanced, tree), (expected, *_) in zip(watched, alone, strict=True):
         assert all((mine == other).all() for mine, other in zip(parameters, expected, strict=True))
         assert is_balanced
         assert tree == [batch(index, STEP if index % 2 else ACCUMULATED) for index in range(4)]
         num_bytes = sum(p.nbytes for p in parameters)
-        assert sum(map(sum, payloads.values())) == 2 * num_bytes  # two exchanges
+        assert sum(map(sum, payloads.values())) == 2 * num_bytes  # two syncs
         assert set(payloads) == {f"bucket {index}" for index in range(len(payloads))}
         inside = None
         for event, name in events:
@@ -346,7 +349,7 @@ def test_every_exchange_is_a_range_in_backward_and_changes_nothing(kind):
             assert event not in ("start", "end") or inside == "backward", events
 
 
-def test_exchanges_end_on_any_thread_and_those_that_failed_at_the_end():
+def test_syncs_end_on_any_thread_and_those_that_failed_at_the_end():
     recorded = RecordedDomain()
     ranges = SyncRanges(recorded, COLORS[RANGES["bucket"]])
     first, second, late = (

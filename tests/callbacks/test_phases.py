@@ -4,21 +4,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_commopt.callbacks.phases import FollowsPhases
+from lightning_commopt.callbacks.phases import PhaseCallback
 
 
-class Phases(FollowsPhases):
+class Phases(PhaseCallback):
     def __init__(self) -> None:
         self.entered: list[str | None] = []
 
     def _enter(self, phase):
         self.entered.append(phase)
-
-    def _start_batch(self, trainer, batch_idx):
-        pass
-
-    def _end_batch(self, trainer, batch, has_stepped):
-        pass
 
 
 class Line(LightningModule):

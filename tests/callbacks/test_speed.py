@@ -4,11 +4,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import SpeedMonitor
+from lightning_commopt.callbacks import CommTimeMonitor, SpeedMonitor
 from ranks import run_ranks
 
 NUMEL = 3 * 2 + 2
@@ -44,7 +46,7 @@ def every_other(samples):
 
 
 def fit(strategy="auto", devices=1, num_warmup_steps=2, model=Line, collate_fn=None, **settings):
-    throughput = SpeedMonitor(num_warmup_steps=num_warmup_steps)
+    speed = SpeedMonitor(num_warmup_steps=num_warmup_steps)
     batch_numbers = torch.arange(10).repeat_interleave(4 * devices)
     data = TensorDataset(batch_numbers[:, None].expand(-1, 3).float())
     loader = DataLoader(data, batch_size=4, collate_fn=collate_fn)
@@ -54,7 +56,7 @@ def fit(strategy="auto", devices=1, num_warmup_steps=2, model=Line, collate_fn=N
             accelerator="cpu",
             devices=devices,
             strategy=strategy,
-            callbacks=[throughput],
+            callbacks=[speed],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -62,7 +64,7 @@ def fit(strategy="auto", devices=1, num_warmup_steps=2, model=Line, collate_fn=N
             **{"max_epochs": 2, **settings},
         )
         trainer.fit(model(), loader, loader)
-    return throughput
+    return speed
 
 
 @pytest.mark.parametrize(
@@ -76,15 +78,15 @@ def fit(strategy="auto", devices=1, num_warmup_steps=2, model=Line, collate_fn=N
     ],
 )
 def test_every_step_after_the_warm_up_counts(settings, num_steps):
-    throughput = fit(**settings)
-    assert throughput.num_steps == num_steps
+    speed = fit(**settings)
+    assert speed.num_steps == num_steps
     if not num_steps:
-        assert (throughput.steps_per_s, throughput.samples_per_s, throughput.wire_bytes_per_step) == (None,) * 3
+        assert (speed.steps_per_s, speed.samples_per_s, speed.wire_bytes_per_step) == (None,) * 3
         return
     batches = settings.get("accumulate_grad_batches", 1)
-    assert throughput.samples_per_s == pytest.approx(4 * batches * throughput.steps_per_s)
-    assert throughput.steps_per_s == pytest.approx(num_steps / throughput.seconds)
-    assert throughput.wire_bytes_per_step == 0
+    assert speed.samples_per_s == pytest.approx(4 * batches * speed.steps_per_s)
+    assert speed.steps_per_s == pytest.approx(num_steps / speed.seconds)
+    assert speed.wire_bytes_per_step == 0
 
 
 def two_ranks(kind):
@@ -94,8 +96,8 @@ def two_ranks(kind):
         "bf16": CommOptDDP(comm_hook="bf16"),
         "torch_hook": DDPStrategy(ddp_comm_hook=print),
     }
-    throughput = fit(strategies[kind], devices=2)
-    return throughput.num_steps, throughput.wire_bytes_per_step
+    speed = fit(strategies[kind], devices=2)
+    return speed.num_steps, speed.wire_bytes_per_step
 
 
 @pytest.mark.parametrize(
@@ -106,18 +108,46 @@ def test_bytes_on_the_wire(kind, wire_bytes):
 
 
 def test_batches_that_do_not_show_their_size():
-    throughput = fit(model=Opaque)
-    assert throughput.num_steps == 18
-    assert throughput.samples_per_s is None
+    speed = fit(model=Opaque)
+    assert speed.num_steps == 18
+    assert speed.samples_per_s is None
 
 
 def test_batches_that_lightning_skips():
     """If it fails, a collate_fn that returns None ends training, or the batches that it drops are counted."""
-    throughput = fit(collate_fn=every_other, num_warmup_steps=0)
-    assert throughput.num_steps == 10
-    assert throughput.samples_per_s == pytest.approx(4 * throughput.steps_per_s)
+    speed = fit(collate_fn=every_other, num_warmup_steps=0)
+    assert speed.num_steps == 10
+    assert speed.samples_per_s == pytest.approx(4 * speed.steps_per_s)
 
 
 def test_a_negative_warm_up_is_refused():
     with pytest.raises(ValueError, match="at least 0, got -1"):
         SpeedMonitor(num_warmup_steps=-1)
+
+
+def test_it_stands_beside_lightnings_throughput_monitor(tmp_path):
+    """If it fails, the two overwrite each other's numbers or states."""
+    logger = CSVLogger(str(tmp_path), name="", version="")
+    speed, lightnings = SpeedMonitor(num_warmup_steps=0), ThroughputMonitor(batch_size_fn=len, window_size=3)
+    assert speed.state_key != lightnings.state_key
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            callbacks=[speed, lightnings, CommTimeMonitor(every_n_steps=5, log="all")],
+            logger=logger,
+            log_every_n_steps=5,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_steps=20,
+        )
+        trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(80, 3)), batch_size=4))
+    logged = set((tmp_path / "metrics.csv").read_text().splitlines()[0].split(",")) - {"step", "epoch"}
+    ours = {name for name in logged if name.startswith("comm_time/")}
+    theirs = {name for name in logged if name.startswith("train")}
+    assert ours | theirs == logged
+    assert ours
+    assert theirs
+    assert speed.num_steps == 20

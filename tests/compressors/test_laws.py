@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, PowerSGD
 from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
-from lightning_commopt.kernels.compiled import loaded
+from lightning_commopt.kernels import c_library
 from ranks import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -151,8 +151,8 @@ def test_is_lossy_says_whether_gradients_change(name: str) -> None:
 def _received_where_one_host_has_no_compiler(names: list[str]) -> list[np.ndarray]:
     if dist.get_rank() == 1:
         os.environ["CC"] = "there-is-no-such-compiler"
-    loaded.cache_clear()
-    assert (loaded() is None) == (dist.get_rank() == 1)
+    c_library.load.cache_clear()
+    assert (c_library.load() is None) == (dist.get_rank() == 1)
     return [_run_steps(name, OPTIONS["many_buckets"], 6)["received"] for name in names]
 
 

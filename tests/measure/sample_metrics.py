@@ -21,11 +21,11 @@ def sample_metrics(**changed: float) -> dict[str, float]:
         "exposed_s": 0.3,
         "queue_s": 0.0,
         "compression_s": 0.0,
-        "wire_s": 0.32,
         "wait_s": 0.02,
         "exposed_wait_s": 0.01,
     }
     seconds |= {name: changed.pop(name) for name in TIMES if name in changed}
+    seconds["wire_s"] = seconds["comm_s"] - seconds["compression_s"]
     times = {
         f"{name}{suffix}": factor * value
         for name, value in seconds.items()

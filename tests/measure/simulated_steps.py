@@ -1,4 +1,4 @@
-"""Steps of ranks that compute, exchange buckets over a link and wait for each other, in the unit of a computation."""
+"""Steps of ranks that compute, all-reduce buckets over a link and wait for each other, in the unit of a computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Cluster:
 
     Attributes:
         world_size: number of ranks.
-        num_buckets: of equal size; a bucket is exchanged when all ranks have it and the one before is done.
+        num_buckets: of equal size; a bucket is averaged when all ranks have it and the one before is done.
         transfer: how long the link takes for all buckets.
         jitter: standard deviation of the logarithm of a rank's time in a step.
         spikes: share of a rank's steps that take 0.3 to 3 longer.

@@ -29,6 +29,9 @@ class LateClock(Clock):
     def has_passed(self, mark: float) -> bool:
         return mark <= self.reached
 
+    def wait_for(self, mark: float) -> None:
+        self.reached = max(self.reached, mark)
+
     def seconds(self, mark: float) -> float:
         assert self.has_passed(mark), "it would have to wait"
         return mark
@@ -44,11 +47,11 @@ def test_a_step_is_recorded_when_the_device_has_passed_it() -> None:
     recorder.enter("forward")
     recorder.enter("backward")
     first, last = recorder.ready(bucket(0, False)), recorder.ready(bucket(1, True))
-    for exchange in (first, last):
-        exchange.start()
-        exchange.send()
-        exchange.arrive()
-        exchange.end(4)
+    for sync in (first, last):
+        sync.start()
+        sync.send()
+        sync.arrive()
+        sync.end(4)
     recorder.enter("optimizer")
     recorder.end_step(7, 3)
     assert recorder.num_pending == 1
@@ -68,7 +71,7 @@ def test_a_step_is_recorded_when_the_device_has_passed_it() -> None:
     assert recorder.num_pending == 0
 
 
-def test_an_exchange_that_failed_is_left_out() -> None:
+def test_a_sync_that_failed_is_left_out() -> None:
     clock = LateClock()
     clock.reached = 100
     recorder = StepRecorder(clock)
@@ -76,6 +79,16 @@ def test_an_exchange_that_failed_is_left_out() -> None:
     recorder.ready(bucket(0, False)).start()
     recorder.end_step(0, 1)
     assert recorder.take(1)[0].record.buckets == ()
+
+
+def test_taking_waits_for_the_device_and_gives_what_there_is() -> None:
+    clock = LateClock()
+    recorder = StepRecorder(clock)
+    assert recorder.take(3) == []
+    for step in range(2):
+        recorder.enter("forward")
+        recorder.end_step(step, 1)
+    assert [step.record.step for step in recorder.take(3)] == [0, 1]
 
 
 def test_what_is_between_phases_is_no_part_of_a_step() -> None:

@@ -134,7 +134,7 @@ def test_one_rank_or_few_steps(waits: list[list[float]]) -> None:
     assert find_straggler(**by_hand(waits)) is None
 
 
-def test_no_exchange() -> None:
+def test_no_communication() -> None:
     nothing = np.zeros((4, 20))
     assert find_straggler(wire_s=nothing, step_s=nothing + 1, exposed_s=nothing) is None
     assert find_straggler(wire_s=nothing, step_s=nothing, exposed_s=nothing) is None

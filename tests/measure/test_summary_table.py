@@ -13,7 +13,7 @@ from lightning_commopt.measure.verdict import Verdict, verdict
 
 def rendered(metrics: dict[str, float], width: int = 80, result: Verdict | None = None) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    result = result or verdict(metrics, world_size=8, num_buckets=1, comm_hook="none")
+    result = result or verdict(metrics, world_size=8, num_buckets=1, comm_hook="none", is_lossy=False)
     console.print(summary_table(metrics, result))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return [line.rstrip() for line in text.splitlines()]
@@ -31,7 +31,9 @@ def test_rows() -> None:
     assert cells(lines, "forward") == [["100", "98.0", "150", "2000", "14.3%"]]
     assert cells(lines, "backward, with exposed") == [["500", "490", "750", "10000", "71.4%"]]
     assert cells(lines, "optimizer") == [["50.0", "49.0", "75.0", "1000", "7.1%"]]
-    assert cells(lines, "exchange ") == [["320", "314", "480", "6400", "45.7%"]]
+    assert cells(lines, "communication ") == [["320", "314", "480", "6400", "45.7%"]]
+    assert cells(lines, "queue") == [["0", "0", "0", "0", "0.0%"]]
+    assert cells(lines, "collectives")[0][0] == "320"
     assert cells(lines, "compression") == [["0", "0", "0", "0", "0.0%"]]
     assert cells(lines, "exposed") == [["300", "294", "450", "6000", "42.9%"]]
     assert [row[0] for row in cells(lines, "waiting for others")] == ["20.0", "10.0"]
@@ -64,11 +66,11 @@ def test_it_fits_into_80_columns(metrics: dict[str, float]) -> None:
     assert " ".join(" ".join(lines).split()).replace("─", "") == " ".join(" ".join(wide).split()).replace("─", "")
 
 
-def test_no_rows_of_an_exchange_that_was_not_seen() -> None:
+def test_no_rows_of_communication_that_was_not_observed() -> None:
     nothing = dict.fromkeys(("comm_s", "exposed_s", "exposed_wait_s", "wait_s"), 0.0)
     lines = rendered(sample_metrics(**nothing))
     assert cells(lines, "forward")
-    assert not cells(lines, "exchange")
+    assert not cells(lines, "communication")
     assert not any("GB" in line for line in lines)
 
 
@@ -80,7 +82,7 @@ def test_what_cannot_be_told_is_a_dash() -> None:
 
 def test_brackets_are_text() -> None:
     """Rich takes [...] in plain strings for markup."""
-    result = Verdict(headline="[red]headline[/red]", advice=("bucket_cap_mb=[1, 25]",))
+    result = Verdict(headline="[red]headline[/red]", recommendations=("bucket_cap_mb=[1, 25]",))
     text = "\n".join(rendered(sample_metrics(), result=result))
     assert "[red]headline[/red]" in text
     assert "- bucket_cap_mb=[1, 25]" in text

@@ -1,0 +1,95 @@
+"""Ctrl-C, and a rank that fails: the table and the verdict come from what there is, and nothing hangs."""
+
+import contextlib
+import io
+import os
+import signal
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from small_fit import fit
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.callbacks import CommTimeMonitor
+from ranks import run_ranks
+
+SIGINT_AT = 11
+
+
+class Interrupter(Callback):
+    """Presses Ctrl-C on some ranks: a real SIGINT, in the middle of a step."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step == SIGINT_AT and trainer.global_rank in self._ranks:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class Failure(Callback):
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == SIGINT_AT:
+            raise ArithmeticError("broken on purpose")
+
+
+def interrupted(
+    callback: Callback, options: dict[str, Any], strategy: dict[str, Any], devices: int = 2
+) -> tuple[str, str, dict[str, float], str]:
+    monitor = CommTimeMonitor(save_records=False, **options)
+    printed = io.StringIO()
+    raised = "nothing"
+    with contextlib.redirect_stdout(printed):
+        try:
+            fit(monitor, CommOptDDP(**strategy) if devices > 1 else None, devices, callbacks=[callback], max_steps=100)
+        except BaseException as error:  # Lightning makes SystemExit of KeyboardInterrupt
+            raised = type(error).__name__
+    headline = "" if monitor.verdict is None else monitor.verdict.headline
+    return raised, printed.getvalue(), monitor.summary, headline
+
+
+@pytest.mark.parametrize("strategy", [{}, {"comm_hook": "bf16"}])
+def test_ctrl_c_on_all_ranks(strategy: dict[str, Any]) -> None:
+    options = {"every_n_steps": 4, "num_warmup_steps": 3}
+    (raised, printed, summary, headline), (_, other, _, _) = run_ranks(
+        interrupted, Interrupter((0, 1)), options, strategy
+    )
+    assert raised == "SystemExit"
+    assert "over 5 steps and 2 ranks" in printed  # two windows of 4, less the warm-up
+    assert "waits for" in headline
+    assert headline.split()[0] in printed
+    assert summary["comm_s"] >= summary["exposed_s"] > 0
+    assert other == ""
+
+
+@pytest.mark.parametrize(("every_n_steps", "scope"), [(4, "5 steps and 2 ranks"), (50, "8 steps and 1 of 2 ranks")])
+def test_ctrl_c_on_rank_0_only(every_n_steps: int, scope: str) -> None:
+    """Rank 1 is in a collective that never ends; before the first window rank 0 has its own steps only."""
+    options = {"every_n_steps": every_n_steps, "num_warmup_steps": 3}
+    answers = run_ranks(interrupted, Interrupter((0,)), options, {})
+    raised, printed, summary, headline = answers[0]
+    assert raised == "SystemExit"
+    assert f"over {scope}" in printed
+    assert headline
+    assert summary["exposed_share"] > 0
+    assert answers[1][0] != "nothing"
+    assert answers[1][1] == ""
+
+
+def test_ctrl_c_in_one_process() -> None:
+    raised, printed, summary, _ = interrupted(Interrupter((0,)), {"num_warmup_steps": 3}, {}, devices=1)
+    assert raised == "SystemExit"
+    assert f"over {SIGINT_AT - 3} steps and 1 rank" in printed
+    assert summary["comm_s"] == 0
+
+
+def test_what_was_measured_before_a_failure() -> None:
+    (raised, printed, *_), _ = run_ranks(interrupted, Failure(), {"every_n_steps": 4, "num_warmup_steps": 3}, {})
+    assert raised == "ArithmeticError"
+    assert "over 5 steps and 2 ranks" in printed
+
+
+def test_no_table_before_the_warm_up_is_over() -> None:
+    raised, printed, summary, headline = interrupted(Failure(), {"num_warmup_steps": 50}, {}, devices=1)
+    assert (raised, printed, summary, headline) == ("ArithmeticError", "", {}, "")
