@@ -181,7 +181,7 @@ def test_a_name_that_is_unknown_is_an_error_of_hydras_and_a_hint(tmp_path):
     run = commopt_train("strategy/comm_hook=powersdg", "--cfg", "job", cwd=tmp_path)
     assert run.returncode == 1
     assert "Available options in 'strategy/comm_hook'" in run.stderr
-    assert run.stderr.splitlines()[-1] == "Did you mean strategy/comm_hook=powersgd?"
+    assert run.stderr.splitlines()[-1] == "strategy/comm_hook=powersdg: did you mean 'powersgd'?"
 
 
 def test_flags_come_first_in_their_order():

@@ -14,7 +14,7 @@ from lightning_commopt.report.settings import changes_training
 
 _TARGET = "lightning_commopt.CommOptDDP"
 _NOT_VALUES = re.compile(
-    r".*[/@].*|(rung|way|experiment|model|data|strategy|callbacks|trainer|commopt|plan|world_size)"
+    r".*[/@].*|(variant|method|experiment|model|data|strategy|callbacks|trainer|commopt|plan|world_size)"
 )
 _OF_STRATEGY = ("strategy.", "trainer.strategy.")
 
