@@ -8,6 +8,7 @@ from typing import NamedTuple
 from lightning_commopt.formatting import number
 from lightning_commopt.report.answer_texts import ANSWERS, REPEAT
 from lightning_commopt.report.baseline import compare_settings
+from lightning_commopt.report.conditions import link_of
 from lightning_commopt.report.final_loss import is_lossless, loss_sentence, loss_verdict
 from lightning_commopt.report.model import Interval, Setting
 from lightning_commopt.report.phrases import compared, in_quotes, listed, times
@@ -39,11 +40,13 @@ def answer_for(settings: Sequence[Setting], baseline: Setting) -> Answer:
     if len(settings) == 1 or baseline.samples_per_s is None:
         text = ANSWERS["only one" if len(settings) == 1 else "baseline without rate"]
         return Answer((text.format(**_named(ranked[0], baseline), loss=_loss(ranked[0])),), None)
+    link = link_of(baseline.runs[0])
+    over_link = f" over a link of {link}" if link else ""
     if baseline.world_size == 1:
-        return _without_diverged(_choice(ranked, baseline), baseline)
+        return _without_diverged(_choice(ranked, baseline, over_link), baseline)
     # The question is how several ranks should sync gradients; whether they are worth it comes last.
     on_one = [setting for setting in ranked if setting.world_size == 1]
-    where = " on several ranks" if ranked[0] in on_one else ""
+    where = over_link + (" on several ranks" if ranked[0] in on_one else "")
     answer = _choice([setting for setting in ranked if setting.world_size > 1], baseline, where)
     answer = _without_diverged(answer, baseline)
     return Answer((*answer.sentences, *_one_process(on_one, answer.recommended)), answer.recommended)

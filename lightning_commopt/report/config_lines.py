@@ -15,7 +15,7 @@ from lightning_commopt.report.words import is_ranks
 
 _TARGET = "lightning_commopt.CommOptDDP"
 _NOT_VALUES = re.compile(
-    r".*[/@].*|(rung|way|experiment|model|data|strategy|callbacks|trainer|commopt|plan|world_size)"
+    r".*[/@].*|(variant|method|experiment|model|data|strategy|callbacks|trainer|commopt|plan|world_size)"
 )
 _OF_STRATEGY = ("strategy.", "trainer.strategy.")
 

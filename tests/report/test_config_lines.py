@@ -57,10 +57,16 @@ def test_an_unknown_compressor_is_kept_as_it_is(tmp_path):
 
 def test_other_options_and_the_command_line(tmp_path):
     lines = _lines(
-        tmp_path, "trainer.accumulate_grad_batches=4", "+commopt=bf16", "rung=bf16", "seed=1", "repetition=2", plan=None
+        tmp_path,
+        "trainer.accumulate_grad_batches=4",
+        "+commopt=bf16",
+        "variant=bf16",
+        "seed=1",
+        "repetition=2",
+        plan=None,
     )
     assert lines == [
-        "# on the command line: trainer.accumulate_grad_batches=4 +commopt=bf16 rung=bf16",
+        "# on the command line: trainer.accumulate_grad_batches=4 +commopt=bf16 variant=bf16",
         "trainer:",
         "  accumulate_grad_batches: 4",
     ]
