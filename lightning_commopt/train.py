@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
@@ -17,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_commopt.callbacks import RunRecorder
+from lightning_commopt.compat.hydra import get_args_parser
 from lightning_commopt.launch.environment import is_first_rank, is_lab_rank
 from lightning_commopt.launch.fork_server import preload
 from lightning_commopt.launch.hydra_command import config_flags

@@ -77,6 +77,8 @@ def test_bucket_list(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CommOptDDP(bucket_cap_mb_list=[1, 2.5]).plan == plan
     with pytest.raises(OptionError, match="exclude each other"):
         CommOptDDP(bucket_cap_mb_list=[1], bucket_cap_mb=1)
+    with pytest.raises(OptionError, match=r"bucket_cap_mb_list must be a list .* got 25"):
+        CommOptDDP(bucket_cap_mb_list=25)
     monkeypatch.setattr(plan_module, "ddp_options", lambda: with_list - {"bucket_cap_mb_list"})
     with pytest.raises(OptionError, match=r"a list as bucket_cap_mb needs torch >= 2\.11"):
         CommPlan(bucket_cap_mb=[1, 2])

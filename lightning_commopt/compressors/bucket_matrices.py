@@ -74,7 +74,7 @@ class BucketMatrices:
     bucket, and the residual is updated at once.
 
     Args:
-        flat: ``(n,)`` the gradients; calculated with in float32 at least.
+        flat: ``(n,)`` the gradients; the arithmetic is in float32 at least.
         residual: ``(n,)``, or None.
         parts: of the bucket; at least one matrix.
         state: of the compressor.

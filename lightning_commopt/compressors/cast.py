@@ -91,8 +91,9 @@ class Cast(Compressor):
         else:
             finite = all_finite(gathered)
             widen(flat, residual, gathered, scale, finite)
-            mine = residual[channel.rank * s : (channel.rank + 1) * s]
-            add_lost(mine, mean[: mine.numel()], rounded[: mine.numel()], channel.size, finite)
+            own_shard = residual[channel.rank * s : (channel.rank + 1) * s]
+            numel = own_shard.numel()
+            add_lost(own_shard, mean[:numel], rounded[:numel], channel.size, finite)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns two bytes an element."""

@@ -56,20 +56,22 @@ class BlockInt8(Compressor):
         yield from in_pieces(flat, residual, channel, channel.size * self.block_size, self._two_rounds)
 
     def _two_rounds(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
-        size, mine = self.block_size, None
+        size, own_shard = self.block_size, None
+        shard_numel = int8_message.shard_numel(flat.numel(), channel.size, size)
         row_bytes = int8_message.shard_bytes(flat.numel(), channel.size, size)
+        if residual is not None:
+            own_shard = residual[channel.rank * shard_numel : (channel.rank + 1) * shard_numel]
+
         message = channel.scratch("message", (channel.size, row_bytes), torch.uint8, flat.device)
-        block_int8.encode(flat, residual, message, size)
+        block_int8.encode(flat, residual, message, size)  # leaves the rounding errors in the residual
         received = yield channel.all_to_all(message)
         mean = channel.scratch("mean", (row_bytes,), torch.uint8, flat.device)
-        if residual is not None:
-            numel = int8_message.shard_numel(flat.numel(), channel.size, size)
-            mine = residual[channel.rank * numel : (channel.rank + 1) * numel]
-        block_int8.reduce(received, mean, mine, size)
+        block_int8.reduce(received, mean, own_shard, size)  # and those of the mean
         gathered = yield channel.all_gather(mean)
-        if residual is not None and mine is not None:
+
+        if residual is not None and own_shard is not None:
             finite = block_int8.is_finite(gathered, size)
-            block_int8.undo_reduce(received, mean, mine, finite, size)
+            block_int8.undo_reduce(received, mean, own_shard, finite, size)
             block_int8.undo(flat, residual, message, finite, size)
         block_int8.decode(gathered, flat, size)
 

@@ -1,8 +1,8 @@
 """The operations of `cast` in Triton, one kernel each; what they do is defined there.
 
 Arguments of all kernels: ``flat``, ``residual``, ``mean`` ... ``(numel,)`` as in `cast`; ``finite``, a bool that is
-read on the device; ``WIDE``, the dtype to calculate in. A program works on ``BLOCK`` elements. The compiler may fuse no
-multiplication with an addition: the numbers are those of plain torch.
+read on the device; ``WIDE``, the dtype of the arithmetic. A program works on ``BLOCK`` elements. The compiler may fuse
+no multiplication with an addition: the numbers are those of plain torch.
 """
 
 # Triton's compiler reads annotations, and wants its constants in capitals.

@@ -1,4 +1,4 @@
-"""The parts in which the plain torch forms go through a bucket on CPU, and the dtype they calculate in."""
+"""The parts in which the plain torch forms go through a bucket on CPU, and the dtype of their arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CHUNK_NUMEL = 2**19
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype to calculate in: float32 at least."""
+    """Returns the dtype of the arithmetic: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 

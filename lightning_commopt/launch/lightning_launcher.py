@@ -12,9 +12,9 @@ import subprocess
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_commopt.collectives.groups import leave_process_group
+from lightning_commopt.compat.lightning import SubprocessScriptLauncher
 from lightning_commopt.launch.environment import RANK_VARIABLES
 from lightning_commopt.launch.fork_server import is_preloaded, preloaded
 from lightning_commopt.launch.hydra_command import single_run_command
@@ -47,7 +47,7 @@ def forget_previous_job() -> None:
     _launched_job_dir = None
 
 
-class MultirunLauncher(_SubprocessScriptLauncher):
+class MultirunLauncher(SubprocessScriptLauncher):
     """Starts each child as a single run of the job that this process is at, in the job's directory."""
 
     def _call_children_scripts(self) -> None:

@@ -20,7 +20,7 @@ _OF_STRATEGY = ("strategy.", "trainer.strategy.")
 
 
 def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns YAML for a configuration, with the two other ways to say it as comments.
+    """Returns YAML for a configuration, with the command line and Python as comments.
 
     Args:
         run: of the setting.

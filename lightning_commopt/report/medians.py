@@ -25,7 +25,7 @@ def measured_setting(found: RunsOfSetting) -> Setting:
     """Returns a setting with everything that its own runs say of it, and nothing that others do."""
     records = [run.record for run in found.runs]
     first = records[0]
-    seen = [record for record in records if _is_exchange_seen(record)]
+    seen = [record for record in records if _is_sync_seen(record)]
     rates = [rate for run in found.runs if (rate := throughput(run)) is not None]
     return Setting(
         name=found.name,
@@ -54,10 +54,10 @@ def measured_setting(found: RunsOfSetting) -> Setting:
     )
 
 
-def _is_exchange_seen(record: RunRecord) -> bool:
-    """Returns whether `CommTimeMonitor` knew what is exchanged: of FSDP, DeepSpeed and others it sees nothing."""
-    is_exchanging = (record.world_size or 1) > 1
-    return not is_exchanging or record.comm_time.get("comm_s") != 0 or bool(record.wire_bytes_per_step)
+def _is_sync_seen(record: RunRecord) -> bool:
+    """Returns whether `CommTimeMonitor` saw the gradient sync: of FSDP, DeepSpeed and others it sees nothing."""
+    is_alone = (record.world_size or 1) == 1
+    return is_alone or record.comm_time.get("comm_s") != 0 or bool(record.wire_bytes_per_step)
 
 
 def exposed_share_of(record: RunRecord) -> float | None:

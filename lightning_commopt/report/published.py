@@ -63,30 +63,30 @@ _OF_BUCKETS = {
 
 
 def published_figures(
-    settings: Mapping[str, Any], world_size: int, reference: Mapping[str, Any]
+    settings: Mapping[str, Any], world_size: int, baseline: Mapping[str, Any]
 ) -> tuple[Published, ...]:
     """Returns what others found for the setting of a run.
 
     Args:
         settings: of the run, all of them.
         world_size: ranks that it trained on.
-        reference: settings of the reference; where theirs was another, their speed-ups are left out.
+        baseline: settings of the baseline; where theirs was another, their speed-ups are left out.
     """
     variant, method = settings.get("variant"), settings.get("method")
     figures: tuple[Published, ...] = ()
-    is_same_reference = True
+    is_same_baseline = True
     if variant is not None:
         figures = _LADDER.get(variant, ())
-        is_same_reference = reference.get("variant") == "one_bucket"
+        is_same_baseline = baseline.get("variant") == "one_bucket"
     elif method is not None:
         speedup = _OF_METHODS.get((settings.get("model.size", ""), method, world_size))
         if speedup is not None:
             said = f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)"
             figures = (Published(label=said, source=_METHODS_SOURCE, speedup=speedup),)
-        is_same_reference = reference.get("method") == "one_process"
+        is_same_baseline = baseline.get("method") == "one_process"
     elif settings.get("experiment") == "buckets":
         said = _OF_BUCKETS.get(text_of(settings.get("strategy.bucket_cap_mb")), "")
         figures = (Published(label=said, source=_BUCKETS_SOURCE),) if said else ()
-    if is_same_reference:
+    if is_same_baseline:
         return figures
     return tuple(Published(label=figure.label, source=figure.source) for figure in figures)

@@ -94,7 +94,7 @@ class _Reader:
             self.problems.append(f"{name}/{RUN_FILE} cannot be read, the run is left out: {_in_a_line(error, folder)}")
             return
         if record.status == "running":
-            self._lacks("still running, or killed without a word; left out", name)
+            self._lacks("still running or killed, left out", name)
             return
         run = Run(folder=folder, record=record, name=name, root=root)
         if record.status == "failed":

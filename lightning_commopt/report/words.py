@@ -1,4 +1,4 @@
-"""Short names for people, of what overrides set: "bf16, 100 MB buckets, 4 ranks"."""
+"""Short names of settings for people: "bf16, 100 MB buckets, 4 ranks"."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Words(NamedTuple):
 
 
 def canonical(name: str) -> str:
-    """Returns the one name of an option that has several ways to be set.
+    """Returns the one name of an option that can be set under several names.
 
     >>> canonical("trainer.devices"), canonical("commopt"), canonical("trainer.strategy.bucket_cap_mb")
     ('ranks', 'comm_hook', 'bucket_cap_mb')
@@ -106,7 +106,7 @@ def distinct_name(values: Mapping[str, str], others: Sequence[Mapping[str, str]]
     Args:
         values: of its overrides by name, only those that may be told.
         others: those of the other settings; its own may be among them.
-        plan_name: short name of the way its gradients travel.
+        plan_name: short name of how its gradients travel.
     """
     told = {name: value for name, value in values.items() if any(other.get(name) != value for other in others)}
     return (setting_name(told)[0] if told else "") or spelled(plan_name)

@@ -91,14 +91,13 @@ def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnCompressor(AllReduce):  # type: ignore[misc]
-    """A user's, which no configuration can hold, as JSON has no dtypes."""
+    """A user's, with an option that no configuration can hold."""
 
-    share: float = 0.01
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float16
 
 
 def own_compressor(folder):
-    fit(folder, strategy=CommOptDDP(comm_hook=OwnCompressor(share=0.1), bucket_cap_mb=5), devices=2)
+    fit(folder, strategy=CommOptDDP(comm_hook=OwnCompressor(), bucket_cap_mb=5), devices=2)
 
 
 def test_a_compressor_without_a_name_is_described_by_its_repr(tmp_path):
@@ -106,10 +105,10 @@ def test_a_compressor_without_a_name_is_described_by_its_repr(tmp_path):
     run_ranks(own_compressor, tmp_path)
     record = RunRecord.load(tmp_path)
     assert (record.status, record.plan_name) == ("finished", "OwnCompressor")
-    assert record.plan == {"bucket_cap_mb": 5, "comm_hook": "OwnCompressor(share=0.1, dtype=torch.float32)"}
+    assert record.plan == {"bucket_cap_mb": 5, "comm_hook": "OwnCompressor(dtype=torch.float16)"}
     assert record.is_lossy is False
     lines = build_report([tmp_path]).groups[0].settings[0].config_lines
-    assert lines == (f"# in Python: CommOptDDP(bucket_cap_mb=5, comm_hook={record.plan['comm_hook']})",)
+    assert lines == ("# in Python: CommOptDDP(bucket_cap_mb=5, comm_hook=OwnCompressor(dtype=torch.float16))",)
 
 
 def test_losses_are_averaged_over_ranks(tmp_path):

@@ -148,7 +148,7 @@ def test_a_run_shorter_than_its_warm_up_is_called_so(tmp_path):
 def test_a_run_that_still_runs_is_named(sweep):
     save_run(sweep / "4", status="running")
     found = read_runs([sweep])
-    assert found.problems == ("still running, or killed without a word; left out: 4",)
+    assert found.problems == ("still running or killed, left out: 4",)
     assert len(found.finished) == 4
 
 
@@ -171,7 +171,7 @@ def test_other_directories_are_lines_beside_a_sweep(sweep, tmp_path):
         "{root}a/empty is no sweep: there is no run.json in it",
         "{root}a/gone does not exist",
         "{root}a/broken/0/run.json cannot be read, the run is left out: ",
-        "still running, or killed without a word; left out: {root}a/running/0",
+        "still running or killed, left out: {root}a/running/0",
     ],
 )
 def test_nothing_to_report_is_an_error_with_the_path_as_it_was_given(tmp_path, monkeypatch, root, message):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from lightning_commopt.formatting import Unit, percent, time_unit
 from lightning_commopt.measure.exposed_share import StepParts
 from lightning_commopt.measure.exposed_share import step_parts as split_step
 from lightning_commopt.report.figures.chart import Bar, Chart, Key, Part
 from lightning_commopt.report.figures.style import PlanStyle
-from lightning_commopt.report.figures.units import Unit, percent, time_unit
 from lightning_commopt.report.model import Group, Setting
 
 _PARTS = (
@@ -67,7 +67,7 @@ def _parts(step: _Step, most_s: float, unit: Unit) -> tuple[Part, ...]:
 
 
 def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns what overlap saves beside its bound; None where nothing was exchanged."""
+    """Returns what overlap saves beside its bound; None without communication."""
     steps = sorted((step for step in _steps(group) if step.comm_s > 0), key=lambda step: -step.parts.hidden_s)
     if not steps:
         return None

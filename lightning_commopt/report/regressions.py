@@ -1,4 +1,4 @@
-"""Holds a report against an earlier one: what has become slower beyond noise."""
+"""Compares a report with an earlier one: what has become slower beyond noise."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_commopt.report.as_json import FORMAT, to_plain
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.intervals import Comparison, compare
 from lightning_commopt.report.model import Difference, Interval
+from lightning_commopt.report.outputs import FORMAT, to_plain
 
 Outcome = Literal["slower", "failed", "unknown", "missing", "faster", "new", "no difference"]
 """Of a setting: "failed" where runs failed and none did before, or all do and some had worked; "unknown" where runs are
@@ -48,7 +48,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Against:
+class Regressions:
     """All changes from one report to another.
 
     Attributes:
@@ -73,7 +73,7 @@ class Against:
         return {**dataclasses.asdict(self), "is_worse": self.is_worse}
 
 
-def hold_against(report: Mapping[str, Any], other: Path, *, tolerance: float = DEFAULT_TOLERANCE) -> Against:
+def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float = DEFAULT_TOLERANCE) -> Regressions:
     """Compares a report with an earlier one.
 
     Settings are the same if everything that was chosen is, or else group and name. Throughputs are compared without
@@ -100,7 +100,7 @@ def hold_against(report: Mapping[str, Any], other: Path, *, tolerance: float = D
         raise ValueError(f"{other} has no setting in common with this report: nothing can be compared")
     conditions = (*_conditions(report, before), *_other_settings(pairs))
     shown = other.resolve().name if other.is_absolute() else str(other)
-    return Against(other=shown, tolerance=tolerance, changes=tuple(changes), conditions=conditions)
+    return Regressions(other=shown, tolerance=tolerance, changes=tuple(changes), conditions=conditions)
 
 
 def _load(path: Path) -> dict[str, Any]:
