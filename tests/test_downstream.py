@@ -52,7 +52,7 @@ class ForeignProject:
 
     def run(self, *arguments: str) -> None:
         """Runs its training script."""
-        run_checked([str(self.python), "src/train.py", *arguments], cwd=self.folder, limit_s=240)
+        run_checked([str(self.python), "src/train.py", *arguments], cwd=self.folder)
 
     def compose(self, *overrides: str) -> Any:
         """Returns its config and what Hydra knows, without starting the training script."""
