@@ -280,6 +280,7 @@ def both_forms_agree(device: str) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.exhaustive  # interpretation is slow
 @needs_triton
 def test_triton_agrees_in_its_interpreter() -> None:
     run_interpreted(__file__)
