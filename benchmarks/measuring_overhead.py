@@ -39,7 +39,7 @@ from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, CUDAProfilerWindow, NVTXRanges
-from lightning_commopt.ddp.observed import ObservedAllReduce, observe, observers_of, stop_observing
+from lightning_commopt.ddp.observed import ObservedAllReduce, observe, stop_observing
 from lightning_commopt.measure.observer import SyncObserver
 
 RESULT = "RESULT "
@@ -98,7 +98,7 @@ class Switch(Callback):
         for name, callbacks in self.variants.items():
             for callback in callbacks:
                 callback.setup(trainer, pl_module, stage)
-            self.watching[name] = list(observers_of(trainer.strategy))
+            self.watching[name] = list(trainer.strategy.sync_observers)  # type: ignore[attr-defined]
             for observer in self.watching[name]:
                 stop_observing(trainer.strategy, observer)
 
@@ -115,7 +115,7 @@ class Switch(Callback):
             return
         strategy, name = trainer.strategy, self.order[block]
         assert isinstance(strategy, CommOptDDP)
-        for observer in list(observers_of(strategy)):
+        for observer in list(strategy.sync_observers):
             stop_observing(strategy, observer)
         for observer in self.watching[name]:
             observe(strategy, observer)

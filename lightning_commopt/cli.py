@@ -142,7 +142,7 @@ def report(
         bool, typer.Option("--json", help="Print one JSON object, and write only files that --output or --csv names.")
     ] = False,
     csv: Annotated[Path | None, typer.Option(help="The CSV file; by default report.csv beside the page.")] = None,
-    reference: Annotated[
+    baseline: Annotated[
         str | None, typer.Option(metavar="NAME", help="Setting that the speed-ups are over, as the table calls it.")
     ] = None,
     output: Annotated[
@@ -151,43 +151,43 @@ def report(
             help="Folder for report.html and report.csv, or the page itself; by default the first DIR there is."
         ),
     ] = None,
-    against: Annotated[
+    earlier: Annotated[
         Path | None,
         typer.Option(help="Earlier sweep, or what --json printed of it: list what is slower now beyond noise."),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(metavar="SHARE", help="Of the throughput, that a setting may lose against --against.")
+        float, typer.Option(metavar="SHARE", help="Of the throughput, that a setting may lose since --earlier.")
     ] = 0.05,
 ) -> None:
     """Says which plan is fastest, by how much and at which loss: on the terminal, as report.html and report.csv.
 
-    Exit status 1 if --against finds something that has become slower, or failed; 2 for mistakes in the arguments.
+    Exit status 1 if --earlier finds something that has become slower, or failed; 2 for mistakes in the arguments.
     """
-    from lightning_commopt.report.against import hold_against
-    from lightning_commopt.report.as_json import finite, to_plain, write_csv
     from lightning_commopt.report.build import build_report
     from lightning_commopt.report.files import write_files
-    from lightning_commopt.report.terminal import print_against, print_report
+    from lightning_commopt.report.outputs import finite, to_plain, write_csv
+    from lightning_commopt.report.regressions import find_regressions
+    from lightning_commopt.report.terminal import print_regressions, print_report
 
     with _errors_in_a_line(status=2):
-        found = build_report(dirs, reference=reference)
+        found = build_report(dirs, baseline=baseline)
         plain = to_plain(found)
-        held = None if against is None else hold_against(plain, against, tolerance=tolerance)
+        regressions = None if earlier is None else find_regressions(plain, earlier, tolerance=tolerance)
         if json:
-            whole = plain if held is None else {**plain, "against": finite(held.to_plain())}
+            whole = plain if regressions is None else {**plain, "regressions": finite(regressions.to_plain())}
             typer.echo(json_text.dumps(whole, indent=2, allow_nan=False))
         else:
             console = Console()
             print_report(found, console)
-            if held is not None:
-                print_against(held, console)
+            if regressions is not None:
+                print_regressions(regressions, console)
         if output is not None or not json:
             beside = next(folder for folder in dirs if folder.is_dir())
             page, table = write_files(found, output or beside, csv)
             typer.echo(f"report: {page} and {table}", err=json)
         elif csv is not None:
             write_csv(found, csv)
-    raise typer.Exit(1 if held is not None and held.is_worse else 0)
+    raise typer.Exit(1 if regressions is not None and regressions.is_worse else 0)
 
 
 @contextmanager

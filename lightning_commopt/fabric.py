@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,16 +14,19 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.ddp import _DDPBackwardSyncControl
 from torch.nn import Module
+from typing_extensions import Self
 
+from lightning_commopt.compat.lightning import DDPBackwardSyncControl, StrategyRegistry
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
-from lightning_commopt.strategy.base import FollowsPlan, check_group, say_one_rank
+from lightning_commopt.strategy.base import check_group, explain_one_rank, strategy_from_plan
 
 
-class CommOptDDP(FollowsPlan, DDPStrategy):
+class CommOptDDP(DDPStrategy):
     """Fabric's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
     The options are those of `lightning_commopt.CommOptDDP`. Each module that Fabric sets up gets a hook of its own.
@@ -93,34 +97,62 @@ class CommOptDDP(FollowsPlan, DDPStrategy):
             start_method=start_method,
             **ddp_kwargs,
         )
-        self._hooks: list[BucketHook] = []
+        self._hooks: set[BucketHook] = set()
+        self._earlier_bytes = 0
         self._backward_sync_control = _SyncControl()
+
+    @classmethod
+    def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
+        """Makes a strategy from a plan; see `strategy_from_plan`."""
+        return strategy_from_plan(cls, plan, **kwargs)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
+        """Registers ``commopt_ddp`` and its variants, so that ``strategy="commopt_ddp_bf16"`` works."""
+        register_aliases(strategy_registry, cls)
+
+    @property
+    def plan(self) -> CommPlan:
+        """How gradients travel."""
+        return self._plan
+
+    def __repr__(self) -> str:
+        """Returns what a Trainer shows in its error for a strategy that is not its own."""
+        return (
+            f"<lightning_commopt.fabric.CommOptDDP for Fabric, {self.plan.name};"
+            " for lightning.pytorch.Trainer there is lightning_commopt.CommOptDDP>"
+        )
 
     @property
     def wire_bytes(self) -> int:
         """Payload bytes that this rank's compressors have handed to collectives; 0 without ``comm_hook``."""
-        return sum(hook.bytes_sent for hook in self._hooks)
+        return self._earlier_bytes + sum(hook.bytes_sent for hook in self._hooks)
 
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """Wraps the module, unless there is only one rank."""
         if max(self.world_size, self.num_nodes * self.num_processes) == 1:
-            say_one_rank(comm_hook=self._plan.comm_hook)
+            explain_one_rank("comm_hook" if self._plan.comm_hook is not None else None)
             module._commopt_is_alone = True  # type: ignore[assignment]
             return module
         wrapped = super().setup_module(module)
         if self._plan.comm_hook is not None:
             hook = attach_bucket_hook(wrapped, self._plan.comm_hook, self._timeout, local_world_size=self.num_processes)
-            weakref.finalize(wrapped, hook.close).atexit = False
-            self._hooks.append(hook)
+            self._hooks.add(hook)
+            weakref.finalize(wrapped, self._close, hook).atexit = False
         return wrapped
+
+    def _close(self, hook: BucketHook) -> None:
+        hook.close()
+        self._earlier_bytes += hook.bytes_sent
+        self._hooks.remove(hook)
 
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
         check_group(self.world_size, type(self).__name__)
 
 
-class _SyncControl(_DDPBackwardSyncControl):
-    """Skips the exchange in backward, but for the first one of a static graph, which DDP needs."""
+class _SyncControl(DDPBackwardSyncControl):
+    """Skips gradient sync in backward, but for the first one of a static graph, which DDP needs."""
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         if getattr(module, "_commopt_is_alone", False) is True:

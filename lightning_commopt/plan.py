@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import Compressor, compressor_from_config, compressor_to_config
+from lightning_commopt.compressors.naming import say_option, short_name
 from lightning_commopt.validation import did_you_mean
 
 DDP_OPTION_SINCE = {
@@ -32,17 +33,23 @@ DDP_OPTION_SINCE = {
 
 
 class OptionError(MisconfigurationException, ValueError):
-    """A user's option is unknown, out of range, or not to be had here."""
+    """A user's option is unknown, out of range, or not available here."""
 
 
 class UnknownOptionError(OptionError, TypeError):
-    """A user's option has a name that nothing knows."""
+    """A user's option has an unknown name."""
 
 
 @cache
 def ddp_options() -> frozenset[str]:
     """Returns the names of the options that the installed torch's ``DistributedDataParallel`` takes."""
     return frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
+
+
+@cache
+def _ddp_default(option: str) -> Any:
+    parameter = inspect.signature(DistributedDataParallel.__init__).parameters.get(option)
+    return None if parameter is None else parameter.default
 
 
 def ddp_keywords() -> frozenset[str]:
@@ -68,7 +75,7 @@ class CommPlan:
         broadcast_buffers: send rank 0's buffers to all ranks before each forward.
         forward_sync_buffers: its successor (torch >= 2.13).
         init_sync: check and send parameters when the model is wrapped (torch >= 2.7).
-        skip_all_reduce_unused_params: do not exchange what no rank used (torch >= 2.8).
+        skip_all_reduce_unused_params: do not all-reduce gradients that no rank used (torch >= 2.8).
         batched_grad_copy: copy gradients into buckets in batches (torch >= 2.12).
         lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
 
@@ -109,6 +116,29 @@ class CommPlan:
                 "comm_hook and skip_all_reduce_unused_params=True exclude each other: DDP then leaves out buckets"
                 " without telling the hook"
             )
+
+    @property
+    def name(self) -> str:
+        """The one short name of the plan, for tables and figures: all that differs from the defaults.
+
+        First the compressor with its options (see `short_name`), or "uncompressed"; then the buckets, then the
+        switches in the order of the attributes. A switch that is set to DDP's own default is left out.
+
+        >>> CommPlan().name
+        'uncompressed'
+        >>> CommPlan(comm_hook={"name": "powersgd", "matrix_rank": 4}, bucket_cap_mb=25, static_graph=True).name
+        'powersgd rank 4, 25 MB buckets, static graph'
+        """
+        words = ["uncompressed" if self.comm_hook is None else short_name(self.comm_hook)]
+        if isinstance(self.bucket_cap_mb, tuple):
+            words.append(f"buckets of {', '.join(f'{size:g}' for size in self.bucket_cap_mb)} MB")
+        elif self.bucket_cap_mb is not None:
+            words.append(f"{self.bucket_cap_mb:g} MB buckets")
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if value not in (None, _ddp_default(name)):
+                words.append(say_option(_SHORTER.get(name, name), value))
+        return ", ".join(words)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> CommPlan:
@@ -176,6 +206,7 @@ def plan_options() -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(CommPlan))
 
 
+_SHORTER = {"gradient_as_bucket_view": "bucket_view"}
 _SWITCHES = tuple(field.name for field in dataclasses.fields(CommPlan) if field.type == "bool | None")
 
 

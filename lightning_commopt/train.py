@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 import warnings
 from pathlib import Path
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_original_cwd, instantiate
+from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_commopt.callbacks import RunRecorder
+from lightning_commopt.compat.hydra import get_args_parser
 from lightning_commopt.launch.environment import is_first_rank, is_lab_rank
 from lightning_commopt.launch.hydra_command import config_flags
-from lightning_commopt.runs.record import RunRecord, new_record, record_failure
+from lightning_commopt.runs.files import CONFIG_FILE
 from lightning_commopt.runs.table import run_table
+from lightning_commopt.runs.writer import fail_rank, finish_record, write_record
 from lightning_commopt.sweep.composing import SweepSettings
 from lightning_commopt.sweep.conf_path import conf_dir
-from lightning_commopt.sweep.config import CONFIG_FILE, as_trained, check_config, plan_name
+from lightning_commopt.sweep.config import as_trained, begun_record, check_config
 from lightning_commopt.sweep.continuing import continue_command
 from lightning_commopt.sweep.display import SweepDisplay
 from lightning_commopt.sweep.hints import hint
@@ -110,17 +110,16 @@ def train(config: DictConfig) -> float | None:
     started = time.perf_counter()
     if is_first:
         OmegaConf.save(config, folder / CONFIG_FILE, resolve=True)
-        new_record(plan_name(config), HydraConfig.get().overrides.task, Path(get_original_cwd())).save(folder)
+        write_record(folder, begun_record(config, folder))
     try:
         metrics = _fit(config, folder)
     except BaseException as error:
         if is_first:
-            record_failure(folder, error, rank=0, seconds=time.perf_counter() - started)
+            fail_rank(folder, error, rank=0, seconds=time.perf_counter() - started)
         raise
     if not is_first:
         return metrics.get("val_loss")
-    record = _with_final_metrics(RunRecord.load(folder), metrics, time.perf_counter() - started)
-    record.save(folder)
+    record = finish_record(folder, metrics, seconds=time.perf_counter() - started)
     if OmegaConf.is_missing(HydraConfig.get().job, "num"):  # else a sweep shows all its jobs in one table
         Console().print(run_table(record))
     return record.val_loss
@@ -169,17 +168,6 @@ def _validate(trainer: Trainer, model: LightningModule, data: LightningDataModul
         return {}
     of_each_loader = trainer.validate(model, datamodule=data, verbose=False)
     return {name: float(value) for metrics in of_each_loader for name, value in metrics.items()}
-
-
-def _with_final_metrics(record: RunRecord, metrics: dict[str, float], seconds: float) -> RunRecord:
-    return dataclasses.replace(
-        record,
-        status="finished",
-        seconds=seconds,
-        metrics={**record.metrics, **metrics},
-        val_loss=metrics.get("val_loss", record.val_loss),
-        val_accuracy=metrics.get("val_accuracy", record.val_accuracy),
-    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-    config.stash[_LEFT_OUT] = len(left_out)
+    _count_left_out(config, len(left_out))
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
-def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
-    left_out = config.stash.get(_LEFT_OUT, 0)
-    return f"a cross-section: {left_out} more of the same run with --all" if left_out else None
+def _count_left_out(config: pytest.Config, number: int) -> None:
+    config.stash[_LEFT_OUT] = number
+    if hasattr(config, "workeroutput"):  # this is a worker of xdist, which tells the process that reports
+        config.workeroutput["left_out"] = number
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Returns one worker for each core, but at most 4; none where files or tests are named, which are few."""
+    return min(4, len(os.sched_getaffinity(0))) if config.args == config.getini("testpaths") else 0
+
+
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := config.stash.get(_LEFT_OUT, 0):
+        terminalreporter.write_line(f"a cross-section: {left_out} more of the same run with --all")
 
 
 @pytest.fixture(scope="session", autouse=True)

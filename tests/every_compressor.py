@@ -4,6 +4,7 @@ A new compressor is one line here.
 """
 
 import torch
+from own_compressor import TopK
 
 from lightning_commopt.compressors import (
     AfterSteps,
@@ -44,6 +45,7 @@ WITH_FEEDBACK = {
     "hierarchical_int8": Hierarchical(inner=Int8(block_size=16)),
     "hierarchical_powersgd": Hierarchical(inner=PowerSGD()),
     "feedback_around_hierarchical": ErrorFeedback(inner=Hierarchical(inner=LowRank(matrix_rank=2))),
+    "example_topk": ErrorFeedback(inner=TopK(share=0.1)),
     "powersgd_large_only": BySize(inner=PowerSGD(), min_numel=100),
     "feedback_around_by_size": ErrorFeedback(inner=BySize(inner=BF16, min_numel=100)),
 }

@@ -1,14 +1,18 @@
 """What the console command ``commopt`` prints."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from sample_runs import SampleRun, write_run
 from typer.testing import CliRunner
+from wheels import run_checked
 
 from lightning_commopt.cli import app
 from lightning_commopt.compressors import compressor_names
-from lightning_commopt.kernels.compiled import loaded
+from lightning_commopt.kernels import c_library
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
 from lightning_commopt.runs import info
 
@@ -27,7 +31,7 @@ def test_info_json_is_what_the_machine_has() -> None:
     assert len(found["devices"]) == 1 + torch.cuda.device_count()
     assert found["backends"]["gloo"] is True
     assert found["comm_hooks"] == compressor_names()
-    assert found["kernels"]["cpu"] == ("torch" if loaded() is None else "c")
+    assert found["kernels"]["cpu"] == ("torch" if c_library.load() is None else "c")
 
 
 def test_info_json_says_which_ddp_options_this_torch_has() -> None:
@@ -62,11 +66,11 @@ def test_info_shows_the_nccl_version_where_there_is_nccl() -> None:
 
 def test_no_command_shows_the_commands() -> None:
     result = CliRunner().invoke(app, [])
-    for name in ("info", "nsys", "report", "trace", "commopt-train"):
+    for name in ("info", "nsys", "report", "summary", "trace", "commopt-train"):
         assert name in result.output
 
 
-@pytest.mark.parametrize("command", ["info", "nsys", "report", "trace"])
+@pytest.mark.parametrize("command", ["info", "nsys", "report", "summary", "trace"])
 def test_every_command_explains_itself(command: str) -> None:
     assert "Usage: " in _run(command, "--help")
 
@@ -75,3 +79,34 @@ def test_unknown_command_is_an_error_that_names_it() -> None:
     result = CliRunner().invoke(app, ["inform"])
     assert result.exit_code == 2
     assert "inform" in result.output
+
+
+_IMPORTED = """
+import sys
+from lightning_commopt.cli import app
+try:
+    app(sys.argv[1:])
+finally:
+    print("imported", *{"torch", "lightning", "hydra", "scipy", "plotly", "numpy"}.intersection(sys.modules))
+"""
+
+
+def _imported_by(*arguments: str) -> set[str]:
+    output = run_checked([sys.executable, "-c", _IMPORTED, *arguments], limit_s=240)
+    return set(output.splitlines()[-1].split()[1:])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["report", "--help"], ["trace", "--help"]])
+def test_help_imports_nothing_that_is_slow(arguments: list[str]) -> None:
+    """If it fails, whoever asks which commands there are waits for seconds."""
+    assert _imported_by(*arguments) == set()
+
+
+@pytest.mark.parametrize("command", ["report", "summary", "trace"])
+def test_commands_that_read_runs_do_not_import_torch(command: str, tmp_path: Path) -> None:
+    """If it fails, a command on a login node waits for torch and Lightning, and needs their memory."""
+    write_run(tmp_path / "run", SampleRun())
+    options = ["--num-warmup-steps=0"] if command == "summary" else []
+    assert not _imported_by(command, str(tmp_path / "run"), *options) & {"torch", "lightning"}
+    written = {"report": "report.html", "trace": "trace.json", "summary": "rank_0.jsonl"}[command]
+    assert list((tmp_path / "run").rglob(written))

@@ -2,6 +2,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from cross_section import sampled
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, MissingConfigException
@@ -89,7 +90,7 @@ def test_every_trainer_takes_every_callback_and_logger(trainer, callbacks, logge
     assert trainer.loggers == made_loggers
 
 
-@pytest.mark.parametrize("experiment", options("experiment"))
+@pytest.mark.parametrize("experiment", sampled(options("experiment"), ["ladder", "quickstart"]))
 def test_every_experiment_composes_with_every_strategy_and_comm_hook(experiment):
     check_config(composed(f"experiment={experiment}", "strategy=ddp"))
     for comm_hook in options("strategy/comm_hook"):

@@ -15,6 +15,7 @@ def test_sizes(size):
 """
 
 
+@pytest.mark.parametrize("workers", ["-n=0", "-n=1"])
 @pytest.mark.parametrize(
     ("arguments", "num_run", "num_left_out"),
     [
@@ -25,12 +26,14 @@ def test_sizes(size):
         (["test_sample.py::test_sizes[2]"], 1, 0),
     ],
 )
-def test_what_runs(pytester: pytest.Pytester, arguments: list[str], num_run: int, num_left_out: int) -> None:
+def test_what_runs(
+    pytester: pytest.Pytester, arguments: list[str], num_run: int, num_left_out: int, workers: str
+) -> None:
     """If it fails, CI runs a test twice or never, or nobody notices that one is left out."""
     pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
     pytester.makepyfile(test_sample=TESTS)
     pytester.makeini("[pytest]\nmarkers =\n    exhaustive: more cases")
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
-    result.assert_outcomes(passed=num_run, deselected=num_left_out)
+    result = pytester.runpytest_inprocess(workers, "-p", "no:cacheprovider", *arguments)
+    result.assert_outcomes(passed=num_run, deselected=num_left_out if workers == "-n=0" else 0)
     said = "a cross-section: 1 more of the same run with --all" in result.stdout.str()
     assert said == ("--all" not in arguments and num_left_out > 0)

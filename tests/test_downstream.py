@@ -1,7 +1,6 @@
 """``+commopt=...`` in a foreign Hydra + Lightning project, with this package installed from its wheel."""
 
 import dataclasses
-import itertools
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -157,12 +156,12 @@ def test_composes_callbacks_that_record(project: ForeignProject) -> None:
 
 @pytest.fixture(scope="module")
 def trained(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> ForeignProject:
-    """A project after one run, and after a sweep over devices and plans, which went on side by side."""
+    """A project after one run, and after a sweep over devices, which went on side by side."""
     project = ForeignProject(environment / "python", tmp_path_factory.mktemp("trained") / "project")
     own = ("trainer=ddp", "trainer.max_steps=14", "+commopt_record=trainer")
     runs = (
         ("trainer=ddp_unused", "+commopt=bf16", "hydra.run.dir=job"),
-        ("-m", *own, "trainer.devices=1,2", "+commopt=none,bf16", "hydra.sweep.dir=sweep"),
+        ("-m", *own, "trainer.devices=1,2", "+commopt=bf16", "hydra.sweep.dir=sweep"),
     )
     with ThreadPoolExecutor() as pool:
         for ended in [pool.submit(project.run, *arguments) for arguments in runs]:
@@ -191,18 +190,18 @@ def test_sweep_over_devices_and_a_string_trains_each_job_with_its_own(
     trained: ForeignProject, environment: Path
 ) -> None:
     """Lightning's own launcher would train all jobs with the first one's number of processes."""
-    jobs = itertools.product((1, 2), (CommPlan(), CommPlan.from_dict({"comm_hook": "bf16"})))
-    for job, (world_size, plan) in enumerate(jobs):
+    plan = CommPlan.from_dict({"comm_hook": "bf16"})
+    for job, world_size in enumerate((1, 2)):
         _assert_trained(trained.record(f"sweep/{job}"), environment, plan, world_size, num_steps=14)
 
 
 def test_sweep_leaves_the_records_that_commopt_train_leaves(trained: ForeignProject) -> None:
     """If it fails, a report has nothing to read of other people's sweeps."""
-    for job, (world_size, name) in enumerate(itertools.product((1, 2), ("none", "bf16"))):
+    for job, world_size in enumerate((1, 2)):
         folder = trained.folder / "sweep" / str(job)
         record = RunRecord.load(folder)
-        assert (record.status, record.plan_name, record.world_size) == ("finished", name, world_size)
-        assert f"+commopt={name}" in record.overrides
+        assert (record.status, record.plan_name, record.world_size) == ("finished", "bf16", world_size)
+        assert "+commopt=bf16" in record.overrides
         assert record.num_timed_steps == 4
         assert (record.comm_time["exposed_share"] > 0) == (world_size == 2)
         assert [point.step for point in read_losses(folder)] == list(range(1, 15))

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import yaml
+from cross_section import sampled
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from test_conf import composed
@@ -49,7 +50,7 @@ def test_every_job_of_an_experiment_can_be_run(experiment):
     assert len(jobs(experiment)) > 1
 
 
-@pytest.mark.parametrize("experiment", ["four_ways", "ladder", "scaling"])
+@pytest.mark.parametrize("experiment", sampled(["four_ways", "ladder", "scaling"], ["scaling"]))
 def test_two_hosts_are_enough_for_every_job_of_an_experiment(experiment, monkeypatch):
     """Also for those of one process, which have one host."""
     monkeypatch.setattr("lightning_commopt.sweep.config._why_no_lab", lambda: None)
@@ -102,6 +103,7 @@ def test_accumulation_keeps_the_samples_of_a_step(num_batches):
     assert config.data.batch_size * num_batches == config.samples_of_a_rank
 
 
+@pytest.mark.exhaustive
 def test_four_ways_are_28_runs_with_as_many_samples_in_a_step():
     configs = [composed(*overrides) for overrides in jobs("four_ways")]
     runs = {(config.model.size, config.strategy._target_, config.trainer.devices) for config in configs}

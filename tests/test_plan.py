@@ -77,6 +77,8 @@ def test_bucket_list(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CommOptDDP(bucket_cap_mb_list=[1, 2.5]).plan == plan
     with pytest.raises(OptionError, match="exclude each other"):
         CommOptDDP(bucket_cap_mb_list=[1], bucket_cap_mb=1)
+    with pytest.raises(OptionError, match=r"bucket_cap_mb_list must be a list .* got 25"):
+        CommOptDDP(bucket_cap_mb_list=25)
     monkeypatch.setattr(plan_module, "ddp_options", lambda: with_list - {"bucket_cap_mb_list"})
     with pytest.raises(OptionError, match=r"a list as bucket_cap_mb needs torch >= 2\.11"):
         CommPlan(bucket_cap_mb=[1, 2])
@@ -236,3 +238,52 @@ def test_epsilon_without_effect() -> None:
     """If it fails, a setting has no effect and nobody says so."""
     with pytest.warns(UserWarning, match="epsilon=0.1 has no effect with matrix_rank=2"):
         PowerSGD(matrix_rank=2, epsilon=0.1)
+
+
+NAMES: dict[str, dict[str, Any]] = {
+    "uncompressed": {},
+    "all_reduce": {"comm_hook": "all_reduce"},
+    "bf16": {"comm_hook": "BF16"},
+    "bf16 accumulate float32": {"comm_hook": {"name": "bf16", "accumulate": "float32"}},
+    "fp16, 2.5 MB buckets": {"comm_hook": "fp16", "bucket_cap_mb": 2.5},
+    "powersgd rank 1": {"comm_hook": "powersgd"},
+    "powersgd rank 4, start 500, 25 MB buckets, static graph": {
+        "comm_hook": {"name": "powersgd", "matrix_rank": 4, "start_step": 500},
+        "bucket_cap_mb": 25,
+        "static_graph": True,
+    },
+    "int8 no error feedback": {"comm_hook": {"name": "int8", "error_feedback": False}},
+    "hierarchical (powersgd rank 2, start 5)": {
+        "comm_hook": {"name": "hierarchical", "inner": {"name": "powersgd", "matrix_rank": 2, "start_step": 5}}
+    },
+    "after_steps (error_feedback (bf16)) start 3": {
+        "comm_hook": AfterSteps(inner=ErrorFeedback(inner=BF16), start_step=3)
+    },
+    "uncompressed, bucket view, find unused parameters": {
+        "gradient_as_bucket_view": True,
+        "find_unused_parameters": True,
+    },
+    "uncompressed, no broadcast buffers": {"broadcast_buffers": False},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name(name: str) -> None:
+    """If it fails, tables and figures call a plan something else, or two plans the same."""
+    assert CommPlan(**NAMES[name]).name == name
+    assert CommPlan.from_json(CommPlan(**NAMES[name]).to_json()).name == name
+
+
+def test_name_of_options_at_their_defaults() -> None:
+    """If it fails, runs that trained alike look like two plans."""
+    assert CommPlan(static_graph=False, find_unused_parameters=False).name == "uncompressed"
+
+
+def test_every_option_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, two plans that differ in one option cannot be told apart."""
+    monkeypatch.setattr(plan_module, "ddp_options", lambda: {*ddp_options(), *DDP_OPTION_SINCE})
+    for switch in plan_module._SWITCHES:
+        names = [CommPlan.from_dict({switch: value}).name for value in (True, False)]
+        assert len(set(names)) == 2
+        if "uncompressed" in names:
+            assert plan_module._ddp_default(switch) == (names[0] == "uncompressed")

@@ -108,6 +108,7 @@ def test_experiments_train_on_two_ranks(tmp_path, overrides):
     assert record.val_loss is not None
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_trains_with_as_many_ranks_as_each_job_says_and_goes_on_after_a_failure(tmp_path):
     (tmp_path / "sources").mkdir()  # too few of them
     (tmp_path / "more" / "job").mkdir(parents=True)
@@ -135,6 +136,7 @@ def test_a_sweep_trains_with_as_many_ranks_as_each_job_says_and_goes_on_after_a_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "sources", "sweep"]
 
 
+@pytest.mark.exhaustive
 def test_a_signal_in_a_job_leaves_no_process(tmp_path):
     many = [argument.replace("max_steps=4", "max_steps=1000000") for argument in TINY]
     numbers = (signal.SIGINT, signal.SIGTERM)

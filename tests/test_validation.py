@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -86,3 +87,11 @@ def test_checks_import_neither_torch_nor_lightning() -> None:
     """If it fails, commands that only check a name wait for torch."""
     names = vars(sys.modules["lightning_commopt.validation"])
     assert not {"torch", "lightning"} & {getattr(value, "__name__", "").partition(".")[0] for value in names.values()}
+
+
+def test_all_warnings_are_given_here() -> None:
+    """If it fails, a warning of ours points at a helper, or comes from every rank."""
+    package = Path(validation.__file__).parent
+    sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    calls = ("warnings.warn(", "rank_zero_warn(", "rank_zero_deprecation(")
+    assert [name for name, text in sources.items() if any(call in text for call in calls)] == ["validation.py"]

@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.compat.torch import ignored_names
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, Observers
 
 _NAMES_IN_MESSAGE = 8
@@ -38,7 +39,7 @@ class ParameterSync(ABC):
     """
 
     def __init__(self, module: Module, group: dist.ProcessGroup, observers: Observers) -> None:
-        ignored = names_to_ignore(module)
+        ignored = ignored_names(module)
         self._named = [_Named(*item) for item in module.named_parameters() if item[0] not in ignored]
         self._group = group
         self._reciprocal = 1 / dist.get_world_size(group)
@@ -62,15 +63,15 @@ class ParameterSync(ABC):
         return tuple([index for index, named in enumerate(self._named) if named.parameter.requires_grad])
 
     def _ready(self, place: int, index: int, gradient: Tensor, *, is_last: bool) -> BucketSync:
-        """Tells that a parameter is the next one, in this place of all that are exchanged."""
+        """Tells that a parameter is the next one, in this place of all that are averaged."""
         return self._observers.ready(BucketInfo(place, gradient.nbytes, (self._named[index].name,), is_last))
 
-    def _all_reduce(self, gradient: Tensor, exchange: BucketSync | None) -> dist.Work:
-        if exchange is not None:
-            exchange.start()
+    def _all_reduce(self, gradient: Tensor, sync: BucketSync | None) -> dist.Work:
+        if sync is not None:
+            sync.start()
         gradient.mul_(self._reciprocal)
-        if exchange is not None:
-            exchange.send()
+        if sync is not None:
+            sync.send()
         self.bytes_sent += gradient.nbytes
         return self._group.allreduce([gradient])
 
@@ -85,17 +86,17 @@ class AfterBackward(ParameterSync):
         active = self._active()
         _refuse_missing([self._named[i].name for i in active if self._named[i].parameter.grad is None])
         gradients = [_values(self._named[index]) for index in active]
-        exchanges: Sequence[BucketSync | None] = [None] * len(active)
+        syncs: Sequence[BucketSync | None] = [None] * len(active)
         if self._observers:
-            exchanges = [
+            syncs = [
                 self._ready(place, index, gradient, is_last=place == len(active) - 1)
                 for place, (index, gradient) in enumerate(zip(active, gradients, strict=True))
             ]
-        for gradient, exchange in zip(gradients, exchanges, strict=True):
-            self._all_reduce(gradient, exchange).wait()
-            if exchange is not None:
-                exchange.arrive()
-                exchange.end(gradient.nbytes)
+        for gradient, sync in zip(gradients, syncs, strict=True):
+            self._all_reduce(gradient, sync).wait()
+            if sync is not None:
+                sync.arrive()
+                sync.end(gradient.nbytes)
 
     def close(self) -> None:
         """Does nothing: it holds on to no parameter."""
@@ -158,13 +159,13 @@ class WhileBackwardRuns(ParameterSync):
         gradient = _values(self._named[index])
         if not self._observers:
             return _Pending(self._all_reduce(gradient, None), None)
-        exchange = self._ready(place, index, gradient, is_last=place == num_active - 1)
-        work = self._all_reduce(gradient, exchange)
+        sync = self._ready(place, index, gradient, is_last=place == num_active - 1)
+        work = self._all_reduce(gradient, sync)
 
         def finish(done: Future[Any]) -> None:
             done.value()  # raises what the all-reduce has raised
-            exchange.arrive()
-            exchange.end(gradient.nbytes)
+            sync.arrive()
+            sync.end(gradient.nbytes)
 
         # The future's callback runs as soon as the all-reduce is done; on CUDA, in a stream that waits for it.
         return _Pending(work, work.get_future().then(finish))
@@ -184,12 +185,12 @@ class _Pending(NamedTuple):
     """An all-reduce under way, and who is told when it is done."""
 
     work: dist.Work
-    told: Future[None] | None
+    seen: Future[None] | None
 
     def wait(self) -> None:
         self.work.wait()
-        if self.told is not None:
-            self.told.wait()
+        if self.seen is not None:
+            self.seen.wait()
 
 
 @dataclass
@@ -199,11 +200,6 @@ class _Backward:
     order: list[int]
     landed: dict[int, None] = field(default_factory=dict)
     pending: list[_Pending] = field(default_factory=list)
-
-
-def names_to_ignore(module: Module) -> set[str]:
-    """Returns the names of the parameters and buffers that DDP was told to leave alone."""
-    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def _values(named: _Named) -> Tensor:
@@ -216,7 +212,7 @@ def _values(named: _Named) -> Tensor:
     assert gradient is not None
     if gradient.layout != torch.strided:
         raise MisconfigurationException(
-            f"{named.name!r} has a sparse gradient, and NaiveDP and InterleavedDP exchange dense ones only. Use"
+            f"{named.name!r} has a sparse gradient, and NaiveDP and InterleavedDP sync dense ones only. Use"
             " CommOptDDP, or sparse=False in the embedding."
         )
     gradient = gradient.detach()
@@ -240,5 +236,5 @@ def _refuse_missing(names: Sequence[str]) -> None:
         raise MisconfigurationException(
             f"backward gave no gradient to {', '.join(names[:_NAMES_IN_MESSAGE])}{more}: these parameters were not"
             " used in producing the loss. If that is intended, use CommOptDDP(find_unused_parameters=True), or freeze"
-            " them with requires_grad_(False); NaiveDP and InterleavedDP exchange every parameter in every step."
+            " them with requires_grad_(False); NaiveDP and InterleavedDP sync every parameter in every step."
         )

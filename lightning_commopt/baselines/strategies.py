@@ -12,23 +12,24 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim import Optimizer
 
 from lightning_commopt.baselines.parameter_sync import (
     AfterBackward,
     ParameterSync,
     WhileBackwardRuns,
-    names_to_ignore,
 )
-from lightning_commopt.ddp.observed import ShowsExchanges, observers_of
-from lightning_commopt.launch.lightning_launcher import RunsInOwnGroup, forget_previous_job
+from lightning_commopt.compat.lightning import sync_module_states
+from lightning_commopt.compat.torch import broadcast_coalesced, ignored_names, verify_shapes
+from lightning_commopt.launch.lightning_launcher import forget_previous_job
+from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options, plan_options
 from lightning_commopt.strategy.arguments import check_arguments
+from lightning_commopt.strategy.trainer import OwnGroupStrategy
 from lightning_commopt.validation import did_you_mean
 
 _StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -46,8 +47,8 @@ _OPTIONS_OF_LIGHTNINGS_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapp
 _BROADCAST_BYTES = 250 * 1024 * 1024  # in one message of buffers, as in DDP
 
 
-class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
-    """What `NaiveDP` and `InterleavedDP` share: all of data parallelism but when gradients are exchanged.
+class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
+    """What `NaiveDP` and `InterleavedDP` share: all of data parallelism but when gradients are averaged.
 
     It is a ``DDPStrategy`` to Lightning, but wraps nothing in ``DistributedDataParallel``.
 
@@ -66,7 +67,7 @@ class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
         OptionError: an option is one of DDP's, unknown, or out of range.
     """
 
-    _exchange_class: ClassVar[type[ParameterSync]]
+    _sync_class: ClassVar[type[ParameterSync]]
 
     def __init__(
         self,
@@ -94,8 +95,9 @@ class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
             timeout=timeout,
             start_method=start_method,
         )
-        self._exchange: ParameterSync | None = None
-        self._bytes_of_closed_exchanges = 0
+        self.sync_observers = Observers()
+        self._sync: ParameterSync | None = None
+        self._earlier_bytes = 0
         self._is_blocked = False
         self._has_buffers = False
         self._buffers_are_due = False
@@ -103,19 +105,19 @@ class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
     @property
     def wire_bytes(self) -> int:
         """Payload bytes of gradients that this rank has handed to collectives since the strategy was made."""
-        return self._bytes_of_closed_exchanges + (self._exchange.bytes_sent if self._exchange is not None else 0)
+        return self._earlier_bytes + (self._sync.bytes_sent if self._sync is not None else 0)
 
     def configure_ddp(self) -> None:
-        """Sends rank 0's parameters and buffers to all ranks, and prepares the exchange, unless there is one rank."""
+        """Sends rank 0's parameters and buffers to all ranks, and prepares gradient sync, unless there is one rank."""
         if self.world_size == 1:
             return
         module = self.model
         assert module is not None
-        ignored = names_to_ignore(module)
+        ignored = ignored_names(module)
         parameters: list[Tensor] = [values for name, values in module.named_parameters() if name not in ignored]
-        _verify_param_shape_across_processes(_all_ranks(), parameters)
-        _sync_module_states(module)
-        self._exchange = self._exchange_class(module, _all_ranks(), observers_of(self))
+        verify_shapes(_all_ranks(), parameters)
+        sync_module_states(module)
+        self._sync = self._sync_class(module, _all_ranks(), self.sync_observers)
         self._has_buffers = self._buffers_are_due = any(name not in ignored for name, _ in module.named_buffers())
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -135,9 +137,9 @@ class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
         self._buffers_are_due = False
         module = self.model
         assert module is not None
-        ignored = names_to_ignore(module)
+        ignored = ignored_names(module)
         buffers = [buffer.detach() for name, buffer in module.named_buffers() if name not in ignored]
-        dist._broadcast_coalesced(_all_ranks(), buffers, _BROADCAST_BYTES, 0)
+        broadcast_coalesced(_all_ranks(), buffers, _BROADCAST_BYTES, 0)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward; when the hooks for its end are called, the gradients are averages.
@@ -149,18 +151,18 @@ class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        is_exchanged = self._exchange is not None and not self._is_blocked
-        with self._exchange.around_backward() if is_exchanged else nullcontext():  # type: ignore[union-attr]
+        is_synced = self._sync is not None and not self._is_blocked
+        with self._sync.around_backward() if is_synced else nullcontext():  # type: ignore[union-attr]
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         # Under manual optimization DDP sends them at the start of a fit only: backward is within its forward there.
-        self._buffers_are_due = self._has_buffers and is_exchanged and module.automatic_optimization
+        self._buffers_are_due = self._has_buffers and is_synced and module.automatic_optimization
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Blocks the exchange in backward."""
+        """Blocks gradient sync in backward."""
         was_blocked, self._is_blocked = self._is_blocked, True
         try:
             yield
@@ -172,36 +174,36 @@ class ParameterwiseDP(RunsInOwnGroup, ShowsExchanges):
         try:
             super().teardown()
         finally:
-            if self._exchange is not None:
-                self._exchange.close()
-                self._bytes_of_closed_exchanges += self._exchange.bytes_sent
-                self._exchange = None
+            if self._sync is not None:
+                self._sync.close()
+                self._earlier_bytes += self._sync.bytes_sent
+                self._sync = None
             self._has_buffers = self._buffers_are_due = False
 
 
 class NaiveDP(ParameterwiseDP):
     """Data parallelism as it is written down first: after backward, each gradient's all-reduce, one by one.
 
-    Nothing of the exchange is hidden behind backward, and every parameter pays a collective's latency. Trains as
+    No communication is hidden behind backward, and every parameter pays a collective's latency. Trains as
     ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more. On CUDA each all-reduce is waited for by
     the stream, and the host runs ahead.
 
     Takes the arguments of `ParameterwiseDP`.
     """
 
-    _exchange_class = AfterBackward
+    _sync_class = AfterBackward
 
 
 class InterleavedDP(ParameterwiseDP):
     """Data parallelism that starts each gradient's all-reduce when backward has computed it, without buckets.
 
-    Backward hides the exchange as far as it lasts, while every parameter pays a collective's latency. All are waited
+    Backward hides communication as far as it lasts, while every parameter pays a collective's latency. All are waited
     for when backward is over. Trains as ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more.
 
     Takes the arguments of `ParameterwiseDP`.
     """
 
-    _exchange_class = WhileBackwardRuns
+    _sync_class = WhileBackwardRuns
 
 
 def _all_ranks() -> dist.ProcessGroup:
@@ -215,7 +217,7 @@ def _refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
     for name in options:
         if name in of_ddp:
             raise OptionError(
-                f"{name} has no effect in {strategy}, which exchanges every parameter's gradient by itself and wraps"
+                f"{name} has no effect in {strategy}, which averages every parameter's gradient by itself and wraps"
                 " nothing in DistributedDataParallel: leave it out, or use CommOptDDP"
             )
         hint = did_you_mean(name, _OPTIONS)

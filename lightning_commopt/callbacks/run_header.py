@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.compat.lightning import comm_hook_of
 from lightning_commopt.compressors.registry import compressor_name
-from lightning_commopt.ddp.observed import ShowsExchanges
-from lightning_commopt.strategy.base import FollowsPlan
+from lightning_commopt.strategy.base import plan_of
 
 _LOSSLESS_HOOK_OF_TORCH = "allreduce_hook"
 
@@ -32,12 +33,12 @@ def run_header(trainer: Trainer) -> dict[str, Any]:
 
 def sync_method(strategy: Strategy) -> dict[str, Any]:
     """Returns the name of what averages the gradients as ``comm_hook``, and whether it changes them as ``is_lossy``."""
-    if isinstance(strategy, FollowsPlan) and strategy.plan.comm_hook is not None:
-        compressor = strategy.plan.comm_hook
-        return {"comm_hook": compressor_name(compressor), "is_lossy": compressor.is_lossy}
-    if isinstance(strategy, ShowsExchanges) and not isinstance(strategy, FollowsPlan):
+    plan = plan_of(strategy)
+    if plan is not None and plan.comm_hook is not None:
+        return {"comm_hook": compressor_name(plan.comm_hook), "is_lossy": plan.comm_hook.is_lossy}
+    if getattr(strategy, "world_size", 1) > 1 and not isinstance(strategy.model, DistributedDataParallel):
         return {"comm_hook": type(strategy).__name__, "is_lossy": False}
-    hook = getattr(strategy, "_ddp_comm_hook", None)
+    hook = comm_hook_of(strategy)
     if hook is None:
         return {"comm_hook": "none", "is_lossy": False}
     name = str(getattr(hook, "__name__", type(hook).__name__))

@@ -20,13 +20,16 @@ from torch import Tensor
 
 from lightning_commopt.callbacks.comm_time import CommTimeMonitor
 from lightning_commopt.callbacks.speed import SpeedMonitor
-from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.compressors.registry import compressor_from_config, compressor_name, compressor_to_config
 from lightning_commopt.measure.peak_memory import PeakMemory
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.runs.losses import LossCurve, LossPoint, read_losses, write_losses
+from lightning_commopt.runs.loss_curve import LossCurve
+from lightning_commopt.runs.losses import LossPoint, read_losses, write_losses
 from lightning_commopt.runs.metric_names import find_metric, how_to_name_loss
-from lightning_commopt.runs.record import RunRecord, new_record, record_failure
-from lightning_commopt.strategy.base import FollowsPlan
+from lightning_commopt.runs.record import RunRecord
+from lightning_commopt.runs.settings import flat, hydra_settings
+from lightning_commopt.runs.writer import fail_rank, new_record, write_record
+from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.validation import check_switch, warn
 
 
@@ -43,8 +46,7 @@ class RunRecorder(Callback):
         val_loss: name of the metric that is the loss in validation; None for one that is called so, as `find_metric`
             finds it: ``val_loss``, ``val/loss``, ``model/validation_loss``.
         val_accuracy: the same of the accuracy in validation.
-        ends_run: the run is finished when the fit is; else the record says that it is running, until somebody changes
-            that.
+        ends_run: the run is finished when the fit is; else somebody else has begun the record, and will finish it.
     """
 
     def __init__(
@@ -62,9 +64,12 @@ class RunRecorder(Callback):
         # Now, as a rank that is spawned later knows nothing of Hydra.
         is_hydra = HydraConfig.initialized()
         self._overrides = tuple(HydraConfig.get().overrides.task) if is_hydra else ()
+        self._settings: dict[str, Any] = {}
+        self._chosen: tuple[str, ...] = ()
         self._started_in = Path(get_original_cwd()) if is_hydra else Path.cwd()
         self._dirpath = HydraConfig.get().runtime.output_dir if dirpath is None and is_hydra else dirpath
-        self._callbacks_choice = HydraConfig.get().runtime.choices.get("commopt_record") if is_hydra else None
+        if is_hydra and ends_run:
+            self._settings, self._chosen = hydra_settings(Path(HydraConfig.get().runtime.output_dir))
         self._ends_run = ends_run
         self._names = {"val_loss": val_loss, "val_accuracy": val_accuracy}
         self._record: RunRecord | None = None
@@ -86,9 +91,22 @@ class RunRecorder(Callback):
         self._reset()
         self._memory = PeakMemory(trainer.strategy.root_device)
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
-            record = new_record(_plan_name(trainer.strategy), self._overrides, self._started_in)
-            self._record = dataclasses.replace(record, **_description(trainer, pl_module))
+            known = _description(trainer, pl_module)
+            record = self._begun(self._folder(trainer), known["plan_name"])
+            settings = {**record.settings, **_plan_settings(trainer.strategy)}
+            self._record = dataclasses.replace(record, **known, settings=settings)
             self._save(self._folder(trainer))
+
+    def _begun(self, folder: Path, plan_name: str) -> RunRecord:
+        """Returns the record that is to be continued: somebody else's, or a new one."""
+        if not self._ends_run:
+            with suppress(OSError, ValueError):
+                record = RunRecord.load(folder)
+                if record.status == "running":
+                    return record
+        return new_record(
+            plan_name, self._started_in, settings=self._settings, overrides=self._overrides, chosen=self._chosen
+        )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock; a fit that was resumed goes on with its curve."""
@@ -145,14 +163,14 @@ class RunRecorder(Callback):
                 self._save_losses(folder, self._curve.points(self._curve.values(torch.device("cpu"))))
         if not getattr(trainer, "fast_dev_run", False):
             seconds = time.perf_counter() - self._created
-            record_failure(folder, exception, rank=trainer.global_rank, seconds=seconds)
+            fail_rank(folder, exception, rank=trainer.global_rank, seconds=seconds)
 
     def _save(self, folder: Path, losses: Sequence[LossPoint] = ()) -> None:
         assert self._record is not None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._save_losses(folder, losses)
-            self._record.save(folder)
+            write_record(folder, self._record)
         except OSError as error:
             warn(f"RunRecorder: the run cannot be recorded ({error}); training goes on.")
 
@@ -174,7 +192,7 @@ class RunRecorder(Callback):
         """Says which metric was taken for the final loss, unless that is plain; or how to name it."""
         name = record.metric_names.get("val_loss")
         if name is None and self._has_validated:
-            hint = how_to_name_loss(record.metrics, self._callbacks_choice)
+            hint = how_to_name_loss(record.metrics, record.settings.get("commopt_record"))
             rank_zero_info(f"RunRecorder: no final loss is recorded: {hint}.")
         elif name is not None and self._names["val_loss"] is None and name != "val_loss":
             rank_zero_info(f"RunRecorder: the final loss is the metric {name!r}.")
@@ -207,25 +225,52 @@ def _description(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Returns the fields of the record that are known before the fit."""
     strategy = trainer.strategy
     device = strategy.root_device
+    plan = plan_of(strategy)
     return {
+        "plan_name": type(strategy).__name__ if plan is None else _plan_name(plan),
         "strategy": type(strategy).__name__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "plan": _plan_options(strategy.plan) if isinstance(strategy, FollowsPlan) else None,
+        "plan": None if plan is None else _plan_options(plan, is_short=True),
+        "is_lossy": None if plan is None else plan.comm_hook is not None and plan.comm_hook.is_lossy,
         "world_size": trainer.world_size,
         "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
 
 
-def _plan_options(plan: CommPlan) -> dict[str, Any]:
-    """Returns the options of a plan in types that JSON has; a compressor without a name by its repr."""
+def _plan_settings(strategy: Strategy) -> dict[str, Any]:
+    plan = plan_of(strategy)
+    return {} if plan is None else flat(_plan_options(plan), "plan.")
+
+
+def _plan_options(plan: CommPlan, *, is_short: bool = False) -> dict[str, Any]:
+    """Returns the options of a plan in types that JSON has; a compressor without a name by its repr.
+
+    Args:
+        plan: to be described.
+        is_short: without the options of the compressor that have their defaults.
+    """
     try:
-        return plan.to_dict()
+        options = plan.to_dict()
     except ValueError:
         return {**dataclasses.replace(plan, comm_hook=None).to_dict(), "comm_hook": repr(plan.comm_hook)}
+    if is_short and "comm_hook" in options:
+        options["comm_hook"] = _without_defaults(options["comm_hook"])
+    return options
 
 
-def _plan_name(strategy: Strategy) -> str:
-    if not isinstance(strategy, FollowsPlan):
-        return type(strategy).__name__
-    comm_hook = strategy.plan.comm_hook
-    return "none" if comm_hook is None else compressor_name(comm_hook)
+def _without_defaults(hook: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a compressor's configuration without the options that have their defaults."""
+    inner = hook.get("inner")
+    short = {**hook, "inner": _without_defaults(inner)} if isinstance(inner, Mapping) else dict(hook)
+    needed: dict[str, Any] = {name: short[name] for name in ("name", "inner") if name in short}
+    try:
+        compressor = compressor_from_config(needed)
+        assert compressor is not None
+        defaults = compressor_to_config(compressor)
+    except (AssertionError, TypeError, ValueError):  # it has options without defaults
+        return short
+    return {name: value for name, value in short.items() if name in needed or value != defaults.get(name)}
+
+
+def _plan_name(plan: CommPlan) -> str:
+    return "none" if plan.comm_hook is None else compressor_name(plan.comm_hook)

@@ -91,12 +91,15 @@ def borrow_groups(
     return groups
 
 
-def group_beside() -> dist.ProcessGroup:
+def borrow_host_group() -> BorrowedGroups:
     """Returns a gloo group of all ranks for small messages of the host, which nothing else waits for.
 
     All ranks must call it.
+
+    Raises:
+        RuntimeError: the ranks cannot reach each other over gloo.
     """
-    return borrow_groups(_default_group(), backend="gloo").all_ranks
+    return borrow_groups(_default_group(), backend="gloo")
 
 
 def shared_node_groups(

@@ -1,6 +1,6 @@
 """Alternating power iteration (ACP-SGD): one round a step.
 
-Shapes: a gradient as a matrix ``M`` ``(m, k)``; its factors, stored transposed, ``P`` ``(r, m)`` and ``Q`` ``(r, k)``.
+Shapes: as in `powersgd`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.composed import Composed, with_feedback
-from lightning_commopt.compressors.fed_back import FedBack
-from lightning_commopt.compressors.low_rank import DEFAULT_EPSILON, Parts, PowerIteration, put_others, take_others
+from lightning_commopt.compressors.bucket_matrices import BucketMatrices
+from lightning_commopt.compressors.power_iteration import DEFAULT_EPSILON, UNCOMPRESSED, PowerIteration
+from lightning_commopt.compressors.preset import Preset, with_feedback
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import AfterSteps
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
+from lightning_commopt.kernels.matrices import factors_numel
 from lightning_commopt.kernels.orthonormal import orthonormalize
 
 if TYPE_CHECKING:
@@ -44,48 +45,50 @@ class AlternatingLowRank(PowerIteration):
     def _first_factors(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
         parts = self._cut(layout)
         both = self._random_factors(parts.p_shapes + parts.q_shapes, device, wide_dtype(layout.dtype), step)
-        num_p = sum(r * m for r, m in parts.p_shapes)
+        num_p = factors_numel(parts.p_shapes)
         return {"p": both[:num_p].clone(), "q": both[num_p:].clone()}
 
-    def _iterate(
-        self, bucket: Tensor, parts: Parts, state: State, step: int, channel: Channel, residual: Tensor | None
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Averages ``P`` in even steps and ``Q`` in odd ones, with the uncompressed gradients."""
-        sends_q = step % 2 == 1
-        sent, kept, shapes = ("q", "p", parts.q_shapes) if sends_q else ("p", "q", parts.p_shapes)
-        gradients = FedBack(bucket, residual, parts.matrices, state)
+        """Averages ``P`` in even steps, ``Q`` in odd ones, with what is not compressed; else the bucket as it is."""
+        parts = self._cut(layout)
+        if not parts.matrices:
+            return (yield from UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
+        sends_p = self._begin_step(layout, flat.device, state) % 2 == 0
+        matrices, p, q = BucketMatrices(flat, residual, parts, state), state["p"], state["q"]
 
-        def pair(factors: Tensor) -> tuple[Tensor, Tensor]:
-            return (state[kept], factors) if sends_q else (factors, state[kept])
-
-        num_factors = sum(r * side for r, side in shapes)
-        message = bucket.new_empty(num_factors + parts.num_others)
-        mean = message[:num_factors]
-        p, q = pair(mean)
-        gradients.multiply(p, q, by_rows=not sends_q)
+        shapes = parts.p_shapes if sends_p else parts.q_shapes
+        message, mean, rest = matrices.new_message(shapes)
+        if sends_p:
+            matrices.multiply(q, out_p=mean)  # P = M Q
+        else:
+            matrices.multiply_transposed(p, out_q=mean)  # Q = M^T P
         own = mean.clone()
-        take_others(bucket, residual, parts, message[num_factors:])
+        matrices.copy_rest(out=rest)
         yield channel.all_reduce(message.mul_(1 / channel.size))
         finite = all_finite(message)
 
-        gradients.replace(pair(own), pair(mean), finite)
-        put_others(bucket, residual, parts, message[num_factors:], finite)
+        matrices.update_residual((own, q) if sends_p else (p, own), finite)
+        matrices.decompress((mean, q) if sends_p else (p, mean), rest, finite)  # M = P Q^T
+        sent = "p" if sends_p else "q"
         state[sent] = orthonormalize(mean, shapes, state[sent], self.epsilon, finite)
+        return None
 
 
 @register_compressor("alternating_powersgd")
 @final
 @dataclass(frozen=True, kw_only=True)
-class AlternatingPowerSGD(Composed):
+class AlternatingPowerSGD(Preset):
     """Alternating PowerSGD as it is used: `AlternatingLowRank` with `ErrorFeedback`, `AfterSteps` of exact averages.
 
     Attributes:
         matrix_rank: columns of the factors, ``r``; more is more exact and sends more.
-        start_step: exchanges that are made uncompressed first.
+        start_step: steps that are made uncompressed first.
         min_compression_rate: a matrix of ``(m, k)`` is compressed if ``m * k > min_compression_rate * r * (m + k)``.
         error_feedback: send later what a step dropped. Without it the gradient is biased.
         residual_dtype: of what is sent later, "float32" or "bfloat16".
-        refresh_steps: exchanges after which the factors become random again; None for never.
+        refresh_steps: steps after which the factors become random again; None for never.
         epsilon: added to the norm of a column when it is normalised (``matrix_rank`` 1 only).
         seed: of the random factors, the same on all ranks.
 
@@ -104,7 +107,7 @@ class AlternatingPowerSGD(Composed):
     epsilon: float = DEFAULT_EPSILON
     seed: int = 0
 
-    def _compose(self) -> Compressor:
+    def _build(self) -> Compressor:
         algorithm = AlternatingLowRank(**self._settings_for(AlternatingLowRank))
         inner = with_feedback(algorithm, self.error_feedback, self.residual_dtype)
         return AfterSteps(inner=inner, start_step=self.start_step)

@@ -119,7 +119,7 @@ class Compressor(ABC):
         Args:
             layout: what the bucket holds.
             device: where its gradients are.
-            step: exchanges that were made before this one, under whatever layout.
+            step: steps that were made before this one, under whatever layout.
         """
 
     @abstractmethod
@@ -135,7 +135,7 @@ class Compressor(ABC):
             flat: ``(n,)`` this rank's gradients; holds the average afterwards.
             layout: what ``flat`` holds.
             state: from `init`; updated in place.
-            channel: the ranks to exchange with.
+            channel: collectives over the ranks.
             residual: ``(n,)`` what earlier steps left out of this rank's share; may have another floating-point
                 dtype. It is added to the gradients, and then holds, after `flush`, what this step in turn left out.
                 As before, up to rounding, where the average is not finite. None to drop what is left out.

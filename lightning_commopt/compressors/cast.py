@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.pieces import in_pieces
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.kernels.cast import add_lost, flush, narrow, sum_rows
+from lightning_commopt.kernels.cast import add_lost, narrow, sum_rows, widen
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.finite import all_finite
 from lightning_commopt.validation import check_choice
@@ -72,7 +72,7 @@ class Cast(Compressor):
         if residual is None:
             flat.copy_(mean)
         else:
-            flush(flat, residual, mean, scale, all_finite(mean))
+            widen(flat, residual, mean, scale, all_finite(mean))
 
     def _two_rounds(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
         """Shapes: ``W`` shards of ``s`` elements; the last ones may be padded, or padding only."""
@@ -90,9 +90,10 @@ class Cast(Compressor):
             flat.copy_(gathered)
         else:
             finite = all_finite(gathered)
-            flush(flat, residual, gathered, scale, finite)
-            mine = residual[channel.rank * s : (channel.rank + 1) * s]
-            add_lost(mine, mean[: mine.numel()], rounded[: mine.numel()], channel.size, finite)
+            widen(flat, residual, gathered, scale, finite)
+            own_shard = residual[channel.rank * s : (channel.rank + 1) * s]
+            numel = own_shard.numel()
+            add_lost(own_shard, mean[:numel], rounded[:numel], channel.size, finite)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns two bytes an element."""

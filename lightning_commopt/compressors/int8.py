@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.composed import Composed, with_feedback
 from lightning_commopt.compressors.pieces import in_pieces
+from lightning_commopt.compressors.preset import Preset, with_feedback
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.kernels import block_int8
+from lightning_commopt.kernels import block_int8, int8_message
 from lightning_commopt.validation import check_power_of_two
 
 if TYPE_CHECKING:
@@ -56,32 +56,34 @@ class BlockInt8(Compressor):
         yield from in_pieces(flat, residual, channel, channel.size * self.block_size, self._two_rounds)
 
     def _two_rounds(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
-        size, mine = self.block_size, None
-        row_bytes = block_int8.shard_bytes(flat.numel(), channel.size, size)
+        size, own_shard = self.block_size, None
+        shard_numel = int8_message.shard_numel(flat.numel(), channel.size, size)
+        row_bytes = int8_message.shard_bytes(flat.numel(), channel.size, size)
+        if residual is not None:
+            own_shard = residual[channel.rank * shard_numel : (channel.rank + 1) * shard_numel]
+
         message = channel.scratch("message", (channel.size, row_bytes), torch.uint8, flat.device)
-        block_int8.encode(flat, residual, message, size)
+        block_int8.encode(flat, residual, message, size)  # leaves the rounding errors in the residual
         received = yield channel.all_to_all(message)
         mean = channel.scratch("mean", (row_bytes,), torch.uint8, flat.device)
-        if residual is not None:
-            numel = block_int8.shard_numel(flat.numel(), channel.size, size)
-            mine = residual[channel.rank * numel : (channel.rank + 1) * numel]
-        block_int8.reduce(received, mean, mine, size)
+        block_int8.reduce(received, mean, own_shard, size)  # and those of the mean
         gathered = yield channel.all_gather(mean)
-        if residual is not None and mine is not None:
+
+        if residual is not None and own_shard is not None:
             finite = block_int8.is_finite(gathered, size)
-            block_int8.undo_reduce(received, mean, mine, finite, size)
+            block_int8.undo_reduce(received, mean, own_shard, finite, size)
             block_int8.undo(flat, residual, message, finite, size)
         block_int8.decode(gathered, flat, size)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns one byte an element and four a block, with what fills up the last blocks."""
-        return world_size * block_int8.shard_bytes(layout.numel, world_size, self.block_size)
+        return world_size * int8_message.shard_bytes(layout.numel, world_size, self.block_size)
 
 
 @register_compressor("int8")
 @final
 @dataclass(frozen=True, kw_only=True)
-class Int8(Composed):
+class Int8(Preset):
     """Int8 as it is used: `BlockInt8` with `ErrorFeedback`.
 
     Attributes:
@@ -97,5 +99,5 @@ class Int8(Composed):
     error_feedback: bool = True
     residual_dtype: str = "float32"
 
-    def _compose(self) -> Compressor:
+    def _build(self) -> Compressor:
         return with_feedback(BlockInt8(block_size=self.block_size), self.error_feedback, self.residual_dtype)

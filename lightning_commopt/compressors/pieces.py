@@ -1,4 +1,4 @@
-"""A bucket averaged piece by piece: while one piece is on the wire, the next one is being calculated."""
+"""A bucket averaged piece by piece: while one piece is on the wire, the next one is computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def in_pieces(flat: Tensor, residual: Tensor | None, channel: Channel, multiple:
     Args:
         flat: ``(n,)`` this rank's gradients.
         residual: ``(n,)`` this rank's, or None.
-        channel: the ranks to exchange with.
+        channel: collectives over the ranks.
         multiple: of elements, which all pieces but the last have.
         rounds: of one piece, given its gradients, their residual, and a channel.
     """

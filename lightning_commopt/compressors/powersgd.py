@@ -1,6 +1,7 @@
 """PowerSGD: low-rank gradients by one step of power iteration, in two rounds.
 
-Shapes: a gradient as a matrix ``M`` ``(m, k)``; its factors, stored transposed, ``P`` ``(r, m)`` and ``Q`` ``(r, k)``.
+Shapes: a gradient as a matrix ``M`` ``(m, k)``; its factors ``P`` ``(m, r)`` and ``Q`` ``(k, r)``, which are stored
+column by column. A tensor of factors holds those of all matrices of a bucket, one behind another.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.composed import Composed, with_feedback
-from lightning_commopt.compressors.fed_back import FedBack
-from lightning_commopt.compressors.low_rank import DEFAULT_EPSILON, Parts, PowerIteration, put_others, take_others
+from lightning_commopt.compressors.bucket_matrices import BucketMatrices
+from lightning_commopt.compressors.power_iteration import DEFAULT_EPSILON, UNCOMPRESSED, PowerIteration
+from lightning_commopt.compressors.preset import Preset, with_feedback
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import AfterSteps
 from lightning_commopt.kernels.chunks import wide_dtype
@@ -63,44 +64,49 @@ class LowRank(PowerIteration):
     def _starts_anew(self, step: int) -> bool:
         return not self.warm_start or super()._starts_anew(step)
 
-    def _iterate(
-        self, bucket: Tensor, parts: Parts, state: State, step: int, channel: Channel, residual: Tensor | None
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Averages ``P`` and the uncompressed gradients, then ``Q``."""
-        gradients, q = FedBack(bucket, residual, parts.matrices, state), state["q"]
-        num_p = sum(r * m for r, m in parts.p_shapes)
-        message = bucket.new_empty(num_p + parts.num_others)
-        gradients.multiply(message[:num_p], q, by_rows=True)
-        take_others(bucket, residual, parts, message[num_p:])
+        """Averages ``P`` and what is not compressed, then ``Q``; a bucket without matrices as it is."""
+        parts = self._cut(layout)
+        if not parts.matrices:
+            return (yield from UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
+        self._begin_step(layout, flat.device, state)
+        matrices, old_q = BucketMatrices(flat, residual, parts, state), state["q"]
+
+        message, p, rest = matrices.new_message(parts.p_shapes)
+        matrices.multiply(old_q, out_p=p)  # P = M Q
+        matrices.copy_rest(out=rest)
         yield channel.all_reduce(message.mul_(1 / channel.size))
         finite = all_finite(message)
-        p = orthonormalize(message[:num_p], parts.p_shapes, None, self.epsilon, finite)
+        p = orthonormalize(p, parts.p_shapes, None, self.epsilon, finite)
 
-        own_q = torch.empty_like(q)
-        gradients.multiply(p, own_q, by_rows=False)
+        own_q = torch.empty_like(old_q)
+        matrices.multiply_transposed(p, out_q=own_q)  # Q = M^T P
         mean_q = own_q * (1 / channel.size)
         yield channel.all_reduce(mean_q)
         finite = finite & all_finite(mean_q)
 
-        gradients.replace((p, own_q), (p, mean_q), finite)
-        put_others(bucket, residual, parts, message[num_p:], finite)
-        state["q"] = orthonormalize(mean_q, parts.q_shapes, q, self.epsilon, finite)
+        matrices.update_residual((p, own_q), finite)
+        matrices.decompress((p, mean_q), rest, finite)  # M = P Q^T
+        state["q"] = orthonormalize(mean_q, parts.q_shapes, old_q, self.epsilon, finite)
+        return None
 
 
 @register_compressor("powersgd")
 @final
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD(Composed):
+class PowerSGD(Preset):
     """PowerSGD as it is used: `LowRank` with `ErrorFeedback`, `AfterSteps` of exact averages.
 
     Attributes:
         matrix_rank: columns of the factors, ``r``; more is more exact and sends more.
-        start_step: exchanges that are made uncompressed first.
+        start_step: steps that are made uncompressed first.
         min_compression_rate: a matrix of ``(m, k)`` is compressed if ``m * k > min_compression_rate * r * (m + k)``.
         error_feedback: send later what a step dropped. Without it the gradient is biased.
         residual_dtype: of what is sent later, "float32" or "bfloat16".
         warm_start: reuse the last step's ``Q``.
-        refresh_steps: exchanges after which ``Q`` becomes random again; None for never.
+        refresh_steps: steps after which ``Q`` becomes random again; None for never.
         epsilon: added to the norm of a column when it is normalised (``matrix_rank`` 1 only).
         seed: of the random ``Q``, the same on all ranks.
 
@@ -121,7 +127,7 @@ class PowerSGD(Composed):
     epsilon: float = DEFAULT_EPSILON
     seed: int = 0
 
-    def _compose(self) -> Compressor:
+    def _build(self) -> Compressor:
         algorithm = LowRank(**self._settings_for(LowRank))
         inner = with_feedback(algorithm, self.error_feedback, self.residual_dtype)
         return AfterSteps(inner=inner, start_step=self.start_step)

@@ -149,6 +149,12 @@ def compressor_name(compressor: Compressor) -> str:
     return type(compressor).__name__ if entry is None else entry.name
 
 
+def fixed_options(compressor: Compressor) -> frozenset[str]:
+    """Returns the options of a compressor that its name says already."""
+    entry = _entry_of(compressor)
+    return frozenset() if entry is None else frozenset(entry.fixed)
+
+
 def _path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 

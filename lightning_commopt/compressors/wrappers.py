@@ -99,11 +99,11 @@ class ErrorFeedback(Compressor):
 @final
 @dataclass(frozen=True, kw_only=True)
 class AfterSteps(Compressor):
-    """Averages without compression in the first ``start_step`` exchanges, then as ``inner`` does.
+    """Averages without compression in the first ``start_step`` steps, then as ``inner`` does.
 
     Attributes:
         inner: the compressor that takes over.
-        start_step: the first exchange that it makes, counted from 0.
+        start_step: the first step in which it compresses, counted from 0.
 
     Raises:
         ValueError: ``inner`` is not a compressor, or ``start_step`` is negative.
@@ -122,7 +122,7 @@ class AfterSteps(Compressor):
         return self.inner.is_lossy
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the count of exchanges and the state of ``inner``."""
+        """Returns the count of steps and the state of ``inner``."""
         return {"step": step, "inner": self.inner.init(layout, device, step)}
 
     def rounds(
@@ -207,9 +207,9 @@ class BySize(Compressor):
         """Flushes ``inner``, at the large gradients."""
         is_large = self._is_large(layout)
         if any(is_large):
-            of_selected = _gather(residual, layout, is_large)
-            self.inner.flush(layout.select(is_large), state["inner"], of_selected)
-            _scatter(of_selected, residual, layout, is_large)
+            of_large = _gather(residual, layout, is_large)
+            self.inner.flush(layout.select(is_large), state["inner"], of_large)
+            _scatter(of_large, residual, layout, is_large)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what ``inner`` sends for the large gradients and the bytes of the small ones."""

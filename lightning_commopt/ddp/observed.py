@@ -1,4 +1,4 @@
-"""Who may watch the exchanges of a strategy: one that shows them itself, or Lightning's DDPStrategy.
+"""Strategies whose gradient sync can be observed, and the hooks that show what DDP does by itself.
 
 DDP compares the annotations of a hook by identity and reads its ``__qualname__``: hence no
 ``from __future__ import annotations`` here, and a bound method as the hook.
@@ -6,13 +6,13 @@ DDP compares the annotations of a hook by identity and reads its ``__qualname__`
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.compat.lightning import wrap_comm_hook
+from lightning_commopt.compat.torch import registered_hooks, sparse_values
 from lightning_commopt.ddp.buckets import BucketOrder, synced_parameters
 from lightning_commopt.measure.observer import BucketInfo, Observers, SyncObserver
 from lightning_commopt.validation import warn_once
@@ -29,88 +29,65 @@ _SETTLING_BACKWARDS = 4
 
 DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
-_observers: WeakKeyDictionary[Strategy, Observers] = WeakKeyDictionary()
-_where_kept_gradients_matter: "WeakKeyDictionary[DistributedDataParallel, ObservedAllReduce]" = WeakKeyDictionary()
+
+class _AddedObservers(Observers):
+    """Observers of a strategy that does not tell anybody by itself."""
 
 
-class ShowsExchanges:
-    """Mixed into a strategy that tells its `observers_of` of every sync."""
-
-
-def observers_of(strategy: Strategy) -> Observers:
-    """Returns who watches the exchanges of a strategy."""
-    return _observers.setdefault(strategy, Observers())
-
-
-def observe(strategy: Strategy, observer: SyncObserver) -> None:
-    """Lets ``observer`` watch the exchanges of a strategy. Call it before the strategy wraps the model.
+def observe(strategy: Any, observer: SyncObserver) -> None:
+    """Lets ``observer`` see the gradient sync of a strategy. Call it before the strategy wraps the model.
 
     Then call `observe_wrapped` when it has, and `before_backward` before every backward.
 
     Without ``comm_hook`` DDP's own all-reduce is then made from Python, with the same arithmetic: the same bits, and
-    one pass over the gradients more. Where exchanges cannot be seen this is said once.
+    one pass over the gradients more. Where gradient sync cannot be observed it warns once.
 
     Args:
-        strategy: of the Trainer.
+        strategy: of the Trainer. Those that tell observers by themselves have ``sync_observers``.
         observer: is told of every bucket.
     """
-    is_new = strategy not in _observers
-    observers = observers_of(strategy)
-    if is_new and isinstance(strategy, DDPStrategy) and not isinstance(strategy, ShowsExchanges):
-        strategy._ddp_comm_wrapper = observed_wrapper(strategy)
-    observers.add(observer)
+    if not hasattr(strategy, "sync_observers"):
+        strategy.sync_observers = observers = _AddedObservers()
+        wrap_comm_hook(strategy, lambda hook: ObservedHook(hook, strategy.model, observers).reduce)
+    strategy.sync_observers.add(observer)
 
 
-def stop_observing(strategy: Strategy, observer: SyncObserver) -> None:
+def stop_observing(strategy: Any, observer: SyncObserver) -> None:
     """Tells ``observer`` no more."""
-    observers_of(strategy).remove(observer)
+    strategy.sync_observers.remove(observer)
 
 
-def observe_wrapped(strategy: Strategy) -> None:
+def observe_wrapped(strategy: Any) -> None:
     """Does what is left to do when the strategy has wrapped the model and `observe` was called."""
-    model = strategy.model
-    if isinstance(strategy, ShowsExchanges) or not observers_of(strategy):
+    model, observers = strategy.model, getattr(strategy, "sync_observers", None)
+    if not isinstance(observers, _AddedObservers) or not observers:
         return
     if not isinstance(model, DistributedDataParallel):
         if getattr(strategy, "world_size", 1) > 1:
             warn_once(f"{type(strategy).__name__}'s gradient sync cannot be observed: only step phases are timed.")
         return
-    if not model._comm_hooks:
-        register_observed_all_reduce(model, observers_of(strategy))
-    elif not any(isinstance(getattr(hook, "__self__", None), _ObservedBuckets) for hook, _ in model._comm_hooks):
-        warn_once("a comm hook that the strategy does not know of cannot be seen: only the phases of a step are timed.")
+    if not registered_hooks(model):
+        observe_all_reduce(model, observers)
+    elif not any(isinstance(owner, _ObservedBuckets) for owner in registered_hooks(model)):
+        warn_once("a comm hook that the strategy does not know of cannot be observed: only step phases are timed.")
 
 
-def observed_wrapper(strategy: DDPStrategy) -> Callable[[DDPHook], DDPHook]:
-    """Returns what wraps a hook of torch as the strategy would have it, and makes it visible."""
-    wrapper, observers = strategy._ddp_comm_wrapper, observers_of(strategy)
-
-    def observed(hook: DDPHook) -> DDPHook:
-        assert isinstance(strategy.model, DistributedDataParallel)
-        return ObservedHook(wrapper(hook) if wrapper is not None else hook, strategy.model, observers).reduce
-
-    return observed
-
-
-def register_observed_all_reduce(model: DistributedDataParallel, observers: Observers) -> None:
+def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> None:
     """Makes DDP average its gradients as it does by itself, but visibly.
 
     Args:
         model: freshly wrapped, without a hook.
         observers: are told of every bucket.
     """
-    all_reduce = ObservedAllReduce(model, observers)
-    if all_reduce.looks_for_kept_gradients:
-        _where_kept_gradients_matter[model] = all_reduce
-    model.register_comm_hook(None, all_reduce.reduce)
+    model.register_comm_hook(None, ObservedAllReduce(model, observers).reduce)
 
 
-def before_backward(strategy: Strategy) -> None:
+def before_backward(strategy: Any) -> None:
     """Must be called before every backward of a strategy that is observed."""
-    if not _where_kept_gradients_matter:
-        return
-    if isinstance(strategy.model, DistributedDataParallel) and strategy.model in _where_kept_gradients_matter:
-        _where_kept_gradients_matter[strategy.model].look_for_kept_gradients()
+    if isinstance(strategy.model, DistributedDataParallel):
+        for owner in registered_hooks(strategy.model):
+            if isinstance(owner, ObservedAllReduce):
+                owner.look_for_kept_gradients()
 
 
 class _ObservedBuckets:
@@ -134,7 +111,7 @@ class _ObservedBuckets:
             return self._settled[index]
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         index, is_last = self._order.place(index, bucket.is_last(), names)
-        info = BucketInfo(index, _values(flat).nbytes, names, is_last)
+        info = BucketInfo(index, sparse_values(flat).nbytes, names, is_last)
         self._num_backwards += index == 0
         if self._num_backwards > _SETTLING_BACKWARDS and not flat.is_sparse:
             self._settled[index] = info
@@ -172,7 +149,7 @@ class ObservedHook(_ObservedBuckets):
         sync = self._observers.ready(self._info(bucket, flat))
         sync.start()
         sync.send()
-        values = _values(flat)
+        values = sparse_values(flat)
         numel_before = _numel_after_compression(state)
         future = self._hook(state, bucket)
         numel = _numel_after_compression(state) - numel_before or values.numel()
@@ -193,14 +170,11 @@ class ObservedAllReduce(_ObservedBuckets):
     DDP multiplies by the reciprocal on the way into the bucket, and divides what is in the bucket already: gradients
     that are views of it and were kept from earlier batches. The two differ where the reciprocal is rounded.
 
-    `reduce` is the hook.
+    `reduce` is the hook. `look_for_kept_gradients` must be called before every backward.
 
     Args:
         model: freshly wrapped, without a hook.
         observers: are told of every bucket.
-
-    Attributes:
-        looks_for_kept_gradients: whether `look_for_kept_gradients` must be called before every backward.
     """
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
@@ -208,13 +182,14 @@ class ObservedAllReduce(_ObservedBuckets):
         self._group: dist.ProcessGroup = model.process_group
         self._world_size = dist.get_world_size(self._group)
         is_power_of_two = self._world_size & (self._world_size - 1) == 0
-        self.looks_for_kept_gradients = model.gradient_as_bucket_view and not is_power_of_two
+        self._kept_gradients_matter = model.gradient_as_bucket_view and not is_power_of_two
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._kept: dict[int, int] = {}
 
     def look_for_kept_gradients(self) -> None:
         """Notes where gradients are before a backward, by parameter."""
-        self._kept = {id(p): p.grad.data_ptr() for p in self._parameters if p.grad is not None}
+        if self._kept_gradients_matter:
+            self._kept = {id(p): p.grad.data_ptr() for p in self._parameters if p.grad is not None}
 
     def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts to average one bucket.
@@ -250,10 +225,6 @@ class ObservedAllReduce(_ObservedBuckets):
                 gradient.div_(self._world_size)
             else:
                 gradient.mul_(1 / self._world_size)
-
-
-def _values(flat: torch.Tensor) -> torch.Tensor:
-    return flat._values() if flat.is_sparse else flat
 
 
 def _numel_after_compression(state: object) -> int:

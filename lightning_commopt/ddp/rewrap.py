@@ -6,12 +6,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.compat.torch import stop_reducing
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.ddp.buckets import synced_parameters
 
@@ -42,12 +42,6 @@ class Trainable:
         return not all(parameter.requires_grad for parameter in self._trainable)
 
 
-def is_within_batch(trainer: Trainer) -> bool:
-    """Returns whether a training batch has begun and not ended."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current
-    return batches.started > batches.processed  # type: ignore[attr-defined]
-
-
 @contextmanager
 def kept_buffers(module: Module) -> Generator[None, None, None]:
     """Gives the buffers of ``module`` back the values that they had before."""
@@ -66,7 +60,7 @@ def unwrap(model: DistributedDataParallel) -> Module:
     Args:
         model: not to be used afterwards: its reducer no longer hears of gradients.
     """
-    model.reducer._remove_autograd_hooks()
+    stop_reducing(model)
     for parameter in model.module.parameters():
         if parameter.grad is not None and model.gradient_as_bucket_view:
             parameter.grad = parameter.grad.clone()  # was a view of a bucket that goes now

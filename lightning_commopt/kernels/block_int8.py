@@ -4,10 +4,7 @@ A rank encodes its gradients, one shard for each peer (`encode`); after an all-t
 rounds the mean again (`reduce`); after an all-gather it has the whole mean (`decode`). The collectives are the
 caller's. `undo_reduce` and `undo` bring the residual back when the step turned out not to be finite.
 
-Shapes: ``n`` elements in a bucket, ``W`` ranks, ``B`` elements in a block (a power of two, 4 at least), shards of
-``s`` elements: ``n`` rounded up to a multiple of ``W * B``, over ``W``. A message is uint8 ``(W, s + 4 s / B)``, so
-that any backend can send it: each row holds the int8 codes of one shard, then its float32 scales. What fills up the
-last shards is zero.
+Shapes and messages: as in `int8_message`.
 
 Per block, with ``top`` its largest magnitude, in float32 and with one rounding an operation::
 
@@ -20,7 +17,7 @@ One rounding is off by at most ``0.50005 * scale``, which is at most ``max(top /
 Example, B = 4: ``[1, -0.5, 0.1, 0]`` has scale 0.007874 and codes ``[127, -64, 13, 0]``, and decodes to
 ``[1, -0.5039, 0.1024, 0]``; ``[0, 0.0039, -0.0024, 0]`` stay in the residual.
 
-On CUDA the same in Triton where it is installed, and in C for float32 on CPU where there is a compiler. All forms
+All forms, in plain torch, Triton and C,
 multiply and add with one rounding where a sum follows a product, in plain torch wherever its vectors do that (AVX2,
 AVX-512). There they give the same bits, but for the last one of a residual; elsewhere means differ in the last bit, and
 codes by one where ``c / scale`` is half way between two. Blocks of less than 32 are slow in plain torch on CPU, which
@@ -32,11 +29,9 @@ quantised transfers around a float32 sum as in Wang et al., ZeRO++ (arXiv:2306.1
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lightning_commopt.kernels.block_int8_stretches import (
-    Parts,
     Scratch,
     add_finite,
     average_shares,
@@ -47,30 +42,11 @@ from lightning_commopt.kernels.block_int8_stretches import (
     stretches,
     write_codes,
 )
-from lightning_commopt.kernels.chunks import use_compiled, use_triton
+from lightning_commopt.kernels.dispatch import also_in
+from lightning_commopt.kernels.int8_message import split, split_for
 
 
-def shard_numel(numel: int, world_size: int, block_size: int) -> int:
-    """Returns ``s``: elements in each shard of a bucket of ``numel``, with what fills it up."""
-    return -(-numel // (world_size * block_size)) * block_size
-
-
-def shard_bytes(numel: int, world_size: int, block_size: int) -> int:
-    """Returns the bytes in a row of a message, for a bucket of ``numel`` elements."""
-    return shard_numel(numel, world_size, block_size) // block_size * (block_size + 4)
-
-
-def split(message: Tensor, block_size: int) -> Parts:
-    """Returns the parts of ``message``, uint8 ``(W, shard_bytes)``, or ``(shard_bytes,)`` for a single row."""
-    assert message.dtype == torch.uint8
-    assert block_size >= 4
-    assert block_size & (block_size - 1) == 0
-    rows = message.view(-1, message.shape[-1])
-    num_blocks = rows.shape[1] // (block_size + 4)
-    codes, scales = rows.split((num_blocks * block_size, num_blocks * 4), dim=1)
-    return Parts(codes.view(torch.int8).unflatten(1, (num_blocks, block_size)), scales.view(torch.float32))
-
-
+@also_in("triton", "c")
 def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_size: int) -> None:
     """Writes ``c = flat + residual`` to ``message``, one row for each peer; what is rounded off is the new residual.
 
@@ -80,32 +56,24 @@ def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_size: i
         message: ``(W, shard_bytes)`` uint8.
         block_size: elements that share a scale.
     """
-    parts = _parts_for(flat, message, block_size)
+    parts = split_for(flat, message, block_size)
     assert residual is None or residual.shape == flat.shape
-    if use_triton(flat):
-        from lightning_commopt.kernels import block_int8_triton
-
-        return block_int8_triton.encode(flat, residual, parts)
-    if _is_compiled(flat, residual, block_size):
-        from lightning_commopt.kernels import block_int8_compiled
-
-        return block_int8_compiled.encode(flat, residual, parts)
     scratch = Scratch.like(parts)
     for elements, codes, scales in stretches(parts, len(scratch.stretch)):
         part = flat[elements]
-        owed = None if residual is None else residual[elements]
-        corrected = fill(part, owed, codes, scratch.stretch)
+        before = None if residual is None else residual[elements]
+        corrected = fill(part, before, codes, scratch.stretch)
         find_scales(corrected, scales, scratch)
-        if owed is None:
+        if before is None:
             write_codes(corrected, codes, scales, scratch, rest=None)
-        elif is_whole(owed, codes) and scales.amax().isfinite():
-            write_codes(corrected, codes, scales, scratch, rest=owed.view(codes.shape))
+        elif is_whole(before, codes) and scales.amax().isfinite():
+            write_codes(corrected, codes, scales, scratch, rest=before.view(codes.shape))
         else:
             write_codes(corrected, codes, scales, scratch, rest=corrected)
-            put_finite(corrected, scales, owed)
-    return None
+            put_finite(corrected, scales, before)
 
 
+@also_in("triton", "c")
 def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None, block_size: int) -> None:
     """Averages what all ranks sent of one shard, and rounds the mean to ``mean_message``.
 
@@ -121,14 +89,6 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
     """
     shares, mean = split(received, block_size), split(mean_message, block_size)
     assert shares.codes.shape[1:] == mean.codes.shape[1:]
-    if use_triton(received):
-        from lightning_commopt.kernels import block_int8_triton
-
-        return block_int8_triton.reduce(shares, mean, residual_shard)
-    if _is_compiled(mean.scales, residual_shard, block_size):
-        from lightning_commopt.kernels import block_int8_compiled
-
-        return block_int8_compiled.reduce(shares, mean, residual_shard)
     scratch = Scratch.like(mean)
     for elements, codes, scales in stretches(mean, len(scratch.stretch)):
         average = average_shares(shares, elements, scratch)
@@ -138,9 +98,9 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
         else:
             write_codes(average, codes, scales, scratch, rest=average)
             add_finite(average, scales, residual_shard[elements], len(received))
-    return None
 
 
+@also_in("triton", "c")
 def decode(message: Tensor, flat: Tensor, block_size: int) -> None:
     """Writes what ``message`` stands for to ``flat``.
 
@@ -149,15 +109,7 @@ def decode(message: Tensor, flat: Tensor, block_size: int) -> None:
         flat: ``(n,)`` any floating dtype.
         block_size: elements that share a scale.
     """
-    parts = _parts_for(flat, message, block_size)
-    if use_triton(flat):
-        from lightning_commopt.kernels import block_int8_triton
-
-        return block_int8_triton.decode(parts, flat)
-    if _is_compiled(flat, None, block_size):
-        from lightning_commopt.kernels import block_int8_compiled
-
-        return block_int8_compiled.decode(parts, flat)
+    parts = split_for(flat, message, block_size)
     scratch = Scratch.like(parts)
     for elements, codes, scales in stretches(parts, len(scratch.chunk)):
         part = flat[elements]
@@ -166,7 +118,6 @@ def decode(message: Tensor, flat: Tensor, block_size: int) -> None:
         blocks.copy_(codes).mul_(scales.unsqueeze(1))
         if not whole:
             part.copy_(blocks.view(-1)[: part.numel()])
-    return None
 
 
 def is_finite(message: Tensor, block_size: int) -> Tensor:
@@ -174,6 +125,7 @@ def is_finite(message: Tensor, block_size: int) -> Tensor:
     return split(message, block_size).scales.amax().isfinite()
 
 
+@also_in("triton")
 def undo(flat: Tensor, residual: Tensor, message: Tensor, finite: Tensor, block_size: int) -> None:
     """Brings ``residual`` back to what it was before `encode`, up to a rounding of ``flat + residual``.
 
@@ -181,26 +133,23 @@ def undo(flat: Tensor, residual: Tensor, message: Tensor, finite: Tensor, block_
         flat: ``(n,)`` as `encode` had it: undo first, then decode the mean over it.
         residual: ``(n,)`` as `encode` left it; updated in place.
         message: ``(W, shard_bytes)`` uint8 as `encode` left it.
-        finite: 0-dim bool: whether the step was finite, so that nothing is to be done. On CUDA nobody waits for it.
+        finite: 0-dim bool: whether the step was finite, so that nothing is to be done. On CUDA the host does
+            not wait for it.
         block_size: elements that share a scale.
     """
-    parts = _parts_for(flat, message, block_size)
+    parts = split_for(flat, message, block_size)
     assert residual.shape == flat.shape
-    if use_triton(flat):
-        from lightning_commopt.kernels import block_int8_triton
-
-        return block_int8_triton.undo(flat, residual, parts, finite)
     if finite:
-        return None
+        return
     scratch = Scratch.like(parts)
     for elements, codes, scales in stretches(parts, len(scratch.stretch)):
         sent = scratch.stretch[: len(codes)].copy_(codes).mul_(scales.unsqueeze(1))
         values = sent.view(-1)[: flat[elements].numel()]
         values.add_(residual[elements]).sub_(flat[elements])
         put_finite(sent, scales, residual[elements])
-    return None
 
 
+@also_in("triton")
 def undo_reduce(
     received: Tensor, mean_message: Tensor, residual_shard: Tensor, finite: Tensor, block_size: int
 ) -> None:
@@ -212,30 +161,15 @@ def undo_reduce(
         received: ``(W, shard_bytes)`` uint8 as `reduce` had it.
         mean_message: ``(shard_bytes,)`` uint8 as `reduce` left it.
         residual_shard: ``(<= s,)`` as `reduce` left it; updated in place.
-        finite: 0-dim bool: whether the step was finite, so that nothing is to be done. On CUDA nobody waits for it.
+        finite: 0-dim bool: whether the step was finite, so that nothing is to be done. On CUDA the host does
+            not wait for it.
         block_size: elements that share a scale.
     """
     shares, mean = split(received, block_size), split(mean_message, block_size)
-    if use_triton(received):
-        from lightning_commopt.kernels import block_int8_triton
-
-        return block_int8_triton.undo_reduce(shares, mean, residual_shard, finite)
     if finite:
-        return None
+        return
     scratch = Scratch.like(mean)
     for elements, codes, scales in stretches(mean, len(scratch.stretch)):
         lost = average_shares(shares, elements, scratch)
         lost.addcmul_(codes.float(), scales.unsqueeze(1), value=-1)
         add_finite(lost, scales, residual_shard[elements], -len(received))
-    return None
-
-
-def _is_compiled(values: Tensor, residual: Tensor | None, block_size: int) -> bool:
-    """Returns whether the form in C runs."""
-    return use_compiled(values) and (residual is None or residual.dtype == torch.float32) and block_size <= 256
-
-
-def _parts_for(flat: Tensor, message: Tensor, block_size: int) -> Parts:
-    """Returns the parts of a ``message`` that is as long as ``flat`` needs."""
-    assert message.shape[1] == shard_bytes(flat.numel(), len(message), block_size)
-    return split(message, block_size)

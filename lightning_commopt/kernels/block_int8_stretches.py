@@ -11,27 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SCALE_OF_TOP = (1 / 127) * (1 - 2**-22)
-SMALLEST_SCALE = 2.0**-126
-ROUNDING_MAGIC = 1.5 * 2.0**23
-"""Added to a small float32 it rounds it, half to even, and leaves the integer in the lowest bits."""
+from lightning_commopt.kernels.int8_message import ROUNDING_MAGIC, SCALE_OF_TOP, SMALLEST_SCALE, Parts
 
 # Measured on one core with 1 MiB of second-level and 32 MiB of shared cache, where a call costs 1 to 3 us: parts that
 # fit the smaller cache cost more in calls than they save. The dozen calls on scales are made once a stretch.
 STRETCH_NUMEL = 2**20
 CHUNK_NUMEL = 2**19
-
-
-class Parts(NamedTuple):
-    """Views of a message.
-
-    Attributes:
-        codes: ``(W, s / B, B)`` int8.
-        scales: ``(W, s / B)`` float32.
-    """
-
-    codes: Tensor
-    scales: Tensor
 
 
 class Scratch(NamedTuple):
@@ -76,24 +61,24 @@ def is_whole(part: Tensor, codes: Tensor) -> bool:
     return part.dtype == torch.float32 and part.numel() == codes.numel()
 
 
-def fill(part: Tensor, owed: Tensor | None, codes: Tensor, scratch: Tensor) -> Tensor:
-    """Returns ``part + owed`` as ``codes`` ``(k, B)`` needs it: in float32, filled up with zeros.
+def fill(part: Tensor, residual: Tensor | None, codes: Tensor, scratch: Tensor) -> Tensor:
+    """Returns ``part + residual`` as ``codes`` ``(k, B)`` needs it: in float32, filled up with zeros.
 
     It is in ``scratch``, or ``part`` itself where nothing is to be done.
     """
-    if owed is None and is_whole(part, codes):
+    if residual is None and is_whole(part, codes):
         return part.view(codes.shape)
     blocks = scratch[: len(codes)]
     values, filling = blocks.view(-1).tensor_split([part.numel()])
     filling.zero_()
-    if owed is None:
+    if residual is None:
         values.copy_(part)
-    elif part.dtype == owed.dtype == torch.float32:
-        torch.add(part, owed, out=values)
+    elif part.dtype == residual.dtype == torch.float32:
+        torch.add(part, residual, out=values)
     elif part.dtype == torch.float32:
-        values.copy_(owed).add_(part)
+        values.copy_(residual).add_(part)
     else:
-        values.copy_(part).add_(owed)
+        values.copy_(part).add_(residual)
     return blocks
 
 
@@ -139,21 +124,21 @@ def average_shares(shares: Parts, elements: slice, scratch: Scratch) -> Tensor:
     return mean
 
 
-def put_finite(blocks: Tensor, scales: Tensor, owed: Tensor) -> None:
-    """Writes ``blocks`` ``(k, B)`` to ``owed`` ``(<= k B,)``, but for blocks that are not finite."""
-    values = blocks.view(-1)[: owed.numel()]
+def put_finite(blocks: Tensor, scales: Tensor, residual: Tensor) -> None:
+    """Writes ``blocks`` ``(k, B)`` to ``residual`` ``(<= k B,)``, but for blocks that are not finite."""
+    values = blocks.view(-1)[: residual.numel()]
     if not scales.amax().isfinite():
-        finite = scales.isfinite().repeat_interleave(blocks.shape[1])[: owed.numel()]
-        values = torch.where(finite, values, owed)
-    owed.copy_(values)
+        finite = scales.isfinite().repeat_interleave(blocks.shape[1])[: residual.numel()]
+        values = torch.where(finite, values, residual)
+    residual.copy_(values)
 
 
-def add_finite(blocks: Tensor, scales: Tensor, owed: Tensor, factor: float) -> None:
-    """Adds ``factor * blocks`` ``(k, B)`` to ``owed`` ``(<= k B,)``, but for blocks that are not finite."""
+def add_finite(blocks: Tensor, scales: Tensor, residual: Tensor, factor: float) -> None:
+    """Adds ``factor * blocks`` ``(k, B)`` to ``residual`` ``(<= k B,)``, but for blocks that are not finite."""
     if not scales.amax().isfinite():
         blocks.masked_fill_(scales.isfinite().logical_not_().unsqueeze(1), 0)
-    values = blocks.view(-1)[: owed.numel()]
-    if owed.dtype == torch.float32:
-        owed.add_(values, alpha=factor)
+    values = blocks.view(-1)[: residual.numel()]
+    if residual.dtype == torch.float32:
+        residual.add_(values, alpha=factor)
     else:
-        owed.copy_(values.mul_(factor).add_(owed))
+        residual.copy_(values.mul_(factor).add_(residual))

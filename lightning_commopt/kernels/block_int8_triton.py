@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_commopt.kernels.block_int8_stretches import ROUNDING_MAGIC, SCALE_OF_TOP, SMALLEST_SCALE, Parts
+from lightning_commopt.kernels.int8_message import (
+    ROUNDING_MAGIC,
+    SCALE_OF_TOP,
+    SMALLEST_SCALE,
+    Parts,
+    split,
+    split_for,
+)
 
 _SCALE_OF_TOP = tl.constexpr(SCALE_OF_TOP)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
@@ -29,31 +36,35 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _TILE_NUMEL = 4096
 
 
-def encode(flat: Tensor, residual: Tensor | None, parts: Parts) -> None:
-    """Quantises ``flat + residual`` to ``parts``."""
-    owed = flat if residual is None else residual
-    _launch(_encode, parts, flat, owed, flat.numel(), HAS_RESIDUAL=residual is not None)
+def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_size: int) -> None:
+    """Quantises ``flat + residual`` to ``message``."""
+    added = flat if residual is None else residual
+    _launch(_encode, split_for(flat, message, block_size), flat, added, flat.numel(), HAS_RESIDUAL=residual is not None)
 
 
-def reduce(shares: Parts, mean: Parts, residual_shard: Tensor | None) -> None:
-    """Averages ``shares`` and quantises that to ``mean``."""
-    owed = mean.scales if residual_shard is None else residual_shard
+def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None, block_size: int) -> None:
+    """Averages what was ``received`` and quantises that to ``mean_message``."""
+    shares, mean = split(received, block_size), split(mean_message, block_size)
+    residual = mean.scales if residual_shard is None else residual_shard
     numel = 0 if residual_shard is None else residual_shard.numel()
-    _launch(_reduce, mean, *shares, owed, numel, WORLD_SIZE=len(shares.codes))
+    _launch(_reduce, mean, *shares, residual, numel, WORLD_SIZE=len(shares.codes))
 
 
-def decode(parts: Parts, flat: Tensor) -> None:
-    """Writes what ``parts`` stands for to ``flat``."""
-    _launch(_decode, parts, flat, flat.numel())
+def decode(message: Tensor, flat: Tensor, block_size: int) -> None:
+    """Writes what ``message`` stands for to ``flat``."""
+    _launch(_decode, split_for(flat, message, block_size), flat, flat.numel())
 
 
-def undo(flat: Tensor, residual: Tensor, parts: Parts, finite: Tensor) -> None:
+def undo(flat: Tensor, residual: Tensor, message: Tensor, finite: Tensor, block_size: int) -> None:
     """Brings ``residual`` back, unless ``finite``."""
-    _launch(_undo, parts, flat, residual, flat.numel(), finite)
+    _launch(_undo, split_for(flat, message, block_size), flat, residual, flat.numel(), finite)
 
 
-def undo_reduce(shares: Parts, mean: Parts, residual_shard: Tensor, finite: Tensor) -> None:
+def undo_reduce(
+    received: Tensor, mean_message: Tensor, residual_shard: Tensor, finite: Tensor, block_size: int
+) -> None:
     """Takes back what `reduce` added, unless ``finite``."""
+    shares, mean = split(received, block_size), split(mean_message, block_size)
     numel, world_size = residual_shard.numel(), len(shares.codes)
     _launch(_undo_reduce, mean, *shares, residual_shard, numel, finite, WORLD_SIZE=world_size)
 
@@ -163,9 +174,9 @@ def _undo(codes, scales, num_blocks, flat, residual, numel, finite, B: tl.conste
         code, scale = _read(codes, scales, tl.program_id(1), blocks, num_blocks, B)
         inside = inside & (scale < float("inf"))
         values = tl.load(flat + elements, inside, 0).to(tl.float32)
-        owed = tl.load(residual + elements, inside, 0).to(tl.float32)
-        owed = code * scale + owed - values
-        tl.store(residual + elements, owed.to(residual.dtype.element_ty), inside)
+        kept = tl.load(residual + elements, inside, 0).to(tl.float32)
+        kept = code * scale + kept - values
+        tl.store(residual + elements, kept.to(residual.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -193,5 +204,5 @@ def _undo_reduce(
 @triton.jit
 def _add(residual, elements, values, inside):
     """Adds ``values`` to what is ``inside`` of ``residual``."""
-    owed = tl.load(residual + elements, inside, 0).to(tl.float32)
-    tl.store(residual + elements, (owed + values).to(residual.dtype.element_ty), inside)
+    kept = tl.load(residual + elements, inside, 0).to(tl.float32)
+    tl.store(residual + elements, (kept + values).to(residual.dtype.element_ty), inside)

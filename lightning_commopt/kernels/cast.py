@@ -13,9 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_commopt.kernels.chunks import CHUNK_NUMEL, add_up, use_triton, wide_dtype
+from lightning_commopt.kernels.chunks import CHUNK_NUMEL, add_up, wide_dtype
+from lightning_commopt.kernels.dispatch import also_in
 
 
+@also_in("triton")
 def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> None:
     """Rounds ``(flat + residual) * scale`` to the dtype of ``out``.
 
@@ -25,17 +27,12 @@ def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> 
         scale: factor.
         out: ``(n,)`` narrower floating point.
     """
-    if use_triton(flat):
-        from lightning_commopt.kernels import cast_triton
-
-        return cast_triton.narrow(flat, residual, scale, out)
     scratch = flat.new_empty(min(CHUNK_NUMEL, flat.numel()), dtype=wide_dtype(flat.dtype))
     for start in range(0, flat.numel(), CHUNK_NUMEL):
         chunk = slice(start, start + CHUNK_NUMEL)
         part = flat[chunk]
-        owed = None if residual is None else residual[chunk]
-        out[chunk].copy_(add_up(part, owed, scratch[: part.numel()]).mul_(scale))
-    return None
+        added = None if residual is None else residual[chunk]
+        out[chunk].copy_(add_up(part, added, scratch[: part.numel()]).mul_(scale))
 
 
 def sum_rows(rows: Tensor, out: Tensor) -> None:
@@ -56,23 +53,20 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
             part.add_(scratch[: part.numel()].copy_(row[start : start + CHUNK_NUMEL]))
 
 
-def flush(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Tensor) -> None:
-    """Replaces ``residual`` by what `narrow` dropped, if the step was finite, and then ``flat`` by the mean.
+@also_in("triton")
+def widen(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Tensor) -> None:
+    """Writes what `narrow` dropped to ``residual``, if the step was finite, and then the mean to ``flat``.
 
     Args:
         flat: ``(n,)`` as `narrow` had it; overwritten.
         residual: ``(n,)`` as `narrow` had it; updated in place.
         mean: ``(n,)`` what came of all that was sent, in the dtype of ``out`` in `narrow`.
         scale: as `narrow` had it.
-        finite: 0-dim bool; if it is false, ``residual`` stays. On CUDA nobody waits for it.
+        finite: 0-dim bool; if it is false, ``residual`` stays. On CUDA the host does not wait for it.
     """
-    if use_triton(flat):
-        from lightning_commopt.kernels import cast_triton
-
-        return cast_triton.flush(flat, residual, mean, scale, finite)
     if not finite:
         flat.copy_(mean)
-        return None
+        return
     corrected, scaled = flat.new_empty(2, min(CHUNK_NUMEL, flat.numel()), dtype=wide_dtype(flat.dtype))
     sent = torch.empty_like(scaled, dtype=mean.dtype)
     for start in range(0, flat.numel(), CHUNK_NUMEL):
@@ -83,9 +77,9 @@ def flush(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Te
         rounded = sent[:size].copy_(torch.mul(whole, scale, out=scaled[:size]))
         residual[chunk].copy_(whole.sub_(scaled[:size].copy_(rounded).mul_(1 / scale)))
         part.copy_(mean[chunk])
-    return None
 
 
+@also_in("triton")
 def add_lost(residual: Tensor, values: Tensor, rounded: Tensor, factor: int, finite: Tensor) -> None:
     """Adds ``(values - rounded) * factor`` to ``residual``, if the step was finite.
 
@@ -93,13 +87,8 @@ def add_lost(residual: Tensor, values: Tensor, rounded: Tensor, factor: int, fin
         residual: ``(n,)`` floating point; updated in place.
         values: ``(n,)`` float32 or float64; overwritten.
         rounded: ``(n,)`` the same, rounded.
-        factor: how many times what is lost is owed.
-        finite: 0-dim bool; if it is false, ``residual`` stays. On CUDA nobody waits for it.
+        factor: how many times what is lost is added.
+        finite: 0-dim bool; if it is false, ``residual`` stays. On CUDA the host does not wait for it.
     """
-    if use_triton(values):
-        from lightning_commopt.kernels import cast_triton
-
-        return cast_triton.add_lost(residual, values, rounded, factor, finite)
     if finite:
         residual.add_(values.sub_(rounded).mul_(factor))
-    return None

@@ -1,8 +1,8 @@
 """The operations of `cast` in Triton, one kernel each; what they do is defined there.
 
 Arguments of all kernels: ``flat``, ``residual``, ``mean`` ... ``(numel,)`` as in `cast`; ``finite``, a bool that is
-read on the device; ``WIDE``, the dtype to calculate in. A program works on ``BLOCK`` elements. The compiler may fuse no
-multiplication with an addition: the numbers are those of plain torch.
+read on the device; ``WIDE``, the dtype of the arithmetic. A program works on ``BLOCK`` elements. The compiler may fuse
+no multiplication with an addition: the numbers are those of plain torch.
 """
 
 # Triton's compiler reads annotations, and wants its constants in capitals.
@@ -23,13 +23,13 @@ _BLOCK = 4096
 
 def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> None:
     """Rounds ``(flat + residual) * scale`` to ``out``."""
-    owed = flat if residual is None else residual
-    _launch(_narrow, flat, owed, out, SCALE=scale, HAS_RESIDUAL=residual is not None)
+    added = flat if residual is None else residual
+    _launch(_narrow, flat, added, out, SCALE=scale, HAS_RESIDUAL=residual is not None)
 
 
-def flush(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Tensor) -> None:
-    """Keeps in ``residual`` what `narrow` dropped, if ``finite``, and replaces ``flat`` by ``mean``."""
-    _launch(_settle, flat, residual, mean, finite, SCALE=scale, INVERSE=1 / scale)
+def widen(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Tensor) -> None:
+    """Writes what `narrow` dropped to ``residual``, if ``finite``, and ``mean`` to ``flat``."""
+    _launch(_widen, flat, residual, mean, finite, SCALE=scale, INVERSE=1 / scale)
 
 
 def add_lost(residual: Tensor, values: Tensor, rounded: Tensor, factor: int, finite: Tensor) -> None:
@@ -81,7 +81,7 @@ def _narrow(
 
 
 @triton.jit
-def _settle(
+def _widen(
     numel,
     flat,
     residual,
@@ -107,5 +107,5 @@ def _add_lost(numel, values, residual, rounded, finite, FACTOR: tl.constexpr, WI
     if tl.load(finite) != 0:
         elements, inside = _elements(numel, BLOCK)
         lost = tl.load(values + elements, inside, 0).to(WIDE) - tl.load(rounded + elements, inside, 0).to(WIDE)
-        owed = tl.load(residual + elements, inside, 0).to(WIDE) + lost * FACTOR
-        tl.store(residual + elements, rounded_for(residual, owed), inside)
+        kept = tl.load(residual + elements, inside, 0).to(WIDE) + lost * FACTOR
+        tl.store(residual + elements, rounded_for(residual, kept), inside)

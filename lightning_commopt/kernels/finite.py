@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_commopt.kernels.chunks import use_triton
+from lightning_commopt.kernels.dispatch import also_in
 
 
+@also_in("triton")
 def all_finite(values: Tensor) -> Tensor:
-    """Returns whether there is no NaN and no infinity among ``values``; nobody waits for the device.
+    """Returns whether there is no NaN and no infinity among ``values``; the host does not wait for the device.
 
     Args:
         values: ``(n,)`` floating point, contiguous.
@@ -17,10 +18,6 @@ def all_finite(values: Tensor) -> Tensor:
     Returns:
         0-dim bool, on the device of ``values``.
     """
-    if use_triton(values):
-        from lightning_commopt.kernels import finite_triton
-
-        return finite_triton.all_finite(values)
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
     # NaN is both extremes. On CPU isfinite().all() takes 30 times as long as this one pass.

@@ -1,9 +1,10 @@
 /* Products of float32 matrices with thin factors, in one pass over memory each. low_rank.py says what they do.
  *
- * A matrix is (m, k), row by row, P is (r, m) and Q is (r, k). Sums do not depend on the number of threads, which share
- * rows where the product is P, and columns where it is Q. Columns are taken LANES at a time and rows ROWS at a time, and
- * of the factors WIDTH rows at a time, so that what belongs to them stays in registers. Rows of factors are often a power
- * of two apart, where caches have room for a few of them only: what is needed of Q for the same columns is packed.
+ * A matrix is (m, k), row by row; P (m, r) and Q (k, r) are stored column by column, as (r, m) and (r, k). Sums do not
+ * depend on the number of threads, which share rows where the product is P, and columns where it is Q. Columns are taken
+ * LANES at a time and rows ROWS at a time, and of the factors WIDTH columns at a time, so that what belongs to them stays
+ * in registers. Columns of factors are often a power of two apart, where caches have room for a few of them only: what is
+ * needed of Q for the same columns of the matrix is packed.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -46,7 +47,7 @@ INLINE lanes load(const float *from, ptrdiff_t n) {
 
 INLINE void store(float *to, lanes values, ptrdiff_t n) { memcpy(to, &values, 4 * n); }
 
-/* Of WIDTH rows of the factors from `first` on, LANES columns from `column` on: (width, LANES) of the Q that was sent,
+/* Of WIDTH columns of the factors from `first` on, LANES columns from `column` on: (width, LANES) of the Q that was sent,
  * then (width, LANES) of the Q of the product. */
 INLINE float *packed_at(const product *x, int first, int width, ptrdiff_t column) {
     return x->packed + 2 * (first * padded(x->k) + width * column);
@@ -140,7 +141,7 @@ INLINE void visit_part(const int does, const product *x, ptrdiff_t first_row, pt
     }
 }
 
-/* Copies `q` (r, k) into half 0 or 1 of what is packed, or out of it. Zeros where there is none, and behind the end. */
+/* Copies `q`, (r, k) in memory, into half 0 or 1 of what is packed, or out of it. Zeros where there is none, and behind the end. */
 static void pack(const product *x, int half, const float *q, float *out) {
     for (int i = 0; i < x->r; i++) {
         int first = i / WIDTH * WIDTH, width = (int)least(WIDTH, x->r - first);
@@ -232,7 +233,7 @@ INLINE void fence(void) {
 #endif
 }
 
-/* Of P.T @ Q. Every product and every sum is rounded by itself, so that all processors give the same bits. */
+/* Of P Q^T. Every product and every sum is rounded by itself, so that all processors give the same bits. */
 #ifdef __clang__
 #define UNFUSED
 #pragma clang fp contract(off)

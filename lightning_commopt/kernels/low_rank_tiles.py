@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_commopt.kernels.low_rank import Matrix
+from lightning_commopt.kernels.matrices import Matrix
 
 SUM_BLOCK = 64
 """Sums that one program adds up."""

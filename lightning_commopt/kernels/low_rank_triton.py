@@ -1,8 +1,9 @@
 """The operations of `low_rank` in Triton; what they do is defined there.
 
-A program holds one tile of one matrix in registers, whatever the rank of the factors, and goes through their rows. Sums
-over more than one tile are written apart and added up in a fixed order by a second kernel: no result depends on which
-program comes first. Where the tiles are, the device reads from a table that stays on it, one row of integers for each.
+A program holds one tile of one matrix in registers, whatever the rank of the factors, and goes through their columns.
+Sums over more than one tile are written apart and added up in a fixed order by a second kernel: no result depends on
+which program comes first. Where the tiles are, the device reads from a table that stays on it, one row of integers for
+each.
 
 Source: tiles as in Triton's tutorials; the products are sums of float32 (float64) products, never TF32.
 """
@@ -19,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_commopt.kernels.cast_triton import rounded_for
-from lightning_commopt.kernels.low_rank import Matrix
 from lightning_commopt.kernels.low_rank_tiles import SUM_BLOCK, product_plan, tiles_plan
+from lightning_commopt.kernels.matrices import Matrix
 
 _SUM_SPLITS = 16
 
@@ -34,19 +35,19 @@ def fold(
     q: Tensor,
     by_rows: bool,
 ) -> None:
-    """Sets ``residual += gradient - P.T @ Q`` of ``sent``, and multiplies that."""
+    """Sets ``residual += gradient - P Q^T`` of ``sent``, and multiplies that."""
     _multiply(gradient, (residual, *sent), matrices, p, q, by_rows)
 
 
 def multiply(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor, by_rows: bool) -> None:
-    """Sets ``P = Q @ M.T`` if ``by_rows``, else ``Q = P @ M``."""
+    """Sets ``P = M Q`` if ``by_rows``, else ``Q = M^T P``."""
     _multiply(flat, None, matrices, p, q, by_rows)
 
 
 def subtract_product(
     flat: Tensor, matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor
 ) -> None:
-    """Sets ``out = M - P.T @ Q``, if ``finite``."""
+    """Sets ``out = M - P Q^T``, if ``finite``."""
     plan = tiles_plan(matrices, flat.device)
     with torch.cuda.device_of(flat):
         _subtract_product[(len(plan.tiles),)](
@@ -61,7 +62,7 @@ def write_product(
     factors: tuple[Tensor, Tensor],
     finite: Tensor,
 ) -> None:
-    """Sets ``M = P.T @ Q``; if not ``finite``, takes the gradients out of ``residual`` and sets ``M`` to NaN."""
+    """Sets ``M = P Q^T``; if not ``finite``, takes the gradients out of ``residual`` and sets ``M`` to NaN."""
     plan = tiles_plan(matrices, flat.device)
     folded = flat if residual is None else residual
     constants = {"HAS_RESIDUAL": residual is not None, "ALIGNED": plan.aligned}
@@ -98,7 +99,7 @@ def _load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.co
     """Returns what this program's row in the table says.
 
     A row is: start, m, k and r of the matrix; first row and column of the tile; where the matrix's ``P`` and ``Q``
-    begin, and this tile's share of a product.
+    begin, and this tile's share of a product. Factors are stored column by column.
 
     Returns:
         m, k and r; the rows ``(TILE_M,)`` and columns ``(TILE_K,)``; where their elements are in the bucket and which
@@ -118,7 +119,7 @@ def _load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.co
 
 @triton.jit
 def _product(factor_p, factor_q, m, k, r, rows, columns, zeros):
-    """Returns this tile of ``P.T @ Q``; ``factor_p`` and ``factor_q`` point to the matrix's."""
+    """Returns this tile of ``P Q^T``; ``factor_p`` and ``factor_q`` point to the matrix's."""
     product = zeros
     for i in range(r):
         thin_p = tl.load(factor_p + i * m + rows, rows < m, 0)
@@ -148,10 +149,10 @@ def _multiply_tile(
     values = tl.load(flat + elements, inside, 0)
     if FOLD:
         gradients = values
-        owed = tl.load(residual + elements, inside, 0)
-        owed -= _product(sent_p + p, sent_q + q, m, k, r, rows, columns, tl.zeros_like(owed))
-        values += owed
-        tl.store(residual + elements, tl.where(tl.abs(gradients) < float("inf"), values, owed), inside)
+        kept = tl.load(residual + elements, inside, 0)
+        kept -= _product(sent_p + p, sent_q + q, m, k, r, rows, columns, tl.zeros_like(kept))
+        values += kept
+        tl.store(residual + elements, tl.where(tl.abs(gradients) < float("inf"), values, kept), inside)
     for i in range(r):
         if BY_ROWS:
             thin = tl.load(factor + q + i * k + columns, columns < k, 0)

@@ -1,6 +1,7 @@
 """Orthonormal bases of the factors of a bucket.
 
-Shapes: a factor ``X`` ``(r, side)``; the factors of all matrices of a bucket lie one behind another in one tensor.
+Shapes: as in `matrices`. Factors are stored column by column, so that a column of a factor is a row ``(side,)`` of its
+tensor ``X`` ``(r, side)``; here they are called rows.
 
 Row ``i`` of a basis is what is left of row ``i`` of ``X`` after the rows before it are projected out, with norm 1. A
 row of which nothing is left, or so little that it has no digits left, is replaced by something orthonormal to the
@@ -17,15 +18,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_commopt.kernels.chunks import use_triton
-from lightning_commopt.kernels.low_rank import views
-
-_MOST_ROWS_FUSED = 32
+from lightning_commopt.kernels.dispatch import also_in
+from lightning_commopt.kernels.matrices import Shapes, views
 
 
-def orthonormalize(
-    x: Tensor, shapes: tuple[tuple[int, int], ...], old: Tensor | None, epsilon: float, finite: Tensor
-) -> Tensor:
+@also_in("triton")
+def orthonormalize(x: Tensor, shapes: Shapes, old: Tensor | None, epsilon: float, finite: Tensor) -> Tensor:
     """Returns an orthonormal basis of the rows of every factor.
 
     Args:
@@ -34,17 +32,13 @@ def orthonormalize(
         old: as ``x``, orthonormal rows: the result if the step was not finite, and what rows are replaced by. None for
             zeros.
         epsilon: a single row gets the norm ``1 / (1 + epsilon)``.
-        finite: 0-dim bool, whether the step was finite. On CUDA nobody waits for it.
+        finite: 0-dim bool, whether the step was finite. On CUDA the host does not wait for it.
 
     Returns:
         As ``x``. In float32 the scalar products of rows are exact to 1e-5, in most cases to 1e-6. The two forms agree
         to that if ``X`` is far from a lower rank; else they may replace rows differently. Plain torch replaces several
         rows without ``old``; on CUDA rows are replaced if less than 2**-16 of their norm is left, by old ones or zeros.
     """
-    if use_triton(x) and x.dtype == torch.float32 and max(r for r, _ in shapes) <= _MOST_ROWS_FUSED:
-        from lightning_commopt.kernels import orthonormal_triton
-
-        return orthonormal_triton.orthonormalize(x, shapes, old, epsilon, finite)
     old = torch.zeros_like(x) if old is None else old
     basis = torch.empty_like(x)
     usable = torch.where(finite, x, 0)

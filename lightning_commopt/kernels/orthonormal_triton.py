@@ -24,16 +24,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_commopt.kernels.matrices import Shapes
+
 # Of the square of a row's norm: of what is left beneath this the products have too few digits.
 _TOLERANCE = tl.constexpr(2.0**-32)
 _TILE_NUMEL, _LONGEST_TILE = 8192, 1024
 _SUM_NUMEL, _MOST_SPLITS = 4096, 32
+_MOST_ROWS = 32
 
 
-def orthonormalize(
-    x: Tensor, shapes: tuple[tuple[int, int], ...], old: Tensor | None, epsilon: float, finite: Tensor
-) -> Tensor:
-    """Returns orthonormal rows, ``old`` ones if not ``finite``; ``x`` is float32, and no factor has very many rows."""
+def orthonormalize(x: Tensor, shapes: Shapes, old: Tensor | None, epsilon: float, finite: Tensor) -> Tensor:
+    """Returns orthonormal rows, ``old`` ones if not ``finite``; of float32 factors without very many rows."""
+    if x.dtype != torch.float32 or max(r for r, _ in shapes) > _MOST_ROWS:
+        return NotImplemented
     plan = _plan_for(shapes, old is not None, x.device)
     partials = x.new_empty(plan.num_partials, dtype=torch.float64)
     transforms = x.new_empty(len(shapes) * plan.R * plan.NUM, dtype=torch.float64)
@@ -78,7 +81,7 @@ class _Plan(NamedTuple):
 
 # Tables are made once for each bucket layout. Only then the host waits for the device.
 @lru_cache(maxsize=1024)
-def _plan_for(shapes: tuple[tuple[int, int], ...], has_old: bool, device: torch.device) -> _Plan:
+def _plan_for(shapes: Shapes, has_old: bool, device: torch.device) -> _Plan:
     most = max(2, triton.next_power_of_2(max(r for r, _ in shapes)))
     num = 2 * most if has_old else most
     block = min(_LONGEST_TILE, _TILE_NUMEL // num)

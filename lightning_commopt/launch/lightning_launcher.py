@@ -12,12 +12,11 @@ import subprocess
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_commopt.collectives.groups import leave_process_group
+from lightning_commopt.compat.lightning import SubprocessScriptLauncher
 from lightning_commopt.launch.environment import RANK_VARIABLES
 from lightning_commopt.launch.hydra_command import single_run_command
-from lightning_commopt.strategy.base import check_group
 
 _launched_job_dir: str | None = None
 _variables_before_launch: dict[str, str | None] = {}
@@ -47,7 +46,7 @@ def forget_previous_job() -> None:
     _launched_job_dir = None
 
 
-class MultirunLauncher(_SubprocessScriptLauncher):
+class MultirunLauncher(SubprocessScriptLauncher):
     """Starts each child as a single run of the job that this process is at, in the job's directory."""
 
     def _call_children_scripts(self) -> None:
@@ -66,20 +65,12 @@ class MultirunLauncher(_SubprocessScriptLauncher):
             self.procs.append(subprocess.Popen(command, env=environment, cwd=folder))
 
 
-class RunsInOwnGroup(DDPStrategy):
-    """Mixed into a strategy that trains with its own number of processes, whatever ran in this process before."""
+def configure_multirun_launcher(strategy: DDPStrategy) -> None:
+    """Gives a strategy the launcher for the job of a Hydra multirun, if it runs in one and starts its own processes.
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._start_method == "popen" and multirun_job_dir() is not None:
-            assert self.cluster_environment is not None
-            self._launcher = MultirunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_distributed(self) -> None:
-        """Joins the process group, and refuses one of another size.
-
-        Raises:
-            MisconfigurationException: the process group has more or fewer ranks than this strategy.
-        """
-        super().setup_distributed()
-        check_group(self.world_size, type(self).__name__)
+    Args:
+        strategy: whose own launcher is configured.
+    """
+    if strategy._start_method == "popen" and multirun_job_dir() is not None:
+        assert strategy.cluster_environment is not None
+        strategy._launcher = MultirunLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)

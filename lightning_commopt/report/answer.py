@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_commopt.formatting import number
+from lightning_commopt.report.baseline import compare_settings
 from lightning_commopt.report.final_loss import is_lossless, loss_sentence, loss_verdict
 from lightning_commopt.report.model import Setting
-from lightning_commopt.report.phrases import compared, in_quotes, listed, significant, times
-from lightning_commopt.report.reference import compare_settings
+from lightning_commopt.report.phrases import compared, in_quotes, listed, times
 from lightning_commopt.report.settings import is_seed
 
 
@@ -24,78 +25,78 @@ class Answer(NamedTuple):
     recommended: Setting | None
 
 
-def answer_for(settings: Sequence[Setting], reference: Setting) -> Answer:
+def answer_for(settings: Sequence[Setting], baseline: Setting) -> Answer:
     """Returns the answer for a group.
 
     Args:
-        settings: all of the group, with their speed-ups over the reference.
-        reference: one of them.
+        settings: all of the group, with their speed-ups over the baseline.
+        baseline: one of them.
     """
     ranked = sorted((setting for setting in settings if setting.samples_per_s is not None), key=_rate, reverse=True)
     if not ranked:
         return Answer(("No run has a throughput: without the callback SpeedMonitor nothing can be compared.",), None)
-    if len(settings) == 1 or reference.samples_per_s is None:
-        why = "there is nothing to compare it with" if len(settings) == 1 else f"{in_quotes(reference.name)} has none"
+    if len(settings) == 1 or baseline.samples_per_s is None:
+        why = "there is nothing to compare it with" if len(settings) == 1 else f"{in_quotes(baseline.name)} has none"
         return Answer((f"{in_quotes(ranked[0].name)} made {_shown_rate(ranked[0])}{_loss(ranked[0])}; {why}.",), None)
-    if reference.world_size == 1:
-        return _without_diverged(_choice(ranked, reference), reference)
-    # The question is how several ranks should exchange; whether they are worth it comes last.
+    if baseline.world_size == 1:
+        return _without_diverged(_choice(ranked, baseline), baseline)
+    # The question is how several ranks should sync gradients; whether they are worth it comes last.
     on_one = [setting for setting in ranked if setting.world_size == 1]
     where = " on several ranks" if ranked[0] in on_one else ""
-    answer = _choice([setting for setting in ranked if setting.world_size > 1], reference, where)
-    answer = _without_diverged(answer, reference)
+    answer = _choice([setting for setting in ranked if setting.world_size > 1], baseline, where)
+    answer = _without_diverged(answer, baseline)
     return Answer((*answer.sentences, *_one_process(on_one, answer.recommended)), answer.recommended)
 
 
-def _choice(ranked: Sequence[Setting], reference: Setting, where: str = "") -> Answer:
-    """Chooses from settings by falling throughput, the reference among them; what cannot be is named, not chosen."""
-    beyond = [_beyond_limit(setting, reference) for setting in ranked if setting.is_beyond_limit]
+def _choice(ranked: Sequence[Setting], baseline: Setting, where: str = "") -> Answer:
+    """Chooses from settings by falling throughput, the baseline among them; what cannot be is named, not chosen."""
+    beyond = [_beyond_limit(setting, baseline) for setting in ranked if setting.is_beyond_limit]
     if not beyond:
-        return _choice_of_possible(ranked, reference, where)
+        return _choice_of_possible(ranked, baseline, where)
     possible = [setting for setting in ranked if not setting.is_beyond_limit]
     if len(possible) < 2:
         return Answer(tuple(beyond), None)
-    answer = _choice_of_possible(possible, reference, where)
-    recommended = None if answer.recommended is reference else answer.recommended
+    answer = _choice_of_possible(possible, baseline, where)
+    recommended = None if answer.recommended is baseline else answer.recommended
     return Answer((*answer.sentences, *beyond), recommended)
 
 
-def _beyond_limit(setting: Setting, reference: Setting) -> str:
+def _beyond_limit(setting: Setting, baseline: Setting) -> str:
     assert setting.speedup is not None
     assert setting.speedup_limit is not None
     most = f"hiding all communication could make it {times(setting.speedup_limit)} as fast at most"
-    than = in_quotes(reference.name)
+    than = in_quotes(baseline.name)
     return (
         f"{in_quotes(setting.name)} is {compared(setting.speedup, than)}, but {most}: the machine was busy when"
         f" {than} ran, or something else differs. Run both again."
     )
 
 
-def _choice_of_possible(ranked: Sequence[Setting], reference: Setting, where: str) -> Answer:
+def _choice_of_possible(ranked: Sequence[Setting], baseline: Setting, where: str) -> Answer:
     others = [setting for setting in ranked if setting.speedup is not None]
     winners = [setting for setting in others if setting.difference == "faster"]
     if not winners:
-        return _without_a_winner(ranked[0], others, reference, where)
+        return _without_a_winner(ranked[0], others, baseline, where)
     fastest = winners[0]
-    usable = [setting for setting in winners if loss_verdict(setting, reference) != "worse"]
-    recommended = usable[0] if usable else reference
+    usable = [setting for setting in winners if loss_verdict(setting, baseline) != "worse"]
+    recommended = usable[0] if usable else baseline
     if recommended is fastest:
-        recommended, more = _among_equals(fastest, usable, reference)
+        recommended, more = _among_equals(fastest, usable, baseline)
     else:
-        more = _instead(recommended, reference)
+        more = _instead(recommended, baseline)
     higher = ranked[: ranked.index(fastest)]
     what = ("is the fastest beyond noise" if higher else "is the fastest") + where
-    sentences = [_lead(fastest, reference, what), *_uncertain(higher), *loss_sentence(fastest, reference), *more]
-    return Answer((*sentences, *_on_most_ranks(ranked, reference)), recommended)
+    sentences = [_lead(fastest, baseline, what), *_uncertain(higher), *loss_sentence(fastest, baseline), *more]
+    return Answer((*sentences, *_on_most_ranks(ranked, baseline)), recommended)
 
 
-def _without_diverged(answer: Answer, reference: Setting) -> Answer:
-    """Says it first if the reference itself is of no use, and does not recommend it."""
-    if not reference.num_diverged:
+def _without_diverged(answer: Answer, baseline: Setting) -> Answer:
+    """Says it first if the baseline itself is of no use, and does not recommend it."""
+    if not baseline.num_diverged:
         return answer
-    which = f"{reference.num_diverged} of the {len(reference.runs)} runs"
-    sentence = f"In {which} of {in_quotes(reference.name)}, the reference, the final loss is no number: do not use it."
-    return Answer((sentence, *answer.sentences), None if answer.recommended is reference else answer.recommended)
+    which = f"{baseline.num_diverged} of the {len(baseline.runs)} runs"
+    sentence = f"In {which} of {in_quotes(baseline.name)}, the baseline, the loss became NaN; do not use it."
+    return Answer((sentence, *answer.sentences), None if answer.recommended is baseline else answer.recommended)
 
 
 def _uncertain(higher: Sequence[Setting]) -> list[str]:
@@ -106,25 +107,25 @@ def _uncertain(higher: Sequence[Setting]) -> list[str]:
     return [f"{listed([setting.name for setting in higher])} {have}, up to {_shown_rate(higher[0])}, but uncertain."]
 
 
-def _without_a_winner(first: Setting, others: Sequence[Setting], reference: Setting, where: str) -> Answer:
-    """Says that the reference need not be changed, or that too few runs were made to tell."""
-    name = in_quotes(reference.name)
+def _without_a_winner(first: Setting, others: Sequence[Setting], baseline: Setting, where: str) -> Answer:
+    """Says that the baseline need not be changed, or that too few runs were made to tell."""
+    name = in_quotes(baseline.name)
     uncertain = [setting for setting in others if setting.difference == "unknown"]
     promising = [setting for setting in uncertain if setting.speedup is not None and setting.speedup.median > 1]
     if promising:
         what = f"has the highest throughput{where}" if promising[0] is first else "has a higher throughput"
-        lead, loss = _lead(promising[0], reference, what), loss_sentence(promising[0], reference)
+        lead, loss = _lead(promising[0], baseline, what), loss_sentence(promising[0], baseline)
         return Answer((lead, *loss, *_too_few(uncertain)), None)
-    rest = "" if reference.num_diverged else ": leave the rest off"
-    if first is reference:
+    rest = "" if baseline.num_diverged else ": leave the rest off"
+    if first is baseline:
         what = ("has the highest throughput" if uncertain else "is the fastest") + where
-        sentences = [f"{name} {what}, at {_shown_rate(reference)}{rest}."]
+        sentences = [f"{name} {what}, at {_shown_rate(baseline)}{rest}."]
     else:
         sentences = [f"Nothing is faster than {name} beyond noise{rest}."]
     if others and others[0].speedup is not None:
         within = ", which is within noise" if others[0].difference == "no difference" else ""
         sentences.append(f"{in_quotes(others[0].name)}, the nearest, is {compared(others[0].speedup, name)}{within}.")
-    return Answer((*sentences, *_too_few(uncertain)), reference)
+    return Answer((*sentences, *_too_few(uncertain)), baseline)
 
 
 def _too_few(uncertain: Sequence[Setting]) -> list[str]:
@@ -141,11 +142,11 @@ def _too_few(uncertain: Sequence[Setting]) -> list[str]:
 def _repeat(setting: Setting, num_runs: int) -> str:
     """Returns how to run each setting so many times, where its sweep ran."""
     run = setting.runs[0]
-    if "repeat" in run.config or "repetition" in run.overrides:  # of commopt-train
+    if "repetition" in run.settings:  # of commopt-train
         return f"repeat={num_runs}"
-    if not run.overrides:
+    if not run.record.chosen:
         return f"running each setting with {num_runs} seeds"
-    seed = next(filter(is_seed, [*run.overrides, *run.config]), "seed")
+    seed = next(filter(is_seed, [*run.record.chosen, *run.settings]), "seed")
     seeds = ",".join(map(str, range(1, num_runs + 1)))
     return f"{seed}={seeds} before the other choices"
 
@@ -156,42 +157,42 @@ def _rate(setting: Setting) -> float:
 
 
 def _shown_rate(setting: Setting) -> str:
-    return f"{significant(_rate(setting))} samples/s"
+    return f"{number(_rate(setting))} samples/s"
 
 
 def _loss(setting: Setting) -> str:
-    return "" if setting.val_loss is None else f" with a final loss of {significant(setting.val_loss.median, 4)}"
+    return "" if setting.val_loss is None else f" with a final loss of {number(setting.val_loss.median, 4)}"
 
 
-def _lead(fastest: Setting, reference: Setting, what: str) -> str:
+def _lead(fastest: Setting, baseline: Setting, what: str) -> str:
     assert fastest.speedup is not None
-    rates = f"{significant(_rate(fastest))} against {_shown_rate(reference)}"
+    rates = f"{number(_rate(fastest))} against {_shown_rate(baseline)}"
     of_ideal = ""
-    if reference.world_size == 1 and fastest.world_size > 1 and fastest.efficiency is not None:
+    if baseline.world_size == 1 and fastest.world_size > 1 and fastest.efficiency is not None:
         of_ideal = f", {100 * fastest.efficiency:.0f} % of what {fastest.world_size} ranks could give"
     return (
-        f"{in_quotes(fastest.name)} {what}: {compared(fastest.speedup, in_quotes(reference.name))}, {rates}{of_ideal}."
+        f"{in_quotes(fastest.name)} {what}: {compared(fastest.speedup, in_quotes(baseline.name))}, {rates}{of_ideal}."
     )
 
 
-def _instead(setting: Setting, reference: Setting) -> list[str]:
-    if setting is reference:
-        rest = "" if reference.num_diverged else ": leave the rest off"
-        return [f"Nothing else is faster than {in_quotes(reference.name)} beyond noise{rest}."]
+def _instead(setting: Setting, baseline: Setting) -> list[str]:
+    if setting is baseline:
+        rest = "" if baseline.num_diverged else ": leave the rest off"
+        return [f"Nothing else is faster than {in_quotes(baseline.name)} beyond noise{rest}."]
     assert setting.speedup is not None
-    use = f"Use {in_quotes(setting.name)}: {compared(setting.speedup, in_quotes(reference.name))}."
-    return [use, *loss_sentence(setting, reference)]
+    use = f"Use {in_quotes(setting.name)}: {compared(setting.speedup, in_quotes(baseline.name))}."
+    return [use, *loss_sentence(setting, baseline)]
 
 
-def _among_equals(fastest: Setting, usable: Sequence[Setting], reference: Setting) -> tuple[Setting, list[str]]:
+def _among_equals(fastest: Setting, usable: Sequence[Setting], baseline: Setting) -> tuple[Setting, list[str]]:
     """Names those that are as fast within noise, and prefers one that loses nothing."""
     equals = [setting for setting in usable[1:] if _is_equal(setting, fastest)]
-    lossless = [setting for setting in usable if is_lossless(setting, reference)]
+    lossless = [setting for setting in usable if is_lossless(setting, baseline)]
     if fastest.is_lossy and lossless and lossless[0] in equals:
         return lossless[0], [f"{in_quotes(lossless[0].name)} is as fast within noise, and lossless: use that."]
     sentences = [f"As fast within noise: {listed([setting.name for setting in equals])}."] if equals else []
-    if fastest.is_lossy and loss_verdict(fastest, reference) == "unknown":
-        name, than = in_quotes(lossless[0].name) if lossless else "", in_quotes(reference.name)
+    if fastest.is_lossy and loss_verdict(fastest, baseline) == "unknown":
+        name, than = in_quotes(lossless[0].name) if lossless else "", in_quotes(baseline.name)
         fast = compared(lossless[0].speedup, than) if lossless and lossless[0].speedup is not None else ""
         none = f"No lossless one is faster than {than} beyond noise."
         sentences.append(f"The fastest lossless one is {name}: {fast}." if lossless else none)
@@ -203,11 +204,11 @@ def _is_equal(setting: Setting, other: Setting) -> bool:
     return comparison is not None and comparison.difference == "no difference"
 
 
-def _on_most_ranks(ranked: Sequence[Setting], reference: Setting) -> list[str]:
+def _on_most_ranks(ranked: Sequence[Setting], baseline: Setting) -> list[str]:
     """Says so if the most ranks are not the fastest."""
     most = max(setting.world_size for setting in ranked)
     fastest, on_most = ranked[0], next(setting for setting in ranked if setting.world_size == most)
-    if fastest.world_size == most or on_most is reference:
+    if fastest.world_size == most or on_most is baseline:
         return []
     comparison = compare_settings(on_most, fastest)
     if comparison is None or comparison.difference != "slower":

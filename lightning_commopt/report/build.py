@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_commopt.report.answer import answer_for
+from lightning_commopt.report.baseline import choose_baseline, compare_settings, speedup_limit
 from lightning_commopt.report.conditions import conditions_of, mixed_conditions, title_of
 from lightning_commopt.report.medians import measured_setting
 from lightning_commopt.report.model import Group, Report, Setting
 from lightning_commopt.report.published import published_figures
-from lightning_commopt.report.reference import choose_reference, compare_settings, speedup_limit
 from lightning_commopt.report.runs import read_runs
 from lightning_commopt.report.scaling import find_scalings, one_process_for
 from lightning_commopt.report.settings import RunsOfGroup, group_runs
 
 
-def build_report(folders: Sequence[Path], *, reference: str | None = None) -> Report:
+def build_report(folders: Sequence[Path], *, baseline: str | None = None) -> Report:
     """Makes the report of everything below some directories.
 
     Args:
         folders: each a sweep's directory, or that of a run.
-        reference: name of the setting that the speed-ups are over, in every group that has it; None for a choice as
-            `choose_reference` makes it.
+        baseline: name of the setting that the speed-ups are over, in every group that has it; None for a choice as
+            `choose_baseline` makes it.
 
     Raises:
         ValueError: there is nothing to report, or no group has a setting of that name.
@@ -32,10 +32,10 @@ def build_report(folders: Sequence[Path], *, reference: str | None = None) -> Re
     of_groups = group_runs(found)
     with_results = [group for group in of_groups if group.settings]
     names = [setting.name for group in with_results for setting in group.settings]
-    if reference is not None and reference.lower() not in [name.lower() for name in names]:
+    if baseline is not None and baseline.lower() not in [name.lower() for name in names]:
         allowed = "; ".join(dict.fromkeys(names)) or "none, as no run has finished"
-        raise ValueError(f"no setting is called {reference!r}; there are: {allowed}")
-    groups = tuple(_group(group, reference) for group in with_results)
+        raise ValueError(f"no setting is called {baseline!r}; there are: {allowed}")
+    groups = tuple(_group(group, baseline) for group in with_results)
     return Report(
         title=title_of(found, folders),
         groups=groups,
@@ -48,17 +48,17 @@ def build_report(folders: Sequence[Path], *, reference: str | None = None) -> Re
 def _group(found: RunsOfGroup, asked: str | None) -> Group:
     measured = [measured_setting(setting) for setting in found.settings]
     timed = [setting for setting in measured if setting.samples_per_s is not None]
-    reference = choose_reference(measured if asked or not timed else timed, asked)
-    settings = tuple(_compared(setting, reference, measured) for setting in measured)
+    baseline = choose_baseline(measured if asked or not timed else timed, asked)
+    settings = tuple(_compared(setting, baseline, measured) for setting in measured)
     by_name = {setting.name: setting for setting in settings}
-    reference = by_name[reference.name]
+    baseline = by_name[baseline.name]
     timed = [each for each in settings if each.samples_per_s is not None and not each.is_beyond_limit]
-    fastest = max(timed, key=_median_throughput) if timed else reference
-    answer = answer_for(settings, reference)
+    fastest = max(timed, key=_median_throughput) if timed else baseline
+    answer = answer_for(settings, baseline)
     return Group(
         name=found.name,
         settings=settings,
-        reference=reference,
+        baseline=baseline,
         fastest=fastest,
         scalings=find_scalings(settings),
         answer=answer.sentences,
@@ -66,20 +66,18 @@ def _group(found: RunsOfGroup, asked: str | None) -> Group:
     )
 
 
-def _compared(setting: Setting, reference: Setting, settings: Sequence[Setting]) -> Setting:
+def _compared(setting: Setting, baseline: Setting, settings: Sequence[Setting]) -> Setting:
     """Returns the setting with what others make of it."""
-    comparison = None if setting is reference else compare_settings(setting, reference)
+    comparison = None if setting is baseline else compare_settings(setting, baseline)
     one_process = one_process_for(setting, settings)
     over_one = None if one_process is None else compare_settings(setting, one_process)
     return dataclasses.replace(
         setting,
         speedup=None if comparison is None else comparison.ratio,
         difference=None if comparison is None else comparison.difference,
-        speedup_limit=None if comparison is None else speedup_limit(setting, reference),
+        speedup_limit=None if comparison is None else speedup_limit(setting, baseline),
         efficiency=None if over_one is None else over_one.ratio.median / setting.world_size,
-        published=published_figures(
-            setting.runs[0].overrides, setting.world_size, reference.runs[0].overrides if reference.runs else {}
-        ),
+        published=published_figures(setting.runs[0].settings, setting.world_size, baseline.runs[0].settings),
     )
 
 

@@ -11,14 +11,15 @@ from lightning_commopt.report.model import Group, Run
 from lightning_commopt.report.runs import FoundRuns
 from lightning_commopt.report.words import setting_name, spelled
 from lightning_commopt.runs.record import RunRecord
+from lightning_commopt.runs.settings import text_of
 
 _NUM_COMMIT_DIGITS = 10
 
 
 def title_of(found: FoundRuns, folders: Sequence[Path]) -> str:
     """Returns the experiments' names, or where there are none that of the directories."""
-    names = dict.fromkeys(run.overrides.get("experiment", "null") for run in (*found.finished, *found.failed))
-    named = [spelled(name) for name in names if name != "null"]
+    names = dict.fromkeys(run.settings.get("experiment") for run in (*found.finished, *found.failed))
+    named = [spelled(name) for name in names if isinstance(name, str)]
     return ", ".join(named or dict.fromkeys(folder.resolve().name for folder in folders))
 
 
@@ -92,8 +93,8 @@ def _hardware(record: RunRecord) -> str:
 
 
 def _link(run: Run) -> str | None:
-    link = run.config.get("link", run.overrides.get("link"))
-    return None if link in (None, "null") else setting_name({"link": str(link)})[0]
+    link = run.settings.get("link")
+    return None if link is None else setting_name({"link": text_of(link)})[0] or None
 
 
 def _num_parameters(record: RunRecord) -> str | None:
@@ -101,8 +102,8 @@ def _num_parameters(record: RunRecord) -> str | None:
 
 
 def _batch_size(run: Run) -> str | None:
-    data = run.config.get("data")
-    return str(data["batch_size"]) if isinstance(data, dict) and data.get("batch_size") is not None else None
+    size = run.settings.get("data.batch_size")
+    return None if size is None else text_of(size)
 
 
 def _commit(record: RunRecord) -> str | None:

@@ -7,14 +7,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from lightning_commopt.report.as_json import write_csv
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Report
-from lightning_commopt.report.page import write_page
+from lightning_commopt.report.outputs import write_csv
 from lightning_commopt.report.terminal import print_report
-
-PAGE_FILE = "report.html"
-TABLE_FILE = "report.csv"
+from lightning_commopt.runs.files import PAGE_FILE, TABLE_FILE
 
 
 def write_files(report: Report, output: Path, table: Path | None = None) -> tuple[Path, Path]:
@@ -31,6 +28,8 @@ def write_files(report: Report, output: Path, table: Path | None = None) -> tupl
     Raises:
         OSError: one of them cannot be written.
     """
+    from lightning_commopt.report.page import write_page  # with plotly and jinja2
+
     if output.suffix == ".html":
         page, beside = output, output.with_suffix(".csv")
     else:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from lightning_commopt.formatting import number
 from lightning_commopt.report.model import Setting
-from lightning_commopt.report.phrases import percent_change, significant
+from lightning_commopt.report.phrases import percent_change
 from lightning_commopt.report.words import is_of_plan
 from lightning_commopt.runs.metric_names import how_to_name_loss
 
@@ -16,14 +17,14 @@ _SAME = 0.001
 _DIGITS = 4
 
 
-def is_lossless(setting: Setting, reference: Setting) -> bool:
-    """Returns whether what is known of a setting says that it trains as the reference does, but for rounding.
+def is_lossless(setting: Setting, baseline: Setting) -> bool:
+    """Returns whether what is known of a setting says that it trains as the baseline does, but for rounding.
 
-    That is where it has a `CommPlan` whose compressor changes no gradients, and differs from the reference in nothing
+    That is where it has a `CommPlan` whose compressor changes no gradients, and differs from the baseline in nothing
     but the plan and the number of ranks. Of precision, batch size and others' hooks nothing is known.
     """
-    names = setting.values.keys() | reference.values.keys()
-    varied = [name for name in names if setting.values.get(name) != reference.values.get(name)]
+    names = setting.values.keys() | baseline.values.keys()
+    varied = [name for name in names if setting.values.get(name) != baseline.values.get(name)]
     return (
         all(map(is_of_plan, varied))
         and not setting.is_lossy
@@ -31,50 +32,48 @@ def is_lossless(setting: Setting, reference: Setting) -> bool:
     )
 
 
-def loss_verdict(setting: Setting, reference: Setting) -> LossVerdict:
-    """Judges the final losses of a setting by those of the reference.
+def loss_verdict(setting: Setting, baseline: Setting) -> LossVerdict:
+    """Judges the final losses of a setting by those of the baseline.
 
     Returns:
         "worse" if a run diverged, or the median is above by more than 0.1 % and all losses are above all of the
-        reference's. "unknown" if one of them has no loss, or the loss of a single run is above, unless the setting is
+        baseline's. "unknown" if one of them has no loss, or the loss of a single run is above, unless the setting is
         lossless. Else "fine".
     """
     if setting.num_diverged:
         return "worse"
-    if setting.val_loss is None or reference.val_loss is None:
-        return "fine" if is_lossless(setting, reference) else "unknown"
-    if setting.val_loss.median - reference.val_loss.median <= _SAME * abs(reference.val_loss.median):
+    if setting.val_loss is None or baseline.val_loss is None:
+        return "fine" if is_lossless(setting, baseline) else "unknown"
+    if setting.val_loss.median - baseline.val_loss.median <= _SAME * abs(baseline.val_loss.median):
         return "fine"
-    if _is_single(setting, reference):
-        return "fine" if is_lossless(setting, reference) else "unknown"
-    return "worse" if min(_losses(setting)) > max(_losses(reference)) else "fine"
+    if _is_single(setting, baseline):
+        return "fine" if is_lossless(setting, baseline) else "unknown"
+    return "worse" if min(_losses(setting)) > max(_losses(baseline)) else "fine"
 
 
-def loss_sentence(setting: Setting, reference: Setting) -> list[str]:
+def loss_sentence(setting: Setting, baseline: Setting) -> list[str]:
     """Returns what to say of a setting's final loss; nothing where a lossless plan has none."""
     if setting.num_diverged:
-        return [
-            f"In {setting.num_diverged} of its {len(setting.runs)} runs the final loss is no number: do not use it."
-        ]
-    kind = "It is lossy" if setting.is_lossy else "It is lossless" if is_lossless(setting, reference) else ""
-    if setting.val_loss is None or reference.val_loss is None:
+        return [f"In {setting.num_diverged} of its {len(setting.runs)} runs the loss became NaN; do not use it."]
+    kind = "It is lossy" if setting.is_lossy else "It is lossless" if is_lossless(setting, baseline) else ""
+    if setting.val_loss is None or baseline.val_loss is None:
         if kind == "It is lossless":
             return []
         known = (
             f"no final loss was recorded{_why(setting)}"
-            if setting.val_loss is reference.val_loss
+            if setting.val_loss is baseline.val_loss
             else "one of the losses is missing"
         )
         return [_sentence(kind, ", and ", f"{known}: compare the loss before you use it")]
-    ours, theirs = setting.val_loss.median, reference.val_loss.median
+    ours, theirs = setting.val_loss.median, baseline.val_loss.median
     if abs(ours - theirs) <= _SAME * abs(theirs):
-        return [_sentence(kind, "; ", f"the final loss is the same, {significant(ours, _DIGITS)}")]
-    by = percent_change((ours - theirs) / abs(theirs)) if theirs else significant(abs(ours - theirs))
-    both = f"{significant(ours, _DIGITS)} against {significant(theirs, _DIGITS)}"
+        return [_sentence(kind, "; ", f"the final loss is the same, {number(ours, _DIGITS)}")]
+    by = percent_change((ours - theirs) / abs(theirs)) if theirs else number(abs(ours - theirs))
+    both = f"{number(ours, _DIGITS)} against {number(theirs, _DIGITS)}"
     says = f"the final loss is {both}, {by} {'above' if ours > theirs else 'below'}"
-    if _is_single(setting, reference):
+    if _is_single(setting, baseline):
         return [_sentence(kind, "; ", f"{says}, of single runs, whose spread is unknown")]
-    overlap = max(min(_losses(setting)), min(_losses(reference))) <= min(max(_losses(setting)), max(_losses(reference)))
+    overlap = max(min(_losses(setting)), min(_losses(baseline))) <= min(max(_losses(setting)), max(_losses(baseline)))
     return [_sentence(kind, "; ", f"{says} and {'within' if overlap else 'beyond'} the spread over repetitions")]
 
 
@@ -86,7 +85,7 @@ def _why(setting: Setting) -> str:
     run = setting.runs[0]
     if not any("val" in name for name in run.record.metrics):
         return ""
-    return f" ({how_to_name_loss(run.record.metrics, run.overrides.get('commopt_record'))})"
+    return f" ({how_to_name_loss(run.record.metrics, run.settings.get('commopt_record'))})"
 
 
 def _losses(setting: Setting) -> list[float]:
@@ -94,5 +93,5 @@ def _losses(setting: Setting) -> list[float]:
     return [loss for loss in losses if loss is not None and math.isfinite(loss)]
 
 
-def _is_single(setting: Setting, reference: Setting) -> bool:
-    return min(len(_losses(setting)), len(_losses(reference))) == 1
+def _is_single(setting: Setting, baseline: Setting) -> bool:
+    return min(len(_losses(setting)), len(_losses(baseline))) == 1

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_commopt.measure.exposed_share import exposed_share
 from lightning_commopt.report.config_lines import config_lines
 from lightning_commopt.report.intervals import median_interval
 from lightning_commopt.report.model import Interval, Run, Setting
 from lightning_commopt.report.settings import RunsOfSetting
 from lightning_commopt.runs.record import RunRecord
-
-_LOSSLESS_HOOKS = ("none", "all_reduce")
 
 
 def throughput(run: Run) -> float | None:
@@ -26,7 +25,7 @@ def measured_setting(found: RunsOfSetting) -> Setting:
     """Returns a setting with everything that its own runs say of it, and nothing that others do."""
     records = [run.record for run in found.runs]
     first = records[0]
-    seen = [record for record in records if _is_exchange_seen(record)]
+    seen = [record for record in records if _is_sync_seen(record)]
     rates = [rate for run in found.runs if (rate := throughput(run)) is not None]
     return Setting(
         name=found.name,
@@ -45,20 +44,25 @@ def measured_setting(found: RunsOfSetting) -> Setting:
         step_s=_interval(records, lambda record: record.comm_time.get("step_s")),
         comm_s=_interval(seen, lambda record: record.comm_time.get("comm_s")),
         exposed_s=_interval(seen, lambda record: record.comm_time.get("exposed_s")),
-        exposed_share=_interval(seen, lambda record: record.exposed_share),
+        exposed_share=_interval(seen, exposed_share_of),
         wire_bytes=_median(seen, lambda record: record.wire_bytes_per_step),
         peak_memory_bytes=_median(records, lambda record: record.peak_memory_bytes),
         val_loss=_interval(records, lambda record: record.val_loss),
         val_accuracy=_interval(records, lambda record: record.val_accuracy),
-        is_lossy=_is_lossy(first.plan),
+        is_lossy=bool(first.is_lossy),
         num_diverged=sum(record.val_loss is not None and not math.isfinite(record.val_loss) for record in records),
     )
 
 
-def _is_exchange_seen(record: RunRecord) -> bool:
-    """Returns whether `CommTimeMonitor` knew what is exchanged: of FSDP, DeepSpeed and others it sees nothing."""
-    is_exchanging = (record.world_size or 1) > 1
-    return not is_exchanging or record.comm_time.get("comm_s") != 0 or bool(record.wire_bytes_per_step)
+def _is_sync_seen(record: RunRecord) -> bool:
+    """Returns whether `CommTimeMonitor` saw the gradient sync: of FSDP, DeepSpeed and others it sees nothing."""
+    is_alone = (record.world_size or 1) == 1
+    return is_alone or record.comm_time.get("comm_s") != 0 or bool(record.wire_bytes_per_step)
+
+
+def exposed_share_of(record: RunRecord) -> float | None:
+    """Returns what part of a run's steps waits for communication, 0 to 1; None where that was not measured."""
+    return exposed_share([record.comm_time]) if {"step_s", "exposed_s"} <= record.comm_time.keys() else None
 
 
 def _values(records: Sequence[RunRecord], read: Callable[[RunRecord], float | None]) -> list[float]:
@@ -76,24 +80,11 @@ def _median(records: Sequence[RunRecord], read: Callable[[RunRecord], float | No
 
 def bucket_cap(run: Run) -> Any:
     """Returns the size of buckets as the run's strategy has it: a number, several, or None for the default."""
-    trainer = run.config.get("trainer")
-    of_trainer = trainer.get("strategy") if isinstance(trainer, Mapping) else None
-    options: Any = run.record.plan if run.record.plan is not None else run.config.get("strategy", of_trainer)
-    return options.get("bucket_cap_mb") if isinstance(options, Mapping) else None
+    places = ("plan",) if run.record.plan is not None else ("strategy", "trainer.strategy")
+    caps = (run.settings.get(f"{place}.bucket_cap_mb") for place in places)
+    return next((cap for cap in caps if cap is not None), None)
 
 
 def _bucket_cap_mb(run: Run) -> float | None:
     cap = bucket_cap(run)
     return float(cap) if isinstance(cap, (int, float)) and not isinstance(cap, bool) else None
-
-
-def _is_lossy(options: Any) -> bool:
-    """Returns whether the compressor of a plan, or one within it, changes gradients."""
-    hook = options.get("comm_hook") if isinstance(options, Mapping) else None
-    while isinstance(hook, Mapping):
-        inner = hook.get("inner")
-        if not isinstance(inner, Mapping) and hook.get("name", "none") not in _LOSSLESS_HOOKS:
-            # A hierarchy or a wrapper is as lossy as what it wraps.
-            return inner != "none"
-        hook = inner
-    return isinstance(hook, str) and hook not in _LOSSLESS_HOOKS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from lightning_commopt.runs.losses import LossPoint
 from lightning_commopt.runs.record import RunRecord
 
 Difference = Literal["faster", "slower", "no difference", "unknown"]
-"""Of a throughput from the reference's; unknown where runs are single, or too few to tell a difference from noise."""
+"""Of a throughput from the baseline's; unknown where runs are single, or too few to tell a difference from noise."""
 
 _LIMIT_TOLERANCE = 0.1
 
@@ -23,8 +23,6 @@ class Run:
     Attributes:
         folder: the directory.
         record: what it was, and what came out.
-        config: resolved; empty where there is none.
-        overrides: of the command line, name to value.
         repetition: counted from 0 among the runs of a setting.
         losses: the curve; empty where there is none.
         name: of the directory, for people: relative to the one that was asked for.
@@ -36,8 +34,6 @@ class Run:
 
     folder: Path
     record: RunRecord
-    config: Mapping[str, Any] = field(default_factory=dict)
-    overrides: Mapping[str, str] = field(default_factory=dict)
     repetition: int = 0
     losses: tuple[LossPoint, ...] = ()
     name: str = ""
@@ -45,6 +41,11 @@ class Run:
     group: str = ""
     setting: str = ""
     has_steps: bool = True
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Everything that was configured: dotted names to values."""
+        return self.record.settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Published:
     Attributes:
         label: what it says, with its unit: "8.91 steps/s on 8x L40S (PCIe)".
         source: where it is from.
-        speedup: over the same reference as ours; None where it says something else.
+        speedup: over the same baseline as ours; None where it says something else.
     """
 
     label: str
@@ -87,21 +88,21 @@ class Setting:
     Attributes:
         name: short, and unique in its group: "bf16, 100 MB buckets, 4 ranks".
         values: what the sweep varied, name to value.
-        plan_name: short name of the way the gradients travel.
+        plan_name: short name of how the gradients travel.
         world_size: ranks.
         bucket_cap_mb: MiB in a bucket; None for DDP's default or several sizes.
         config_lines: YAML to paste: what makes `commopt-train`, or ``CommOptDDP``, do the same.
         runs: the finished ones, by repetition.
         samples_per_s: over all ranks; what settings are compared by.
         steps_per_s: optimizer steps.
-        speedup: of samples_per_s over the reference of the group, from pairs of the same repetition; None for the
-            reference itself.
-        difference: what `speedup` says beyond noise; None for the reference itself.
-        speedup_limit: what hiding all communication of the reference could give; None where nobody measured that, or
+        speedup: of samples_per_s over the baseline of the group, from pairs of the same repetition; None for the
+            baseline itself.
+        difference: what `speedup` says beyond noise; None for the baseline itself.
+        speedup_limit: what hiding all communication of the baseline could give; None where nobody measured that, or
             the setting differs in more than the plan.
         efficiency: speed-up over one rank, divided by the ranks; None without runs on one rank in the group.
         step_s: seconds of a step, as all of the following from `CommTimeMonitor`; None where it was not there.
-        comm_s: of a step, communication; None as the next two where several ranks exchange what nobody sees.
+        comm_s: of a step, communication; None as the next two where nobody sees the gradient sync of several ranks.
         exposed_s: of a step, communication that nothing hides.
         exposed_share: of the step, 0 to 1.
         wire_bytes: payload a step and rank.
@@ -110,7 +111,7 @@ class Setting:
         val_accuracy: at the end, 0 to 1.
         published: figures of others for the same setting.
         is_lossy: the gradients that arrive are not those that were sent.
-        num_diverged: runs whose final loss is no number.
+        num_diverged: runs whose loss became NaN or infinite.
     """
 
     name: str
@@ -171,7 +172,7 @@ class Group:
     Attributes:
         name: what distinguishes it from the other groups; empty if it is the only one.
         settings: in the order of the sweep.
-        reference: one of them, which the speed-ups are over.
+        baseline: one of them, which the speed-ups are over.
         fastest: by median throughput.
         scalings: one for each plan that was run on several numbers of ranks; with those on one rank, if there are any.
         answer: sentences: the fastest plan, by how much, at which loss; or that there is no difference.
@@ -180,7 +181,7 @@ class Group:
 
     name: str
     settings: tuple[Setting, ...]
-    reference: Setting
+    baseline: Setting
     fastest: Setting
     scalings: tuple[Scaling, ...]
     answer: tuple[str, ...]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
+from lightning_commopt.formatting import number
 from lightning_commopt.report.intervals import MIN_VALUES_OF_AN_INTERVAL
 from lightning_commopt.report.model import Interval
 
+TIMES = "\N{MULTIPLICATION SIGN}"
 _TIMES_FROM = 2.0
 _MAX_NAMES = 3
 
@@ -27,18 +28,6 @@ def listed(names: Sequence[str]) -> str:
     if len(shown) < len(names):
         return f"{', '.join(shown)} and {len(names) - len(shown)} more"
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
-
-
-def significant(value: float, digits: int = 3) -> str:
-    """Returns a number with three significant digits, or all of those before its point.
-
-    >>> significant(1234.5), significant(12.345), significant(0.9996), significant(0.012345)
-    ('1234', '12.3', '1.00', '0.0123')
-    """
-    if not value or not math.isfinite(value):
-        return f"{value:g}"
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    return f"{value:.{max(0, digits - 1 - exponent)}f}"
 
 
 def compared(ratio: Interval, than: str) -> str:
@@ -67,7 +56,7 @@ def times(factor: float) -> str:
     >>> times(1.136)
     '1.14 times'
     """
-    return f"{significant(factor)} times"
+    return f"{number(factor)} times"
 
 
 def kind_of_interval(interval: Interval) -> str:
@@ -89,6 +78,17 @@ def kinds_of_intervals(intervals: Iterable[Interval | None]) -> str:
     if max(counts) < MIN_VALUES_OF_AN_INTERVAL:
         return f"{ranges} repetitions"
     return f"95 % intervals, or ranges of less than {MIN_VALUES_OF_AN_INTERVAL} repetitions"
+
+
+def spread_text(interval: Interval, scale: float = 1.0, digits: int = 3) -> str:
+    """Returns the ends of an interval, or nothing where there is none.
+
+    >>> spread_text(Interval(median=2, low=1.5, high=2.25, num_values=5))
+    '1.50 to 2.25'
+    """
+    if interval.low is None or interval.high is None:
+        return ""
+    return f"{number(interval.low * scale, digits)} to {number(interval.high * scale, digits)}"
 
 
 def percent_change(change: float) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from lightning_commopt.report.model import Published
+from lightning_commopt.runs.settings import text_of
 
 _LADDER_SOURCE = "write-up on ViT-L/32 on 8x L40S and 8x A100"
 _WAYS_SOURCE = "write-up on four ways of data parallelism on 4x A100 (PCIe)"
@@ -61,29 +63,30 @@ _OF_BUCKETS = {
 
 
 def published_figures(
-    overrides: Mapping[str, str], world_size: int, reference: Mapping[str, str]
+    settings: Mapping[str, Any], world_size: int, baseline: Mapping[str, Any]
 ) -> tuple[Published, ...]:
     """Returns what others found for the setting of a run.
 
     Args:
-        overrides: of the run, all of them.
+        settings: of the run, all of them.
         world_size: ranks that it trained on.
-        reference: overrides of the reference; where theirs was another, their speed-ups are left out.
+        baseline: settings of the baseline; where theirs was another, their speed-ups are left out.
     """
-    if "rung" in overrides:
-        figures = _LADDER.get(overrides["rung"], ())
-        is_same_reference = reference.get("rung") == "one_bucket"
-    elif "way" in overrides:
-        speedup = _OF_WAYS.get((overrides.get("model.size", ""), overrides["way"], world_size))
-        said = f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)" if speedup is not None else ""
-        figures = (Published(label=said, source=_WAYS_SOURCE, speedup=speedup),) if said else ()
-        is_same_reference = reference.get("way") == "one_process"
-    elif overrides.get("experiment") == "buckets":
-        said = _OF_BUCKETS.get(overrides.get("strategy.bucket_cap_mb", ""), "")
+    rung, way = settings.get("rung"), settings.get("way")
+    figures: tuple[Published, ...] = ()
+    is_same_baseline = True
+    if rung is not None:
+        figures = _LADDER.get(rung, ())
+        is_same_baseline = baseline.get("rung") == "one_bucket"
+    elif way is not None:
+        speedup = _OF_WAYS.get((settings.get("model.size", ""), way, world_size))
+        if speedup is not None:
+            said = f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)"
+            figures = (Published(label=said, source=_WAYS_SOURCE, speedup=speedup),)
+        is_same_baseline = baseline.get("way") == "one_process"
+    elif settings.get("experiment") == "buckets":
+        said = _OF_BUCKETS.get(text_of(settings.get("strategy.bucket_cap_mb")), "")
         figures = (Published(label=said, source=_BUCKETS_SOURCE),) if said else ()
-        is_same_reference = True
-    else:
-        return ()
-    if is_same_reference:
+    if is_same_baseline:
         return figures
     return tuple(Published(label=figure.label, source=figure.source) for figure in figures)

@@ -9,21 +9,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from lightning_commopt.measure.files import FOLDER, notices, read_run
 from lightning_commopt.report.model import Run
-from lightning_commopt.runs.losses import LOSS_FILE, LossPoint, read_losses
-from lightning_commopt.runs.record import RUN_FILE, RunRecord
-from lightning_commopt.sweep.config import CONFIG_FILE
-from lightning_commopt.sweep.continuing import EARLIER_FOLDER
-from lightning_commopt.sweep.job import SUMMARY_FILE
+from lightning_commopt.runs.files import EARLIER_FOLDER, LOSS_FILE, RUN_FILE, SUMMARY_FILE
+from lightning_commopt.runs.losses import LossPoint, read_losses
+from lightning_commopt.runs.record import RunRecord
 
 _MAX_DEPTH = 6
 _MAX_NAMES = 4
-_OWN_GROUPS = ("commopt", "commopt_record")  # at whatever package a project puts them
 _MAX_STEPS_BYTES = 200_000_000  # five times as much in memory, for seconds; of a run, and of all that are checked
 
 
@@ -60,20 +54,6 @@ def read_runs(folders: Sequence[Path]) -> FoundRuns:
     return FoundRuns(
         finished=tuple(reader.finished), failed=tuple(reader.failed), problems=tuple(reader.all_problems())
     )
-
-
-def split_override(text: str) -> tuple[str, str]:
-    """Returns name and value of an override, as settings are compared by.
-
-    >>> split_override("+commopt@engine.fit=bf16"), split_override("optim@gen='a b'")
-    (('commopt', 'bf16'), ('optim@gen', 'a b'))
-    """
-    name, _, value = text.partition("=")
-    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
-        value = value[1:-1]
-    name = name.lstrip("+~")
-    group = name.partition("@")[0]
-    return group if group in _OWN_GROUPS else name, value
 
 
 @dataclass
@@ -114,36 +94,21 @@ class _Reader:
             self.problems.append(f"{name}/{RUN_FILE} cannot be read, the run is left out: {_in_a_line(error, folder)}")
             return
         if record.status == "running":
-            self._lacks("still running, or killed without a word; left out", name)
+            self._lacks("still running or killed, left out", name)
             return
-        overrides = dict(split_override(override) for override in record.overrides)
-        run = Run(folder=folder, record=record, overrides=overrides, name=name, root=root)
+        run = Run(folder=folder, record=record, name=name, root=root)
         if record.status == "failed":
             told = None if record.error is None else _without_places(record.error, folder, root)
             self.failed.append(dataclasses.replace(run, record=dataclasses.replace(record, error=told)))
             return
-        config, losses, has_steps = self._config(run), self._losses(run), self._has_steps(run)
+        losses, has_steps = self._losses(run), self._has_steps(run)
         if record.samples_per_s is None or not math.isfinite(record.samples_per_s) or record.samples_per_s <= 0:
             is_short = record.num_timed_steps == 0
             why = (
                 "as the run had no steps after its warm-up" if is_short else "which the callback SpeedMonitor measures"
             )
             self._lacks(f"no throughput, {why}", name)
-        self.finished.append(dataclasses.replace(run, config=config, losses=losses, has_steps=has_steps))
-
-    def _config(self, run: Run) -> Mapping[str, Any]:
-        for path in (run.folder / CONFIG_FILE, run.folder / ".hydra" / CONFIG_FILE):
-            if not path.is_file():
-                continue
-            try:
-                config = yaml.safe_load(path.read_text(encoding="utf-8"))
-                if isinstance(config, dict):
-                    return config
-                raise ValueError(f"no mapping but {type(config).__name__}")
-            except (OSError, ValueError, yaml.YAMLError) as error:
-                shown = path.relative_to(run.folder)
-                self.problems.append(f"{run.name}/{shown} cannot be read: {_in_a_line(error, run.folder)}")
-        return {}
+        self.finished.append(dataclasses.replace(run, losses=losses, has_steps=has_steps))
 
     def _losses(self, run: Run) -> tuple[LossPoint, ...]:
         try:

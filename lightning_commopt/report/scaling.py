@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from lightning_commopt.report.baseline import compare_settings, without_ranks
 from lightning_commopt.report.model import Interval, Scaling, Setting
-from lightning_commopt.report.reference import compare_settings, without_ranks
 from lightning_commopt.report.words import distinct_name, is_of_plan
 
 
@@ -102,7 +102,7 @@ def _series(settings: Sequence[Setting]) -> list[list[Setting]]:
         of_plan = alike[_key(setting)]
         if setting.samples_per_s is not None and setting.world_size not in [each.world_size for each in of_plan]:
             of_plan.append(setting)
-    # Ways are there to be compared with one process, also on a single other number of ranks.
+    # Methods are there to be compared with one process, also on a single other number of ranks.
     return [
         series
         for series in alike.values()

@@ -8,11 +8,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_commopt.report.model import Run
 from lightning_commopt.report.runs import FoundRuns
-from lightning_commopt.report.words import canonical, is_ranks, setting_name
+from lightning_commopt.report.words import OFF, canonical, is_ranks, setting_name
+from lightning_commopt.runs.settings import text_of
 
 _WITHOUT_EFFECT = (
     *("repetition", "repeat", "num_warmup_steps", "hydra", "logger", "callbacks.progress_bar"),
@@ -61,12 +61,12 @@ class RunsOfGroup:
 def group_runs(found: FoundRuns) -> list[RunsOfGroup]:
     """Sorts runs into settings and groups, in the order in which they were found.
 
-    A setting is what the overrides say, without those that do not change the training; where they are equal and the
-    runs were not (another launcher, no Hydra), what the records say.
+    A setting is what was chosen in any of the runs and can change the training, resolved; where that is equal and the
+    runs were not (another launcher, no Hydra), their plans and numbers of ranks as well.
     """
     runs = [*found.finished, *found.failed]
-    values = _varied([_effective(run.overrides) for run in runs])
-    values = _told_apart(runs, values)
+    names = dict.fromkeys(name for run in runs for name in run.record.chosen if changes_training(name))
+    values = _with_plans(runs, _varied([_chosen(run, names) for run in runs]))
     groups = _split(runs, values, _splits_groups)
     if all(len(settings) == 1 and not any(settings) for settings in groups.values()):
         # Experiments of somebody else's, one for each plan: they are what is to be compared.
@@ -91,9 +91,9 @@ def _split(
 
 def turn(run: Run) -> tuple[str, str, str]:
     """Returns what a run shares with those of other settings that were made in the same repetition of a sweep."""
-    repetition = run.overrides.get("repetition", f"the {run.repetition}th")
-    seeds = " ".join(f"{name}={value}" for name, value in sorted(run.overrides.items()) if is_seed(name))
-    return str(run.folder.parent), seeds, repetition
+    chosen = {name: text_of(run.settings.get(name)) for name in run.record.chosen}
+    seeds = " ".join(f"{name}={value}" for name, value in sorted(chosen.items()) if is_seed(name))
+    return str(run.folder.parent), seeds, chosen.get("repetition", f"the {run.repetition}th")
 
 
 def changes_training(name: str) -> bool:
@@ -108,16 +108,21 @@ def is_seed(name: str) -> bool:
     return name.rpartition(".")[2] in _SEEDS
 
 
-def _effective(overrides: Mapping[str, str]) -> dict[str, str]:
-    """Returns the overrides that change the training."""
-    kept = {
-        name: value
-        for name, value in overrides.items()
-        if changes_training(name) and not (name in _CHOICES_OF_NOTHING and value in ("null", ""))
-    }
+def chosen_settings(run: Run) -> dict[str, str]:
+    """Returns everything that was set for a run and could have changed the training, also what all runs have."""
+    return {name: text_of(run.settings.get(name)) for name in run.record.chosen if changes_training(name)}
+
+
+def _chosen(run: Run, names: Iterable[str]) -> dict[str, str]:
+    """Returns the values of settings, with the ranks that there were instead of those that were asked for."""
+    values = {name: text_of(run.settings[name]) for name in names if name in run.settings}
+    kept = {name: value for name, value in values.items() if not (name in _CHOICES_OF_NOTHING and value in OFF)}
     if kept.get("rung", kept.get("way")) in _ON_ONE_PROCESS:
-        kept = {name: value for name, value in kept.items() if not is_ranks(name)}
-    return kept
+        return {name: value for name, value in kept.items() if not is_ranks(name)}
+    if run.record.world_size is None or not any(map(is_ranks, names)):
+        return kept
+    others = {name: value for name, value in kept.items() if not is_ranks(name)}
+    return {**others, "ranks": str(run.record.world_size)}
 
 
 def _varied(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
@@ -127,43 +132,38 @@ def _varied(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     return [{name: values[name] for name in varying if name in values} for values in options]
 
 
-def _told_apart(runs: Sequence[Run], values: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Adds what the records say where equal overrides made different runs."""
+def _with_plans(runs: Sequence[Run], values: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Adds plans and ranks where equal choices made different runs."""
     alike: dict[str, list[int]] = {}
     for index, own in enumerate(values):
         alike.setdefault(json.dumps(own, sort_keys=True), []).append(index)
     told = list(values)
     for indices in alike.values():
         finished = [index for index in indices if runs[index].record.status == "finished"]
-        plans = [{"plan": runs[index].record.plan_name} for index in indices]
-        # Overrides say what a failed run was, if there are any.
-        told_plans = dict(zip(indices, _varied(plans if not values[indices[0]] else [{} for _ in plans]), strict=True))
-        said = _varied([_of_record(runs[index]) for index in finished])
-        for index, more in zip(finished, said, strict=True):
-            told[index] = {**values[index], **told_plans[index], **more}
+        more = dict(zip(finished, _varied([_plan_and_ranks(runs[index]) for index in finished]), strict=True))
+        if not values[indices[0]]:  # else what was chosen says what a failed run was
+            plans = _varied([{"plan": runs[index].record.plan_name} for index in indices])
+            more = {index: {**plan, **more.get(index, {})} for index, plan in zip(indices, plans, strict=True)}
+        for index in indices:
+            told[index] = {**values[index], **more.get(index, {})}
         # Of a failed run the record may know no more than its plan: it belongs to the first setting with that.
         by_plan = {runs[index].record.plan_name: told[index] for index in reversed(finished)}
+        first = told[finished[0]] if finished and values[indices[0]] else None
         for index in set(indices).difference(finished):
-            told[index] = by_plan.get(runs[index].record.plan_name, {**values[index], **told_plans[index]})
+            told[index] = by_plan.get(runs[index].record.plan_name, first or told[index])
     return told
 
 
-def _of_record(run: Run) -> dict[str, str]:
-    """Returns what a record says of its plan, in the words of overrides."""
-    plan = _flat(run.record.plan or {})
+def _plan_and_ranks(run: Run) -> dict[str, str]:
+    """Returns what a record says of its plan, in the words of a command line."""
+    plan = {name.partition(".")[2]: value for name, value in run.settings.items() if name.startswith("plan.")}
     plan.pop("comm_hook.name", None)
-    ranks = {} if run.record.world_size is None else {"world_size": str(run.record.world_size)}
-    return {"plan": run.record.plan_name, **{f"strategy.{name}": value for name, value in plan.items()}, **ranks}
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    leaves: dict[str, str] = {}
-    for name, inner in value.items():
-        if isinstance(inner, Mapping):
-            leaves |= _flat(inner, f"{prefix}{name}.")
-        else:
-            leaves[f"{prefix}{name}"] = inner if isinstance(inner, str) else json.dumps(inner)
-    return leaves
+    ranks = {} if run.record.world_size is None else {"ranks": str(run.record.world_size)}
+    return {
+        "plan": run.record.plan_name,
+        **{f"strategy.{name}": text_of(value) for name, value in plan.items()},
+        **ranks,
+    }
 
 
 def _splits_groups(name: str) -> bool:
@@ -211,18 +211,18 @@ def _nothing_set(options: Iterable[Mapping[str, str]]) -> str:
 
 def _name_of_the_only_one(run: Run) -> str:
     """Returns what to call a setting that nothing has to be told apart from."""
-    record = run.record
-    values = {"plan": record.plan_name}
-    cap = (record.plan or {}).get("bucket_cap_mb")
+    values = {"plan": run.record.plan_name}
+    cap = run.settings.get("plan.bucket_cap_mb")
     if cap is not None:
-        values["strategy.bucket_cap_mb"] = json.dumps(cap)
-    if record.world_size is not None:
-        values["world_size"] = str(record.world_size)
+        values["strategy.bucket_cap_mb"] = text_of(cap)
+    if run.record.world_size is not None:
+        values["ranks"] = str(run.record.world_size)
     return setting_name(values)[0]
 
 
 def _numbered(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Returns the runs of a setting by repetition, each with a number of its own."""
-    said = [int(value) if (value := run.overrides.get("repetition", "0")).isdecimal() else 0 for run in runs]
+    values = [text_of(run.settings.get("repetition", 0)) for run in runs]
+    said = [int(value) if value.isdecimal() else 0 for value in values]
     order = sorted(range(len(runs)), key=lambda index: said[index])
     return tuple(dataclasses.replace(runs[index], repetition=place) for place, index in enumerate(order))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
@@ -11,13 +9,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lightning_commopt.report.against import Against, Change, Outcome
-from lightning_commopt.report.model import Group, Interval, Report, Setting
-from lightning_commopt.report.phrases import significant
-from lightning_commopt.sweep.job import LOG_FILE
+from lightning_commopt.formatting import number
+from lightning_commopt.report.columns import Cell, columns_of
+from lightning_commopt.report.model import Group, Report
+from lightning_commopt.report.phrases import spread_text
+from lightning_commopt.report.regressions import Change, Outcome, Regressions
+from lightning_commopt.runs.files import LOG_FILE
 
-_BYTES_IN_MB = 1e6
 _NAME_WIDTH = 16
+_WITH_ENDS = ("samples_per_s", "speedup")
 _ANY_WIDTH = 10_000
 _HEADINGS: dict[Outcome, str] = {
     "slower": "slower",
@@ -49,21 +49,21 @@ def print_report(report: Report, console: Console) -> None:
         if log.exists():
             _print(f"  log: {log}", console, style="red")
     for problem in report.problems:
-        _print(f"note: {problem}", console, style="yellow")
+        _print(f"warning: {problem}", console, style="yellow")
 
 
-def print_against(against: Against, console: Console) -> None:
+def print_regressions(found: Regressions, console: Console) -> None:
     """Prints what has changed, the worst first."""
-    _print(f"against {against.other}, with a tolerance of {100 * against.tolerance:g} %:", console)
+    _print(f"compared with {found.other}, with a tolerance of {100 * found.tolerance:g} %:", console)
     for outcome, heading in _HEADINGS.items():
-        changes = [change for change in against.changes if change.outcome == outcome]
+        changes = [change for change in found.changes if change.outcome == outcome]
         if changes:
             style = "red" if outcome in ("slower", "failed") else ""
             _print(f"{heading} ({len(changes)})", console, style=style)
         for change in changes:
             _print(f"  {_shown_change(change)}", console)
-    for condition in against.conditions:
-        _print(f"note: not the same conditions: {condition}", console, style="yellow")
+    for condition in found.conditions:
+        _print(f"warning: not the same conditions: {condition}", console, style="yellow")
 
 
 def settings_table(group: Group) -> Table:
@@ -96,17 +96,15 @@ def _print_settings(group: Group, console: Console) -> None:
 
 def _columns(group: Group) -> dict[str, list[list[str]]]:
     """Returns the cells of each column that has any, each as its lines."""
-    read: dict[str, Callable[[Setting], list[str]]] = {
-        "samples/s": lambda setting: _interval(setting.samples_per_s),
-        "speed-up": lambda setting: ["reference"] if setting is group.reference else _speedup(setting),
-        "efficiency": lambda setting: [] if setting.efficiency is None else [f"{100 * setting.efficiency:.0f} %"],
-        "exposed": lambda setting: _share(setting.exposed_share),
-        "MB sent": lambda setting: _mb(setting.wire_bytes),
-        "peak MB": lambda setting: _mb(setting.peak_memory_bytes),
-        "final loss": lambda setting: [] if setting.val_loss is None else [significant(setting.val_loss.median, 4)],
+    return {
+        column.heading: [_lines(cell, column.key in _WITH_ENDS) for cell in cells]
+        for column, cells in columns_of(group)
+        if column.heading
     }
-    columns = {name: [cell(setting) for setting in group.settings] for name, cell in read.items()}
-    return {name: cells for name, cells in columns.items() if any(cells)}
+
+
+def _lines(cell: Cell, has_ends: bool) -> list[str]:
+    return [line for line in (cell.text, f"({cell.small})" if cell.small and has_ends else "") if line]
 
 
 def _print_published(group: Group, console: Console) -> None:
@@ -130,31 +128,6 @@ def _shown_change(change: Change) -> str:
         return f"{name}: {change.error}"
     if change.ratio is None or change.before is None or change.now is None:
         return name
-    rates = f"{significant(change.now)} samples/s, before {significant(change.before)}"
-    return f"{name}: {rates}, ratio {' '.join(_interval(change.ratio))}"
-
-
-def _interval(interval: Interval | None) -> list[str]:
-    if interval is None:
-        return []
-    if interval.low is None or interval.high is None:
-        return [significant(interval.median)]
-    return [significant(interval.median), f"({significant(interval.low)} to {significant(interval.high)})"]
-
-
-def _speedup(setting: Setting) -> list[str]:
-    if setting.speedup is None:
-        return []
-    first, *ends = _interval(setting.speedup)
-    uncertain = "in one run" if setting.speedup.num_values == 1 else "uncertain"
-    if setting.is_beyond_limit:
-        return [f"{first} machine busy?", *ends]
-    return [f"{first} {uncertain if setting.difference == 'unknown' else setting.difference}", *ends]
-
-
-def _share(interval: Interval | None) -> list[str]:
-    return [] if interval is None else [f"{100 * interval.median:.1f} %"]
-
-
-def _mb(num_bytes: float | None) -> list[str]:
-    return [] if num_bytes is None else [significant(num_bytes / _BYTES_IN_MB)]
+    rates = f"{number(change.now)} samples/s, before {number(change.before)}"
+    ends = spread_text(change.ratio)
+    return f"{name}: {rates}, ratio {number(change.ratio.median)}{f' ({ends})' if ends else ''}"

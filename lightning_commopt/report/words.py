@@ -1,13 +1,10 @@
-"""Short names for people, of what overrides set: "bf16, 100 MB buckets, 4 ranks"."""
+"""Short names of settings for people: "bf16, 100 MB buckets, 4 ranks"."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import NamedTuple
-
-from lightning_commopt.plan import CommPlan
 
 OFF = ("null", "none", "false", "")
 """Values that leave an option unused, in lower case."""
@@ -16,7 +13,14 @@ _RANKS = ("ranks", "trainer.devices", "world_size")
 _COMM_HOOK = ("strategy/comm_hook", "commopt", "strategy.comm_hook", "strategy.comm_hook.name", "plan")
 _PREFIXES = ("trainer.strategy.comm_hook.", "strategy.comm_hook.", "comm_hook.", "trainer.strategy.", "strategy.")
 
-_OF_PLAN = ("ranks", "comm_hook", "rung", "way", *(option.name for option in fields(CommPlan)))
+PLAN_OPTIONS = (
+    *("static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "find_unused_parameters", "comm_hook"),
+    *("broadcast_buffers", "forward_sync_buffers", "init_sync", "skip_all_reduce_unused_params"),
+    *("batched_grad_copy", "lazy_bucket_allocation"),
+)
+"""Of a `CommPlan`, which cannot be asked for them here: it imports torch."""
+
+_OF_PLAN = ("ranks", "rung", "way", *PLAN_OPTIONS)
 
 _SPELLED = {
     "none": "uncompressed",
@@ -50,7 +54,7 @@ class Words(NamedTuple):
 
 
 def canonical(name: str) -> str:
-    """Returns the one name of an option that has several ways to be set.
+    """Returns the one name of an option that can be set under several names.
 
     >>> canonical("trainer.devices"), canonical("commopt"), canonical("trainer.strategy.bucket_cap_mb")
     ('ranks', 'comm_hook', 'bucket_cap_mb')
@@ -102,7 +106,7 @@ def distinct_name(values: Mapping[str, str], others: Sequence[Mapping[str, str]]
     Args:
         values: of its overrides by name, only those that may be told.
         others: those of the other settings; its own may be among them.
-        plan_name: short name of the way its gradients travel.
+        plan_name: short name of how its gradients travel.
     """
     told = {name: value for name, value in values.items() if any(other.get(name) != value for other in others)}
     return (setting_name(told)[0] if told else "") or spelled(plan_name)

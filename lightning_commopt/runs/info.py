@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.compressors import compressor_names
-from lightning_commopt.kernels.chunks import has_triton
-from lightning_commopt.kernels.compiled import loaded
+from lightning_commopt.kernels import c_library
+from lightning_commopt.kernels.dispatch import has_triton
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
 
 _DISTRIBUTIONS = {
@@ -120,7 +120,7 @@ def versions() -> dict[str, str]:
 def kernels() -> dict[str, str]:
     """Returns what the arithmetic of compressors is in; makes the kernels in C, if they are not made yet."""
     return {
-        "cpu": "torch" if loaded() is None else "c",
+        "cpu": "torch" if c_library.load() is None else "c",
         "cuda": "triton" if has_triton() else "torch",
     }
 

@@ -5,18 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lightning_commopt.runs.git_state import git_state
-from lightning_commopt.runs.info import devices, versions
-
-RUN_FILE = "run.json"
+from lightning_commopt.runs.files import RUN_FILE
 
 Status = Literal["running", "finished", "failed"]
 
@@ -27,11 +21,15 @@ class RunRecord:
 
     Attributes:
         status: "running" until the end; a run that was killed keeps it.
-        plan_name: short name of the way the gradients travel.
-        overrides: what the user set on the command line.
+        plan_name: short name of how the gradients travel.
+        settings: everything that was configured, resolved: dotted names to values; the options of the `CommPlan`, if
+            there is one, begin with ``plan.``.
+        overrides: what the user set on Hydra's command line, as it was written.
+        chosen: for each override, the name in `settings` of what it set.
         strategy: class of the Lightning strategy.
         device: that rank 0 trained on: the GPU's name, or "cpu".
-        plan: the options of the `CommPlan`, if the strategy has one.
+        plan: the options of the `CommPlan`, if the strategy has one, without those that have their defaults.
+        is_lossy: the compressor of the plan changes gradients; None where there is no plan.
         world_size: number of ranks that trained.
         started_at: local time with its offset, ISO 8601.
         seconds: from the start to the end of the run, with set-up and validation.
@@ -55,10 +53,13 @@ class RunRecord:
 
     status: Status
     plan_name: str
+    settings: dict[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
     strategy: str | None = None
     device: str | None = None
     plan: dict[str, Any] | None = None
+    is_lossy: bool | None = None
     world_size: int | None = None
     started_at: str | None = None
     seconds: float | None = None
@@ -103,48 +104,6 @@ class RunRecord:
             if not _is_a(value, types[name]):
                 raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is no {cls.__annotations__[name]}")
         return cls(**kept)
-
-
-def new_record(plan_name: str, overrides: Sequence[str], folder: Path) -> RunRecord:
-    """Returns the record of a run that begins now.
-
-    Args:
-        plan_name: short name of the way the gradients travel.
-        overrides: what the user set on the command line.
-        folder: within the repository that the run is made from, if there is one.
-    """
-    return RunRecord(
-        status="running",
-        plan_name=plan_name,
-        overrides=tuple(overrides),
-        started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
-        versions=versions(),
-        hardware=tuple(dataclasses.asdict(device) for device in devices()),
-        git=git_state(folder),
-    )
-
-
-def record_failure(folder: Path, error: BaseException, *, rank: int, seconds: float) -> None:
-    """Notes in the record of a run why it has failed, unless there is a reason already.
-
-    What comes first is the cause: when a rank has failed, the others follow with errors of their connections.
-
-    Args:
-        folder: of the run; without a record in it nothing is noted.
-        error: that has ended this rank.
-        rank: that was.
-        seconds: for which it ran.
-    """
-    try:
-        record = RunRecord.load(folder)
-    except (OSError, ValueError):
-        return
-    if record.status == "failed":
-        return
-    reason = f"{type(error).__name__}: {error}"
-    reason = reason if rank == 0 else f"rank {rank}: {reason}"
-    with suppress(OSError):  # it would hide the error that ended the run
-        dataclasses.replace(record, status="failed", error=reason, seconds=seconds).save(folder)
 
 
 def write_json(path: Path, value: Any) -> None:

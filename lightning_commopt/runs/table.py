@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from rich import box
 from rich.table import Table
 
+from lightning_commopt.formatting import megabytes, number, percent
 from lightning_commopt.runs.record import RunRecord
-
-_BYTES_IN_MB = 1e6
 
 
 def run_table(record: RunRecord) -> Table:
     """Returns one row with what was measured, and a dash for what was not."""
-    wire_mb = None if record.wire_bytes_per_step is None else record.wire_bytes_per_step / _BYTES_IN_MB
     cells = {
         "plan": record.plan_name,
         "ranks": str(record.world_size or "-"),
-        "steps/s": _number(record.steps_per_s, 2),
-        "samples/s": _number(record.samples_per_s, 1),
-        "MB on the wire\nper step": _number(wire_mb, 3),
-        "exposed": "-" if record.exposed_share is None else f"{100 * record.exposed_share:.1f} %",
-        "final\nvalidation loss": _number(record.val_loss, 4),
+        "steps/s": _shown(record.steps_per_s, number),
+        "samples/s": _shown(record.samples_per_s, number),
+        "MB on the wire\nper step": _shown(record.wire_bytes_per_step, megabytes),
+        "exposed": _shown(record.exposed_share, percent),
+        "final\nvalidation loss": _shown(record.val_loss, partial(number, digits=4)),
     }
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in cells:
@@ -30,5 +31,5 @@ def run_table(record: RunRecord) -> Table:
     return table
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _shown(value: float | None, show: Callable[[float], str]) -> str:
+    return "-" if value is None else show(value)

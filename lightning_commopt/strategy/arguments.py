@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -50,6 +50,8 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[st
     if sizes is not None:
         if options.get("bucket_cap_mb") is not None:
             raise OptionError("bucket_cap_mb and bucket_cap_mb_list exclude each other: give bucket_cap_mb a list")
+        if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+            raise OptionError(f"bucket_cap_mb_list must be a list of numbers of MiB, got {sizes!r}")
         options["bucket_cap_mb"] = list(sizes)
     plan = CommPlan.from_dict(options)
     if plan.comm_hook is not None and others.get("mixed_precision") is not None:

@@ -1,49 +1,39 @@
-"""What the strategies for the Trainer and for Fabric share: they follow a CommPlan."""
+"""What the strategies for the Trainer and for Fabric share."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from typing_extensions import Self
 
 from lightning_commopt.collectives.groups import let_gloo_finish_at_exit
 from lightning_commopt.plan import CommPlan, plan_options
-from lightning_commopt.strategy.aliases import register_aliases
+
+_Strategy = TypeVar("_Strategy")
 
 
-class FollowsPlan:
-    """Mixed into a DDP strategy whose keywords are the options of a plan."""
+def strategy_from_plan(cls: type[_Strategy], plan: CommPlan | str | Path, **kwargs: Any) -> _Strategy:
+    """Makes a strategy from a plan.
 
-    _plan: CommPlan
+    Args:
+        cls: of the strategy; its keywords are the options of a plan.
+        plan: the plan, or the path of a file that `CommPlan.save` wrote.
+        **kwargs: the arguments of the strategy that are no options of a plan.
 
-    @classmethod
-    def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
-        """Makes a strategy from a plan.
+    Raises:
+        OptionError: the file holds no valid plan.
+    """
+    plan = plan if isinstance(plan, CommPlan) else CommPlan.load(plan)
+    return cls(**{name: getattr(plan, name) for name in plan_options()}, **kwargs)
 
-        Args:
-            plan: the plan, or the path of a file that `CommPlan.save` wrote.
-            **kwargs: the arguments of the strategy that are no options of a plan.
 
-        Raises:
-            OptionError: the file holds no valid plan.
-        """
-        plan = plan if isinstance(plan, CommPlan) else CommPlan.load(plan)
-        return cls(**{name: getattr(plan, name) for name in plan_options()}, **kwargs)
-
-    @property
-    def plan(self) -> CommPlan:
-        """How gradients travel at present."""
-        return self._plan
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers ``commopt_ddp`` and its variants, so that ``strategy="commopt_ddp_bf16"`` works."""
-        register_aliases(strategy_registry, cls)
+def plan_of(strategy: object) -> CommPlan | None:
+    """Returns the plan of a strategy of ours; None for any other strategy."""
+    plan = getattr(strategy, "plan", None)
+    return plan if isinstance(plan, CommPlan) else None
 
 
 def check_group(world_size: int, strategy: str) -> None:
@@ -66,10 +56,13 @@ def check_group(world_size: int, strategy: str) -> None:
     let_gloo_finish_at_exit()
 
 
-def say_one_rank(**hooks: Any) -> None:
-    """Says once why there is no wrapper, and which of the hooks are therefore not used."""
-    unused = [name for name, hook in hooks.items() if hook is not None]
+def explain_one_rank(unused_hook: str | None) -> None:
+    """Says on one rank why there is no wrapper.
+
+    Args:
+        unused_hook: the option whose hook has therefore nothing to do; None if there is no hook.
+    """
     rank_zero_info(
-        "CommOptDDP: one process, so there are no gradients to exchange: the model is trained without the"
-        f" DistributedDataParallel wrapper{f'; {unused[0]} is not used' if unused else ''}."
+        "CommOptDDP: one process, so there are no gradients to synchronize: the model is trained without the"
+        f" DistributedDataParallel wrapper{f'; {unused_hook} is not used' if unused_hook else ''}."
     )

@@ -6,11 +6,12 @@ import copy
 import os
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from hydra.utils import get_class, get_object
+from hydra.utils import get_class, get_object, get_original_cwd
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -18,10 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_commopt.launch.environment import is_lab_rank, num_started_ranks
 from lightning_commopt.netlab import NetLab, parse_rate, why_not
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
+from lightning_commopt.runs.record import RunRecord
+from lightning_commopt.runs.settings import hydra_settings
+from lightning_commopt.runs.writer import new_record
 from lightning_commopt.strategy.ddp import CommOptDDP
-
-CONFIG_FILE = "config.yaml"
-"""In a run's directory: its configuration, resolved."""
 
 _why_no_lab = cache(why_not)
 
@@ -177,6 +178,21 @@ def plan_name(config: DictConfig) -> str:
         return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
     comm_hook = config.strategy.get("comm_hook")
     return str(comm_hook.get("name") if isinstance(comm_hook, DictConfig) else comm_hook or "none")
+
+
+def begun_record(config: DictConfig, folder: Path) -> RunRecord:
+    """Returns the record of the Hydra job that this process is at, which begins now.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+    """
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    settings, chosen = hydra_settings(folder, {str(name): value for name, value in plain.items()})
+    overrides = HydraConfig.get().overrides.task
+    started_in = Path(get_original_cwd())
+    return new_record(plan_name(config), started_in, settings=settings, overrides=overrides, chosen=chosen)
 
 
 def _is_integer(value: object) -> bool:

@@ -12,12 +12,9 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from lightning_commopt.launch.hydra_command import quoted
-from lightning_commopt.runs.record import RUN_FILE, RunRecord
-from lightning_commopt.sweep.config import CONFIG_FILE
+from lightning_commopt.runs.files import CONFIG_FILE, EARLIER_FOLDER, RUN_FILE
+from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.sweep.job import Job
-
-EARLIER_FOLDER = "earlier"
-"""In a sweep's directory: runs that were in the directory of a job that is run again."""
 
 _SWEEP_DIR = "hydra.sweep.dir="
 _PLAIN_PATH = re.compile(r"[\w./-]+", re.ASCII)  # without quotes the same to a shell and to Hydra

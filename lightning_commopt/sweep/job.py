@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_commopt.runs.record import RUN_FILE, RunRecord, write_json
+import yaml
+
+from lightning_commopt.runs.files import LOG_FILE, RUN_FILE, SUMMARY_FILE
+from lightning_commopt.runs.record import RunRecord, write_json
+from lightning_commopt.runs.settings import settings_of
+from lightning_commopt.runs.writer import fail_record
 from lightning_commopt.sweep.output import LineReader, cause_in_another_rank, last_exception
 from lightning_commopt.sweep.process import InterruptedRun, run_in_group
-
-LOG_FILE = "job.log"
-SUMMARY_FILE = "sweep.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,7 @@ def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) ->
     try:
         record = RunRecord.load(job.folder)
     except (FileNotFoundError, ValueError):
-        record = RunRecord(status="running", plan_name=job.plan_name, overrides=job.overrides)
+        record = _unfinished(job)
     if record.status == "finished" and reason is None:
         return record
     error = reason or "ended without a result"
@@ -170,9 +172,18 @@ def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) ->
         own = record.error if record.status == "failed" else None
         error = own or _joined(last_exception(last_lines), error)
         error = _joined(error, cause_in_another_rank(error, last_lines))
-    record = dataclasses.replace(record, status="failed", error=error)
-    record.save(job.folder)
-    return record
+    failed = fail_record(job.folder, error, unfinished=record, is_final=True)
+    assert failed is not None
+    return failed
+
+
+def _unfinished(job: Job) -> RunRecord:
+    """Returns the record of a job that has written none."""
+    config = yaml.safe_load(job.config_yaml)
+    settings, chosen = settings_of(job.folder, config if isinstance(config, dict) else {}, job.overrides)
+    return RunRecord(
+        status="running", plan_name=job.plan_name, settings=settings, overrides=job.overrides, chosen=chosen
+    )
 
 
 def _joined(*parts: str | None) -> str:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
 from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.netlab import NetLab, RankError
-from lightning_commopt.runs.record import RUN_FILE, RunRecord, new_record
-from lightning_commopt.sweep.config import LabShape, lab_shape, plan_name
+from lightning_commopt.runs.files import RUN_FILE
+from lightning_commopt.runs.record import RunRecord
+from lightning_commopt.runs.writer import fail_record
+from lightning_commopt.sweep.config import LabShape, begun_record, lab_shape
 from lightning_commopt.sweep.output import last_exception, lines_that_stay
 from lightning_commopt.sweep.process import InterruptedRun, raised_signals
 
@@ -43,8 +43,7 @@ def train_in_lab(config: DictConfig, folder: Path) -> RunRecord:
     """
     command, original_folder = single_run_command("${oc.env:RANK}")
     os.chdir(original_folder)  # the ranks start where we are
-    unfinished = new_record(plan_name(config), HydraConfig.get().overrides.task, Path(original_folder))
-    return run_in_lab(command, config.link, lab_shape(config), unfinished, folder)
+    return run_in_lab(command, config.link, lab_shape(config), begun_record(config, folder), folder)
 
 
 def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: RunRecord, folder: Path) -> RunRecord:
@@ -81,10 +80,12 @@ def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: R
         lines = lines_that_stay(error.outputs[error.rank])
         how = f"rank {error.rank} ended with status {error.status}"
         said = last_exception(lines)
-        _record_failure(folder, unfinished, f"{how}: {said}" if said else how, is_first_rank=error.rank == 0)
+        # Rank 0 knows best what ended itself.
+        reason = f"{how}: {said}" if said else how
+        fail_record(folder, reason, unfinished=unfinished, is_final=error.rank != 0)
         raise RankFailed(_message(error.rank, how, lines)) from None
     except InterruptedRun as error:
-        _record_failure(folder, unfinished, str(error), is_first_rank=False)
+        fail_record(folder, str(error), unfinished=unfinished, is_final=True)
         raise
     return RunRecord.load(folder)
 
@@ -96,16 +97,6 @@ def _show_first_rank(rank: int, output: bytes) -> None:
     left = memoryview(output)
     while left:  # not by way of sys.stdout: a part may end within a character
         left = left[os.write(sys.stdout.fileno(), left) :]
-
-
-def _record_failure(folder: Path, unfinished: RunRecord, reason: str, is_first_rank: bool) -> None:
-    """Leaves a record that says what ended the run; rank 0 knows best what ended itself."""
-    try:
-        record = RunRecord.load(folder)
-    except (FileNotFoundError, ValueError):
-        record = unfinished
-    if not (is_first_rank and record.status == "failed"):
-        dataclasses.replace(record, status="failed", error=reason).save(folder)
 
 
 def _message(rank: int, how: str, lines: Sequence[str]) -> str:

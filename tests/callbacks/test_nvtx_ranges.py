@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks.nvtx_ranges import COLORS, RANGES, NVTXRanges
-from lightning_commopt.ddp.observed import observers_of
 from lightning_commopt.measure.nvtx_timeline import SyncRanges
 from lightning_commopt.measure.observer import BucketInfo
 from ranks import run_ranks
@@ -90,7 +89,7 @@ class Unfinished(Line):
 
     def training_step(self, batch, batch_idx):
         bucket = BucketInfo(index=0, gradient_bytes=8, names=(), is_last=True)
-        observers_of(self.trainer.strategy).ready(bucket).start()
+        self.trainer.strategy.sync_observers.ready(bucket).start()  # type: ignore[attr-defined]
         raise RuntimeError("on purpose")
 
 
@@ -233,7 +232,7 @@ def test_an_exception_leaves_nothing_open(domain, tmp_path, where):
     assert domain.is_balanced
     assert set(trainer.callbacks) == {ranges, checkpoints}
     assert "save_checkpoint" not in trainer.__dict__
-    assert not observers_of(trainer.strategy)
+    assert not trainer.strategy.sync_observers
     last = domain.tree[-1]
     while len(last) > 1:
         last = last[-1]
@@ -267,7 +266,11 @@ def test_a_trainer_that_fits_twice(domain):
 def test_without_a_profiler_nothing_is_touched(tmp_path):
     class Looks(Callback):
         def on_train_batch_end(self, trainer, *args):
-            self.seen = trainer.callbacks, trainer.__dict__.get("save_checkpoint"), bool(observers_of(trainer.strategy))
+            self.seen = (
+                trainer.callbacks,
+                trainer.__dict__.get("save_checkpoint"),
+                bool(trainer.strategy.sync_observers),
+            )
 
     looks, checkpoints = Looks(), ModelCheckpoint(tmp_path)
     ranges, _ = fit(callbacks=[looks, checkpoints])

@@ -12,8 +12,9 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder, SpeedMonitor, run_recorder
 from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.report.build import build_report
-from lightning_commopt.runs.losses import LOSS_FILE, read_losses
-from lightning_commopt.runs.record import RUN_FILE, RunRecord
+from lightning_commopt.runs.files import LOSS_FILE, RUN_FILE
+from lightning_commopt.runs.losses import read_losses
+from lightning_commopt.runs.record import RunRecord
 from ranks import run_ranks, run_ranks_or_raise
 
 BATCH_SIZE = 4
@@ -73,7 +74,9 @@ def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
         "CommOptDDP",
         "cpu",
     )
-    assert record.plan == {"comm_hook": {"name": "bf16", "accumulate": None}}
+    assert record.plan == {"comm_hook": {"name": "bf16"}}
+    assert record.settings == {"plan.comm_hook.name": "bf16", "plan.comm_hook.accumulate": None}
+    assert record.is_lossy
     assert (record.world_size, record.num_parameters, record.num_timed_steps) == (2, 8, 4)
     assert record.wire_bytes_per_step == 2 * 8
     assert record.comm_time["wire_bytes"] == 2 * 8
@@ -88,13 +91,13 @@ def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnCompressor(AllReduce):  # type: ignore[misc]
-    """A user's, which no configuration knows."""
+    """A user's, with an option that no configuration can hold."""
 
-    share: float = 0.01
+    dtype: torch.dtype = torch.float16
 
 
 def own_compressor(folder):
-    fit(folder, strategy=CommOptDDP(comm_hook=OwnCompressor(share=0.1), bucket_cap_mb=5), devices=2)
+    fit(folder, strategy=CommOptDDP(comm_hook=OwnCompressor(), bucket_cap_mb=5), devices=2)
 
 
 def test_a_compressor_without_a_name_is_described_by_its_repr(tmp_path):
@@ -102,9 +105,10 @@ def test_a_compressor_without_a_name_is_described_by_its_repr(tmp_path):
     run_ranks(own_compressor, tmp_path)
     record = RunRecord.load(tmp_path)
     assert (record.status, record.plan_name) == ("finished", "OwnCompressor")
-    assert record.plan == {"bucket_cap_mb": 5, "comm_hook": "OwnCompressor(share=0.1)"}
+    assert record.plan == {"bucket_cap_mb": 5, "comm_hook": "OwnCompressor(dtype=torch.float16)"}
+    assert record.is_lossy is False
     lines = build_report([tmp_path]).groups[0].settings[0].config_lines
-    assert lines == ("# in Python: CommOptDDP(bucket_cap_mb=5, comm_hook=OwnCompressor(share=0.1))",)
+    assert lines == ("# in Python: CommOptDDP(bucket_cap_mb=5, comm_hook=OwnCompressor(dtype=torch.float16))",)
 
 
 def test_losses_are_averaged_over_ranks(tmp_path):

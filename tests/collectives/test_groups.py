@@ -35,6 +35,7 @@ def test_one_wait_is_registered_however_often_it_is_asked_for(monkeypatch: pytes
     assert 0 < seconds < 1
 
 
+@pytest.mark.exhaustive
 def test_processes_that_trained_end_with_status_0(tmp_path: Path) -> None:
     """If it fails, a training that went well counts as failed, or the processes never end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

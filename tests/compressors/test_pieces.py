@@ -93,9 +93,9 @@ def _outcome(compressor: Compressor) -> dict[str, Any]:
         received.append(model.module.vector.grad.clone())
     wire = recorder.take(NUM_STEPS)[-1].record.buckets[0].wire
     num_bytes = hook.bytes_sent
-    owed = hook.close().get("vector", torch.zeros(NUMEL))
-    dist.all_reduce(owed)
-    return {"received": torch.stack(received).numpy(), "owed": owed.numpy(), "bytes": num_bytes, "wire": wire}
+    residual = hook.close().get("vector", torch.zeros(NUMEL))
+    dist.all_reduce(residual)
+    return {"received": torch.stack(received).numpy(), "residual": residual.numpy(), "bytes": num_bytes, "wire": wire}
 
 
 def _whole_and_in_pieces(compressors: dict[str, Compressor]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -117,5 +117,5 @@ def test_pieces_change_nothing(world_size: int, compressors: dict[str, Compresso
             np.testing.assert_array_equal(cut["received"][0], whole["received"][0], err_msg=name)
             assert cut["bytes"] == whole["bytes"], name
             assert len(cut["wire"]) <= 2, name  # the last piece of an odd number is by itself
-            assert np.isfinite(cut["owed"]).all(), name
+            assert np.isfinite(cut["residual"]).all(), name
             np.testing.assert_allclose(cut["received"][2], whole["received"][2], atol=0.05, err_msg=name)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from every_compressor import COMPRESSORS
+from hydra.utils import instantiate
 
 from lightning_commopt.compressors import (
     AllReduce,
@@ -125,6 +126,12 @@ def test_own_compressor_by_import_path() -> None:
     assert compressor_from_config(config) == Mine(size=2)
     assert CommPlan.from_json(CommPlan(comm_hook=Mine(size=2)).to_json()).comm_hook == Mine(size=2)
     assert compressor_name(Mine()) == "Mine"
+
+
+def test_own_compressor_by_target() -> None:
+    """If it fails, a compressor that Hydra makes from the strategy's configuration is not taken."""
+    config = {"_target_": "lightning_commopt.CommOptDDP", "comm_hook": {"_target_": f"{__name__}.Mine", "size": 2}}
+    assert instantiate(config).plan.comm_hook == Mine(size=2)
 
 
 @pytest.mark.parametrize(

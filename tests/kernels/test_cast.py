@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from interpreted import fused, main, needs_cuda, needs_triton, run_interpreted
+from forms import in_form, main, needs_cuda, needs_triton, run_interpreted
 from torch import Tensor
 
 from lightning_commopt.kernels import cast
@@ -14,14 +14,23 @@ from lightning_commopt.kernels.chunks import CHUNK_NUMEL
 NUMELS = [1, 17, 4099, CHUNK_NUMEL + 5]
 DTYPES = [torch.float32, torch.float64]
 NARROW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a unit in the last place
-OWED = [None, torch.float32, torch.bfloat16]
+RESIDUALS = [None, torch.float32, torch.bfloat16]
 SCALE = 1 / 3
+CASES = [
+    (1, torch.float32, torch.bfloat16, torch.float32),
+    (17, torch.float64, torch.float16, torch.bfloat16),
+    (17, torch.float32, torch.bfloat16, None),
+    (4099, torch.float32, torch.float16, torch.float32),
+    (4099, torch.float64, torch.bfloat16, None),
+    (CHUNK_NUMEL + 5, torch.float32, torch.bfloat16, torch.bfloat16),
+    (CHUNK_NUMEL + 5, torch.float64, torch.float16, torch.float32),
+]
 
 
-def bucket(numel: int, dtype: torch.dtype, owed: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+def bucket(numel: int, dtype: torch.dtype, residual_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(numel)
     flat, residual = torch.randn(2, numel, generator=generator, dtype=torch.float64)
-    return flat.to(dtype), None if owed is None else residual.mul(0.01).to(owed)
+    return flat.to(dtype), None if residual_dtype is None else residual.mul(0.01).to(residual_dtype)
 
 
 def exact(flat: Tensor, residual: Tensor | None) -> np.ndarray:
@@ -32,19 +41,18 @@ def precision(residual: Tensor) -> float:
     return 2.0**-8 if residual.dtype == torch.bfloat16 else 2.0**-23
 
 
-@pytest.mark.parametrize("owed", OWED)
-@pytest.mark.parametrize("narrow", NARROW)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", NUMELS)
-def test_what_is_sent_and_kept(numel: int, dtype: torch.dtype, narrow: torch.dtype, owed: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("numel", "dtype", "narrow", "residual_dtype"), CASES)
+def test_what_is_sent_and_kept(
+    numel: int, dtype: torch.dtype, narrow: torch.dtype, residual_dtype: torch.dtype | None
+) -> None:
     """If it fails, more is rounded off than the dtype does, or it is lost."""
-    flat, residual = bucket(numel, dtype, owed)
+    flat, residual = bucket(numel, dtype, residual_dtype)
     wanted, sent = exact(flat, residual), torch.empty(numel, dtype=narrow)
     cast.narrow(flat, residual, SCALE, sent)
     np.testing.assert_allclose(sent.double().numpy(), wanted * SCALE, rtol=NARROW[narrow] * 1.001, atol=1e-7)
     if residual is not None:
         mean = torch.randn(numel).to(narrow)
-        cast.flush(flat, residual, mean, SCALE, torch.tensor(True))
+        cast.widen(flat, residual, mean, SCALE, torch.tensor(True))
         kept = wanted - sent.double().numpy() / SCALE
         np.testing.assert_allclose(residual.double().numpy(), kept, rtol=precision(residual), atol=1e-6)
         assert flat.equal(mean.to(dtype))
@@ -56,16 +64,16 @@ def test_a_step_that_is_not_finite_leaves_the_residual(numel: int) -> None:
     flat, residual = bucket(numel, torch.float32, torch.float32)
     assert residual is not None
     before, mean = residual.clone(), torch.full((numel,), torch.nan, dtype=torch.bfloat16)
-    cast.flush(flat, residual, mean, SCALE, torch.tensor(False))
+    cast.widen(flat, residual, mean, SCALE, torch.tensor(False))
     cast.add_lost(residual, torch.ones(numel), torch.zeros(numel), 3, torch.tensor(False))
     assert residual.equal(before)
     assert flat.isnan().all()
 
 
-@pytest.mark.parametrize("owed", [torch.float32, torch.bfloat16])
-def test_what_the_mean_lost_is_owed(owed: torch.dtype) -> None:
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+def test_what_the_mean_lost_stays_in_the_residual(residual_dtype: torch.dtype) -> None:
     """If it fails, the second rounding of an average is lost."""
-    values, residual = bucket(999, torch.float32, owed)
+    values, residual = bucket(999, torch.float32, residual_dtype)
     assert residual is not None
     rounded = values.bfloat16()
     wanted = residual.double() + 3 * (values.double() - rounded.double())
@@ -74,17 +82,17 @@ def test_what_the_mean_lost_is_owed(owed: torch.dtype) -> None:
 
 
 def results(
-    device: str, numel: int, dtype: torch.dtype, narrow: torch.dtype, owed: torch.dtype | None, finite: bool
+    device: str, numel: int, dtype: torch.dtype, narrow: torch.dtype, residual_dtype: torch.dtype | None, finite: bool
 ) -> list[Tensor]:
     """What is sent of a step, and the bucket and the residual after it."""
-    flat, residual = (None if x is None else x.to(device) for x in bucket(numel, dtype, owed))
+    flat, residual = (None if x is None else x.to(device) for x in bucket(numel, dtype, residual_dtype))
     assert flat is not None
     sent = torch.empty(numel, dtype=narrow, device=device)
     cast.narrow(flat, residual, SCALE, sent)
     if residual is None:
         return [sent.cpu()]
     mean, is_finite = (sent * 2).to(narrow), torch.tensor(finite, device=device)
-    cast.flush(flat, residual, mean, SCALE, is_finite)
+    cast.widen(flat, residual, mean, SCALE, is_finite)
     flat_after = flat.clone()
     cast.add_lost(residual, flat, flat.to(narrow), 3, is_finite)
     return [sent.cpu(), flat_after.cpu(), residual.cpu()]
@@ -92,9 +100,9 @@ def results(
 
 def both_forms_agree(device: str) -> None:
     """Compares the bits; but the interpreter cuts bfloat16 off where devices round to nearest."""
-    for case in itertools.product((1, 17, 4099), DTYPES, NARROW, OWED, (True, False)):
+    for case in itertools.product((1, 17, 4099), DTYPES, NARROW, RESIDUALS, (True, False)):
         plain = results("cpu", *case)
-        with fused(cast):
+        with in_form("triton"):
             by_triton = results(device, *case)
         cut_off = device == "cpu" and torch.bfloat16 in case
         tolerance = {"rtol": 2.0**-6, "atol": 0.1} if cut_off else {"rtol": 0, "atol": 0}

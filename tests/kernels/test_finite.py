@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from interpreted import fused, main, needs_cuda, needs_triton, run_interpreted
+from forms import in_form, main, needs_cuda, needs_triton, run_interpreted
 
 from lightning_commopt.kernels import finite
 
@@ -35,7 +35,7 @@ def test_nothing_is_finite() -> None:
 
 def both_forms_agree(device: str) -> None:
     for values in [*cases(1), *cases(9000), torch.empty(0)]:
-        with fused(finite):
+        with in_form("triton"):
             found = finite.all_finite(values.to(device))
         assert found.device.type == device
         assert found.cpu().equal(finite.all_finite(values))

@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from interpreted import fused, main, needs_cuda, needs_triton, run_interpreted
+from forms import in_form, main, needs_cuda, needs_triton, run_interpreted
 from torch import Tensor
 
 from lightning_commopt.kernels import orthonormal
-from lightning_commopt.kernels.low_rank import views
+from lightning_commopt.kernels.matrices import views
 
 Shapes = tuple[tuple[int, int], ...]
 
@@ -77,9 +77,11 @@ def assert_orthonormal(basis: Tensor, shapes: Shapes, tolerance: float = 3e-5, m
         np.testing.assert_allclose(gram, wanted, rtol=0, atol=tolerance)
 
 
-def check_random(device: str, dtype: torch.dtype, all_shapes: list[Shapes] = SHAPES) -> None:
+def check_random(
+    device: str, dtype: torch.dtype, all_shapes: list[Shapes] = SHAPES, scales: tuple[float, ...] = (1, 1e-35, 1e35)
+) -> None:
     finite = YES.to(device)
-    for shapes, with_old, scale in itertools.product(all_shapes, (True, False), (1, 1e-35, 1e35)):
+    for shapes, with_old, scale in itertools.product(all_shapes, (True, False), scales):
         x = random(shapes, dtype) * scale
         old = old_rows(shapes, dtype).to(device) if with_old else None
         basis = orthonormal.orthonormalize(x.to(device), shapes, old, EPSILON, finite).cpu()
@@ -90,8 +92,10 @@ def check_random(device: str, dtype: torch.dtype, all_shapes: list[Shapes] = SHA
             np.testing.assert_allclose(part.double().numpy(), gram_schmidt(its_x), rtol=0, atol=atol)
 
 
-def check_nearly_parallel(device: str, all_shapes: list[Shapes] = SHAPES) -> None:
-    for shapes, condition in itertools.product(all_shapes, (1e2, 1e4, 1e6)):
+def check_nearly_parallel(
+    device: str, all_shapes: list[Shapes] = SHAPES, conditions: tuple[float, ...] = (1e2, 1e4, 1e6)
+) -> None:
+    for shapes, condition in itertools.product(all_shapes, conditions):
         x, old = conditioned(shapes, condition).to(device), old_rows(shapes, torch.float32).to(device)
         basis = orthonormal.orthonormalize(x, shapes, old, EPSILON, YES.to(device)).cpu()
         assert_orthonormal(basis, shapes)
@@ -143,10 +147,15 @@ def test_epsilon_shortens_a_single_row() -> None:
 
 
 def both_forms_agree(device: str) -> None:
-    shapes = FEW_SHAPES if device == "cpu" else SHAPES
-    with fused(orthonormal):
-        check_random(device, torch.float32, shapes)
-        check_nearly_parallel(device, shapes)
+    is_interpreted = device == "cpu"
+    shapes = FEW_SHAPES if is_interpreted else SHAPES
+    with in_form("triton"):
+        if is_interpreted:
+            check_random(device, torch.float32, shapes, scales=(1e35,))
+            check_nearly_parallel(device, shapes, conditions=(1e6,))
+        else:
+            check_random(device, torch.float32)
+            check_nearly_parallel(device)
         check_deficient(device, True, shapes)
         check_deficient(device, False, shapes)
         check_not_finite(device, shapes)

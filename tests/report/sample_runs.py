@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 
 import torch
-import yaml
 
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.observer import BucketInfo
@@ -19,13 +18,14 @@ from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Report
 from lightning_commopt.runs.losses import LossPoint, write_losses
 from lightning_commopt.runs.record import RunRecord
+from lightning_commopt.runs.settings import flat, settings_of
 
 NUM_STEPS = 3
 BATCH_SIZE = 32
 VERSIONS = {"python": "3.11.7", "lightning_commopt": "0.1.0", "torch": "2.15.0", "lightning": "2.6.6", "hydra": "1.3.8"}
 CPU = {"kind": "cpu", "name": "AMD EPYC", "memory_bytes": 8 * 2**30, "num_cores": 2}
 
-POWERSGD = {"name": "powersgd", "matrix_rank": 1, "start_step": 0, "error_feedback": True}
+POWERSGD = {"name": "powersgd"}
 PLANS: dict[str, Any] = {"none": None, "bf16": {"name": "bf16"}, "int8": {"name": "int8"}, "powersgd": POWERSGD}
 LOSSES = {"none": 2.0, "bf16": 2.001, "int8": 2.004, "powersgd": 2.11}
 WIRE_SHARES = {"none": 1.0, "bf16": 0.5, "int8": 0.26, "powersgd": 0.015}
@@ -66,7 +66,7 @@ class SampleRun:
 
 
 def write_run(folder: Path, run: SampleRun) -> RunRecord:
-    """Writes ``run.json``, ``config.yaml``, ``loss.jsonl`` and the steps of all ranks; returns the record."""
+    """Writes ``run.json``, ``loss.jsonl`` and the steps of all ranks; returns the record."""
     folder.mkdir(parents=True, exist_ok=True)
     random = Random(" ".join(run.overrides) or str(folder.name))
     slowness = 1 + random.gauss(0, run.noise)
@@ -79,11 +79,11 @@ def write_run(folder: Path, run: SampleRun) -> RunRecord:
     comm_time = {name: float(value) for name, value in statistics.compute().items()}
     loss = run.loss * (1 + random.gauss(0, 0.004))
     write_losses(folder, _losses(loss, comm_time["step_s"], random))
-    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 0, "repetition": 0, **run.config}), encoding="utf-8")
     record = RunRecord(
         status="finished",
         plan_name=run.plan_name,
-        overrides=run.overrides,
+        is_lossy=run.plan_name not in ("none", "all_reduce") if run.plan is not None else None,
+        **described(run.overrides, {"seed": 0, "repetition": 0, **run.config}, run.plan),
         strategy=run.strategy,
         device="cpu",
         plan=None if run.plan is None else dict(run.plan),
@@ -218,11 +218,23 @@ def _way(size: str, way: str, ranks: int, repetition: int) -> SampleRun:
 
 
 def save_run(folder: Path, *overrides: str, **fields: Any) -> Path:
-    """Writes nothing but ``run.json``, of a finished run on 2 ranks; returns its folder."""
+    """Writes nothing but ``run.json``, of a finished run on the ranks of its overrides, or 2; returns its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = {"status": "finished", "plan_name": "none", "plan": {}, "world_size": 2, "overrides": overrides, **fields}
-    RunRecord(**known).save(folder)
+    config = fields.pop("config", {})
+    ranks = [int(each.partition("=")[2]) for each in overrides if each.startswith(("ranks=", "trainer.devices="))]
+    ranks = [1] if "way=one_process" in overrides else [*ranks, 2]
+    known = {"status": "finished", "plan_name": "none", "plan": {}, "world_size": ranks[0], **fields}
+    known.setdefault("is_lossy", known["plan_name"] in WIRE_SHARES and known["plan_name"] != "none")
+    RunRecord(**known, **described(overrides, config, known["plan"])).save(folder)
     return folder
+
+
+def described(
+    overrides: Sequence[str], config: Mapping[str, Any], plan: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the fields of a record that say how the run was set, as the recorder makes them."""
+    settings, chosen = settings_of(Path("run"), config, overrides)
+    return {"overrides": tuple(overrides), "chosen": chosen, "settings": {**settings, **flat(plan or {}, "plan.")}}
 
 
 def save_rates(
@@ -248,7 +260,7 @@ def ladder_report(folder: Path) -> Report:
     """Returns the report of `write_ladder`, with published figures and a run that failed."""
     sweep = write_ladder(folder / "ladder")
     failed = RunRecord(
-        status="failed", plan_name="none", overrides=("experiment=ladder", "rung=bf16"), error="ValueError: x"
+        status="failed", plan_name="none", error="ValueError: x", **described(("experiment=ladder", "rung=bf16"), {})
     )
     (sweep / "99").mkdir()
     failed.save(sweep / "99")

@@ -87,11 +87,11 @@ def test_the_loss_of_the_recommended_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(("rates", "recommended"), [(SLOW, None), (FAST, "bf16")])
-def test_a_reference_that_diverged_is_not_recommended(tmp_path, rates, recommended):
+def test_a_baseline_that_diverged_is_not_recommended(tmp_path, rates, recommended):
     losses = {"none": [2.0, math.nan, 2.0], "bf16": LOW, "int8": LOW}
     group = _group(tmp_path, {"none": SLOW, "bf16": rates, "int8": [50, 51, 49]}, losses)
     assert group.answer[0] == (
-        'In 1 of the 3 runs of "uncompressed", the reference, the final loss is no number: do not use it.'
+        'In 1 of the 3 runs of "uncompressed", the baseline, the loss became NaN; do not use it.'
     )
     assert not any("leave the rest off" in sentence for sentence in group.answer)
     assert (group.recommended and group.recommended.name) == recommended
@@ -102,13 +102,13 @@ def test_nothing_but_the_plan_with_the_worse_loss_is_faster(tmp_path):
         tmp_path, {"none": SLOW, "powersgd": FASTER, "bf16": SLOW}, {"none": LOW, "powersgd": HIGH, "bf16": LOW}
     )
     assert group.answer[-1] == 'Nothing else is faster than "uncompressed" beyond noise: leave the rest off.'
-    assert group.recommended is group.reference
+    assert group.recommended is group.baseline
 
 
 def test_a_run_that_diverged_is_no_plan_to_use(tmp_path):
     losses = {"none": LOW, "bf16": [2.0, math.nan, 2.0], "int8": LOW}
     group = _group(tmp_path, {"none": SLOW, "bf16": FASTER, "int8": FAST}, losses)
-    assert group.answer[1] == "In 1 of its 3 runs the final loss is no number: do not use it."
+    assert group.answer[1] == "In 1 of its 3 runs the loss became NaN; do not use it."
     assert group.recommended is not None
     assert group.recommended.name == "int8"
 
@@ -165,10 +165,10 @@ def test_nothing_beyond_noise_is_left_off(tmp_path):
         '"bf16", the nearest, is 1.0 % faster than "uncompressed" (-0.5 to 1.2 % in 3 repetitions),'
         " which is within noise.",
     )
-    assert group.recommended is group.reference
+    assert group.recommended is group.baseline
 
 
-def test_the_reference_may_be_the_fastest(tmp_path):
+def test_the_baseline_may_be_the_fastest(tmp_path):
     group = _group(tmp_path, {"none": FAST, "bf16": SLOW})
     assert group.answer == (
         '"uncompressed" is the fastest, at 150 samples/s: leave the rest off.',
@@ -189,18 +189,18 @@ def test_single_runs_say_that_the_noise_is_unknown(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "config", "advice"),
     [
-        (["strategy/comm_hook=bf16"], "repeat: 1", "repeat=3 "),
-        (["+commopt=bf16"], "seed: 12", " seed=1,2,3 before"),
-        (["+commopt=bf16", "trainer.seed_everything=1"], "{}", " trainer.seed_everything=1,2,3 before"),
-        ([], "{}", "each setting with 3 seeds"),
+        (["strategy/comm_hook=bf16"], {"repetition": 0}, "repeat=3 "),
+        (["+commopt=bf16"], {"seed": 12}, " seed=1,2,3 before"),
+        (["+commopt=bf16", "trainer.seed_everything=1"], {}, " trainer.seed_everything=1,2,3 before"),
+        ([], {}, "each setting with 3 seeds"),
     ],
 )
 def test_how_to_repeat_fits_where_the_sweep_ran(tmp_path, overrides, config, advice):
     """If it fails, a project that has no key ``repeat`` is told to set it."""
     for hook, rate in (("none", 100), ("bf16", 150)):
         own = [each.replace("bf16", hook) for each in overrides]
-        run = save_run(tmp_path / hook, *own, plan_name=hook, plan={"comm_hook": hook}, samples_per_s=rate)
-        (run / "config.yaml").write_text(config)
+        known = {"plan_name": hook, "plan": {"comm_hook": hook}, "samples_per_s": rate}
+        save_run(tmp_path / hook, *own, config=config, **known)
     (group,) = build_report([tmp_path]).groups
     assert advice in group.answer[-1]
 
@@ -239,10 +239,10 @@ def test_more_than_communication_explains_is_no_headline(tmp_path, rates, share,
     """Hiding 32 % of a step makes it 1.47 times as fast at most; if it fails, a busy minute is praised as a plan."""
     shares = [None if share is None else share - at / 100 for at in range(3)]
     for at, (slow, fast, of_run) in enumerate(zip(SLOW, rates, shares, strict=True)):
-        seen = {} if of_run is None else {"exposed_share": of_run, "comm_time": {"comm_s": 1.0}}
+        seen = {} if of_run is None else {"comm_time": {"step_s": 1.0, "comm_s": 1.0, "exposed_s": of_run}}
         save_run(tmp_path / f"a{at}", f"repetition={at}", samples_per_s=slow, **seen)
         save_run(tmp_path / f"b{at}", override, f"repetition={at}", samples_per_s=fast, **fields)
-    (group,) = build_report([tmp_path], reference=build_report([tmp_path]).groups[0].settings[0].name).groups
+    (group,) = build_report([tmp_path], baseline=build_report([tmp_path]).groups[0].settings[0].name).groups
     setting = group.settings[1]
     assert setting.is_beyond_limit is is_beyond
     assert ("busy" in " ".join(group.answer)) is is_beyond
@@ -267,13 +267,13 @@ def test_without_throughput_there_is_no_answer(tmp_path):
     save_run(tmp_path / "1", "rung=one_bucket")
     (group,) = build_report([tmp_path]).groups
     assert group.answer == ("No run has a throughput: without the callback SpeedMonitor nothing can be compared.",)
-    assert group.fastest is group.reference
+    assert group.fastest is group.baseline
 
 
-def test_a_reference_without_throughput_is_named(tmp_path):
+def test_a_baseline_without_throughput_is_named(tmp_path):
     save_run(tmp_path / "0", "rung=bf16", samples_per_s=1.0)
     save_run(tmp_path / "1", "rung=one_bucket")
-    (group,) = build_report([tmp_path], reference="one bucket").groups
+    (group,) = build_report([tmp_path], baseline="one bucket").groups
     assert group.answer == ('"bf16" made 1.00 samples/s; "one bucket" has none.',)
 
 

@@ -65,7 +65,7 @@ def _names(chart: Chart | None) -> list[str]:
 def _with(group: Group, **changes: Any) -> Group:
     """Returns a group whose settings have something else."""
     settings = tuple(replace(setting, **changes) for setting in group.settings)
-    return replace(group, settings=settings, reference=settings[0], fastest=settings[0])
+    return replace(group, settings=settings, baseline=settings[0], fastest=settings[0])
 
 
 def test_bars_have_the_medians_and_intervals(sweep: Report) -> None:
@@ -93,8 +93,7 @@ def test_bucket_sizes_have_a_line_for_each_plan(sweep: Report) -> None:
 def test_a_bucket_size_of_none_has_no_place_on_the_axis(tmp_path: Path) -> None:
     """Lightning's DDP takes 0 for a bucket for each gradient."""
     for size in (0, 5, 25):
-        run = save_run(tmp_path / str(size), f"trainer.strategy.bucket_cap_mb={size}", plan=None, samples_per_s=1.0)
-        (run / "config.yaml").write_text(f"trainer: {{strategy: {{bucket_cap_mb: {size}}}}}")
+        save_run(tmp_path / str(size), f"trainer.strategy.bucket_cap_mb={size}", plan=None, samples_per_s=1.0)
     report = build_report([tmp_path])
     (line,) = _drawn(bucket_sizes(report.groups[0], _styles(report)))["data"]
     assert line["x"] == ["5", "25"]
@@ -246,7 +245,7 @@ def test_the_losses_that_matter_are_drawn_first(sweep: Report) -> None:
         for setting in group.settings
     ]
     last = settings[-1]
-    many = replace(group, settings=tuple(settings), reference=last, fastest=settings[-3], recommended=settings[-5])
+    many = replace(group, settings=tuple(settings), baseline=last, fastest=settings[-3], recommended=settings[-5])
     chart = loss_curves(many, plan_styles(setting.plan_name for setting in settings))[0]
     hover = json.dumps(_drawn(chart)["data"])
     assert all(setting.name in hover for setting in settings[-1:-6:-2])
@@ -358,7 +357,7 @@ def _group_of(folder: Path) -> Group:
     write_run(other, SampleRun())
     (group,) = build_report([other]).groups
     setting = replace(group.settings[0], runs=(replace(group.settings[0].runs[0], folder=folder),))
-    return replace(group, settings=(setting,), reference=setting, fastest=setting)
+    return replace(group, settings=(setting,), baseline=setting, fastest=setting)
 
 
 def _later(values: dict[str, Any], shift_s: float) -> str:

@@ -15,6 +15,7 @@ from sample_runs import four_ways_report, ladder_report, sample_report, save_run
 from wheels import REPOSITORY, build_wheel
 
 from lightning_commopt.report.build import build_report
+from lightning_commopt.report.columns import difference_in_words
 from lightning_commopt.report.model import Group, Report, Run
 from lightning_commopt.report.page import write_page
 from lightning_commopt.runs.record import RunRecord
@@ -99,7 +100,7 @@ def test_the_table_says_differences_in_words(ladder: Report, tmp_path: Path) -> 
     text = _table(_written(ladder, tmp_path)[1])
     for setting in ladder.groups[0].settings:
         if setting.speedup is not None:
-            assert f"\N{MULTIPLICATION SIGN} {setting.difference}" in text
+            assert f"\N{MULTIPLICATION SIGN} {difference_in_words(setting)}" in text
     assert "published by others, on their hardware" in text
     for setting in ladder.groups[0].settings:
         assert all(figure.label in text and figure.source in text for figure in setting.published)
@@ -161,11 +162,11 @@ def test_a_single_run_has_a_page(tmp_path: Path) -> None:
 
 def test_without_any_result_the_failures_are_said(tmp_path: Path) -> None:
     page, elements = _written(_only_failures(), tmp_path)
-    assert "no run has finished" in elements.text
+    assert "No run has finished yet" in elements.text
     assert "ValueError: x" in elements.text
     assert "it rained" in elements.text
     assert len(page) < 100_000
-    assert "process that was killed" in _table(_written(_only_failures(error=None), tmp_path)[1])
+    assert "the process was probably killed" in _table(_written(_only_failures(error=None), tmp_path)[1])
 
 
 def test_texts_of_users_are_never_markup(ladder: Report, tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_templates_are_in_the_wheel(tmp_path: Path) -> None:
 
 def _with(group: Group, settings: Sequence[object]) -> Group:
     found = tuple(settings)
-    return replace(group, settings=found, reference=found[0], fastest=found[-1], recommended=None)  # type: ignore[arg-type]
+    return replace(group, settings=found, baseline=found[0], fastest=found[-1], recommended=None)  # type: ignore[arg-type]
 
 
 def _renamed(report: Report, text: str) -> Report:

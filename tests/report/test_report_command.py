@@ -3,6 +3,8 @@
 import io
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -10,7 +12,7 @@ from sample_runs import ladder_report, save_rates, save_run, write_sweep
 from typer.testing import CliRunner, Result
 
 from lightning_commopt.cli import app
-from lightning_commopt.report import files
+from lightning_commopt.report import page
 from lightning_commopt.report.files import report_sweep
 
 RATES = {"none": [100, 101, 99], "bf16": [150, 152, 148]}
@@ -85,38 +87,38 @@ def test_several_sweeps_are_one_report(tmp_path):
     assert [setting["name"] for setting in plain["groups"][0]["settings"]] == ["bf16", "uncompressed", "int8"]
 
 
-def test_reference_is_a_setting(tmp_path):
+def test_baseline_is_a_setting(tmp_path):
     sweep = save_rates(tmp_path / "sweep", RATES)
-    assert json.loads(_run(sweep, "--json", "--reference", "bf16").stdout)["groups"][0]["reference"] == "bf16"
-    result = _run(sweep, "--reference", "fp16")
+    assert json.loads(_run(sweep, "--json", "--baseline", "bf16").stdout)["groups"][0]["baseline"] == "bf16"
+    result = _run(sweep, "--baseline", "fp16")
     assert result.exit_code == 2
     assert result.stderr == "commopt: no setting is called 'fp16'; there are: bf16; uncompressed\n"
 
 
 @pytest.mark.parametrize(("now", "status"), [(RATES, 0), (SLOWER, 1)])
 @pytest.mark.parametrize("as_file", [False, True])
-def test_against_is_a_gate(tmp_path, now, status, as_file):
+def test_earlier_is_a_gate(tmp_path, now, status, as_file):
     before, after = save_rates(tmp_path / "before", RATES), save_rates(tmp_path / "after", now)
     other = before
     if as_file:
         other = tmp_path / "before.json"
         other.write_text(_run(before, "--json").stdout)
-    result = _run(after, "--against", other)
+    result = _run(after, "--earlier", other)
     assert result.exit_code == status, result.output
     assert ("slower (1)\n  bf16: 120 samples/s, before 150, ratio 0.800 (0.783 to 0.818)" in result.stdout) is bool(
         status
     )
-    as_json = _run(after, "--json", "--against", other)
+    as_json = _run(after, "--json", "--earlier", other)
     assert as_json.exit_code == status
-    assert json.loads(as_json.stdout)["against"]["is_worse"] is bool(status)
+    assert json.loads(as_json.stdout)["regressions"]["is_worse"] is bool(status)
 
 
 def test_the_tolerance_is_said(tmp_path):
     before, after = save_rates(tmp_path / "before", RATES), save_rates(tmp_path / "after", SLOWER)
-    result = _run(after, "--against", before, "--tolerance", 0.3)
+    result = _run(after, "--earlier", before, "--tolerance", 0.3)
     assert result.exit_code == 0, result.output
-    assert "against before, with a tolerance of 30 %:" in result.stdout
-    assert _run(after, "--against", before, "--tolerance", 5).exit_code == 2
+    assert "compared with before, with a tolerance of 30 %:" in result.stdout
+    assert _run(after, "--earlier", before, "--tolerance", 5).exit_code == 2
 
 
 def test_no_file_says_where_it_was_made(tmp_path, monkeypatch):
@@ -129,7 +131,7 @@ def test_no_file_says_where_it_was_made(tmp_path, monkeypatch):
         save_run(sweep / "x", status="failed", error=error)
     (tmp_path / "none").mkdir()
     folders = [tmp_path / name for name in ("a/sweep", "b/sweep", "gone", "none")]
-    result = _run(*folders, "--json", "--output", tmp_path, "--against", tmp_path / "a" / "sweep")
+    result = _run(*folders, "--json", "--output", tmp_path, "--earlier", tmp_path / "a" / "sweep")
     assert json.loads(result.stdout)["failed"][0]["error"] == "OSError: …/log, …/y and …/.cache"
     assert str(tmp_path) not in result.stdout + (tmp_path / "report.html").read_text()
 
@@ -138,13 +140,13 @@ def test_a_job_that_fails_now_closes_the_gate(tmp_path):
     before, after = save_rates(tmp_path / "before", RATES), save_rates(tmp_path / "after", RATES)
     shutil.rmtree(after / "bf16_2")
     save_run(after / "bf16_2", "strategy/comm_hook=bf16", "repetition=2", status="failed", error="RuntimeError: no")
-    result = _run(after, "--against", before)
+    result = _run(after, "--earlier", before)
     assert result.exit_code == 1
     assert "failed, and did not before (1)\n  bf16: RuntimeError: no" in result.stdout
 
 
 @pytest.mark.parametrize(
-    "arguments", [["gone"], ["sweep", "--against", "gone"], ["sweep", "--against", "sweep/x.json"], []]
+    "arguments", [["gone"], ["sweep", "--earlier", "gone"], ["sweep", "--earlier", "sweep/x.json"], []]
 )
 def test_mistakes_have_a_status_of_their_own(tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
@@ -160,8 +162,8 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_reported(tmp_path):
     (sweep / "bf16_0" / "run.json").write_text("{")
     result = _run(sweep, tmp_path / "gone")
     assert result.exit_code == 0
-    assert "note: gone does not exist" in result.stdout
-    assert "note: sweep/bf16_0/run.json cannot be read" in result.stdout
+    assert "warning: gone does not exist" in result.stdout
+    assert "warning: sweep/bf16_0/run.json cannot be read" in result.stdout
     assert "is the fastest" in result.stdout
 
 
@@ -173,6 +175,25 @@ def test_nothing_but_a_record_that_is_cut_off_leaves_nothing_to_report(tmp_path)
     assert result.stderr.startswith("commopt: no run could be read: ")
     assert "0/run.json" in result.stderr
     assert not (tmp_path / "sweep" / "report.html").exists()
+
+
+LOADED = """
+import sys
+from typer.testing import CliRunner
+from lightning_commopt.cli import app
+result = CliRunner().invoke(app, ["report", *sys.argv[1:]])
+assert result.exit_code == 0, result.output
+print("imported", *{"torch", "lightning", "hydra", "plotly", "jinja2"}.intersection(sys.modules))
+"""
+
+
+@pytest.mark.parametrize(("arguments", "loaded"), [([], {"plotly", "jinja2"}), (["--json"], set())])
+def test_a_report_waits_for_neither_torch_nor_lightning(tmp_path, arguments, loaded):
+    """If it fails, everybody who asks for a report waits seconds for imports."""
+    sweep = save_rates(tmp_path / "sweep", RATES)
+    command = [sys.executable, "-c", LOADED, str(sweep), *arguments]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert set(answer.stdout.splitlines()[-1].split()[1:]) == loaded
 
 
 def _reported(folder) -> str:  # type: ignore[no-untyped-def]
@@ -197,5 +218,5 @@ def test_a_report_that_fails_does_not_fail_the_sweep(tmp_path, monkeypatch):
     def broken(*arguments: object) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr(files, "write_page", broken)
+    monkeypatch.setattr(page, "write_page", broken)
     assert _reported(tmp_path).endswith("warning: no report was written: 'x'\n")

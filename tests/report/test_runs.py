@@ -7,6 +7,7 @@ from sample_runs import plan_run, save_rates, save_run, write_run
 
 from lightning_commopt.measure.files import rank_file
 from lightning_commopt.report.runs import read_runs
+from lightning_commopt.report.settings import chosen_settings
 
 
 @pytest.fixture
@@ -22,8 +23,8 @@ def test_a_run_is_read_as_it_was_written(sweep):
     assert not found.problems
     assert [run.name for run in found.finished] == ["0", "1", "2", "3"]
     run = found.finished[1]
-    assert run.overrides == {"strategy/comm_hook": "bf16", "strategy.bucket_cap_mb": "25", "repetition": "0"}
-    assert run.config["seed"] == 0
+    assert chosen_settings(run) == {"strategy/comm_hook": "bf16", "strategy.bucket_cap_mb": "25"}
+    assert run.settings["seed"] == 0
     assert [point.kind for point in run.losses].count("val") == 2
     assert run.root == sweep
 
@@ -102,7 +103,7 @@ def test_bytes_that_are_no_text_are_a_line(sweep):
     assert "2/run.json" in read_runs([sweep]).problems[0]
 
 
-@pytest.mark.parametrize(("name", "text"), [("loss.jsonl", "{}\n"), ("config.yaml", "a: [")])
+@pytest.mark.parametrize(("name", "text"), [("loss.jsonl", "{}\n")])
 def test_a_broken_file_beside_the_record_is_a_line_and_the_run_is_kept(sweep, name, text):
     (sweep / "1" / name).write_text(text)
     found = read_runs([sweep])
@@ -147,7 +148,7 @@ def test_a_run_shorter_than_its_warm_up_is_called_so(tmp_path):
 def test_a_run_that_still_runs_is_named(sweep):
     save_run(sweep / "4", status="running")
     found = read_runs([sweep])
-    assert found.problems == ("still running, or killed without a word; left out: 4",)
+    assert found.problems == ("still running or killed, left out: 4",)
     assert len(found.finished) == 4
 
 
@@ -170,7 +171,7 @@ def test_other_directories_are_lines_beside_a_sweep(sweep, tmp_path):
         "{root}a/empty is no sweep: there is no run.json in it",
         "{root}a/gone does not exist",
         "{root}a/broken/0/run.json cannot be read, the run is left out: ",
-        "still running, or killed without a word; left out: {root}a/running/0",
+        "still running or killed, left out: {root}a/running/0",
     ],
 )
 def test_nothing_to_report_is_an_error_with_the_path_as_it_was_given(tmp_path, monkeypatch, root, message):
@@ -189,15 +190,6 @@ def test_nothing_to_report_is_an_error_with_the_path_as_it_was_given(tmp_path, m
 def test_only_failed_runs_can_be_reported(tmp_path):
     save_run(tmp_path / "0", status="failed", error="x")
     assert len(read_runs([tmp_path]).failed) == 1
-
-
-def test_the_configuration_of_another_hydra_project_is_read(tmp_path):
-    save_run(tmp_path / "0", "+commopt=bf16")
-    (tmp_path / "0" / ".hydra").mkdir()
-    (tmp_path / "0" / ".hydra" / "config.yaml").write_text("trainer: {strategy: {comm_hook: bf16}}")
-    run = read_runs([tmp_path]).finished[0]
-    assert run.overrides == {"commopt": "bf16"}
-    assert run.config["trainer"]["strategy"]["comm_hook"] == "bf16"
 
 
 def test_a_loss_that_is_no_number_is_kept(tmp_path):

@@ -50,7 +50,7 @@ def test_a_table_fits_into_80_columns(tmp_path):
 def test_names_are_no_markup(tmp_path):
     report = sample_report(tmp_path)
     object.__setattr__(report, "problems", ("[red]x[/red]",))
-    assert "note: [red]x[/red]" in _printed(report, 80)
+    assert "warning: [red]x[/red]" in _printed(report, 80)
 
 
 def test_without_throughput_none_is_the_highest(tmp_path):

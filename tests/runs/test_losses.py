@@ -3,7 +3,9 @@ import json
 import pytest
 import torch
 
-from lightning_commopt.runs.losses import LOSS_FILE, LossCurve, LossPoint, read_losses, write_losses
+from lightning_commopt.runs.files import LOSS_FILE
+from lightning_commopt.runs.loss_curve import LossCurve
+from lightning_commopt.runs.losses import LossPoint, read_losses, write_losses
 
 POINTS = [
     LossPoint(kind="train", step=1, seconds=0.5, loss=2.0),

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from lightning_commopt.runs.record import RUN_FILE, RunRecord, write_json
+from lightning_commopt.runs.files import RUN_FILE
+from lightning_commopt.runs.record import RunRecord, write_json
 
 FULL = RunRecord(
     status="finished",

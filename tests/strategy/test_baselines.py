@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from cross_section import sampled
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -31,7 +32,7 @@ from strategy_models import (
     trainer,
 )
 from test_observing import GRADIENT_BYTES, Watch, assert_in_order
-from test_strategy_numbers import MODES, Mode
+from test_strategy_numbers import BY_DEFAULT, MODES, Mode
 from torch import Tensor, nn
 
 from lightning_commopt import CommOptDDP
@@ -132,7 +133,7 @@ def fitted(name: str) -> list[tuple[Params, dict[str, Params]]]:
 
 
 @pytest.mark.parametrize("strategy", BASELINES)
-@pytest.mark.parametrize("name", EVERY_MODE)
+@pytest.mark.parametrize("name", sampled(EVERY_MODE, BY_DEFAULT.intersection(EVERY_MODE)))
 def test_trains_as_ddp_bit_by_bit(name: str, strategy: str) -> None:
     """If it fails, a comparison of strategies compares different trainings; buffers of each rank are compared too."""
     for of_ddp, of_baselines in fitted(name):

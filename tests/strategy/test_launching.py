@@ -95,7 +95,11 @@ def end(request: pytest.FixtureRequest, ends: dict[str, Future[tuple[Path, int, 
 
 @pytest.mark.parametrize(
     ("end", "start_methods"),
-    [("popen", ["popen"]), ("spawn fork", ["spawn", "fork"]), ("torchrun: popen", ["popen"])],
+    [
+        pytest.param("popen", ["popen"], marks=pytest.mark.exhaustive),  # as of the examples
+        ("spawn fork", ["spawn", "fork"]),
+        ("torchrun: popen", ["popen"]),
+    ],
     indirect=["end"],
     ids=["popen", "spawn_and_fork", "torchrun"],
 )

@@ -40,11 +40,10 @@ def test_aliases_are_those_of_ddp() -> None:
 def test_alias(suffix: str, name: str) -> None:
     """If it fails, strategy="commopt_ddp..." means something else than "ddp..." with this comm hook."""
     alias = name.replace("ddp", f"commopt_ddp{suffix}", 1)
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
     with catch_warnings():
         simplefilter("ignore")  # Lightning's, of notebooks
-        ours = Trainer(strategy=alias, logger=False, barebones=True, **options).strategy
-        in_fabric = Fabric(strategy=alias, **options).strategy
+        ours = Trainer(strategy=alias, logger=False, barebones=True, accelerator="cpu", devices=2).strategy
+        in_fabric = Fabric(strategy=alias, accelerator="cpu", devices=2).strategy
     assert isinstance(ours, CommOptDDP)
     assert isinstance(in_fabric, FabricCommOptDDP)
     of_lightning = StrategyRegistry.get(name)

@@ -7,9 +7,9 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 
+from lightning_commopt.runs.files import CONFIG_FILE
 from lightning_commopt.sweep.composing import SweepSettings
 from lightning_commopt.sweep.conf_path import conf_dir
-from lightning_commopt.sweep.config import CONFIG_FILE
 from lightning_commopt.sweep.job import Job, JobResult, SweepObserver
 from lightning_commopt.sweep.launcher import register_launcher
 from lightning_commopt.sweep.resolvers import register_resolvers

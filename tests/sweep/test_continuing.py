@@ -3,8 +3,8 @@ import shlex
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lightning_commopt.runs.files import CONFIG_FILE
 from lightning_commopt.runs.record import RunRecord
-from lightning_commopt.sweep.config import CONFIG_FILE
 from lightning_commopt.sweep.continuing import changed_keys, continue_command, finished_before, set_aside
 from lightning_commopt.sweep.job import Job
 

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from lightning_commopt.runs.files import SUMMARY_FILE
 from lightning_commopt.runs.record import RunRecord
-from lightning_commopt.sweep.job import SUMMARY_FILE, Job, SweepObserver, run_job, save_summary
+from lightning_commopt.sweep.job import Job, SweepObserver, run_job, save_summary
 from lightning_commopt.sweep.process import InterruptedRun
 
 # Written by hand, as the package takes seconds to import.

@@ -11,7 +11,8 @@ import pytest
 from lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namespaces_in
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
-from lightning_commopt.runs.record import RUN_FILE, RunRecord
+from lightning_commopt.runs.files import RUN_FILE
+from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.sweep.config import LabShape
 from lightning_commopt.sweep.lab_run import RankFailed, run_in_lab
 from lightning_commopt.sweep.process import InterruptedRun

@@ -7,9 +7,9 @@ import pytest
 from fake_sweeps import JOB, fake_sweep
 from hydra.errors import HydraException
 
+from lightning_commopt.runs.files import SUMMARY_FILE
 from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.sweep.config import ConfigError
-from lightning_commopt.sweep.job import SUMMARY_FILE
 
 
 def numbers_in(folder):

@@ -9,10 +9,10 @@ from typing import Literal
 
 from plotly import graph_objects as go
 
+from lightning_commopt.formatting import number
 from lightning_commopt.report.figures.chart import Chart, Line, plain
 from lightning_commopt.report.figures.series import typical_run
 from lightning_commopt.report.figures.style import PlanStyle, line_styles, new_figure
-from lightning_commopt.report.figures.units import number
 from lightning_commopt.report.model import Group, Setting
 from lightning_commopt.report.phrases import in_quotes, listed
 from lightning_commopt.runs.losses import LossPoint
@@ -46,7 +46,7 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
     all_curves = [curve for setting in group.settings if (curve := _curve(setting)) is not None]
     if not all_curves:
         return []
-    first = [each.name for each in (group.reference, group.recommended, group.fastest) if each is not None]
+    first = [each.name for each in (group.baseline, group.recommended, group.fastest) if each is not None]
     distinct = _distinct(
         sorted(all_curves, key=lambda curve: (curve.setting.name not in first, -_samples_per_s(curve.setting)))
     )

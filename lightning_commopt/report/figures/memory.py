@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_commopt.formatting import byte_unit
 from lightning_commopt.report.figures.chart import Bar, Chart, Part
 from lightning_commopt.report.figures.style import PlanStyle
-from lightning_commopt.report.figures.units import byte_unit
 from lightning_commopt.report.model import Group
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from lightning_commopt.formatting import Unit, percent, time_unit
+from lightning_commopt.measure.exposed_share import StepParts
+from lightning_commopt.measure.exposed_share import step_parts as split_step
 from lightning_commopt.report.figures.chart import Bar, Chart, Key, Part
 from lightning_commopt.report.figures.style import PlanStyle
-from lightning_commopt.report.figures.units import Unit, percent, time_unit
 from lightning_commopt.report.model import Group, Setting
 
 _PARTS = (
@@ -15,26 +17,26 @@ _PARTS = (
     Key("hidden", "computing, and gradients travel meanwhile"),
     Key("exposed", "exposed: waiting for gradients"),
 )
+_MEASURED = {"step_s", "comm_s", "exposed_s"}
 _LEAST_SHARE = 1e-6  # of a step; less is what rounding left
 
 
 class _Step(NamedTuple):
-    """Seconds of a setting's step, and the share of it that is exposed."""
+    """A setting's step, cut into parts that add up to it."""
 
     setting: Setting
-    step_s: float
+    parts: StepParts
     comm_s: float
-    exposed_s: float
     share: float
 
     @property
-    def hidden_s(self) -> float:
-        hidden_s = self.comm_s - self.exposed_s
-        return hidden_s if hidden_s > _LEAST_SHARE * self.step_s else 0.0
+    def step_s(self) -> float:
+        return sum(self.parts)
 
     @property
-    def computing_s(self) -> float:
-        return max(0.0, self.step_s - self.exposed_s)
+    def bound_s(self) -> float:
+        """The most that overlap could hide."""
+        return max(self.parts.hidden_s, min(self.step_s - self.parts.exposed_s, self.comm_s))
 
 
 def step_parts(group: Group) -> Chart | None:
@@ -56,9 +58,8 @@ def step_parts(group: Group) -> Chart | None:
 
 
 def _parts(step: _Step, most_s: float, unit: Unit) -> tuple[Part, ...]:
-    hidden_s = min(step.hidden_s, step.computing_s)
     parts, start_s = [], 0.0
-    for key, part_s in zip(_PARTS, (step.computing_s - hidden_s, hidden_s, step.exposed_s), strict=True):
+    for key, part_s in zip(_PARTS, step.parts, strict=True):
         hover = f"{step.setting.name}: {key.text}, {unit.text(part_s)} of {unit.text(step.step_s)}"
         parts.append(Part(start_s / most_s, (start_s + part_s) / most_s, hover, key.swatch))
         start_s += part_s
@@ -66,23 +67,22 @@ def _parts(step: _Step, most_s: float, unit: Unit) -> tuple[Part, ...]:
 
 
 def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns what overlap saves beside its bound; None where nothing was exchanged."""
-    steps = sorted((step for step in _steps(group) if step.comm_s > 0), key=lambda step: -step.hidden_s)
+    """Returns what overlap saves beside its bound; None without communication."""
+    steps = sorted((step for step in _steps(group) if step.comm_s > 0), key=lambda step: -step.parts.hidden_s)
     if not steps:
         return None
-    bounds_s = [min(step.computing_s, step.comm_s) for step in steps]
-    most_s = max(*bounds_s, *(step.hidden_s for step in steps))
+    most_s = max(step.bound_s for step in steps)
     unit = time_unit(most_s)
     bars = []
-    for step, bound_s in zip(steps, bounds_s, strict=True):
-        saved = f"{unit.text(step.hidden_s)} of {unit.text(bound_s)}"
+    for step in steps:
+        saved = f"{unit.text(step.parts.hidden_s)} of {unit.text(step.bound_s)}"
         hover = (
-            f"{step.setting.name}: communication {unit.text(step.comm_s)}, exposed {unit.text(step.exposed_s)};"
+            f"{step.setting.name}: communication {unit.text(step.comm_s)}, exposed {unit.text(step.parts.exposed_s)};"
             f" saved by overlap {saved}"
         )
         parts = (
-            Part(0, bound_s / most_s, hover, "bound"),
-            Part(0, step.hidden_s / most_s, hover, color=styles[step.setting.plan_name].color),
+            Part(0, step.bound_s / most_s, hover, "bound"),
+            Part(0, step.parts.hidden_s / most_s, hover, color=styles[step.setting.plan_name].color),
         )
         bars.append(Bar(step.setting.name, saved, parts))
     return Chart(
@@ -95,10 +95,13 @@ def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 
 def _steps(group: Group) -> list[_Step]:
-    """Returns the steps that are known; what is exposed of each is the share that the table has."""
+    """Returns the steps of the settings whose communication was seen."""
     found = []
-    for each in group.settings:
-        if each.step_s is not None and each.comm_s is not None and each.exposed_share is not None:
-            step_s, share = each.step_s.median, each.exposed_share.median
-            found.append(_Step(each, step_s, each.comm_s.median, share * step_s, share))
+    for setting in group.settings:
+        runs = [run.record.comm_time for run in setting.runs if run.record.comm_time.keys() >= _MEASURED]
+        if runs and setting.exposed_share is not None and setting.comm_s is not None:
+            computing_s, hidden_s, exposed_s = split_step(runs)
+            hidden_s = hidden_s if hidden_s > _LEAST_SHARE * computing_s else 0.0
+            parts = StepParts(computing_s, hidden_s, exposed_s)
+            found.append(_Step(setting, parts, setting.comm_s.median, setting.exposed_share.median))
     return found

@@ -8,9 +8,9 @@ from statistics import median
 
 from lightning_commopt.measure.files import RankRecords, read_run
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
+from lightning_commopt.report.baseline import without_ranks
 from lightning_commopt.report.figures.series import typical_run
 from lightning_commopt.report.model import Group, Run, Setting
-from lightning_commopt.report.reference import without_ranks
 
 MOST_SETTINGS = 8
 _WARM_UP_SHARE = 0.2

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_commopt.formatting import number
 from lightning_commopt.report.figures.chart import Bar, Chart, Line, Part, plain
 from lightning_commopt.report.figures.series import Series, series_of
 from lightning_commopt.report.figures.style import PlanStyle, line_styles, line_trace, new_figure
-from lightning_commopt.report.figures.units import TIMES, number, spread_text
 from lightning_commopt.report.model import Group, Interval, Setting
-from lightning_commopt.report.phrases import kind_of_interval, kinds_of_intervals
+from lightning_commopt.report.phrases import TIMES, kind_of_interval, kinds_of_intervals, spread_text
 
 
 def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
@@ -36,7 +36,7 @@ def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 
 def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns throughput against the size of buckets, a line for each way; None where no way has two sizes."""
+    """Returns throughput against the size of buckets, a line for each plan; None where no plan has two sizes."""
     series = [line for each in series_of(group.settings) if len((line := _known(each)).settings) > 1]
     if not series:
         return None

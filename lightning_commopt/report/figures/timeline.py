@@ -1,4 +1,4 @@
-"""One step of each plan as it happened: what every rank did, and its buckets' ways below it."""
+"""One step of each plan as it happened: what every rank did, and its buckets below it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from plotly import graph_objects as go
 
+from lightning_commopt.formatting import Unit, byte_unit, number, time_unit
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.report.figures.chart import Chart, Key
 from lightning_commopt.report.figures.steps import TypicalStep, typical_steps
 from lightning_commopt.report.figures.style import EXPOSED, INK, new_figure
-from lightning_commopt.report.figures.units import Unit, byte_unit, number, time_unit
 from lightning_commopt.report.model import Group
 
 KEYS = (

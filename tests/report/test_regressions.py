@@ -3,20 +3,20 @@ import json
 import pytest
 from sample_runs import save_rates, save_run
 
-from lightning_commopt.report.against import Against, hold_against
-from lightning_commopt.report.as_json import to_plain
 from lightning_commopt.report.build import build_report
+from lightning_commopt.report.outputs import to_plain
+from lightning_commopt.report.regressions import Regressions, find_regressions
 
 BEFORE = {"none": [100, 101, 99], "bf16": [150, 152, 148], "int8": [200, 202, 198]}
 
 
-def _held(folder, now, then=None) -> Against:  # type: ignore[no-untyped-def]
+def _held(folder, now, then=None) -> Regressions:  # type: ignore[no-untyped-def]
     save_rates(folder / "before", BEFORE if then is None else then)
     save_rates(folder / "now", now)
-    return hold_against(to_plain(build_report([folder / "now"])), folder / "before")
+    return find_regressions(to_plain(build_report([folder / "now"])), folder / "before")
 
 
-def _outcomes(held: Against) -> dict[str, str]:
+def _outcomes(held: Regressions) -> dict[str, str]:
     return {change.setting: change.outcome for change in held.changes}
 
 
@@ -105,7 +105,7 @@ def test_a_setting_of_which_all_runs_fail_is_found(tmp_path, overrides, others):
             is_failed = (hook, sweep) == ("bf16", "now")
             fields = {"status": "failed", "error": "x", "world_size": None} if is_failed else {"samples_per_s": 1.0}
             save_run(tmp_path / sweep / hook, *own, **{"plan_name": hook, **fields})
-    held = hold_against(to_plain(build_report([tmp_path / "now"])), tmp_path / "before")
+    held = find_regressions(to_plain(build_report([tmp_path / "now"])), tmp_path / "before")
     assert [change.outcome for change in held.changes if change.setting == "bf16"] == ["failed"]
     assert len(held.changes) == 1 + len(others)
 
@@ -115,7 +115,7 @@ def test_a_file_says_the_same_as_the_directory(tmp_path):
     held = _held(tmp_path, now)
     path = tmp_path / "before.json"
     path.write_text(json.dumps(to_plain(build_report([tmp_path / "before"]))))
-    from_file = hold_against(to_plain(build_report([tmp_path / "now"])), path)
+    from_file = find_regressions(to_plain(build_report([tmp_path / "now"])), path)
     assert from_file.changes == held.changes
 
 
@@ -130,7 +130,7 @@ def test_what_a_machine_is_slower_at_another_time_is_tolerated(tmp_path, toleran
     """The whole interval must lie below: 96 to 98 % here."""
     save_rates(tmp_path / "before", {"none": [100, 100.1, 99.9]})
     save_rates(tmp_path / "now", {"none": [96.9, 97, 96.8]})
-    held = hold_against(to_plain(build_report([tmp_path / "now"])), tmp_path / "before", tolerance=tolerance)
+    held = find_regressions(to_plain(build_report([tmp_path / "now"])), tmp_path / "before", tolerance=tolerance)
     assert list(_outcomes(held).values()) == [outcome]
     assert held.is_worse is (outcome == "slower")
     assert held.to_plain()["tolerance"] == tolerance
@@ -139,7 +139,7 @@ def test_what_a_machine_is_slower_at_another_time_is_tolerated(tmp_path, toleran
 @pytest.mark.parametrize("tolerance", [-0.1, 1.0, 5.0, float("nan")])
 def test_a_tolerance_is_a_share(tmp_path, tolerance):
     with pytest.raises(ValueError, match="tolerance must be a share"):
-        hold_against({}, tmp_path, tolerance=tolerance)
+        find_regressions({}, tmp_path, tolerance=tolerance)
 
 
 def _save(folder, rates):
@@ -157,7 +157,7 @@ def test_equal_overrides_count_more_than_equal_names(tmp_path):
     none, int8 = (f"strategy/comm_hook={hook} strategy.static_graph=true" for hook in ("none", "int8"))
     before = _save(tmp_path / "before", {bf16.format("false"): 100, bf16.format("true"): 200, int8: 70})
     now = _save(tmp_path / "now", {bf16.format("true"): 200, none: 50})
-    held = hold_against(to_plain(build_report([now])), before)
+    held = find_regressions(to_plain(build_report([now])), before)
     assert [(change.setting, change.outcome, change.before) for change in held.changes] == [
         ("bf16", "no difference", 201),
         ("uncompressed", "new", None),
@@ -170,7 +170,7 @@ def test_equal_overrides_count_more_than_equal_names(tmp_path):
 def test_pairs_by_name_say_what_else_differs(tmp_path):
     before = _save(tmp_path / "before", {"x=1 ranks=2 rung=bf16": 100, "x=1 ranks=2 rung=powersgd": 200})
     now = _save(tmp_path / "now", {"x=2 ranks=2 rung=bf16": 100, "x=2 ranks=2 rung=powersgd": 200})
-    held = hold_against(to_plain(build_report([now])), before)
+    held = find_regressions(to_plain(build_report([now])), before)
     assert set(_outcomes(held).values()) == {"no difference"}
     assert held.conditions == ("bf16: x=2; before: x=1", "PowerSGD: x=2; before: x=1")
 
@@ -194,4 +194,4 @@ def test_another_file_is_an_error_that_names_it(tmp_path, text):
     (tmp_path / "other.json").write_text(text)
     save_rates(tmp_path / "now", BEFORE)
     with pytest.raises(ValueError, match=r"other\.json"):
-        hold_against(to_plain(build_report([tmp_path / "now"])), tmp_path / "other.json")
+        find_regressions(to_plain(build_report([tmp_path / "now"])), tmp_path / "other.json")

@@ -1,4 +1,4 @@
-"""Holds a report against an earlier one: what has become slower beyond noise."""
+"""Compares a report with an earlier one: what has become slower beyond noise."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_commopt.report.as_json import FORMAT, to_plain
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.intervals import Comparison, compare
 from lightning_commopt.report.model import Difference, Interval
-from lightning_commopt.report.runs import split_override
-from lightning_commopt.report.settings import changes_training
+from lightning_commopt.report.outputs import FORMAT, to_plain
 
 Outcome = Literal["slower", "failed", "unknown", "missing", "faster", "new", "no difference"]
 """Of a setting: "failed" where runs failed and none did before, or all do and some had worked; "unknown" where runs are
@@ -50,7 +48,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Against:
+class Regressions:
     """All changes from one report to another.
 
     Attributes:
@@ -75,11 +73,11 @@ class Against:
         return {**dataclasses.asdict(self), "is_worse": self.is_worse}
 
 
-def hold_against(report: Mapping[str, Any], other: Path, *, tolerance: float = DEFAULT_TOLERANCE) -> Against:
+def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float = DEFAULT_TOLERANCE) -> Regressions:
     """Compares a report with an earlier one.
 
-    Settings are the same if all overrides are, or else group and name. Throughputs are compared without pairs: the two
-    were measured at different times.
+    Settings are the same if everything that was chosen is, or else group and name. Throughputs are compared without
+    pairs: the two were measured at different times.
 
     Args:
         report: as `to_plain` makes it.
@@ -100,9 +98,9 @@ def hold_against(report: Mapping[str, Any], other: Path, *, tolerance: float = D
         raise ValueError(f"{other} is not what commopt report --json prints: {type(error).__name__} {error}") from error
     if not any(now is not None and then is not None for now, then in pairs):
         raise ValueError(f"{other} has no setting in common with this report: nothing can be compared")
-    conditions = (*_conditions(report, before), *_other_overrides(pairs))
+    conditions = (*_conditions(report, before), *_other_settings(pairs))
     shown = other.resolve().name if other.is_absolute() else str(other)
-    return Against(other=shown, tolerance=tolerance, changes=tuple(changes), conditions=conditions)
+    return Regressions(other=shown, tolerance=tolerance, changes=tuple(changes), conditions=conditions)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -138,32 +136,27 @@ def _settings(report: Mapping[str, Any]) -> Iterator[_Place]:
         name = (run["group"], run["setting"])
         if name not in known:
             known.add(name)
-            of_run = {"plan_name": run["plan_name"], "overrides": _overrides(run), "runs": []}
+            of_run = {"plan_name": run["plan_name"], "settings": run["settings"], "runs": []}
             yield _Place(run["group"], {"name": run["setting"], **of_run})
-
-
-def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the overrides of a run as those of its setting."""
-    return {name: value for name, value in map(split_override, run["overrides"]) if changes_training(name)}
 
 
 def _pairs(report: Mapping[str, Any], before: Mapping[str, Any]) -> list[tuple[_Place | None, _Place | None]]:
     """Returns the settings of both reports side by side, those of the report first."""
     ours, theirs = list(_settings(report)), list(_settings(before))
     found: dict[int, _Place] = {}
-    for is_same in (_has_overrides_of, _has_name_of, _has_plan_of):
+    for is_same in (_has_settings_of, _has_name_of, _has_plan_of):
         for index, setting in enumerate(ours):
             left = [each for each in theirs if not any(each is other for other in found.values())]
             same = [each for each in left if is_same(each, setting)]
             if same and index not in found:
-                # Equal overrides with other names: a part of a sweep. With several names: not made by Hydra.
+                # Equal choices with other names: a part of a sweep. With several names: not made by Hydra.
                 found[index] = next((each for each in same if _has_name_of(each, setting)), same[0])
     missing = [each for each in theirs if not any(each is other for other in found.values())]
     return [*((setting, found.get(index)) for index, setting in enumerate(ours)), *((None, each) for each in missing)]
 
 
-def _has_overrides_of(setting: _Place, other: _Place) -> bool:
-    return bool(setting["overrides"]) and setting["overrides"] == other["overrides"]
+def _has_settings_of(setting: _Place, other: _Place) -> bool:
+    return bool(setting["settings"]) and setting["settings"] == other["settings"]
 
 
 def _has_name_of(setting: _Place, other: _Place) -> bool:
@@ -172,7 +165,7 @@ def _has_name_of(setting: _Place, other: _Place) -> bool:
 
 def _has_plan_of(setting: _Place, other: _Place) -> bool:
     """Returns whether a setting is that of failed runs, of which little more than the plan is known."""
-    is_known = other["runs"] or setting["overrides"] or other["overrides"]
+    is_known = other["runs"] or setting["settings"] or other["settings"]
     return not is_known and (setting.group, setting["plan_name"]) == (other.group, other["plan_name"])
 
 
@@ -229,16 +222,16 @@ def _conditions(report: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[s
     )
 
 
-def _other_overrides(pairs: Sequence[tuple[_Place | None, _Place | None]]) -> list[str]:
-    """Returns a line for each setting that has its name in common with an earlier one, and other overrides."""
+def _other_settings(pairs: Sequence[tuple[_Place | None, _Place | None]]) -> list[str]:
+    """Returns a line for each setting that has its name in common with an earlier one, and other choices."""
     return [
         f"{now['name']}: {_said(now, then)}; before: {_said(then, now)}"
         for now, then in pairs
-        if now is not None and then is not None and now["overrides"] != then["overrides"]
+        if now is not None and then is not None and now["settings"] != then["settings"]
     ]
 
 
 def _said(setting: _Place, other: _Place) -> str:
-    """Returns the overrides that another setting does not have."""
-    own, others = setting["overrides"], other["overrides"]
+    """Returns what another setting does not have."""
+    own, others = setting["settings"], other["settings"]
     return " ".join(f"{name}={value}" for name, value in own.items() if others.get(name) != value) or "nothing of that"

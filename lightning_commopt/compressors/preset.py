@@ -1,4 +1,4 @@
-"""Compressors that are nothing but others, put together under one name."""
+"""Compressors that are others put together under one name, with one set of settings."""
 
 from __future__ import annotations
 
@@ -28,52 +28,52 @@ def with_feedback(inner: Compressor, error_feedback: bool, residual_dtype: str) 
     return ErrorFeedback(inner=inner, residual_dtype=residual_dtype) if error_feedback else inner
 
 
-class Composed(Compressor):
+class Preset(Compressor):
     """Delegates to the compressor built from its settings."""
 
     def __post_init__(self) -> None:
-        self.composed  # noqa: B018 - builds the parts, which check their settings
+        self.compressor  # noqa: B018 - its parts check their settings
 
     @abstractmethod
-    def _compose(self) -> Compressor:
-        """Returns wrappers and algorithm."""
+    def _build(self) -> Compressor:
+        """Returns the algorithm in its wrappers."""
 
     def _settings_for(self, part: type[Compressor]) -> dict[str, Any]:
         """Returns the values of all settings of ``part``, each of which this compressor has under the same name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(part)}  # type: ignore[arg-type]
 
     @cached_property
-    def composed(self) -> Compressor:
-        """The wrappers and the algorithm that these settings stand for."""
-        return self._compose()
+    def compressor(self) -> Compressor:
+        """The compressor built from these settings."""
+        return self._build()
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the composition is."""
-        return self.composed.is_lossy
+        """Whether that compressor is."""
+        return self.compressor.is_lossy
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the state of the composition."""
-        return self.composed.init(layout, device, step)
+        """Returns its state."""
+        return self.compressor.init(layout, device, step)
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Runs the rounds of the composition."""
-        return (yield from self.composed.rounds(flat, layout, state, channel, residual))
+        """Runs its rounds."""
+        return (yield from self.compressor.rounds(flat, layout, state, channel, residual))
 
     def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        """Flushes the composition."""
-        self.composed.flush(layout, state, residual)
+        """Flushes it."""
+        self.compressor.flush(layout, state, residual)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what is sent once the compression has started."""
-        return self.composed.wire_bytes(layout, world_size)
+        return self.compressor.wire_bytes(layout, world_size)
 
     def residual(self, layout: Layout, state: State) -> Tensor | None:
         """Returns the residual of the error feedback, if there is one."""
-        return self.composed.residual(layout, state)
+        return self.compressor.residual(layout, state)
 
     def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
         """Adds to the residual of the error feedback, if there is one."""
-        return self.composed.add_residual(layout, state, residual)
+        return self.compressor.add_residual(layout, state, residual)

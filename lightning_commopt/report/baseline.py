@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from lightning_commopt.report.intervals import Comparison, compare
-from lightning_commopt.report.medians import bucket_cap, throughput
+from lightning_commopt.report.medians import bucket_cap, exposed_share_of, throughput
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.settings import turn
 from lightning_commopt.report.words import OFF, canonical, is_of_plan, is_ranks
@@ -17,7 +17,7 @@ _DEFAULT_BUCKET_MB = 25
 _NEUTRAL = {"strategy": ("ddp", "commopt"), "trainer.accumulate_grad_batches": ("1",)}
 
 
-def choose_reference(settings: Sequence[Setting], asked: str | None = None) -> Setting:
+def choose_baseline(settings: Sequence[Setting], asked: str | None = None) -> Setting:
     """Returns the setting that a group's others are compared with.
 
     Args:
@@ -25,7 +25,7 @@ def choose_reference(settings: Sequence[Setting], asked: str | None = None) -> S
         asked: name of one; where the group has none of this name, the choice is ours.
 
     Returns:
-        One process, where the ways of using more of them are compared, or nothing but their number. Else DDP without
+        One process, where methods of using more of them are compared, or nothing but their number. Else DDP without
         compression on the most ranks, with the fewest options, as near to DDP's own size of buckets as there is. Else
         the first.
     """
@@ -61,16 +61,16 @@ def compare_settings(setting: Setting, other: Setting) -> Comparison | None:
     return compare([rate for _, rate in ours], [rate for _, rate in theirs], is_paired=False)
 
 
-def speedup_limit(setting: Setting, reference: Setting) -> float | None:
-    """Returns the most that another plan can bring: a step of the reference that waits for no communication.
+def speedup_limit(setting: Setting, baseline: Setting) -> float | None:
+    """Returns the most that another plan can bring: a step of the baseline that waits for no communication.
 
-    The run of the reference that waited most counts. None where the two differ in more than the plan, or the exposed
-    communication of the reference is not known.
+    The run of the baseline that waited most counts. None where the two differ in more than the plan, or the exposed
+    communication of the baseline is not known.
     """
-    names = setting.values.keys() | reference.values.keys()
-    varied = [name for name in names if setting.values.get(name) != reference.values.get(name)]
-    shares = [run.record.exposed_share for run in reference.runs if run.record.exposed_share is not None]
-    is_known = reference.exposed_share is not None and setting.world_size == reference.world_size > 1
+    names = setting.values.keys() | baseline.values.keys()
+    varied = [name for name in names if setting.values.get(name) != baseline.values.get(name)]
+    shares = [share for run in baseline.runs if (share := exposed_share_of(run.record)) is not None]
+    is_known = baseline.exposed_share is not None and setting.world_size == baseline.world_size > 1
     if not is_known or not shares or not all(map(is_of_plan, varied)):
         return None
     return 1 / (1 - max(shares)) if max(shares) < 1 else math.inf

@@ -5,8 +5,8 @@ import math
 import pytest
 from sample_runs import four_ways_report, ladder_report, sample_report, save_rates
 
-from lightning_commopt.report.as_json import to_plain, write_csv
 from lightning_commopt.report.build import build_report
+from lightning_commopt.report.outputs import to_plain, write_csv
 
 
 @pytest.mark.parametrize("make", [sample_report, ladder_report, four_ways_report])
@@ -57,5 +57,5 @@ def test_csv_has_a_row_for_each_setting(tmp_path):
     assert bf16["rung"] == "bf16"
     assert bf16["difference"] == "faster"
     assert "+65 % on 8x L40S (PCIe) (write-up" in bf16["published"]
-    reference = next(row for row in rows if row["setting"] == "one bucket")
-    assert (reference["difference"], reference["speedup"]) == ("reference", "")
+    baseline = next(row for row in rows if row["setting"] == "one bucket")
+    assert (baseline["difference"], baseline["speedup"]) == ("baseline", "")

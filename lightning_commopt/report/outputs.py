@@ -9,21 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_commopt.report.columns import COLUMNS
 from lightning_commopt.report.model import Group, Interval, Report, Run, Setting
-from lightning_commopt.report.settings import changes_training
+from lightning_commopt.report.settings import chosen_settings
 
 FORMAT = 1
 """Of the JSON. A later version that changes what a key means raises it; new keys do not."""
 
-_INTERVALS = (
-    *("samples_per_s", "steps_per_s", "speedup", "step_s", "comm_s", "exposed_s", "exposed_share"),
-    *("val_loss", "val_accuracy"),
-)
-_NUMBERS = ("speedup_limit", "efficiency", "wire_bytes", "peak_memory_bytes")
 _OF_RUN = (
     *("samples_per_s", "steps_per_s", "seconds", "exposed_share", "wire_bytes_per_step", "peak_memory_bytes"),
     *("val_loss", "val_accuracy"),
 )
+_OF_SETTING = ("plan_name", "world_size", "bucket_cap_mb", "is_lossy", "num_diverged", "difference", "is_beyond_limit")
 
 
 def to_plain(report: Report) -> dict[str, Any]:
@@ -42,8 +39,7 @@ def to_plain(report: Report) -> dict[str, Any]:
 def write_csv(report: Report, path: Path) -> None:
     """Writes a row for each setting: names as in the JSON, ``_low`` and ``_high`` behind those of intervals' ends."""
     rows = [_row(group, setting) for group in report.groups for setting in group.settings]
-    varied = list(dict.fromkeys(name for _, values in rows for name in values))
-    columns = [*_row_names(), *varied]
+    columns = list(dict.fromkeys(name for place in (0, 1) for row in rows for name in row[place]))
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="")
         writer.writeheader()
@@ -53,7 +49,7 @@ def write_csv(report: Report, path: Path) -> None:
 def _plain_group(group: Group) -> dict[str, Any]:
     return {
         "name": group.name,
-        "reference": group.reference.name,
+        "baseline": group.baseline.name,
         "fastest": group.fastest.name,
         "recommended": None if group.recommended is None else group.recommended.name,
         "answer": list(group.answer),
@@ -66,17 +62,9 @@ def _plain_setting(setting: Setting) -> dict[str, Any]:
     return {
         "name": setting.name,
         "values": dict(setting.values),
-        "overrides": _overrides(setting.runs[0]),
-        "plan_name": setting.plan_name,
-        "world_size": setting.world_size,
-        "bucket_cap_mb": setting.bucket_cap_mb,
-        "is_lossy": setting.is_lossy,
-        "num_diverged": setting.num_diverged,
-        "difference": setting.difference,
-        "is_beyond_limit": setting.is_beyond_limit,
-        **{name: _plain_interval(getattr(setting, name)) for name in _INTERVALS},
-        **{name: getattr(setting, name) for name in _NUMBERS},
-        "published": [dataclasses.asdict(published) for published in setting.published],
+        "settings": chosen_settings(setting.runs[0]),
+        **{name: getattr(setting, name) for name in _OF_SETTING},
+        **{column.key: _plain_value(getattr(setting, column.key)) for column in COLUMNS},
         "config_lines": list(setting.config_lines),
         "runs": [_plain_run(run) for run in setting.runs],
     }
@@ -89,18 +77,16 @@ def _plain_run(run: Run) -> dict[str, Any]:
         "setting": run.setting,
         "plan_name": run.record.plan_name,
         "repetition": run.repetition,
+        "settings": chosen_settings(run),
         "overrides": list(run.record.overrides),
         **{name: getattr(run.record, name) for name in _OF_RUN},
     }
 
 
-def _overrides(run: Run) -> dict[str, str]:
-    """Returns everything that was set and could have changed the training, also what all runs have in common."""
-    return {name: value for name, value in run.overrides.items() if changes_training(name)}
-
-
-def _plain_interval(interval: Interval | None) -> dict[str, Any] | None:
-    return None if interval is None else dataclasses.asdict(interval)
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [dataclasses.asdict(each) for each in value]
+    return dataclasses.asdict(value) if isinstance(value, Interval) else value
 
 
 def finite(value: Any) -> Any:
@@ -114,29 +100,24 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _row_names() -> list[str]:
-    ends = [f"{name}{end}" for name in _INTERVALS for end in ("", "_low", "_high")]
-    first = ["group", "setting", "plan_name", "world_size", "bucket_cap_mb", "is_lossy", "repetitions", "num_diverged"]
-    return [*first, "difference", *ends, *_NUMBERS, "published"]
-
-
 def _row(group: Group, setting: Setting) -> tuple[dict[str, Any], dict[str, str]]:
-    numbers: dict[str, Any] = {
-        "group": group.name,
-        "setting": setting.name,
-        "plan_name": setting.plan_name,
-        "world_size": setting.world_size,
-        "bucket_cap_mb": setting.bucket_cap_mb,
-        "is_lossy": setting.is_lossy,
-        "repetitions": len(setting.runs),
-        "num_diverged": setting.num_diverged,
-        "difference": "reference" if setting is group.reference else setting.difference,
-        "published": "; ".join(f"{published.label} ({published.source})" for published in setting.published),
-    }
-    for name in _INTERVALS:
-        interval: Interval | None = getattr(setting, name)
-        ends = (None, None, None) if interval is None else (interval.median, interval.low, interval.high)
-        numbers |= {f"{name}{end}": value for end, value in zip(("", "_low", "_high"), ends, strict=True)}
-    numbers |= {name: getattr(setting, name) for name in _NUMBERS}
-    values = {name if name not in _row_names() else f"override {name}": value for name, value in setting.values.items()}
-    return numbers, values
+    """Returns what is known of a setting, and what it was set to, by the names of the columns."""
+    row: dict[str, Any] = {"group": group.name, "setting": setting.name, "repetitions": len(setting.runs)}
+    row |= {name: getattr(setting, name) for name in _OF_SETTING}
+    row["difference"] = "baseline" if setting is group.baseline else setting.difference
+    for column in COLUMNS:
+        row |= _named_values(column.key, getattr(setting, column.key), column.key in _INTERVALS)
+    values = {name if name not in row else f"setting {name}": value for name, value in setting.values.items()}
+    return row, values
+
+
+def _named_values(key: str, value: Any, is_interval: bool) -> dict[str, Any]:
+    if isinstance(value, tuple):
+        return {key: "; ".join(f"{each.label} ({each.source})" for each in value)}
+    if not is_interval:
+        return {key: value}
+    ends = (None, None, None) if value is None else (value.median, value.low, value.high)
+    return {f"{key}{end}": each for end, each in zip(("", "_low", "_high"), ends, strict=True)}
+
+
+_INTERVALS = [field.name for field in dataclasses.fields(Setting) if "Interval" in str(field.type)]

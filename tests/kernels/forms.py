@@ -1,16 +1,17 @@
-"""Runs a module of tests as a program in which Triton interprets its kernels, on CPU tensors."""
+"""Runs operations in one of their forms; Triton's also in its interpreter, on CPU tensors."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
-from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
+
+from lightning_commopt.kernels import c_library, dispatch
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -32,9 +33,12 @@ def main(both_forms_agree: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def fused(*modules: ModuleType) -> Iterator[None]:
-    """Makes modules with kernels run their Triton forms on any device."""
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(mock.patch.object(module, "use_triton", return_value=True))
+def in_form(form: str) -> Iterator[None]:
+    """Makes operations run in "torch" or "triton" on any device; in "c" where they would."""
+    if form == "c":
+        if c_library.load() is None:
+            pytest.skip("there is no C compiler")
+        yield
+        return
+    with mock.patch.object(dispatch, "form_for", return_value=form):
         yield

@@ -1,0 +1,117 @@
+"""What the two forms of PowerSGD share: settings, and factors to begin with."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from numbers import Real
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.all_reduce import AllReduce
+from lightning_commopt.compressors.base import Compressor, Layout, State
+from lightning_commopt.compressors.bucket_matrices import Parts, cut, flush
+from lightning_commopt.kernels.chunks import wide_dtype
+from lightning_commopt.kernels.matrices import Shapes, factors_numel
+from lightning_commopt.kernels.orthonormal import orthonormal
+from lightning_commopt.validation import check_integer, warn, warn_once
+
+DEFAULT_EPSILON = 1e-12
+UNCOMPRESSED = AllReduce()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerIteration(Compressor):
+    """Steps of a power iteration on every matrix of the bucket, whose factors travel instead of it.
+
+    A gradient of more than two dimensions is a matrix of its outermost dimension in memory by the rest. Vectors, and
+    matrices that would not shrink enough, are sent as they are. Lossy; meant to stand inside `ErrorFeedback`.
+
+    Attributes:
+        matrix_rank: columns of the factors, ``r``; a matrix with a shorter side gets as many as that side.
+        min_compression_rate: a matrix is compressed if ``m * k > min_compression_rate * r * (m + k)``.
+        refresh_steps: steps after which the iteration begins again with random factors; None for never.
+        epsilon: added to the norm of a column, in units of that norm, when it is normalised; for ``matrix_rank`` 1
+            only.
+        seed: of the random factors, the same on all ranks.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    _steps_to_send_both: ClassVar[int]
+    """Steps in which both factors travel once."""
+
+    matrix_rank: int = 1
+    min_compression_rate: float = 2.0
+    refresh_steps: int | None = None
+    epsilon: float = DEFAULT_EPSILON
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer("matrix_rank", self.matrix_rank, at_least=1)
+        check_integer("seed", self.seed, at_least=0)
+        if self.refresh_steps is not None:
+            check_integer("refresh_steps", self.refresh_steps, at_least=1)
+        if not isinstance(self.min_compression_rate, Real) or not self.min_compression_rate > 0:
+            raise ValueError(f"min_compression_rate must be a number above 0, got {self.min_compression_rate!r}")
+        if not isinstance(self.epsilon, Real) or not self.epsilon >= 0:
+            raise ValueError(f"epsilon must be a number of at least 0, got {self.epsilon!r}")
+        if self.matrix_rank > 1 and self.epsilon != DEFAULT_EPSILON:
+            warn(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}")
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Returns the count of steps and random factors for every matrix."""
+        self._warn_of_clamped_rank(layout)
+        return {"step": step, **self._first_factors(layout, device, step)}
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns the bytes of a step on average, in float32 at least."""
+        parts, num_steps = self._cut(layout), self._steps_to_send_both
+        if not parts.matrices:
+            return UNCOMPRESSED.wire_bytes(layout, world_size)
+        num_factors, num_rest = factors_numel(parts.p_shapes + parts.q_shapes), sum(parts.rest_numels)
+        return (num_factors + num_steps * num_rest) * wide_dtype(layout.dtype).itemsize // num_steps
+
+    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
+        """Subtracts what was sent of the matrices in the last step."""
+        flush(residual, self._cut(layout), state)
+
+    @abstractmethod
+    def _first_factors(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
+        """Returns the random factors to begin with, by their names in the state."""
+
+    def _begin_step(self, layout: Layout, device: torch.device, state: State) -> int:
+        """Counts a step, and begins again with random factors where that is due; returns its number, from 0."""
+        step: int = state["step"]
+        if step and self._starts_anew(step):
+            state.update(self._first_factors(layout, device, step))
+        state["step"] += 1
+        return step
+
+    def _starts_anew(self, step: int) -> bool:
+        return self.refresh_steps is not None and step % self.refresh_steps == 0
+
+    def _cut(self, layout: Layout) -> Parts:
+        return cut(layout, self.matrix_rank, self.min_compression_rate)
+
+    def _warn_of_clamped_rank(self, layout: Layout) -> None:
+        shortest = min((min(sides) for sides in layout.matrix_sides if min(sides) > 1), default=self.matrix_rank)
+        if shortest < self.matrix_rank:
+            warn_once(
+                f"matrix_rank={self.matrix_rank} is larger than the shorter side of some matrices: they count as ones"
+                " of full rank, and are sent as they are where that is cheaper."
+            )
+
+    def _random_factors(self, shapes: Shapes, device: torch.device, dtype: torch.dtype, step: int) -> Tensor:
+        """Returns factors with orthonormal columns, one behind another; the same on every rank."""
+        # Drawn on the CPU, whose generator gives the same numbers on every kind of machine.
+        generator = torch.Generator().manual_seed(self.seed + step)
+        drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+        columns = [orthonormal(x, x, self.epsilon).flatten() for x in drawn]
+        factors = torch.cat([torch.empty(0), *columns]).to(dtype)
+        if device.type != "cuda":
+            return factors.to(device)
+        return factors.pin_memory().to(device, non_blocking=True)  # no wait for the device

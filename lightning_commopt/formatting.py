@@ -1,0 +1,68 @@
+"""Numbers as people read them: three or four digits that mean something, and a unit."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Unit(NamedTuple):
+    """A unit to show values in.
+
+    Attributes:
+        name: behind the number.
+        size: of one, in seconds or bytes.
+    """
+
+    name: str
+    size: float
+
+    def text(self, value: float) -> str:
+        """Returns a number with the unit behind it.
+
+        >>> Unit("ms", 1e-3).text(0.01234)
+        '12.3 ms'
+        """
+        return f"{number(value / self.size)} {self.name}"
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Returns a number with so many significant digits; those before its point are all kept.
+
+    >>> [number(value) for value in (1234.5, 12.345, 0.9996, 0.012345, 0.0, math.nan)]
+    ['1234', '12.3', '1.00', '0.0123', '0', '-']
+    """
+    if not math.isfinite(value):
+        return "-"
+    if not value:
+        return "0"
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return f"{value:.{max(0, digits - 1 - exponent)}f}"
+
+
+def percent(share: float) -> str:
+    """Returns a share as a percentage.
+
+    >>> percent(0.1226), percent(math.nan)
+    ('12.3 %', '-')
+    """
+    return f"{100 * share:.1f} %" if math.isfinite(share) else "-"
+
+
+def megabytes(num_bytes: float) -> str:
+    """Returns a number of MB.
+
+    >>> megabytes(1.75e6)
+    '1.75'
+    """
+    return number(num_bytes / 1e6)
+
+
+def time_unit(longest_s: float) -> Unit:
+    """Returns seconds or milliseconds, whichever suits the longest of some times."""
+    return Unit("s", 1.0) if longest_s >= 2 else Unit("ms", 1e-3)
+
+
+def byte_unit(most_bytes: float) -> Unit:
+    """Returns GB or MB, whichever suits the most of some bytes."""
+    return Unit("GB", 1e9) if most_bytes >= 2e9 else Unit("MB", 1e6)

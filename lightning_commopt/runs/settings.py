@@ -1,0 +1,126 @@
+"""What a run was set to, flat: dotted names and values in types that JSON has, and which of them somebody chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+_OWN_GROUPS = ("commopt", "commopt_record")  # whatever package a project puts them at
+_HERE = "."
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the leaves of nested mappings by dotted names; lists are leaves.
+
+    >>> flat({"model": {"size": 64, "name": None}, "seed": 1})
+    {'model.size': 64, 'model.name': None, 'seed': 1}
+    """
+    leaves: dict[str, Any] = {}
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            leaves |= flat(inner, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = inner
+    return leaves
+
+
+def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns the settings of the Hydra job that this process is at, and the names that its command line set.
+
+    Args:
+        folder: of the run, whose path becomes "." in values: it says nothing of how a run trains.
+        config: resolved, in plain types; None for what Hydra has saved in the job's directory.
+
+    Returns:
+        The leaves of the configuration and, under the names of config groups, which of their options were chosen; and
+        for each override of the command line, what it set.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    job = HydraConfig.get()
+    plain = _saved_config(Path(job.runtime.output_dir)) if config is None else config
+    choices = {str(group): option for group, option in job.runtime.choices.items()}
+    return settings_of(folder, plain, job.overrides.task, choices)
+
+
+def settings_of(
+    folder: Path, config: Mapping[str, Any], overrides: Sequence[str], choices: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns what `hydra_settings` does, for any Hydra job.
+
+    Args:
+        folder: of the run.
+        config: resolved, in plain types.
+        overrides: of the job's command line.
+        choices: of config groups, as Hydra has them; None for those in the overrides.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    groups = {
+        _name(*group.partition("@")[::2]): option
+        for group, option in (choices or {}).items()
+        if not group.startswith("hydra/")
+    }
+    settings = {name: _without_place(value, folder) for name, value in {**groups, **flat(config)}.items()}
+    for override in parsed:
+        settings.setdefault(_name_of(override), _value_of(override))
+    return settings, tuple(map(_name_of, parsed))
+
+
+def text_of(value: Any) -> str:
+    """Returns a setting's value as a command line has it.
+
+    >>> [text_of(value) for value in (None, True, 25.0, [1, 25], "bf16")]
+    ['null', 'true', '25', '[1,25]', 'bf16']
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return f"{value:.10g}"
+    return f"[{','.join(map(text_of, value))}]" if isinstance(value, Iterable) and not isinstance(value, str) else value
+
+
+def _name(group: str, package: str) -> str:
+    return group if not package or group in _OWN_GROUPS else f"{group}@{package}"
+
+
+def _name_of(override: Override) -> str:
+    return _name(override.key_or_group, override.package or "")
+
+
+def _value_of(override: Override) -> Any:
+    """Returns the value of an override that the configuration has under another name, or not at all."""
+    if override.is_delete():
+        return None
+    value = override.value()
+    return value if isinstance(value, (int, float, type(None))) else override.get_value_element_as_str().strip("'\"")
+
+
+def _saved_config(output_dir: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        config = OmegaConf.load(output_dir / ".hydra" / "config.yaml")
+        try:
+            plain = OmegaConf.to_container(config, resolve=True)
+        except OmegaConfBaseException:  # something in it cannot be resolved outside of the application
+            plain = OmegaConf.to_container(config, resolve=False)
+    except (OSError, ValueError):
+        return {}
+    return {str(name): value for name, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def _without_place(value: Any, folder: Path) -> Any:
+    if isinstance(value, str):
+        return value.replace(str(folder.resolve()), _HERE).replace(str(folder), _HERE)
+    if isinstance(value, (list, tuple)):
+        return [_without_place(each, folder) for each in value]
+    return value if isinstance(value, (int, float, bool, type(None))) else str(value)

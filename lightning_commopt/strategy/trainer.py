@@ -1,0 +1,227 @@
+"""What a Trainer's DDPStrategy does differently when a GradientSync carries its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.types import _PATH
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.compat.lightning import has_trainer, optimizer_is_toggled
+from lightning_commopt.ddp.state import KEY
+from lightning_commopt.launch.lightning_launcher import configure_multirun_launcher
+from lightning_commopt.measure.observer import Observers
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.strategy.base import check_group, explain_one_rank
+from lightning_commopt.strategy.checkpoint import gather_state, read_state
+from lightning_commopt.strategy.checks import (
+    check_graph_is_static,
+    check_none_unfrozen,
+    explain_unused_parameters,
+    warn_of_fp16_under_scaler,
+)
+from lightning_commopt.strategy.gradient_sync import GradientSync
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
+else:
+    _DDPStrategy = object
+
+
+class OwnGroupStrategy(_DDPStrategy):
+    """Trains with its own number of processes, whatever ran in this process before.
+
+    Comes before Lightning's ``DDPStrategy`` among the bases.
+    """
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        configure_multirun_launcher(self)
+
+    def setup_distributed(self) -> None:
+        """Joins the process group, and refuses one of another size.
+
+        Raises:
+            MisconfigurationException: the process group has more or fewer ranks than this strategy.
+        """
+        super().setup_distributed()
+        check_group(self.world_size, type(self).__name__)
+
+
+class GradientSyncStrategy(OwnGroupStrategy):
+    """A ``DDPStrategy`` whose gradients travel as the plan of its `GradientSync` says.
+
+    Attributes:
+        gradient_sync: what carries the gradients.
+    """
+
+    gradient_sync: GradientSync
+    _flushes_static_graph: ClassVar[bool]  # whether Lightning's own class ends the first backward of a static graph
+    _save_comm_state = True
+    _next_plan: CommPlan | None = None
+
+    @property
+    def plan(self) -> CommPlan:
+        """How gradients travel at present."""
+        return self.gradient_sync.plan
+
+    @property
+    def sync_observers(self) -> Observers:
+        """Who is told of every bucket."""
+        return self.gradient_sync.observers
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes of gradients that this rank has handed to collectives since the strategy was made.
+
+        With a compressor they are counted at the collectives; on DDP's native path and with ``ddp_comm_hook`` it
+        is the size of the gradients, once for each backward that was synchronized.
+        """
+        return self.gradient_sync.wire_bytes
+
+    def configure_ddp(self) -> None:
+        """Wraps the model, unless there is only one rank."""
+        if self.world_size == 1:
+            explain_one_rank(self.gradient_sync.unused_hook)
+        else:
+            super().configure_ddp()
+            self._pl_static_graph_delay_done = False
+        assert self.lightning_module is not None
+        self.gradient_sync.resume(self.lightning_module)
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        if self.plan.comm_hook is not None and getattr(self.precision_plugin, "scaler", None) is not None:
+            warn_of_fp16_under_scaler(self.plan.comm_hook)
+        self.gradient_sync.attach(self.model, timeout=self._timeout, ranks_per_node=self.num_processes)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Refuses what would train each rank by itself, and a static graph that is not static.
+
+        Raises:
+            MisconfigurationException: a parameter that DDP does not know of asks for a gradient, or several
+                optimizers are toggled under ``static_graph``.
+        """
+        super().pre_backward(closure_loss)
+        if self.gradient_sync.trainable is not None:
+            check_none_unfrozen(self.gradient_sync.trainable)
+            if self.plan.static_graph:
+                assert self.lightning_module is not None
+                check_graph_is_static(self.lightning_module)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Ends the first backward of a static graph under manual optimization, and counts the gradient sync."""
+        super().post_backward(closure_loss)
+        module = self.lightning_module
+        is_manual = module is not None and not module.automatic_optimization
+        self.gradient_sync.end_backward(ends_static_graph=is_manual and not self._flushes_static_graph)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Blocks gradient sync in backward, but for the first one of a static graph, which DDP needs."""
+        if self.gradient_sync.must_sync:
+            yield
+        else:
+            with super().block_backward_sync():
+                yield
+
+    def apply_plan(self, plan: CommPlan) -> None:
+        """Changes how gradients travel, in the middle of a fit if need be.
+
+        All ranks must call it, with equal plans. Called between two batches it takes effect at once; within a
+        batch, before the next one. Gradients that were accumulated so far are kept. Between lossless plans training
+        goes on as if nothing had happened; a compressor's residual is added to the next gradients.
+
+        Args:
+            plan: the new plan.
+
+        Raises:
+            OptionError: the strategy has a ``ddp_comm_hook`` too, or the ranks' plans differ.
+        """
+        self.gradient_sync.check_plan(plan)
+        if self._is_in_batch:
+            self._next_plan = plan
+        else:
+            self._change_plan(plan)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Applies a plan that arrived within the last batch; wraps again where parameters were frozen or unfrozen."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._next_plan is not None:
+            self._change_plan(self._next_plan)
+        module, trainable = self.lightning_module, self.gradient_sync.trainable
+        if trainable is None or module is None or optimizer_is_toggled(module):
+            return
+        may_be_frozen = self.plan.find_unused_parameters or not trainable.some_frozen()
+        if trainable.some_unfrozen() or not may_be_frozen:
+            self.gradient_sync.rewrap(self._wrap)
+
+    def _change_plan(self, plan: CommPlan) -> None:
+        self._next_plan = None
+        for name in self.plan.ddp_kwargs():
+            self._ddp_kwargs.pop(name, None)
+        self._ddp_kwargs.update(plan.ddp_kwargs())
+        self.gradient_sync.change_plan(plan, self._wrap)
+
+    def _wrap(self, module: Module) -> None:
+        self.model = module
+        self.configure_ddp()
+
+    @property
+    def _is_in_batch(self) -> bool:
+        """Whether a training batch has begun and not ended."""
+        if self.gradient_sync.model is None:
+            return False
+        assert self.lightning_module is not None
+        batches = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current
+        return batches.started > batches.processed  # type: ignore[attr-defined]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint, with the gradient-sync state of all ranks unless it is of weights only.
+
+        If some ranks do not come, or come in the middle of a batch, because of an exception or a signal, the state is
+        left out with a warning.
+        """
+        if self._save_comm_state and "optimizer_states" in checkpoint:
+            saved = gather_state(
+                self.gradient_sync.state(),
+                is_in_batch=self._is_in_batch,
+                world_size=self.world_size,
+                timeout=self._timeout or default_pg_timeout,
+                device=self.root_device,
+            )
+            if saved is not None:
+                checkpoint[KEY] = saved
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a checkpoint; if it is to be trained further, keeps this rank's part of the state."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        saved = checkpoint.pop(KEY, None)
+        module = self.lightning_module
+        # After a fit in spawned processes the module of the process that started them belongs to no trainer.
+        if module is None or not has_trainer(module) or module.trainer.state.fn != "fit":
+            return checkpoint
+        self.gradient_sync.restore(read_state(saved, self.global_rank, self.world_size, self.plan.comm_hook))
+        if self.gradient_sync.model is not None:  # in the middle of a fit, as the learning rate finder does
+            self.gradient_sync.resume(module)
+        return checkpoint
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Says what to do about parameters without a gradient."""
+        explain_unused_parameters(exception)
+
+    def teardown(self) -> None:
+        """Removes the wrapper, and ends the hook."""
+        keep_state = self._save_comm_state and not self._is_in_batch
+        try:
+            super().teardown()
+        finally:
+            self.gradient_sync.end_fit(keep_state=keep_state)
+        if self._next_plan is not None:
+            self._change_plan(self._next_plan)
