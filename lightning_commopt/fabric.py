@@ -13,11 +13,11 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.precision import Precision
-from lightning.fabric.strategies import DDPStrategy, _StrategyRegistry
-from lightning.fabric.strategies.ddp import _DDPBackwardSyncControl
+from lightning.fabric.strategies import DDPStrategy
 from torch.nn import Module
 from typing_extensions import Self
 
+from lightning_commopt.compat.lightning import DDPBackwardSyncControl, StrategyRegistry
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
 from lightning_commopt.plan import CommPlan
@@ -107,7 +107,7 @@ class CommOptDDP(DDPStrategy):
         return strategy_from_plan(cls, plan, **kwargs)
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         """Registers ``commopt_ddp`` and its variants, so that ``strategy="commopt_ddp_bf16"`` works."""
         register_aliases(strategy_registry, cls)
 
@@ -115,6 +115,13 @@ class CommOptDDP(DDPStrategy):
     def plan(self) -> CommPlan:
         """How gradients travel."""
         return self._plan
+
+    def __repr__(self) -> str:
+        """Returns what a Trainer shows in its error for a strategy that is not its own."""
+        return (
+            f"<lightning_commopt.fabric.CommOptDDP for Fabric, {self.plan.name};"
+            " for lightning.pytorch.Trainer there is lightning_commopt.CommOptDDP>"
+        )
 
     @property
     def wire_bytes(self) -> int:
@@ -144,7 +151,7 @@ class CommOptDDP(DDPStrategy):
         check_group(self.world_size, type(self).__name__)
 
 
-class _SyncControl(_DDPBackwardSyncControl):
+class _SyncControl(DDPBackwardSyncControl):
     """Skips gradient sync in backward, but for the first one of a static graph, which DDP needs."""
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:

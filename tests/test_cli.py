@@ -66,11 +66,11 @@ def test_info_shows_the_nccl_version_where_there_is_nccl() -> None:
 
 def test_no_command_shows_the_commands() -> None:
     result = CliRunner().invoke(app, [])
-    for name in ("info", "nsys", "report", "trace", "commopt-train"):
+    for name in ("info", "nsys", "report", "summary", "trace", "commopt-train"):
         assert name in result.output
 
 
-@pytest.mark.parametrize("command", ["info", "nsys", "report", "trace"])
+@pytest.mark.parametrize("command", ["info", "nsys", "report", "summary", "trace"])
 def test_every_command_explains_itself(command: str) -> None:
     assert "Usage: " in _run(command, "--help")
 
@@ -102,9 +102,11 @@ def test_help_imports_nothing_that_is_slow(arguments: list[str]) -> None:
     assert _imported_by(*arguments) == set()
 
 
-@pytest.mark.parametrize("command", ["trace"])
+@pytest.mark.parametrize("command", ["report", "summary", "trace"])
 def test_commands_that_read_runs_do_not_import_torch(command: str, tmp_path: Path) -> None:
     """If it fails, a command on a login node waits for torch and Lightning, and needs their memory."""
     write_run(tmp_path / "run", SampleRun())
-    assert not _imported_by(command, str(tmp_path / "run")) & {"torch", "lightning"}
-    assert list((tmp_path / "run").rglob("report.html" if command == "report" else "trace.json"))
+    options = ["--num-warmup-steps=0"] if command == "summary" else []
+    assert not _imported_by(command, str(tmp_path / "run"), *options) & {"torch", "lightning"}
+    written = {"report": "report.html", "trace": "trace.json", "summary": "rank_0.jsonl"}[command]
+    assert list((tmp_path / "run").rglob(written))

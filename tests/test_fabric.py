@@ -8,9 +8,11 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
+from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt import CommOptDDP as TrainerCommOptDDP
 from lightning_commopt.fabric import CommOptDDP
 from lightning_commopt.plan import OptionError
 from ranks import run_ranks
@@ -94,3 +96,11 @@ def test_bad_option() -> None:
     """If it fails, Fabric users find a mistake late."""
     with pytest.raises(OptionError, match="matrix_rank must be an integer of at least 1, got 0"):
         CommOptDDP(comm_hook={"name": "powersgd", "matrix_rank": 0})
+
+
+def test_the_other_class_of_the_same_name_is_refused_with_the_right_import() -> None:
+    """If it fails, the Trainer's strategy in Fabric, or the reverse, is called an invalid name and nothing more."""
+    with pytest.raises(ValueError, match=r"for Fabric there is lightning_commopt\.fabric\.CommOptDDP"):
+        Fabric(accelerator="cpu", strategy=TrainerCommOptDDP())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"for lightning\.pytorch\.Trainer there is lightning_commopt\.CommOptDDP"):
+        Trainer(accelerator="cpu", strategy=CommOptDDP(comm_hook="bf16"))  # type: ignore[arg-type]

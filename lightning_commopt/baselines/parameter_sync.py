@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.compat.torch import ignored_names
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, Observers
 
 _NAMES_IN_MESSAGE = 8
@@ -38,7 +39,7 @@ class ParameterSync(ABC):
     """
 
     def __init__(self, module: Module, group: dist.ProcessGroup, observers: Observers) -> None:
-        ignored = names_to_ignore(module)
+        ignored = ignored_names(module)
         self._named = [_Named(*item) for item in module.named_parameters() if item[0] not in ignored]
         self._group = group
         self._reciprocal = 1 / dist.get_world_size(group)
@@ -184,12 +185,12 @@ class _Pending(NamedTuple):
     """An all-reduce under way, and who is told when it is done."""
 
     work: dist.Work
-    told: Future[None] | None
+    seen: Future[None] | None
 
     def wait(self) -> None:
         self.work.wait()
-        if self.told is not None:
-            self.told.wait()
+        if self.seen is not None:
+            self.seen.wait()
 
 
 @dataclass
@@ -199,11 +200,6 @@ class _Backward:
     order: list[int]
     landed: dict[int, None] = field(default_factory=dict)
     pending: list[_Pending] = field(default_factory=list)
-
-
-def names_to_ignore(module: Module) -> set[str]:
-    """Returns the names of the parameters and buffers that DDP was told to leave alone."""
-    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def _values(named: _Named) -> Tensor:

@@ -12,20 +12,19 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim import Optimizer
 
 from lightning_commopt.baselines.parameter_sync import (
     AfterBackward,
     ParameterSync,
     WhileBackwardRuns,
-    names_to_ignore,
 )
+from lightning_commopt.compat.lightning import sync_module_states
+from lightning_commopt.compat.torch import broadcast_coalesced, ignored_names, verify_shapes
 from lightning_commopt.launch.lightning_launcher import forget_previous_job
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options, plan_options
@@ -114,10 +113,10 @@ class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
             return
         module = self.model
         assert module is not None
-        ignored = names_to_ignore(module)
+        ignored = ignored_names(module)
         parameters: list[Tensor] = [values for name, values in module.named_parameters() if name not in ignored]
-        _verify_param_shape_across_processes(_all_ranks(), parameters)
-        _sync_module_states(module)
+        verify_shapes(_all_ranks(), parameters)
+        sync_module_states(module)
         self._sync = self._sync_class(module, _all_ranks(), self.sync_observers)
         self._has_buffers = self._buffers_are_due = any(name not in ignored for name, _ in module.named_buffers())
 
@@ -138,9 +137,9 @@ class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
         self._buffers_are_due = False
         module = self.model
         assert module is not None
-        ignored = names_to_ignore(module)
+        ignored = ignored_names(module)
         buffers = [buffer.detach() for name, buffer in module.named_buffers() if name not in ignored]
-        dist._broadcast_coalesced(_all_ranks(), buffers, _BROADCAST_BYTES, 0)
+        broadcast_coalesced(_all_ranks(), buffers, _BROADCAST_BYTES, 0)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward; when the hooks for its end are called, the gradients are averages.
@@ -218,7 +217,7 @@ def _refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
     for name in options:
         if name in of_ddp:
             raise OptionError(
-                f"{name} has no effect in {strategy}, which exchanges every parameter's gradient by itself and wraps"
+                f"{name} has no effect in {strategy}, which averages every parameter's gradient by itself and wraps"
                 " nothing in DistributedDataParallel: leave it out, or use CommOptDDP"
             )
         hint = did_you_mean(name, _OPTIONS)

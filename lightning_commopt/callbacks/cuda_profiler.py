@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_commopt.callbacks.phases import batch_follows, samples_in, step_of_loggers
+from lightning_commopt.compat.lightning import will_accumulate
 from lightning_commopt.validation import check_integer, warn, warn_once
 
 
@@ -235,7 +236,7 @@ def _uses_cuda(trainer: Trainer) -> bool:
 
 def _steps_after_batch(trainer: Trainer) -> int:
     """Returns the steps of loggers when the batch that ends is counted; Lightning does so after validation."""
-    return step_of_loggers(trainer) + (not trainer.fit_loop.epoch_loop._should_accumulate())
+    return step_of_loggers(trainer) + (not will_accumulate(trainer))
 
 
 def _checked_starts(start_step: int | Sequence[int], num_steps: int) -> tuple[int, ...]:

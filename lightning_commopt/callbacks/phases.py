@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.compat.lightning import batches_that_stepped, is_validation_next
 from lightning_commopt.ddp.observed import before_backward, observe_wrapped
 
 
@@ -126,7 +127,7 @@ class PhaseCallback(Callback):
 
 def step_of_loggers(trainer: Trainer) -> int:
     """Returns the step number that Lightning gives to loggers in this batch: steps before this one."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
+    return batches_that_stepped(trainer)
 
 
 def batch_follows(trainer: Trainer) -> bool:
@@ -134,12 +135,9 @@ def batch_follows(trainer: Trainer) -> bool:
 
     It does not where the epoch or the fit is over, or where a validation comes first.
     """
-    loop = trainer.fit_loop.epoch_loop
-    if loop.done:
+    if trainer.fit_loop.epoch_loop.done:
         return False
-    fetcher = trainer.fit_loop._data_fetcher
-    assert fetcher is not None
-    return trainer.validating or not loop._should_check_val_fx(fetcher)
+    return trainer.validating or not is_validation_next(trainer)
 
 
 def epoch_ends(trainer: Trainer) -> bool:

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.compat.lightning import comm_hook_of
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.strategy.base import plan_of
 
@@ -37,7 +38,7 @@ def sync_method(strategy: Strategy) -> dict[str, Any]:
         return {"comm_hook": compressor_name(plan.comm_hook), "is_lossy": plan.comm_hook.is_lossy}
     if getattr(strategy, "world_size", 1) > 1 and not isinstance(strategy.model, DistributedDataParallel):
         return {"comm_hook": type(strategy).__name__, "is_lossy": False}
-    hook = getattr(strategy, "_ddp_comm_hook", None)
+    hook = comm_hook_of(strategy)
     if hook is None:
         return {"comm_hook": "none", "is_lossy": False}
     name = str(getattr(hook, "__name__", type(hook).__name__))

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commopt.callbacks.phases import samples_in
+from lightning_commopt.compat.lightning import comm_hook_of
 
 
 class SpeedMonitor(Callback):
@@ -130,7 +131,7 @@ def _gradient_bytes_of_ddp(trainer: Trainer) -> int | None:
     if trainer.world_size == 1:
         return 0
     strategy = trainer.strategy
-    if type(strategy) is not DDPStrategy or strategy._ddp_comm_hook is not None:
+    if type(strategy) is not DDPStrategy or comm_hook_of(strategy) is not None:
         return None
     parameters = strategy.model.parameters() if strategy.model is not None else ()
     return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)

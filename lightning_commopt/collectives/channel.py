@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_commopt.compat.torch import sparse_values
+
 
 class Pending:
     """A collective under way.
@@ -21,7 +23,7 @@ class Pending:
         finish: makes the result from what has arrived; None if it is the result.
 
     Attributes:
-        is_followed: others of the same exchange are under way when this one has arrived.
+        is_followed: others of the same bucket are under way when this one has arrived.
     """
 
     def __init__(
@@ -95,19 +97,19 @@ class Channel:
     def lanes(self) -> tuple[Channel, Channel]:
         """Returns two channels over this group, whose bytes count here, with scratch memory of their own.
 
-        An exchange that has two collectives under way uses one for each.
+        A compressor that has two collectives under way uses one for each.
         """
         if self._lanes is None:
             self._lanes = self._lane(), self._lane()
         return self._lanes
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for a message, with anything in it; the next exchange gets the same memory.
+        """Returns memory for a message, with anything in it; the next bucket gets the same memory.
 
         On CPU fresh memory would cost as much as a message's arithmetic: the system clears it page by page.
 
         Args:
-            name: what it is for; an exchange may have one of each.
+            name: what it is for; a bucket may have one of each.
             shape: of what is needed.
             dtype: of its elements.
             device: where.
@@ -125,8 +127,7 @@ class Channel:
         Args:
             tensor: any shape and dtype that the group's backend sums; dense, or sparse where the backend can.
         """
-        values = tensor._values() if tensor.is_sparse else tensor
-        self._traffic.half_bytes += 2 * values.nbytes
+        self._traffic.half_bytes += 2 * sparse_values(tensor).nbytes
         return Pending(tensor, [dist.all_reduce(tensor, group=self._group, async_op=True)])
 
     def reduce_scatter(self, message: Tensor) -> Pending:
@@ -149,7 +150,7 @@ class Channel:
             message: ``(W, s)`` of any dtype, contiguous.
 
         Returns:
-            In scratch memory, good until the next exchange.
+            In scratch memory, good until the next bucket.
         """
         self._traffic.half_bytes += message.nbytes
         received = self.scratch("all_to_all", tuple(message.shape), message.dtype, message.device)
@@ -165,7 +166,7 @@ class Channel:
             part: ``(s,)`` of any dtype, contiguous.
 
         Returns:
-            In scratch memory, good until the next exchange.
+            In scratch memory, good until the next bucket.
         """
         gathered = self.scratch("all_gather", (self.size, part.numel()), part.dtype, part.device)
         self._traffic.half_bytes += gathered.nbytes

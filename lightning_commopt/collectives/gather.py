@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_commopt.compat.torch import default_store
 
 _PIECE_BYTES = 2**23
 _FIRST_POLL_S = 0.001
@@ -62,7 +63,7 @@ def all_come(position: str | None, patience_s: float, timeout_s: float) -> bool:
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     number = next(_meetings.setdefault(world, itertools.count()))
-    store = dist.PrefixStore(f"commopt/meeting/{number}", _get_default_store())
+    store = dist.PrefixStore(f"commopt/meeting/{number}", default_store())
     rank, keys = dist.get_rank(), [str(rank) for rank in range(dist.get_world_size())]
     store.set(str(rank), position or "")
     if rank:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.collectives.channel import Channel
 from lightning_commopt.collectives.groups import BorrowedGroups, borrow_groups, shared_node_groups
+from lightning_commopt.compat.torch import sparse_values
 from lightning_commopt.compressors import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.hierarchical import placed_on_nodes
 from lightning_commopt.ddp.buckets import BucketOrder, synced_parameters
@@ -94,7 +95,7 @@ class BucketHook:
         index, is_last = self._order.place(bucket.index(), bucket.is_last(), names)
         if index not in self._layouts or self._layouts[index][0] != names:
             self._layouts[index] = names, Layout.of(parameters, flat.dtype)
-        sync = self._observers.ready(BucketInfo(index, _dense(flat).nbytes, names, is_last))
+        sync = self._observers.ready(BucketInfo(index, sparse_values(flat).nbytes, names, is_last))
         job = Bucket(index, flat, self._layouts[index][1], names, self._step, sync)
         future = self._executor.future(flat)
         if self._relayout is None or not self._relayout.keeps(job, future):
@@ -295,7 +296,3 @@ def _run(rounds: Rounds, sync: BucketSync) -> None:
             if not is_sending:
                 sync.arrive()
             pending = rounds.send(arrived)
-
-
-def _dense(flat: Tensor) -> Tensor:
-    return flat._values() if flat.is_sparse else flat

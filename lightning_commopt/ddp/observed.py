@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.compat.lightning import wrap_comm_hook
+from lightning_commopt.compat.torch import registered_hooks, sparse_values
 from lightning_commopt.ddp.buckets import BucketOrder, synced_parameters
 from lightning_commopt.measure.observer import BucketInfo, Observers, SyncObserver
 from lightning_commopt.validation import warn_once
@@ -46,8 +48,7 @@ def observe(strategy: Any, observer: SyncObserver) -> None:
     """
     if not hasattr(strategy, "sync_observers"):
         strategy.sync_observers = observers = _AddedObservers()
-        if hasattr(strategy, "_ddp_comm_wrapper"):  # Lightning's DDPStrategy
-            strategy._ddp_comm_wrapper = _observing_wrapper(strategy, strategy._ddp_comm_wrapper, observers)
+        wrap_comm_hook(strategy, lambda hook: ObservedHook(hook, strategy.model, observers).reduce)
     strategy.sync_observers.add(observer)
 
 
@@ -65,9 +66,9 @@ def observe_wrapped(strategy: Any) -> None:
         if getattr(strategy, "world_size", 1) > 1:
             warn_once(f"{type(strategy).__name__}'s gradient sync cannot be observed: only step phases are timed.")
         return
-    if not model._comm_hooks:
+    if not registered_hooks(model):
         observe_all_reduce(model, observers)
-    elif not any(isinstance(owner, _ObservedBuckets) for owner in _hook_owners(model)):
+    elif not any(isinstance(owner, _ObservedBuckets) for owner in registered_hooks(model)):
         warn_once("a comm hook that the strategy does not know of cannot be observed: only step phases are timed.")
 
 
@@ -84,24 +85,9 @@ def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> 
 def before_backward(strategy: Any) -> None:
     """Must be called before every backward of a strategy that is observed."""
     if isinstance(strategy.model, DistributedDataParallel):
-        for owner in _hook_owners(strategy.model):
+        for owner in registered_hooks(strategy.model):
             if isinstance(owner, ObservedAllReduce):
                 owner.look_for_kept_gradients()
-
-
-def _hook_owners(model: DistributedDataParallel) -> list[object]:
-    return [getattr(hook, "__self__", None) for hook, _ in model._comm_hooks]
-
-
-def _observing_wrapper(
-    strategy: Any, wrapper: Callable[[DDPHook], DDPHook] | None, observers: Observers
-) -> Callable[[DDPHook], DDPHook]:
-    """Returns what wraps a hook of torch as the strategy would have it, and makes it visible."""
-
-    def observed(hook: DDPHook) -> DDPHook:
-        return ObservedHook(wrapper(hook) if wrapper is not None else hook, strategy.model, observers).reduce
-
-    return observed
 
 
 class _ObservedBuckets:
@@ -125,7 +111,7 @@ class _ObservedBuckets:
             return self._settled[index]
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         index, is_last = self._order.place(index, bucket.is_last(), names)
-        info = BucketInfo(index, _values(flat).nbytes, names, is_last)
+        info = BucketInfo(index, sparse_values(flat).nbytes, names, is_last)
         self._num_backwards += index == 0
         if self._num_backwards > _SETTLING_BACKWARDS and not flat.is_sparse:
             self._settled[index] = info
@@ -163,7 +149,7 @@ class ObservedHook(_ObservedBuckets):
         sync = self._observers.ready(self._info(bucket, flat))
         sync.start()
         sync.send()
-        values = _values(flat)
+        values = sparse_values(flat)
         numel_before = _numel_after_compression(state)
         future = self._hook(state, bucket)
         numel = _numel_after_compression(state) - numel_before or values.numel()
@@ -239,10 +225,6 @@ class ObservedAllReduce(_ObservedBuckets):
                 gradient.div_(self._world_size)
             else:
                 gradient.mul_(1 / self._world_size)
-
-
-def _values(flat: torch.Tensor) -> torch.Tensor:
-    return flat._values() if flat.is_sparse else flat
 
 
 def _numel_after_compression(state: object) -> int:

@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.compat.torch import stop_reducing
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.ddp.buckets import synced_parameters
 
@@ -59,7 +60,7 @@ def unwrap(model: DistributedDataParallel) -> Module:
     Args:
         model: not to be used afterwards: its reducer no longer hears of gradients.
     """
-    model.reducer._remove_autograd_hooks()
+    stop_reducing(model)
     for parameter in model.module.parameters():
         if parameter.grad is not None and model.gradient_as_bucket_view:
             parameter.grad = parameter.grad.clone()  # was a view of a bucket that goes now

@@ -62,7 +62,7 @@ class CommState:
         Raises:
             CheckpointError: the states are not as the compressor makes them.
         """
-        with _damage_told():
+        with _as_checkpoint_error():
             return residuals_by_name(self.compressor, self.buckets, self.residuals)
 
 
@@ -123,7 +123,7 @@ def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compress
     if not isinstance(saved, dict) or saved.get("version") != _VERSION:
         version = saved.get("version") if isinstance(saved, dict) else None
         raise CheckpointError(f"its version is {version!r}, and this is version {_VERSION}")
-    with _damage_told():
+    with _as_checkpoint_error():
         its_compressor = _recognised(saved["compressor"], compressor)
         num_syncs = int(saved["num_syncs"])
         parts = saved["ranks"]
@@ -154,13 +154,13 @@ def adopted(state: CommState, compressor: Compressor, module: Module) -> BucketS
         if shapes != layout.shapes:
             raise CheckpointError("it was saved with other parameters")
         device = parameters[names[0]].device
-        with _damage_told():
+        with _as_checkpoint_error():
             buckets[index] = names, layout, _fitted(saved, compressor.init(layout, device, state.num_syncs), device)
     return buckets
 
 
 @contextmanager
-def _damage_told() -> Generator[None, None, None]:
+def _as_checkpoint_error() -> Generator[None, None, None]:
     """Turns whatever can go wrong with the contents of a file into one kind of error."""
     try:
         yield

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import sys
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd, to_absolute_path
 from omegaconf import OmegaConf
+
+from lightning_commopt.compat.hydra import get_args_parser
 
 
 def quoted(value: object, *, is_literal: bool = True) -> object:

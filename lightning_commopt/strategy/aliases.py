@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning.fabric.strategies.registry import _StrategyRegistry
+    from lightning_commopt.compat.lightning import StrategyRegistry
 
 REGISTRIES: Mapping[str, tuple[str, str]] = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_commopt.strategy.ddp"),
@@ -41,7 +41,7 @@ def aliases() -> dict[str, dict[str, Any]]:
     }
 
 
-def register_aliases(registry: _StrategyRegistry, strategy: Callable[..., Any]) -> None:
+def register_aliases(registry: StrategyRegistry, strategy: Callable[..., Any]) -> None:
     """Makes all names known to a registry, but for those that it knows.
 
     Args:

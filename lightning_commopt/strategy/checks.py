@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import _augment_message
 
+from lightning_commopt.compat.lightning import augment_message, optimizer_is_toggled
 from lightning_commopt.compressors import Cast, Compressor, Layout
 from lightning_commopt.ddp.rewrap import Trainable
 from lightning_commopt.plan import CommPlan, OptionError
@@ -23,7 +23,7 @@ def check_graph_is_static(module: LightningModule) -> None:
     Raises:
         MisconfigurationException: one of several optimizers of ``module`` is toggled.
     """
-    if module._param_requires_grad_state and len(module.trainer.optimizers) > 1:
+    if optimizer_is_toggled(module) and len(module.trainer.optimizers) > 1:
         raise MisconfigurationException(
             "static_graph=True cannot be used with toggle_optimizer: each optimizer's backward gives gradients"
             " to other parameters. Use CommOptDDP(find_unused_parameters=True) without static_graph."
@@ -38,7 +38,7 @@ def check_none_unfrozen(trainable: Trainable) -> None:
     """
     if trainable.some_unfrozen():
         raise MisconfigurationException(
-            "A parameter was unfrozen within the training step, after DDP had been told what to exchange: each rank"
+            "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"
             " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters take turns, let"
             " all ask for gradients when fit starts and use CommOptDDP(find_unused_parameters=True)."
         )
@@ -94,7 +94,7 @@ def warn_if_never_compressed(comm_hook: Compressor | None, num_steps: int) -> No
 
 def explain_unused_parameters(exception: BaseException) -> None:
     """Adds to DDP's message about parameters without a gradient what to do."""
-    _augment_message(
+    augment_message(
         exception,
         pattern=".*Expected to have finished reduction in the prior iteration.*",
         new_message=(

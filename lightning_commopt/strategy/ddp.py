@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import Self
 
+from lightning_commopt.compat.lightning import StrategyRegistry
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.lightning_launcher import forget_previous_job
 from lightning_commopt.plan import CommPlan
@@ -47,7 +47,7 @@ class CommOptDDP(GradientSyncStrategy, DDPStrategy):
         timeout: of the process group.
         start_method: "popen", "spawn", "fork" or "forkserver".
         static_graph: the graph and the set of used parameters are the same in every step. With gradient
-            accumulation the first backward of a fit is exchanged, as DDP cannot do without.
+            accumulation the first backward of a fit is synchronized all the same, as DDP records the graph in it.
         gradient_as_bucket_view: gradients are views of the buckets, which saves a copy and their memory.
         bucket_cap_mb: MiB in a bucket, or a list of one number for each bucket.
         find_unused_parameters: look in every step for parameters without a gradient.
@@ -57,7 +57,7 @@ class CommOptDDP(GradientSyncStrategy, DDPStrategy):
         broadcast_buffers: send rank 0's buffers to all ranks before each forward.
         forward_sync_buffers: its successor (torch >= 2.13).
         init_sync: check and send parameters when the model is wrapped (torch >= 2.7).
-        skip_all_reduce_unused_params: do not exchange what no rank used (torch >= 2.8).
+        skip_all_reduce_unused_params: leave out what no rank used (torch >= 2.8).
         batched_grad_copy: copy gradients into buckets in batches (torch >= 2.12).
         lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
         save_comm_state: keep in checkpoints, for all ranks, what ``comm_hook`` needs to go on exactly: with error
@@ -133,6 +133,13 @@ class CommOptDDP(GradientSyncStrategy, DDPStrategy):
         return strategy_from_plan(cls, plan, **kwargs)
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         """Registers ``commopt_ddp`` and its variants, so that ``strategy="commopt_ddp_bf16"`` works."""
         register_aliases(strategy_registry, cls)
+
+    def __repr__(self) -> str:
+        """Returns what Fabric shows in its error for a strategy that is not its own."""
+        return (
+            f"<lightning_commopt.CommOptDDP for lightning.pytorch.Trainer, {self.plan.name};"
+            " for Fabric there is lightning_commopt.fabric.CommOptDDP>"
+        )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.compat.torch import flush_static_graph
 from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
 from lightning_commopt.ddp.observed import ObservedHook, observe_all_reduce
 from lightning_commopt.ddp.rewrap import ResidualAdder, Trainable, gradient_bytes, kept_buffers, unwrap
@@ -158,11 +159,11 @@ class GradientSync:
         """Which parameters DDP knows of, while attached."""
         return self._trainable
 
-    def end_backward(self, *, flush_static_graph: bool) -> None:
+    def end_backward(self, *, ends_static_graph: bool) -> None:
         """Counts a backward, if it was synchronized.
 
         Args:
-            flush_static_graph: end the first backward of a static graph, where neither DDP nor Lightning does:
+            ends_static_graph: end the first backward of a static graph, where neither DDP nor Lightning does:
                 under manual optimization.
         """
         model = self._model
@@ -170,8 +171,8 @@ class GradientSync:
             return
         if model.static_graph and not self._is_graph_recorded:
             self._is_graph_recorded = True
-            if flush_static_graph:
-                model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+            if ends_static_graph:
+                flush_static_graph(model)
         self.num_syncs += 1
         if self._hook is None:
             self._earlier_bytes += self._gradient_bytes

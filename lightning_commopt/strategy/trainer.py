@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.compat.lightning import has_trainer, optimizer_is_toggled
 from lightning_commopt.ddp.state import KEY
 from lightning_commopt.launch.lightning_launcher import configure_multirun_launcher
 from lightning_commopt.measure.observer import Observers
@@ -90,8 +91,8 @@ class GradientSyncStrategy(OwnGroupStrategy):
         else:
             super().configure_ddp()
             self._pl_static_graph_delay_done = False
-        assert self.lightning_module is not None
-        self.gradient_sync.resume(self.lightning_module)
+        if self.lightning_module is not None:
+            self.gradient_sync.resume(self.lightning_module)
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -118,7 +119,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
         super().post_backward(closure_loss)
         module = self.lightning_module
         is_manual = module is not None and not module.automatic_optimization
-        self.gradient_sync.end_backward(flush_static_graph=is_manual and not self._flushes_static_graph)
+        self.gradient_sync.end_backward(ends_static_graph=is_manual and not self._flushes_static_graph)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -154,7 +155,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
         if self._next_plan is not None:
             self._change_plan(self._next_plan)
         module, trainable = self.lightning_module, self.gradient_sync.trainable
-        if trainable is None or module is None or module._param_requires_grad_state:
+        if trainable is None or module is None or optimizer_is_toggled(module):
             return
         may_be_frozen = self.plan.find_unused_parameters or not trainable.some_frozen()
         if trainable.some_unfrozen() or not may_be_frozen:
@@ -204,7 +205,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
         saved = checkpoint.pop(KEY, None)
         module = self.lightning_module
         # After a fit in spawned processes the module of the process that started them belongs to no trainer.
-        if module is None or module._trainer is None or module.trainer.state.fn != "fit":
+        if module is None or not has_trainer(module) or module.trainer.state.fn != "fit":
             return checkpoint
         self.gradient_sync.restore(read_state(saved, self.global_rank, self.world_size, self.plan.comm_hook))
         if self.gradient_sync.model is not None:  # in the middle of a fit, as the learning rate finder does

@@ -59,6 +59,7 @@ def finish(processes):
     assert [process.returncode for process in processes] == [0] * len(processes), said
 
 
+@pytest.mark.exhaustive
 def test_torchrun_leaves_the_records_of_a_sweep(tmp_path):
     (words,) = commands("torchrun")
     assert words[1:3] == ["--nproc-per-node=2", "-m"]

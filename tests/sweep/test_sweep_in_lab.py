@@ -72,6 +72,7 @@ def test_a_rank_that_fails_is_shown_and_recorded(runs):
     assert "FileNotFoundError: sources has too few" in str(record.error)
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_that_was_interrupted_goes_on(tmp_path):
     """If it fails, an interrupted sweep leaves ranks behind, or what ran before the interrupt is lost."""
     before = machine_traces()

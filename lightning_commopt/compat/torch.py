@@ -1,0 +1,46 @@
+"""Private names of torch; see `lightning_commopt.compat`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import _broadcast_coalesced as broadcast_coalesced
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "broadcast_coalesced",  # DDP's own way to send buffers, for baselines that send as much as DDP
+    "default_store",  # ranks can meet there without a collective, which a rank that does not come would break
+    "flush_static_graph",
+    "ignored_names",
+    "registered_hooks",
+    "sparse_values",
+    "stop_reducing",
+    "verify_shapes",  # DDP's own check of parameters, with its message
+]
+
+
+def registered_hooks(model: DistributedDataParallel) -> list[object]:
+    """Returns the objects whose methods are the comm hooks of ``model``: DDP tells nobody whether it has a hook."""
+    return [getattr(hook, "__self__", None) for hook, _ in model._comm_hooks]
+
+
+def stop_reducing(model: DistributedDataParallel) -> None:
+    """Takes DDP's hooks off the parameters, so that another wrapper can have them: its destructor may come later."""
+    model.reducer._remove_autograd_hooks()
+
+
+def flush_static_graph(model: DistributedDataParallel) -> None:
+    """Ends the first backward of a static graph, where forward was not called through the wrapper."""
+    model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+
+
+def ignored_names(module: Module) -> set[str]:
+    """Returns the names of parameters and buffers that a module asks DDP to ignore."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """Returns what of a tensor travels: ``values()`` of a sparse one wants it coalesced, which would cost a sort."""
+    return tensor._values() if tensor.is_sparse else tensor
