@@ -18,13 +18,14 @@ from rich.console import Console
 from lightning_commopt.callbacks import RunRecorder
 from lightning_commopt.compat.hydra import get_args_parser
 from lightning_commopt.launch.environment import is_first_rank, is_lab_rank
+from lightning_commopt.launch.fork_server import preload
 from lightning_commopt.launch.hydra_command import config_flags
 from lightning_commopt.runs.files import CONFIG_FILE
 from lightning_commopt.runs.table import run_table
 from lightning_commopt.runs.writer import fail_rank, finish_record, write_record
 from lightning_commopt.sweep.composing import SweepSettings
 from lightning_commopt.sweep.conf_path import conf_dir
-from lightning_commopt.sweep.config import as_trained, begun_record, check_config
+from lightning_commopt.sweep.config import as_trained, begun_record, check_config, link_note
 from lightning_commopt.sweep.continuing import continue_command
 from lightning_commopt.sweep.display import SweepDisplay
 from lightning_commopt.sweep.hints import hint
@@ -47,6 +48,8 @@ _NOISE = (
 def main() -> None:
     """Runs ``commopt-train`` with the arguments of this process."""
     sys.argv[1:] = flags_first(sys.argv[1:])
+    if get_args_parser().parse_known_args()[0].multirun:
+        preload("lightning_commopt.train")
     console = Console()
     status: int | str | None = 0
     was_interrupted = False
@@ -103,10 +106,13 @@ def train(config: DictConfig) -> float | None:
     """
     check_config(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
+    is_first = is_first_rank()
+    is_in_sweep = not OmegaConf.is_missing(HydraConfig.get().job, "num")
+    if is_first and not is_in_sweep and (note := link_note(config)) is not None:
+        Console().print(note, soft_wrap=True, markup=False, highlight=False)
     if config.link is not None and not is_lab_rank():
         return train_in_lab(config, folder).val_loss
     config = as_trained(config)
-    is_first = is_first_rank()
     started = time.perf_counter()
     if is_first:
         OmegaConf.save(config, folder / CONFIG_FILE, resolve=True)
@@ -120,7 +126,7 @@ def train(config: DictConfig) -> float | None:
     if not is_first:
         return metrics.get("val_loss")
     record = finish_record(folder, metrics, seconds=time.perf_counter() - started)
-    if OmegaConf.is_missing(HydraConfig.get().job, "num"):  # else a sweep shows all its jobs in one table
+    if not is_in_sweep:  # else all jobs are in one table
         Console().print(run_table(record))
     return record.val_loss
 

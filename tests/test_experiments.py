@@ -50,10 +50,10 @@ def test_every_job_of_an_experiment_can_be_run(experiment):
     assert len(jobs(experiment)) > 1
 
 
-@pytest.mark.parametrize("experiment", sampled(["four_ways", "ladder", "scaling"], ["scaling"]))
+@pytest.mark.parametrize("experiment", sampled(["four_methods", "ladder", "scaling"], ["scaling"]))
 def test_two_hosts_are_enough_for_every_job_of_an_experiment(experiment, monkeypatch):
     """Also for those of one process, which have one host."""
-    monkeypatch.setattr("lightning_commopt.sweep.config._why_no_lab", lambda: None)
+    monkeypatch.setattr("lightning_commopt.sweep.resolvers.why_no_lab", lambda: None)
     for overrides in jobs(experiment):
         check_config(composed(*overrides, "link=1gbit", "hosts=2", "trainer.accelerator=cpu"))
 
@@ -71,16 +71,16 @@ def test_what_fsdp_is_to_shard_is_left_to_who_makes_it_where_it_is_no_class(targ
 
 @pytest.mark.parametrize("options", [[], ["link=1gbit", "hosts=2"]])
 def test_fsdp_shards_over_the_ranks_of_all_nodes(options, monkeypatch):
-    monkeypatch.setattr("lightning_commopt.sweep.config._why_no_lab", lambda: None)
+    monkeypatch.setattr("lightning_commopt.sweep.resolvers.why_no_lab", lambda: None)
     config = composed("strategy=fsdp", "ranks=4", "trainer.accelerator=cpu", *options)
     assert as_trained(config).strategy.data_parallel_size == 4
 
 
-def test_every_rung_of_the_ladder_adds_to_the_one_before():
-    rungs = [strategy_of(composed("experiment=ladder", f"rung={rung}", "ranks=4")) for rung in CUMULATIVE]
+def test_every_variant_of_the_ladder_adds_to_the_one_before():
+    variants = [strategy_of(composed("experiment=ladder", f"variant={variant}", "ranks=4")) for variant in CUMULATIVE]
     changes = [
         {name: value for name, value in after.items() if before.get(name) != value}
-        for before, after in itertools.pairwise([strategy_of(composed("experiment=ladder")), *rungs])
+        for before, after in itertools.pairwise([strategy_of(composed("experiment=ladder")), *variants])
     ]
     assert changes == [
         {"bucket_cap_mb": 2000},
@@ -91,10 +91,10 @@ def test_every_rung_of_the_ladder_adds_to_the_one_before():
     ]
 
 
-@pytest.mark.parametrize("rung", ["one_process", "ddp_one_process"])
-def test_rungs_of_one_process_have_one_however_many_there_are_else(rung):
-    assert composed("experiment=ladder", f"rung={rung}", "ranks=4").trainer.devices == 1
-    assert composed("experiment=ladder", "rung=powersgd", "ranks=4").trainer.devices == 4
+@pytest.mark.parametrize("variant", ["one_process", "ddp_one_process"])
+def test_variants_of_one_process_have_one_however_many_there_are_else(variant):
+    assert composed("experiment=ladder", f"variant={variant}", "ranks=4").trainer.devices == 1
+    assert composed("experiment=ladder", "variant=powersgd", "ranks=4").trainer.devices == 4
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 4])
@@ -104,15 +104,15 @@ def test_accumulation_keeps_the_samples_of_a_step(num_batches):
 
 
 @pytest.mark.exhaustive
-def test_four_ways_are_28_runs_with_as_many_samples_in_a_step():
-    configs = [composed(*overrides) for overrides in jobs("four_ways")]
+def test_four_methods_are_28_runs_with_as_many_samples_in_a_step():
+    configs = [composed(*overrides) for overrides in jobs("four_methods")]
     runs = {(config.model.size, config.strategy._target_, config.trainer.devices) for config in configs}
     assert len(runs) == 28
     assert {config.data.batch_size * config.trainer.devices for config in configs} == {1024}
 
 
 def test_a_batch_that_ranks_cannot_share_is_an_error():
-    config = composed("experiment=four_ways", "way=ddp", "ranks=3")
+    config = composed("experiment=four_methods", "method=ddp", "ranks=3")
     with pytest.raises(ConfigError, match="1024 cannot be divided by 3 x 1"):
         check_config(config)
 

@@ -37,6 +37,11 @@ def num_started_ranks() -> int:
     )
 
 
+def has_external_launcher() -> bool:
+    """Returns whether this process is a rank that torchrun, srun or Lightning has started."""
+    return "RANK" in os.environ or "LOCAL_RANK" in os.environ or num_started_ranks() > 1
+
+
 def _integer_in_environment(name: str, default: int) -> int:
     value = os.environ.get(name, "")
     return int(value) if value.isdecimal() else default

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_commopt.collectives.groups import leave_process_group
 from lightning_commopt.compat.lightning import SubprocessScriptLauncher
 from lightning_commopt.launch.environment import RANK_VARIABLES
+from lightning_commopt.launch.fork_server import is_preloaded, preloaded
 from lightning_commopt.launch.hydra_command import single_run_command
 
 _launched_job_dir: str | None = None
@@ -62,7 +63,13 @@ class MultirunLauncher(SubprocessScriptLauncher):
         for local_rank in range(1, self.num_processes):
             command, folder = single_run_command(local_rank)
             environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
-            self.procs.append(subprocess.Popen(command, env=environment, cwd=folder))
+            server = preloaded(command)
+            process = (
+                subprocess.Popen(command, env=environment, cwd=folder)
+                if server is None
+                else server.start(command, env=environment, folder=folder)
+            )
+            self.procs.append(process)  # type: ignore[arg-type]
 
 
 def configure_multirun_launcher(strategy: DDPStrategy) -> None:
@@ -71,6 +78,6 @@ def configure_multirun_launcher(strategy: DDPStrategy) -> None:
     Args:
         strategy: whose own launcher is configured.
     """
-    if strategy._start_method == "popen" and multirun_job_dir() is not None:
+    if strategy._start_method == "popen" and (multirun_job_dir() is not None or is_preloaded()):
         assert strategy.cluster_environment is not None
         strategy._launcher = MultirunLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning_commopt.netlab.namespaces import Keeper, LabError, find_way, program, run_program
-from lightning_commopt.netlab.ranks import RankProcess, error_of, watch
+from lightning_commopt.netlab.ranks import RankProcess, StartRank, error_of, start_program, watch
 
 DEVICE = "eth0"
 """The network device of every host."""
@@ -113,6 +113,7 @@ class NetLab:
         pin_to_cores: bool = False,
         timeout_s: float | None = None,
         on_output: Callable[[int, bytes], None] | None = None,
+        start: StartRank | None = None,
     ) -> list[str]:
         """Runs a command as every rank of a job and waits for all of them.
 
@@ -126,6 +127,7 @@ class NetLab:
             pin_to_cores: give each rank one core, in turns, and one OpenMP thread.
             timeout_s: seconds the ranks may take; None for no limit.
             on_output: called with a rank and a part of its standard output and error, as it comes.
+            start: starts the command in another way than as a new program, in the namespaces that it is given.
 
         Returns:
             What each rank said, in the order of ranks.
@@ -145,14 +147,14 @@ class NetLab:
         with ExitStack() as closing, Keeper(self._way, within=self._keeper) as tree:
             for rank in range(self.num_hosts * ranks_per_host):
                 host = f"host{rank // ranks_per_host}"
-                pinned = _on_core(rank) if pin_to_cores else ()
+                cores = _core_of(rank) if pin_to_cores else ()
                 variables = self._variables(rank, ranks_per_host, pin_to_cores)
-                process = RankProcess(
-                    rank,
-                    (*tree.enter(host, os.getcwd()), *pinned, *command),
-                    {**os.environ, **variables, **(environment or {})},
-                    on_output,
-                )
+                env = {**os.environ, **variables, **(environment or {})}
+                if start is None:
+                    started = start_program((*tree.enter(host, os.getcwd()), *_pinned(cores), *command), env)
+                else:
+                    started = start(command, env, tree.files(host), f"/proc/{tree.pid}/root{os.getcwd()}", cores)
+                process = RankProcess(rank, started, on_output)
                 ranks.append(process)
                 closing.callback(process.close)
             stopped = watch(ranks, timeout_s)
@@ -217,8 +219,12 @@ class NetLab:
         run_program(*self._keeper.enter(), path, *arguments)
 
 
-def _on_core(rank: int) -> tuple[str, ...]:
+def _core_of(rank: int) -> tuple[int, ...]:
     cores = sorted(os.sched_getaffinity(0))
+    return (cores[rank % len(cores)],)
+
+
+def _pinned(cores: Sequence[int]) -> tuple[str, ...]:
     taskset = program("taskset")
     assert taskset is not None, "taskset was there when the lab was opened"
-    return (taskset, "--cpu-list", str(cores[rank % len(cores)]))
+    return (taskset, "--cpu-list", ",".join(map(str, cores))) if cores else ()

@@ -143,6 +143,19 @@ class Keeper:
         where = () if folder is None else (f"--wd={root}{folder}",)
         return (*_path("nsenter"), "--target", str(self.pid), *user, "--mount", *processes, network, *where, "--")
 
+    def files(self, host: str) -> tuple[str, ...]:
+        """Returns what `enter` enters for a host, as files for ``setns``, in the order in which they must be entered.
+
+        Those of processes are entered by children.
+        """
+        of_ours = f"/proc/{self.pid}/ns"
+        return (
+            *((f"{of_ours}/user",) if self._way else ()),
+            f"/proc/{self.pid}/root/run/netns/{host}",
+            *((f"{of_ours}/pid_for_children",) if self._has_processes else ()),
+            f"{of_ours}/mnt",
+        )
+
     def close(self) -> None:
         """Ends the namespaces; returns when no process of theirs is left, those that others started included."""
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):

@@ -7,6 +7,7 @@ import selectors
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, Protocol
 
 _POLL_S = 0.05
 _CHUNK_BYTES = 65536
@@ -29,34 +30,52 @@ class RankError(RuntimeError):
         self.outputs = outputs
 
 
+class Process(Protocol):
+    """What of ``subprocess.Popen`` is needed of a rank."""
+
+    returncode: Any
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Standard output and error."""
+
+    def poll(self) -> int | None:
+        """Returns the exit status; None while it runs."""
+
+    def wait(self) -> int:
+        """Returns the exit status at the end."""
+
+
+StartRank = Callable[[Sequence[str], Mapping[str, str], Sequence[str], str, Sequence[int]], Process]
+"""Starts a command: with an environment, in namespaces (see `Keeper.files`), in a folder, on cores (empty for all)."""
+
+
+def start_program(command: Sequence[str], env: Mapping[str, str]) -> Process:
+    """Starts a program as the leader of a session, with no input and with its output in a pipe."""
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
 class RankProcess:
     """One rank: a process and what it has said so far.
 
     Args:
         rank: its number.
-        command: program and arguments.
-        environment: all of it.
+        process: as `start_program` starts it.
         on_output: receives the rank's number and its standard output and error as they come.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        on_output: Callable[[int, bytes], None] | None,
-    ) -> None:
+    def __init__(self, rank: int, process: Process, on_output: Callable[[int, bytes], None] | None) -> None:
         self.rank = rank
+        self.process = process
         self._on_output = on_output
         self._said = bytearray()
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
     @property
     def pipe(self) -> int:

@@ -12,7 +12,7 @@ from lightning_commopt.report.settings import turn
 from lightning_commopt.report.words import OFF, canonical, is_of_plan, is_ranks
 
 _UNCOMPRESSED_DDP = ("none", "DDPStrategy")
-_FIRST_RUNG = "one_bucket"
+_FIRST_VARIANT = "one_bucket"
 _DEFAULT_BUCKET_MB = 25
 _NEUTRAL = {"strategy": ("ddp", "commopt"), "trainer.accumulate_grad_batches": ("1",)}
 
@@ -35,10 +35,10 @@ def choose_baseline(settings: Sequence[Setting], asked: str | None = None) -> Se
     on_one = [setting for setting in settings if setting.world_size == 1]
     if on_one and _compares_numbers_of_ranks(settings):
         return on_one[0]
-    rungs = [setting for setting in settings if setting.values.get("rung") == _FIRST_RUNG]
+    variants = [setting for setting in settings if setting.values.get("variant") == _FIRST_VARIANT]
     plain = [setting for setting in settings if setting.plan_name in _UNCOMPRESSED_DDP and setting.world_size > 1]
-    if rungs or not plain:
-        return (rungs or list(settings))[0]
+    if variants or not plain:
+        return (variants or list(settings))[0]
     return min(plain, key=lambda setting: (-setting.world_size, *_distance_from_default(setting)))
 
 
@@ -93,7 +93,7 @@ def _compares_numbers_of_ranks(settings: Sequence[Setting]) -> bool:
     if len({setting.world_size for setting in settings}) == 1:
         return False
     others = [without_ranks(setting.values) for setting in settings]
-    return any("way" in values for values in others) or all(values == others[0] for values in others)
+    return any("method" in values for values in others) or all(values == others[0] for values in others)
 
 
 def _distance_from_default(setting: Setting) -> tuple[int, float]:

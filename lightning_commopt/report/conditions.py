@@ -31,7 +31,7 @@ def conditions_of(found: FoundRuns) -> dict[str, str]:
         "hardware": _all(runs, lambda run: _hardware(run.record)),
         "trained on": _all(runs, lambda run: run.record.device),
         "ranks": _all(runs, lambda run: str(run.record.world_size or "")),
-        "link": _all(runs, _link),
+        "link": _all(runs, link_of),
         "parameters": _all(runs, lambda run: _num_parameters(run.record)),
         "samples a rank and batch": _all(runs, _batch_size),
         "timed steps": _all(runs, lambda run: str(run.record.num_timed_steps or "")),
@@ -40,6 +40,12 @@ def conditions_of(found: FoundRuns) -> dict[str, str]:
         "date": _dates(runs),
     }
     return {name: value for name, value in said.items() if value}
+
+
+def link_of(run: Run) -> str | None:
+    """Returns the rate of the links between the hosts of a run, in words; None where it had none."""
+    link = run.settings.get("link")
+    return None if link is None else setting_name({"link": text_of(link)})[0] or None
 
 
 def mixed_conditions(groups: Iterable[Group]) -> list[str]:
@@ -90,11 +96,6 @@ def _hardware(record: RunRecord) -> str:
         for device in record.hardware
     )
     return " + ".join(name if count == 1 else f"{count}x {name}" for name, count in shown.items())
-
-
-def _link(run: Run) -> str | None:
-    link = run.settings.get("link")
-    return None if link is None else setting_name({"link": text_of(link)})[0] or None
 
 
 def _num_parameters(record: RunRecord) -> str | None:

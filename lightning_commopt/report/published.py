@@ -9,7 +9,7 @@ from lightning_commopt.report.model import Published
 from lightning_commopt.runs.settings import text_of
 
 _LADDER_SOURCE = "write-up on ViT-L/32 on 8x L40S and 8x A100"
-_WAYS_SOURCE = "write-up on four ways of data parallelism on 4x A100 (PCIe)"
+_METHODS_SOURCE = "write-up on four ways of data parallelism on 4x A100 (PCIe)"
 _BUCKETS_SOURCE = "write-up on a GPT of about 120 M parameters on A100"
 
 
@@ -42,16 +42,16 @@ _LADDER: dict[str, tuple[Published, ...]] = {
     "several_buckets": (_on_l40s("+86 % in all, +12 % over bf16,", 1.86), _on_a100("+4 % in all", 1.04)),
 }
 
-_OF_WAYS: dict[tuple[str, str, int], float] = {
-    (size, way, num_ranks): figure
+_OF_METHODS: dict[tuple[str, str, int], float] = {
+    (size, method, num_ranks): figure
     for size, row in {
         "small": (0.60, 0.55, 0.58, 0.56, 0.83, 0.75),
         "medium": (1.10, 1.37, 1.31, 1.35, 1.35, 1.75),
         "large": (1.44, 1.92, 1.56, 2.24, 1.58, 2.31),
         "xlarge": (1.47, 2.06, 1.62, 2.40, 1.65, 2.39),
     }.items()
-    for (way, num_ranks), figure in zip(
-        [(way, num_ranks) for way in ("naive", "interleaved", "ddp") for num_ranks in (2, 4)], row, strict=True
+    for (method, num_ranks), figure in zip(
+        [(method, num_ranks) for method in ("naive", "interleaved", "ddp") for num_ranks in (2, 4)], row, strict=True
     )
 }
 
@@ -72,18 +72,18 @@ def published_figures(
         world_size: ranks that it trained on.
         baseline: settings of the baseline; where theirs was another, their speed-ups are left out.
     """
-    rung, way = settings.get("rung"), settings.get("way")
+    variant, method = settings.get("variant"), settings.get("method")
     figures: tuple[Published, ...] = ()
     is_same_baseline = True
-    if rung is not None:
-        figures = _LADDER.get(rung, ())
-        is_same_baseline = baseline.get("rung") == "one_bucket"
-    elif way is not None:
-        speedup = _OF_WAYS.get((settings.get("model.size", ""), way, world_size))
+    if variant is not None:
+        figures = _LADDER.get(variant, ())
+        is_same_baseline = baseline.get("variant") == "one_bucket"
+    elif method is not None:
+        speedup = _OF_METHODS.get((settings.get("model.size", ""), method, world_size))
         if speedup is not None:
             said = f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)"
-            figures = (Published(label=said, source=_WAYS_SOURCE, speedup=speedup),)
-        is_same_baseline = baseline.get("way") == "one_process"
+            figures = (Published(label=said, source=_METHODS_SOURCE, speedup=speedup),)
+        is_same_baseline = baseline.get("method") == "one_process"
     elif settings.get("experiment") == "buckets":
         said = _OF_BUCKETS.get(text_of(settings.get("strategy.bucket_cap_mb")), "")
         figures = (Published(label=said, source=_BUCKETS_SOURCE),) if said else ()

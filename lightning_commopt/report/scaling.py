@@ -106,7 +106,7 @@ def _series(settings: Sequence[Setting]) -> list[list[Setting]]:
     return [
         series
         for series in alike.values()
-        if len(series) > 1 or (series and "way" in series[0].values and series[0].world_size > 1)
+        if len(series) > 1 or (series and "method" in series[0].values and series[0].world_size > 1)
     ]
 
 

@@ -20,7 +20,7 @@ _WITHOUT_EFFECT = (
     *("trainer.default_root_dir", "callbacks.comm_time.print_summary"),
 )
 _SEEDS = ("seed", "random_seed", "seed_everything")
-_CHOICES_OF_NOTHING = ("experiment", "rung", "way", "link", "hosts")
+_CHOICES_OF_NOTHING = ("experiment", "variant", "method", "link", "hosts")
 _SPLITTING = ("model", "data", "datamodule", "link", "hosts", "experiment")
 _NOT_SPLITTING = ("data.batch_size", "model.activation_checkpointing")
 _ON_ONE_PROCESS = ("one_process", "ddp_one_process")
@@ -117,7 +117,7 @@ def _chosen(run: Run, names: Iterable[str]) -> dict[str, str]:
     """Returns the values of settings, with the ranks that there were instead of those that were asked for."""
     values = {name: text_of(run.settings[name]) for name in names if name in run.settings}
     kept = {name: value for name, value in values.items() if not (name in _CHOICES_OF_NOTHING and value in OFF)}
-    if kept.get("rung", kept.get("way")) in _ON_ONE_PROCESS:
+    if kept.get("variant", kept.get("method")) in _ON_ONE_PROCESS:
         return {name: value for name, value in kept.items() if not is_ranks(name)}
     if run.record.world_size is None or not any(map(is_ranks, names)):
         return kept

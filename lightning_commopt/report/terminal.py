@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lightning_commopt.formatting import number
 from lightning_commopt.report.columns import Cell, columns_of
+from lightning_commopt.report.conditions import link_of
 from lightning_commopt.report.model import Group, Report
 from lightning_commopt.report.phrases import spread_text
 from lightning_commopt.report.regressions import Change, Outcome, Regressions
@@ -74,6 +75,8 @@ def settings_table(group: Group) -> Table:
     for name, cells in columns.items():
         width = max(len(text) for text in [*name.split(), *(line for cell in cells for line in cell)])
         table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True, min_width=width)
+    if link := link_of(group.baseline.runs[0]):
+        table.caption, table.caption_justify = f"hosts with {link} between them", "left"
     for index, setting in enumerate(group.settings):
         style = "bold" if setting is group.fastest else None
         table.add_row(Text(setting.name), *("\n".join(cells[index]) for cells in columns.values()), style=style)

@@ -20,7 +20,7 @@ PLAN_OPTIONS = (
 )
 """Of a `CommPlan`, which cannot be asked for them here: it imports torch."""
 
-_OF_PLAN = ("ranks", "rung", "way", *PLAN_OPTIONS)
+_OF_PLAN = ("ranks", "variant", "method", *PLAN_OPTIONS)
 
 _SPELLED = {
     "none": "uncompressed",
@@ -165,8 +165,8 @@ _SAID: dict[str, Callable[[str], Words]] = {
     "model": _choice,
     "model.size": _choice,
     "data": _choice,
-    "rung": _choice,
-    "way": _choice,
+    "variant": _choice,
+    "method": _choice,
     "strategy": _choice,
     "comm_hook": lambda value: Words(spelled("none" if value in OFF else value)),
     "matrix_rank": lambda value: Words(f"matrix rank {value}"),
@@ -184,7 +184,7 @@ _SAID: dict[str, Callable[[str], Words]] = {
     "ranks": _number_of("rank", "ranks"),
 }
 _ORDER = (
-    *("experiment", "model", "model.size", "data", "rung", "way", "strategy", "comm_hook", "matrix_rank"),
+    *("experiment", "model", "model.size", "data", "variant", "method", "strategy", "comm_hook", "matrix_rank"),
     *("bucket_cap_mb", "static_graph", "gradient_as_bucket_view", "trainer.accumulate_grad_batches"),
     *("model.activation_checkpointing", "data.batch_size", "...", "link", "hosts", "trainer.num_nodes", "ranks"),
 )

@@ -13,7 +13,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_commopt.launch.hydra_command import quoted
-from lightning_commopt.sweep.config import ConfigError, as_trained, check_config, num_repetitions, plan_name
+from lightning_commopt.sweep.config import ConfigError, as_trained, check_config, link_note, num_repetitions, plan_name
 from lightning_commopt.sweep.job import Job, SweepObserver
 
 # What they say to a run is in trainer.devices and trainer.num_nodes as well.
@@ -85,7 +85,7 @@ class JobComposer:
         run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         with _as_job(config, number, folder=None) as folder:
             check_config(run_config)
-            name = plan_name(run_config)
+            name, note = plan_name(run_config), link_note(run_config)
             config_yaml = OmegaConf.to_yaml(as_trained(run_config), resolve=True)
         with _as_job(config, 0, folder=Path("/")):  # equal in all jobs
             content = _content(run_config)
@@ -106,6 +106,8 @@ class JobComposer:
             folder=folder,
             config_yaml=config_yaml,
             content=content,
+            is_on_cpu=run_config.trainer.accelerator == "cpu",
+            note=note,
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -17,14 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_commopt.launch.environment import is_lab_rank, num_started_ranks
-from lightning_commopt.netlab import NetLab, parse_rate, why_not
+from lightning_commopt.netlab import NetLab, parse_rate
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
 from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.runs.settings import hydra_settings
 from lightning_commopt.runs.writer import new_record
 from lightning_commopt.strategy.ddp import CommOptDDP
-
-_why_no_lab = cache(why_not)
+from lightning_commopt.sweep import resolvers
 
 
 class ConfigError(CompactHydraException):
@@ -157,6 +155,28 @@ def lab_shape(config: DictConfig) -> LabShape:
     return LabShape(num_hosts=hosts, ranks_per_host=num_ranks // hosts)
 
 
+def link_note(config: DictConfig) -> str | None:
+    """Returns what to say of a link that the configuration leaves to the machine, such as that of the quickstart.
+
+    Args:
+        config: checked.
+
+    Returns:
+        The link that there is, or why there is none; None if the user has set it, or it is not for CPU ranks that we
+        start.
+    """
+    if not OmegaConf.is_interpolation(config, "link") or config.trainer.accelerator != "cpu" or is_lab_rank():
+        return None
+    if config.link is not None:
+        shape = lab_shape(config)
+        return (
+            f"link={config.link}: {shape.num_hosts} hosts of the network lab, on this machine, with a link of this "
+            "rate to each; link=null leaves it out"
+        )
+    reason = resolvers.why_no_lab()
+    return reason and f"no link between the ranks, which are processes of this machine: {reason}"
+
+
 def as_trained(config: DictConfig) -> DictConfig:
     """Returns the configuration that the ranks train with: with a link the hosts are the Trainer's nodes.
 
@@ -173,7 +193,7 @@ def as_trained(config: DictConfig) -> DictConfig:
 
 
 def plan_name(config: DictConfig) -> str:
-    """Returns a short name for the way the gradients travel: the comm hook's, or the class of another strategy."""
+    """Returns a short name for how the gradients travel: the comm hook's, or the class of another strategy."""
     if not _is_commopt(config):
         return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
     comm_hook = config.strategy.get("comm_hook")
@@ -231,7 +251,7 @@ def _check_link(config: DictConfig) -> None:
         raise ConfigError(
             f"link={config.link} starts the ranks itself: run it without torchrun, in one process ({started_by} is set)"
         )
-    reason = _why_no_lab()
+    reason = resolvers.why_no_lab()
     if reason is not None:
         raise ConfigError(f"link={config.link}: {reason}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from lightning_commopt.launch.fork_server import preloaded
 from lightning_commopt.runs.files import LOG_FILE, RUN_FILE, SUMMARY_FILE
 from lightning_commopt.runs.record import RunRecord, write_json
 from lightning_commopt.runs.settings import settings_of
@@ -25,12 +26,14 @@ class Job:
 
     Attributes:
         number: of the job in the sweep, from 0; jobs that are left out leave gaps.
-        plan_name: short name of the way the gradients travel.
+        plan_name: short name of how the gradients travel.
         overrides: the job's own, as the sweeper made them, and its repetition.
         command: program and arguments.
         folder: of the run.
         config_yaml: what the run leaves as its configuration, resolved.
         content: of the configuration, what says how to train: jobs for which it is equal train the same.
+        is_on_cpu: it may be started from a process that has imported everything; CUDA allows none such.
+        note: what the user should know before the job runs.
     """
 
     number: int
@@ -40,6 +43,8 @@ class Job:
     folder: Path
     config_yaml: str
     content: str
+    is_on_cpu: bool = False
+    note: str | None = None
 
     @property
     def log(self) -> Path:
@@ -109,8 +114,9 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
             observer.said(text, is_final)
 
         reader = LineReader(on_line)
+        server = preloaded(job.command) if job.is_on_cpu else None
         try:
-            reason = _reason(run_in_group(job.command, env, reader.feed))
+            reason = _reason(run_in_group(job.command, env, reader.feed, server=server))
         except InterruptedRun as error:
             interrupted, reason = error, str(error)
         reader.close()

@@ -63,6 +63,7 @@ class FreshProcessLauncher(Launcher):
         self._composer = JobComposer(settings=self.settings, context=hydra_context, sweep_config=config)
         self._observer = self.settings.observer
         self._first_jobs: dict[str, Job] = {}
+        self._notes: set[str] = set()
         self._left_out: list[tuple[Job, Job]] = []
         self._results: dict[str, JobResult] = {}
 
@@ -93,6 +94,9 @@ class FreshProcessLauncher(Launcher):
         to_run = self._without_equals([job for jobs in rounds for job in jobs])
         check_folders(self._first_jobs.values())
         self._observer.planned(sweep_dir, len(self._first_jobs))
+        for note in dict.fromkeys(job.note for job in to_run if job.note is not None and job.note not in self._notes):
+            self._observer.noted(note)
+            self._notes.add(note)
         self._keep_finished(to_run, sweep_dir)
         for job in to_run:
             if job.content not in self._results:

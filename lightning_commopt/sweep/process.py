@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from lightning_commopt.launch.fork_server import ForkedProcess, ForkServer
+
 _POLL_S = 0.1
 _CHUNK_BYTES = 65536
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -30,7 +32,11 @@ class InterruptedRun(BaseException):
 
 
 def run_in_group(
-    command: Sequence[str], env: Mapping[str, str], on_output: Callable[[bytes], None], grace_s: float = 5
+    command: Sequence[str],
+    env: Mapping[str, str],
+    on_output: Callable[[bytes], None],
+    grace_s: float = 5,
+    server: ForkServer | None = None,
 ) -> int:
     """Runs a command in a process group of its own and waits for it.
 
@@ -43,6 +49,7 @@ def run_in_group(
         env: the whole environment.
         on_output: receives standard output and error as they come.
         grace_s: seconds for an orderly end after a signal.
+        server: that starts the command; None to start it as a new program.
 
     Returns:
         The exit status of the first process; the negative number of the signal that ended it.
@@ -51,14 +58,7 @@ def run_in_group(
         InterruptedRun: we received one of the signals.
     """
     with _noted_signals() as received:
-        process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = _start(command, env, server)
         try:
             _follow(process, on_output, received, grace_s)
         finally:
@@ -89,8 +89,26 @@ def raised_signals() -> Iterator[None]:
         yield
 
 
+def _start(
+    command: Sequence[str], env: Mapping[str, str], server: ForkServer | None
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    if server is not None:
+        return server.start(command, env=env, is_session=True, has_pipe=True, is_server=True)
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
 def _follow(
-    process: subprocess.Popen[bytes], on_output: Callable[[bytes], None], received: list[signal.Signals], grace_s: float
+    process: subprocess.Popen[bytes] | ForkedProcess,
+    on_output: Callable[[bytes], None],
+    received: list[signal.Signals],
+    grace_s: float,
 ) -> None:
     """Passes output on until the first process has ended or may be killed."""
     assert process.stdout is not None

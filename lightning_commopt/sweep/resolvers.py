@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+
+from lightning_commopt.launch.environment import has_external_launcher, is_lab_rank
+from lightning_commopt.netlab import why_not
+
+why_no_lab = cache(why_not)
+"""Returns why the network lab does not work here, None where it does; tried once a process."""
 
 
 def register_resolvers() -> None:
@@ -17,6 +24,7 @@ def register_resolvers() -> None:
     - ``${commopt.device:}``: "cuda:0" or "cpu";
     - ``${commopt.devices:n}``: the number of GPUs, or ``n`` processes on the CPU;
     - ``${commopt.gpu_or_cpu:a,b}``: ``a`` where there is a GPU, else ``b``;
+    - ``${commopt.link:rate,accelerator}``: the rate where this run can have a link of that rate, else null;
     - ``${commopt.divide:n,d,...}``: ``n`` divided by all that follow; an error if something remains;
     - ``${commopt.multiply:n,m,...}``: the product.
 
@@ -27,6 +35,7 @@ def register_resolvers() -> None:
         "commopt.device": lambda: "cuda:0" if _has_gpu() else "cpu",
         "commopt.devices": lambda num_cpu_processes: torch.cuda.device_count() if _has_gpu() else num_cpu_processes,
         "commopt.gpu_or_cpu": lambda on_gpu, on_cpu: on_gpu if _has_gpu() else on_cpu,
+        "commopt.link": link,
         "commopt.divide": divide,
         "commopt.multiply": multiply,
     }
@@ -36,6 +45,18 @@ def register_resolvers() -> None:
 
 def _has_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+def link(rate: str, accelerator: str) -> str | None:
+    """Returns a rate where ranks can be hosts of the network lab, None elsewhere.
+
+    Args:
+        rate: as ``NetLab`` takes it.
+        accelerator: that ranks train on.
+    """
+    if is_lab_rank():
+        return rate
+    return rate if accelerator == "cpu" and not has_external_launcher() and why_no_lab() is None else None
 
 
 def divide(number: int, *divisors: int) -> int:

@@ -137,7 +137,7 @@ def write_sweep(folder: Path, num_repetitions: int = 3) -> Path:
     return _write_jobs(folder, jobs)
 
 
-_RUNGS: dict[str, dict[str, Any]] = {
+_VARIANTS: dict[str, dict[str, Any]] = {
     "one_process": {"strategy": "SingleDeviceStrategy", "plan_name": "SingleDeviceStrategy", "plan": None},
     "ddp_one_process": {"strategy": "DDPStrategy", "plan_name": "DDPStrategy", "plan": None, "compute_s": 0.063},
     "one_bucket": {"plan": {"bucket_cap_mb": 2000}},
@@ -150,18 +150,18 @@ _RUNGS: dict[str, dict[str, Any]] = {
 
 
 def write_ladder(folder: Path, num_repetitions: int = 3) -> Path:
-    """Writes the eight rungs of the experiment ``ladder`` on 2 ranks; returns the sweep's directory."""
+    """Writes the eight variants of the experiment ``ladder`` on 2 ranks; returns the sweep's directory."""
     jobs = []
     for repetition in range(num_repetitions):
-        for rung, options in _RUNGS.items():
+        for variant, options in _VARIANTS.items():
             name = options.get("plan_name", "none")
             name = name if name in PLANS else "none"
             run = SampleRun(
-                overrides=("experiment=ladder", f"rung={rung}", f"repetition={repetition}"),
-                world_size=1 if rung.endswith("one_process") else 2,
+                overrides=("experiment=ladder", f"variant={variant}", f"repetition={repetition}"),
+                world_size=1 if variant.endswith("one_process") else 2,
                 wire_s=0.32 * WIRE_SHARES[name],
                 compression_s=COMPRESSION_S[name],
-                num_buckets=4 if rung == "several_buckets" else 1,
+                num_buckets=4 if variant == "several_buckets" else 1,
                 wire_bytes=int(40e6 * WIRE_SHARES[name]),
                 loss=LOSSES[name],
             )
@@ -182,33 +182,33 @@ def write_four_ways(
     jobs = []
     for repetition in range(num_repetitions):
         for size in sizes:
-            for way, ranks in [
+            for method, ranks in [
                 ("one_process", 1),
                 *((w, n) for w in ("naive", "interleaved", "ddp") for n in num_ranks),
             ]:
-                jobs.append(_way(size, way, ranks, repetition))
+                jobs.append(_method(size, method, ranks, repetition))
     return _write_jobs(folder, jobs)
 
 
-def _way(size: str, way: str, ranks: int, repetition: int) -> SampleRun:
+def _method(size: str, method: str, ranks: int, repetition: int) -> SampleRun:
     strategies = {"one_process": "SingleDeviceStrategy", "naive": "NaiveDP", "interleaved": "InterleavedDP"}
-    strategy = strategies.get(way, "CommOptDDP")
+    strategy = strategies.get(method, "CommOptDDP")
     gradient_bytes = int(4 * _SIZES[size])
     return SampleRun(
         overrides=(
-            "experiment=four_ways",
+            "experiment=four_methods",
             f"model.size={size}",
-            f"way={way}",
+            f"method={method}",
             f"ranks={ranks}",
             f"repetition={repetition}",
         ),
-        plan_name="none" if way == "ddp" else strategy,
+        plan_name="none" if method == "ddp" else strategy,
         strategy=strategy,
-        plan={} if way == "ddp" else None,
+        plan={} if method == "ddp" else None,
         world_size=ranks,
         compute_s=(0.02 + 6e-9 * _SIZES[size]) / ranks,
         wire_s=2 * (ranks - 1) / ranks * gradient_bytes / 2e9,
-        num_buckets={"one_process": 1, "naive": 1, "interleaved": 8, "ddp": 3}[way],
+        num_buckets={"one_process": 1, "naive": 1, "interleaved": 8, "ddp": 3}[method],
         gradient_bytes=gradient_bytes,
         wire_bytes=gradient_bytes,
         batch_size=1024 // ranks,
@@ -222,7 +222,7 @@ def save_run(folder: Path, *overrides: str, **fields: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = fields.pop("config", {})
     ranks = [int(each.partition("=")[2]) for each in overrides if each.startswith(("ranks=", "trainer.devices="))]
-    ranks = [1] if "way=one_process" in overrides else [*ranks, 2]
+    ranks = [1] if "method=one_process" in overrides else [*ranks, 2]
     known = {"status": "finished", "plan_name": "none", "plan": {}, "world_size": ranks[0], **fields}
     known.setdefault("is_lossy", known["plan_name"] in WIRE_SHARES and known["plan_name"] != "none")
     RunRecord(**known, **described(overrides, config, known["plan"])).save(folder)
@@ -260,7 +260,7 @@ def ladder_report(folder: Path) -> Report:
     """Returns the report of `write_ladder`, with published figures and a run that failed."""
     sweep = write_ladder(folder / "ladder")
     failed = RunRecord(
-        status="failed", plan_name="none", error="ValueError: x", **described(("experiment=ladder", "rung=bf16"), {})
+        status="failed", plan_name="none", error="ValueError: x", **described(("experiment=ladder", "variant=bf16"), {})
     )
     (sweep / "99").mkdir()
     failed.save(sweep / "99")

@@ -263,16 +263,16 @@ def test_one_setting_has_nothing_to_be_compared_with(tmp_path):
 
 
 def test_without_throughput_there_is_no_answer(tmp_path):
-    save_run(tmp_path / "0", "rung=bf16")
-    save_run(tmp_path / "1", "rung=one_bucket")
+    save_run(tmp_path / "0", "variant=bf16")
+    save_run(tmp_path / "1", "variant=one_bucket")
     (group,) = build_report([tmp_path]).groups
     assert group.answer == ("No run has a throughput: without the callback SpeedMonitor nothing can be compared.",)
     assert group.fastest is group.baseline
 
 
 def test_a_baseline_without_throughput_is_named(tmp_path):
-    save_run(tmp_path / "0", "rung=bf16", samples_per_s=1.0)
-    save_run(tmp_path / "1", "rung=one_bucket")
+    save_run(tmp_path / "0", "variant=bf16", samples_per_s=1.0)
+    save_run(tmp_path / "1", "variant=one_bucket")
     (group,) = build_report([tmp_path], baseline="one bucket").groups
     assert group.answer == ('"bf16" made 1.00 samples/s; "one bucket" has none.',)
 
@@ -280,8 +280,8 @@ def test_a_baseline_without_throughput_is_named(tmp_path):
 def test_ranks_are_said_where_more_of_them_are_slower(tmp_path):
     for repetition in range(3):
         for ranks, rate in ((1, 100), (2, 150), (4, 120)):
-            way = "one_process" if ranks == 1 else "ddp"
-            overrides = (f"way={way}", f"ranks={ranks}", f"repetition={repetition}")
+            method = "one_process" if ranks == 1 else "ddp"
+            overrides = (f"method={method}", f"ranks={ranks}", f"repetition={repetition}")
             save_run(
                 tmp_path / f"{ranks}_{repetition}",
                 *overrides,

@@ -111,8 +111,8 @@ def test_losses_that_are_no_number_are_counted(tmp_path):
 
 
 BASELINES = {
-    "four ways": (["way=ddp ranks=2", "way=one_process"], "one process"),
-    "ladder": (["rung=one_process", "rung=bucket_view", "rung=one_bucket"], "one bucket"),
+    "four ways": (["method=ddp ranks=2", "method=one_process"], "one process"),
+    "ladder": (["variant=one_process", "variant=bucket_view", "variant=one_bucket"], "one bucket"),
     "numbers of ranks": (["ranks=2", "ranks=1", "ranks=4"], "1 rank"),
     "plans on numbers of ranks": (
         [f"strategy/comm_hook={hook} ranks={ranks}" for ranks in (1, 2, 4) for hook in ("bf16", "none")],
@@ -182,7 +182,12 @@ def test_one_point_beyond_one_rank_is_no_law():
 
 
 def test_efficiency_and_scaling_are_over_one_process(tmp_path):
-    rates = {"way=one_process": 100, "way=naive ranks=2": 120, "way=naive ranks=4": 150, "way=ddp ranks=2": 180}
+    rates = {
+        "method=one_process": 100,
+        "method=naive ranks=2": 120,
+        "method=naive ranks=4": 150,
+        "method=ddp ranks=2": 180,
+    }
     jobs = []
     for text, rate in rates.items():
         ranks = int(text[-1]) if text[-1].isdecimal() else 1
@@ -323,8 +328,8 @@ def test_gpus_are_counted(tmp_path):
     ],
 )
 def test_mixed_conditions_are_a_line(tmp_path, one, other, line):
-    save_run(tmp_path / "0", "rung=a", **one)
-    save_run(tmp_path / "1", "rung=b", **other)
+    save_run(tmp_path / "0", "variant=a", **one)
+    save_run(tmp_path / "1", "variant=b", **other)
     assert f"runs with different {line}" in build_report([tmp_path]).problems
 
 

@@ -57,10 +57,16 @@ def test_an_unknown_compressor_is_kept_as_it_is(tmp_path):
 
 def test_other_options_and_the_command_line(tmp_path):
     lines = _lines(
-        tmp_path, "trainer.accumulate_grad_batches=4", "+commopt=bf16", "rung=bf16", "seed=1", "repetition=2", plan=None
+        tmp_path,
+        "trainer.accumulate_grad_batches=4",
+        "+commopt=bf16",
+        "variant=bf16",
+        "seed=1",
+        "repetition=2",
+        plan=None,
     )
     assert lines == [
-        "# on the command line: trainer.accumulate_grad_batches=4 +commopt=bf16 rung=bf16",
+        "# on the command line: trainer.accumulate_grad_batches=4 +commopt=bf16 variant=bf16",
         "trainer:",
         "  accumulate_grad_batches: 4",
     ]
@@ -71,6 +77,13 @@ def test_another_strategy_is_that_of_the_configuration(tmp_path):
     save_run(tmp_path / "0", "strategy=ddp", plan=None, config={"strategy": strategy})
     lines = build_report([tmp_path]).groups[0].settings[0].config_lines
     assert yaml.safe_load("\n".join(lines)) == {"strategy": {"_target_": "x.DDPStrategy", "static_graph": True}}
+
+
+def test_ranks_are_pasted_where_they_were_set(tmp_path):
+    save_run(tmp_path / "0", "trainer.devices=2", plan=None, world_size=2)
+    save_run(tmp_path / "1", "trainer.devices=4", plan=None, world_size=4)
+    lines = [setting.config_lines for setting in build_report([tmp_path]).groups[0].settings]
+    assert [yaml.safe_load("\n".join(each)) for each in lines] == [{"trainer": {"devices": n}} for n in (2, 4)]
 
 
 @pytest.mark.parametrize(

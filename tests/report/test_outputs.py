@@ -54,7 +54,7 @@ def test_csv_has_a_row_for_each_setting(tmp_path):
     assert expected.speedup is not None
     assert float(bf16["speedup"]) == expected.speedup.median
     assert float(bf16["speedup_low"]) == expected.speedup.low
-    assert bf16["rung"] == "bf16"
+    assert bf16["variant"] == "bf16"
     assert bf16["difference"] == "faster"
     assert "+65 % on 8x L40S (PCIe) (write-up" in bf16["published"]
     baseline = next(row for row in rows if row["setting"] == "one bucket")

@@ -135,8 +135,8 @@ def test_a_range_is_not_called_an_interval(sweep: Report, ladder: Report, tmp_pa
 
 
 def test_without_throughput_no_median_is_the_highest(tmp_path: Path) -> None:
-    save_run(tmp_path / "0", "rung=bf16")
-    save_run(tmp_path / "1", "rung=one_bucket")
+    save_run(tmp_path / "0", "variant=bf16")
+    save_run(tmp_path / "1", "variant=one_bucket")
     assert "highest median" not in _written(build_report([tmp_path]), tmp_path)[0]
 
 

@@ -168,8 +168,8 @@ def test_equal_overrides_count_more_than_equal_names(tmp_path):
 
 
 def test_pairs_by_name_say_what_else_differs(tmp_path):
-    before = _save(tmp_path / "before", {"x=1 ranks=2 rung=bf16": 100, "x=1 ranks=2 rung=powersgd": 200})
-    now = _save(tmp_path / "now", {"x=2 ranks=2 rung=bf16": 100, "x=2 ranks=2 rung=powersgd": 200})
+    before = _save(tmp_path / "before", {"x=1 ranks=2 variant=bf16": 100, "x=1 ranks=2 variant=powersgd": 200})
+    now = _save(tmp_path / "now", {"x=2 ranks=2 variant=bf16": 100, "x=2 ranks=2 variant=powersgd": 200})
     held = find_regressions(to_plain(build_report([now])), before)
     assert set(_outcomes(held).values()) == {"no difference"}
     assert held.conditions == ("bf16: x=2; before: x=1", "PowerSGD: x=2; before: x=1")

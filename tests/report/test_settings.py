@@ -26,10 +26,10 @@ def _names(groups: list[RunsOfGroup]) -> dict[str, list[str]]:
     [
         ("strategy/comm_hook=bf16 strategy.bucket_cap_mb=100 ranks=4", "bf16, 100 MB buckets, 4 ranks"),
         ("trainer.devices=4 strategy.bucket_cap_mb=100 strategy/comm_hook=bf16", "bf16, 100 MB buckets, 4 ranks"),
-        ("rung=one_bucket", "one bucket"),
-        ("rung=ddp_one_process", "DDP on one process"),
-        ("rung=powersgd", "PowerSGD"),
-        ("way=ddp ranks=2", "DDP, 2 ranks"),
+        ("variant=one_bucket", "one bucket"),
+        ("variant=ddp_one_process", "DDP on one process"),
+        ("variant=powersgd", "PowerSGD"),
+        ("method=ddp ranks=2", "DDP, 2 ranks"),
         ("strategy/comm_hook=none", "uncompressed"),
         ("strategy/comm_hook=powersgd_rank_8", "PowerSGD rank 8"),
         ("commopt=alternating_powersgd", "alternating PowerSGD"),
@@ -83,7 +83,9 @@ def test_repetitions_and_seeds_are_runs_of_a_setting(tmp_path):
 
 @pytest.mark.parametrize("name", ["random_seed", "seed_everything", "trainer.seed", "model.random_seed"])
 def test_a_seed_of_another_name_is_a_repetition_too(tmp_path, name):
-    (group,) = _groups(tmp_path, *(f"rung={rung} {name}={seed}" for rung in ("bf16", "powersgd") for seed in (2, 1)))
+    (group,) = _groups(
+        tmp_path, *(f"variant={variant} {name}={seed}" for variant in ("bf16", "powersgd") for seed in (2, 1))
+    )
     assert [len(setting.runs) for setting in group.settings] == [2, 2]
     first, second = ({turn(run) for run in setting.runs} for setting in group.settings)
     assert first == second
@@ -108,7 +110,7 @@ def test_settings_of_one_repetition_share_a_turn(tmp_path):
 def test_another_model_or_link_is_another_group(tmp_path):
     groups = _groups(
         tmp_path,
-        *(f"model.size={size} way={way}" for size in ("small", "large") for way in ("naive", "ddp")),
+        *(f"model.size={size} method={method}" for size in ("small", "large") for method in ("naive", "ddp")),
     )
     assert _names(groups) == {"small": ["naive", "DDP"], "large": ["naive", "DDP"]}
 
@@ -135,7 +137,7 @@ def test_experiments_are_compared_for_each_size_of_a_model(tmp_path):
 
 def test_one_process_is_the_same_whatever_ranks_says(tmp_path):
     (group,) = _groups(
-        tmp_path, "way=one_process ranks=2", "way=one_process ranks=4", "way=ddp ranks=2", "way=ddp ranks=4"
+        tmp_path, "method=one_process ranks=2", "method=one_process ranks=4", "method=ddp ranks=2", "method=ddp ranks=4"
     )
     assert [(setting.name, len(setting.runs)) for setting in group.settings] == [
         ("one process", 2),
@@ -145,7 +147,7 @@ def test_one_process_is_the_same_whatever_ranks_says(tmp_path):
 
 
 def test_a_choice_of_nothing_is_none(tmp_path):
-    (group,) = _groups(tmp_path, "rung=null ranks=2", "ranks=2", "ranks=4")
+    (group,) = _groups(tmp_path, "variant=null ranks=2", "ranks=2", "ranks=4")
     assert [(setting.name, len(setting.runs)) for setting in group.settings] == [("2 ranks", 2), ("4 ranks", 1)]
 
 
@@ -188,16 +190,16 @@ def test_the_only_setting_is_called_by_its_plan(tmp_path):
 
 
 def test_failed_runs_know_what_they_belong_to(tmp_path):
-    save_run(tmp_path / "0", "rung=bf16", "repetition=0")
-    save_run(tmp_path / "1", "rung=bf16", "repetition=1", status="failed", error="x", world_size=None)
-    save_run(tmp_path / "2", "rung=powersgd", status="failed", error="x", world_size=None)
+    save_run(tmp_path / "0", "variant=bf16", "repetition=0")
+    save_run(tmp_path / "1", "variant=bf16", "repetition=1", status="failed", error="x", world_size=None)
+    save_run(tmp_path / "2", "variant=powersgd", status="failed", error="x", world_size=None)
     (group,) = group_runs(read_runs([tmp_path]))
     assert [setting.name for setting in group.settings] == ["bf16"]
     assert [run.setting for run in group.failed] == ["bf16", "PowerSGD"]
 
 
 def test_sweeps_that_set_different_things_are_reported_together(tmp_path):
-    save_run(tmp_path / "a" / "0", "experiment=ladder", "rung=one_bucket")
+    save_run(tmp_path / "a" / "0", "experiment=ladder", "variant=one_bucket")
     save_run(tmp_path / "b" / "0", "experiment=buckets", "strategy.bucket_cap_mb=25")
     groups = group_runs(read_runs([tmp_path / "a", tmp_path / "b"]))
     assert [group.name for group in groups] == ["ladder", "buckets"]

@@ -54,6 +54,18 @@ def test_names_are_no_markup(tmp_path):
 
 
 def test_without_throughput_none_is_the_highest(tmp_path):
-    save_run(tmp_path / "0", "rung=bf16")
-    save_run(tmp_path / "1", "rung=one_bucket")
+    save_run(tmp_path / "0", "variant=bf16")
+    save_run(tmp_path / "1", "variant=one_bucket")
     assert "highest throughput" not in _printed(build_report([tmp_path]), 80)
+
+
+def test_a_link_is_said_with_the_table_and_in_the_answer(tmp_path):
+    """If it fails, speeds over a link of the network lab are taken for those of the machine."""
+    for number, (comm_hook, rate) in enumerate((("none", 100.0), ("bf16", 150.0))):
+        overrides = (f"strategy/comm_hook={comm_hook}", "link=200mbit")
+        save_run(tmp_path / str(number), *overrides, plan_name=comm_hook, samples_per_s=rate)
+    report = build_report([tmp_path])
+    assert "over a link of 200 Mbit/s" in report.groups[0].answer[0]
+    written = io.StringIO()
+    print_report(report, Console(file=written, width=100))
+    assert "hosts with 200 Mbit/s between them" in written.getvalue()

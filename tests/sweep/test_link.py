@@ -5,10 +5,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
-from lightning_commopt.sweep import config as run_config
+from lightning_commopt.sweep import resolvers
 from lightning_commopt.sweep.composing import SweepSettings
 from lightning_commopt.sweep.conf_path import conf_dir
-from lightning_commopt.sweep.config import ConfigError, as_trained, check_config
+from lightning_commopt.sweep.config import ConfigError, as_trained, check_config, link_note
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.sweep.launcher import register_launcher
 from lightning_commopt.sweep.resolvers import register_resolvers
@@ -16,7 +16,7 @@ from lightning_commopt.sweep.resolvers import register_resolvers
 
 @pytest.fixture(autouse=True)
 def machine_has_a_lab(monkeypatch):
-    monkeypatch.setattr(run_config, "_why_no_lab", lambda: None)
+    monkeypatch.setattr(resolvers, "why_no_lab", lambda: None)
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -61,7 +61,7 @@ def test_a_rank_of_torchrun_opens_no_lab(monkeypatch, variable):
 
 
 def test_a_machine_without_a_lab_is_told(monkeypatch):
-    monkeypatch.setattr(run_config, "_why_no_lab", lambda: "the network lab needs Linux, this is plan9")
+    monkeypatch.setattr(resolvers, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")
     check_config(composed())
     with pytest.raises(ConfigError, match="link=1gbit: the network lab needs Linux, this is plan9"):
         check_config(composed("link=1gbit"))
@@ -89,3 +89,48 @@ def test_hosts_are_the_nodes_of_the_trainer(overrides, devices, num_nodes):
     assert trained.data.batch_size == num_nodes, "what depends on them follows"
     assert as_trained(trained) == trained
     assert OmegaConf.to_yaml(config) == before
+
+
+class TestTheQuickstart:
+    """If it fails, the first command ends in "leave the rest off", or in an error where there is no lab."""
+
+    QUICKSTART = "experiment=quickstart"
+
+    def test_has_two_hosts_with_a_slow_link(self):
+        config = composed(self.QUICKSTART)
+        check_config(config)
+        assert config.link == "200mbit"
+        assert (as_trained(config).trainer.devices, as_trained(config).trainer.num_nodes) == (1, 2)
+        assert "link=200mbit: 2 hosts" in str(link_note(config))
+
+    def test_says_why_where_there_is_no_lab(self, monkeypatch):
+        monkeypatch.setattr(resolvers, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")
+        config = composed(self.QUICKSTART)
+        check_config(config)
+        assert config.link is None
+        assert str(link_note(config)).endswith("the network lab needs Linux, this is plan9")
+
+    @pytest.mark.parametrize("overrides", [["link=null"], ["trainer.accelerator=gpu"]])
+    def test_has_no_link_that_is_not_wanted(self, overrides):
+        config = composed(self.QUICKSTART, *overrides)
+        check_config(config)
+        assert config.link is None
+        assert link_note(config) is None
+
+    @pytest.mark.parametrize("variables", [{"RANK": "0", "LOCAL_RANK": "0"}, {"SLURM_PROCID": "1"}])
+    def test_has_none_under_another_launcher(self, monkeypatch, variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        config = composed(self.QUICKSTART)
+        check_config(config)
+        assert config.link is None
+        assert link_note(config) is None
+
+    def test_keeps_its_link_in_a_rank_of_the_lab(self, monkeypatch):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv(LAB_RANK_VARIABLE, "1")
+        monkeypatch.setattr(resolvers, "why_no_lab", lambda: "not within a lab")
+        assert composed(self.QUICKSTART).link == "200mbit"
+
+    def test_says_nothing_of_a_link_that_was_asked_for(self):
+        assert link_note(composed(self.QUICKSTART, "link=1gbit")) is None

@@ -1,0 +1,295 @@
+"""ForkServer: starts processes that find everything imported, and otherwise all as ``python -m`` would have it.
+
+Importing torch and Lightning takes longer than a short training. A server is a copy of a process that has imported them
+and has done nothing else; what it starts is a copy of the server, which runs a module from its beginning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import io
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.02
+_SEED_OF_EVERY_PROCESS = 67280421310721  # of older torch; newer ones draw one
+_preloaded: ForkServer | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a process runs, other than beside the one that starts it.
+
+    Attributes:
+        namespaces: files of Linux namespaces to enter, in this order.
+        folder: to start in, as a path of the process that starts it.
+        cores: to run on; empty for all.
+    """
+
+    namespaces: tuple[str, ...]
+    folder: str
+    cores: tuple[int, ...] = ()
+
+
+class ForkedProcess:
+    """A child of this process that a server has forked; what of ``subprocess.Popen`` is needed of it.
+
+    Attributes:
+        pid: its number.
+        returncode: as ``Popen`` has it; None until it has been waited for.
+        stdout: where its output can be read; None if it has ours.
+    """
+
+    def __init__(self, pid: int, stdout: io.FileIO | None) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns ``returncode``, which is known once the process has ended."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while self._wait(0 if end is None else os.WNOHANG) is None:
+            if timeout is not None and end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(_POLL_S)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, if the process has not been waited for."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it."""
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class ForkServer:
+    """A copy of this process as it is now, that forks further ones. It ends with the process that made it.
+
+    To be made early: before threads of our own are started, CUDA is touched or anything of a run is set.
+
+    Args:
+        module: what the processes run, as ``python -m`` does.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # else what they hold is written twice
+        self._socket, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            self._socket.close()
+            _serve(requests, module)
+        requests.close()
+
+    def runs(self, command: Sequence[str]) -> bool:
+        """Returns whether a command is one that this server can start."""
+        return list(command[:3]) == [sys.executable, "-m", self.module]
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        folder: str | None = None,
+        place: Place | None = None,
+        is_session: bool = False,
+        has_pipe: bool = False,
+        is_server: bool = False,
+    ) -> ForkedProcess:
+        """Starts a process, as ``subprocess.Popen`` does.
+
+        Args:
+            command: that the server `runs`.
+            env: the whole environment.
+            folder: to start in; None for ours, or that of ``place``.
+            place: where it runs; None for beside us.
+            is_session: whether it leads a session of its own.
+            has_pipe: whether its output is to be read from ``stdout``, and its input is empty; else it has ours.
+            is_server: whether it has a server of its own, for processes that are to be its children.
+
+        Raises:
+            RuntimeError: the server is gone.
+        """
+        assert self.runs(command), command
+        ours, theirs = os.pipe() if has_pipe else (-1, -1)
+        empty = os.open(os.devnull, os.O_RDONLY)
+        request = os.memfd_create("request")
+        try:
+            content = {
+                "arguments": list(command[3:]),
+                "env": dict(env),
+                "folder": folder or os.getcwd(),
+                "place": None if place is None else asdict(place),
+                "is_session": is_session,
+                "is_server": is_server,
+            }
+            os.pwrite(request, json.dumps(content).encode(), 0)
+            streams = [empty, theirs, theirs] if has_pipe else [0, 1, 2]
+            # The server's child is nobody's once its parent has ended: the kernel gives it to us.
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            socket.send_fds(self._socket, [b"request"], [request, *streams])
+            answer = self._socket.recv(32)
+        except OSError as error:
+            raise RuntimeError(f"the server that processes are forked from is gone: {error}") from error
+        finally:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            for descriptor in (empty, request, theirs):
+                if descriptor >= 0:
+                    os.close(descriptor)
+        if not answer:
+            raise RuntimeError("the server that processes are forked from is gone")
+        return ForkedProcess(int(answer), open(ours, "rb", buffering=0) if has_pipe else None)
+
+
+def preload(module: str) -> None:
+    """Makes a server for this process, where the system has what it needs; see `ForkServer`."""
+    global _preloaded
+    if sys.platform == "linux":
+        _preloaded = ForkServer(module)
+
+
+def is_preloaded() -> bool:
+    """Returns whether this process has a server."""
+    return _preloaded is not None
+
+
+def preloaded(command: Sequence[str]) -> ForkServer | None:
+    """Returns the server of this process that can start a command; None without."""
+    return _preloaded if _preloaded is not None and _preloaded.runs(command) else None
+
+
+def _serve(requests: socket.socket, module: str) -> NoReturn:
+    """Forks a process for each request, until the other side is gone."""
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the programs in our group
+    gc.freeze()  # collecting what was imported would copy its pages into every process
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, 16, 4)
+        if not message:
+            os._exit(0)
+        answer, said = os.pipe()
+        child = os.fork()
+        if child == 0:
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.001)
+            signal.signal(signal.SIGINT, on_interrupt)
+            requests.close()
+            os.close(answer)
+            _become(descriptors, said, module)
+        os.close(said)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        os.waitpid(child, 0)
+        requests.send(os.read(answer, 32))
+        os.close(answer)
+
+
+def _become(descriptors: Sequence[int], said: int, module: str) -> NoReturn:
+    """Makes this process what a request asks for, and runs the module to the end of the process."""
+    global _preloaded
+    _preloaded = None  # that of the process which we are a copy of
+    request, *streams = descriptors
+    content = json.loads(os.pread(request, os.fstat(request).st_size, 0))
+    if content["is_session"]:
+        os.setsid()
+    os.write(said, str(os.getpid()).encode())
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    for descriptor in (*descriptors, said):
+        os.close(descriptor)
+    if content["place"] is None:
+        os.chdir(content["folder"])
+    else:
+        _enter(Place(**content["place"]))
+    threads_before = os.environ.get("OMP_NUM_THREADS")
+    os.environ.clear()
+    os.environ.update(content["env"])
+    if content["is_server"]:
+        preload(module)
+    _renew(threads_before)
+    atexit.register(gc.unfreeze)  # else bindings report as leaks what the interpreter does not collect at its end
+    sys.argv = [module, *content["arguments"]]
+    sys.modules.pop(module, None)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    raise SystemExit
+
+
+def _renew(threads_before: str | None) -> None:
+    """Does again what importing has done by the environment, and what must differ between processes."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path.cwd())
+    if os.environ.get("PYTHONUNBUFFERED"):
+        raw = open(1, "wb", buffering=0, closefd=False)  # noqa: SIM115
+        sys.stdout = io.TextIOWrapper(raw, sys.stdout.encoding, sys.stdout.errors, write_through=True)
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    if (rank_zero := sys.modules.get("lightning.fabric.utilities.rank_zero")) is not None:
+        rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
+    if (torch := sys.modules.get("torch")) is not None:
+        threads = os.environ.get("OMP_NUM_THREADS")
+        if threads is not None and threads != threads_before:
+            torch.set_num_threads(int(threads))
+        if torch.initial_seed() != _SEED_OF_EVERY_PROCESS:
+            torch.default_generator.seed()
+
+
+def _enter(place: Place) -> None:
+    """Enters namespaces; new processes of them are children, so this one waits for a child that goes on instead."""
+    files = [os.open(path, os.O_RDONLY) for path in place.namespaces]
+    folder = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for path, file in zip(place.namespaces, files, strict=True):
+        if libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter {path}: {os.strerror(ctypes.get_errno())}")
+    os.fchdir(folder)
+    for file in (*files, folder):
+        os.close(file)
+    child = os.fork()
+    if child:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status < 0:
+            signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+            os.kill(os.getpid(), -status)
+        os._exit(status)
+    if place.cores:
+        os.sched_setaffinity(0, place.cores)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
