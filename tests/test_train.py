@@ -14,7 +14,7 @@ from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.train import flags_first, main
 from ranks import run_ranks
 
-LIMIT_S = 240
+LIMIT_S = 400  # only against waiting for ever
 # Embeddings 256 x 16 and 64 x 16, one block, one norm: elements of the tiny model.
 TINY_NUMEL = 256 * 16 + 64 * 16 + (2 * 32 + 16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 + 64 + 64 * 16 + 16) + 32
 

@@ -6,7 +6,9 @@ and has done nothing else; what it starts is a copy of the server, which runs a 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import io
 import json
 import os
@@ -191,6 +193,7 @@ def preloaded(command: Sequence[str]) -> ForkServer | None:
 def _serve(requests: socket.socket, module: str) -> NoReturn:
     """Forks a process for each request, until the other side is gone."""
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the programs in our group
+    gc.freeze()  # collecting what was imported would copy its pages into every process
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 16, 4)
         if not message:
@@ -238,6 +241,7 @@ def _become(descriptors: Sequence[int], said: int, module: str) -> NoReturn:
     if content["is_server"]:
         preload(module)
     _renew(threads_before)
+    atexit.register(gc.unfreeze)  # else bindings report as leaks what the interpreter does not collect at its end
     sys.argv = [module, *content["arguments"]]
     sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
