@@ -31,6 +31,7 @@ def commands(run_dir: Path | None, folder: str) -> dict[str, list[str]]:
     if run_dir is not None:
         trace = str(Path(folder) / "trace.json")
         timed["commopt trace"] = [*commopt, "trace", str(run_dir), "--output", trace]
+        timed["commopt summary"] = [*commopt, "summary", str(run_dir)]
         timed["commopt report"] = [*commopt, "report", str(run_dir), "--output", folder]
     return timed
 

@@ -3,7 +3,7 @@
 On hosts of the network lab, one rank on each, pinned to a core.
 
 Exposed: blocks of steps with an exchange and with a hook that exchanges nothing take turns. What the exchange adds to a
-step is known from outside; it is held against the exposed time that the callback measured within.
+step is known from outside; it is compared with the exposed time that the callback measured within.
 
 Stragglers: in each trial, a window of steps, one rank drawn at random sleeps before every forward for a share of the
 step, or none does. Counted is how often the callback names the right rank, and how often one that does not sleep. A
@@ -148,7 +148,7 @@ def keep(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
 
 
 def exposed_trials(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Returns for each plan and turn the seconds of a step with and without exchange, and what was called exposed."""
+    """Returns for each plan and turn the seconds of a step with and without communication, and its exposed time."""
     trials: dict[str, list[dict[str, float]]] = {name: [] for name in PLANS}
 
     def block(strategy: CommOptDDP) -> dict[str, float]:
@@ -241,7 +241,7 @@ def exposed_summary(trials: dict[str, list[dict[str, float]]]) -> dict[str, dict
 def print_exposed(rows: dict[str, dict[str, float]], rate: str) -> None:
     """Prints one row a plan."""
     table = Table(title=f"exposed communication, ms a step, {rate}")
-    for heading in ("plan", "step", "no exchange", "difference", "exposed", "exposed / difference", "min to max"):
+    for heading in ("plan", "step", "no communication", "difference", "exposed", "exposed / difference", "min to max"):
         table.add_column(heading, justify="left" if heading == "plan" else "right", no_wrap=True)
     for name, row in rows.items():
         times = [row["with_s"], row["without_s"], row["with_s"] - row["without_s"], row["exposed_s"]]

@@ -92,7 +92,7 @@ finally:
 
 
 def _imported_by(*arguments: str) -> set[str]:
-    output = run_checked([sys.executable, "-c", _IMPORTED, *arguments], limit_s=240)
+    output = run_checked([sys.executable, "-c", _IMPORTED, *arguments])
     return set(output.splitlines()[-1].split()[1:])
 
 

@@ -52,7 +52,7 @@ class ForeignProject:
 
     def run(self, *arguments: str) -> None:
         """Runs its training script."""
-        run_checked([str(self.python), "src/train.py", *arguments], cwd=self.folder, limit_s=240)
+        run_checked([str(self.python), "src/train.py", *arguments], cwd=self.folder)
 
     def compose(self, *overrides: str) -> Any:
         """Returns its config and what Hydra knows, without starting the training script."""
@@ -130,6 +130,12 @@ def test_an_option_that_is_unknown_is_an_error_of_hydras_and_a_hint(project: For
     """If it fails, ``+commopt=bf61`` shows a list of names to compare by eye."""
     with pytest.raises(AssertionError, match=r"(?s)Available options in 'commopt':.*Did you mean 'commopt/bf16'\?"):
         project.run("+commopt=BF61")
+
+
+def test_a_strategy_by_name_needs_no_import(project: ForeignProject) -> None:
+    """If it fails, trainer.strategy=commopt_ddp_bf16 is an unknown name in a project that does not import us."""
+    project.run("trainer.max_steps=1", "+trainer.strategy=commopt_ddp_bf16", "hydra.run.dir=job")
+    assert project.record("job")["strategy"] == "lightning_commopt.strategy.ddp.CommOptDDP"
 
 
 def test_adds_two_groups_to_a_project_and_no_other(project: ForeignProject) -> None:

@@ -23,7 +23,7 @@ from lightning_commopt.cli import app
 from lightning_commopt.launch.environment import RANK_VARIABLES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-LIMIT_S = 150
+LIMIT_S = 300  # only against waiting for ever
 
 
 def _start(folder: Path, *command: str) -> subprocess.Popen[str]:

@@ -62,7 +62,8 @@ def test_comm_hook_names() -> None:
     """If it fails, a name that configurations use has come or gone."""
     algorithms = ["all_reduce", "bf16", "fp16", "powersgd", "alternating_powersgd", "int8", "hierarchical"]
     parts = ["low_rank", "alternating_low_rank", "block_int8", "error_feedback", "after_steps", "by_size"]
-    assert compressor_names() == ["none", *sorted([*algorithms, *parts])]
+    ours = [name for name in compressor_names() if name != "topk"]  # which is of an example, and tested in this process
+    assert ours == ["none", *sorted([*algorithms, *parts])]
 
 
 def test_callbacks() -> None:

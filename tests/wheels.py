@@ -46,7 +46,7 @@ def install_wheel(wheel: Path, folder: Path) -> Path:
     return python.parent
 
 
-def run_checked(command: list[str], cwd: Path | None = None, limit_s: float = 120) -> str:
+def run_checked(command: list[str], cwd: Path | None = None, limit_s: float = 300) -> str:
     """Runs a command and returns its standard output; an AssertionError has all that it said when it fails."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=limit_s)

@@ -3,6 +3,7 @@
 from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.compressors.alternating import AlternatingLowRank, AlternatingPowerSGD
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.by_size import BySize
 from lightning_commopt.compressors.cast import Cast
 from lightning_commopt.compressors.hierarchical import Hierarchical
 from lightning_commopt.compressors.int8 import BlockInt8, Int8
@@ -13,7 +14,7 @@ from lightning_commopt.compressors.registry import (
     compressor_to_config,
     register_compressor,
 )
-from lightning_commopt.compressors.wrappers import AfterSteps, BySize, ErrorFeedback
+from lightning_commopt.compressors.wrappers import AfterSteps, ErrorFeedback
 
 __all__ = [
     "AfterSteps",

@@ -44,3 +44,6 @@ class AllReduce(Compressor):
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns the bytes of the bucket."""
         return layout.numel * layout.dtype.itemsize
+
+
+UNCOMPRESSED = AllReduce()

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, final
 import torch
 from torch import Tensor
 
+from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.bucket_matrices import BucketMatrices
-from lightning_commopt.compressors.power_iteration import DEFAULT_EPSILON, UNCOMPRESSED, PowerIteration
+from lightning_commopt.compressors.power_iteration import DEFAULT_EPSILON, PowerIteration
 from lightning_commopt.compressors.preset import Preset, with_feedback
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import AfterSteps

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.all_reduce import AllReduce
+from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Compressor, Layout, State
 from lightning_commopt.compressors.bucket_matrices import Parts, cut, flush
 from lightning_commopt.kernels.chunks import wide_dtype
@@ -19,7 +19,6 @@ from lightning_commopt.kernels.orthonormal import orthonormal
 from lightning_commopt.validation import check_integer, warn, warn_once
 
 DEFAULT_EPSILON = 1e-12
-UNCOMPRESSED = AllReduce()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Compressors around compressors: what is lost is sent later, a late start, a size threshold."""
+"""Compressors around compressors: what is lost is sent later, and a late start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.all_reduce import AllReduce
+from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.kernels.chunks import wide_dtype
@@ -16,8 +16,6 @@ from lightning_commopt.validation import check_choice, check_integer
 
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
-
-_UNCOMPRESSED = AllReduce()
 
 
 def check_inner(inner: Compressor) -> None:
@@ -134,7 +132,7 @@ class AfterSteps(Compressor):
         if started:
             yield from self.inner.rounds(flat, layout, state["inner"], channel, residual)
         else:
-            yield from _UNCOMPRESSED.rounds(flat, layout, {}, channel, residual)
+            yield from UNCOMPRESSED.rounds(flat, layout, {}, channel, residual)
 
     def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
         """Flushes ``inner``."""
@@ -151,112 +149,3 @@ class AfterSteps(Compressor):
     def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
         """Adds to the residual of ``inner``."""
         return self.inner.add_residual(layout, state["inner"], residual)
-
-
-@register_compressor("by_size")
-@final
-@dataclass(frozen=True, kw_only=True)
-class BySize(Compressor):
-    """Compresses only the gradients of at least ``min_numel`` elements; the others are averaged as they are.
-
-    Attributes:
-        inner: the compressor for the large ones.
-        min_numel: elements that make a gradient large.
-
-    Raises:
-        ValueError: ``inner`` is not a compressor, or ``min_numel`` is below 1.
-    """
-
-    inner: Compressor
-    min_numel: int
-
-    def __post_init__(self) -> None:
-        check_inner(self.inner)
-        check_integer("min_numel", self.min_numel, at_least=1)
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether ``inner`` is."""
-        return self.inner.is_lossy
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the state of ``inner`` for the large gradients."""
-        return {"inner": self.inner.init(layout.select(self._is_large(layout)), device, step)}
-
-    def rounds(
-        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
-    ) -> Rounds:
-        """Runs the rounds of ``inner`` on the large gradients, then one for the small."""
-        is_large = self._is_large(layout)
-        if all(is_large):
-            return (yield from self.inner.rounds(flat, layout, state["inner"], channel, residual))
-        is_small = [not yes for yes in is_large]
-        parts = [(is_large, self.inner, state["inner"]), (is_small, _UNCOMPRESSED, {})]
-        for mask, compressor, its_state in parts:
-            if any(mask):
-                gradients = _gather(flat, layout, mask)
-                of_selected = None if residual is None else _gather(residual, layout, mask)
-                yield from compressor.rounds(gradients, layout.select(mask), its_state, channel, of_selected)
-                if _run(layout, mask) is None:
-                    _scatter(gradients, flat, layout, mask)
-                    if residual is not None and of_selected is not None:
-                        _scatter(of_selected, residual, layout, mask)
-        return None
-
-    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        """Flushes ``inner``, at the large gradients."""
-        is_large = self._is_large(layout)
-        if any(is_large):
-            of_large = _gather(residual, layout, is_large)
-            self.inner.flush(layout.select(is_large), state["inner"], of_large)
-            _scatter(of_large, residual, layout, is_large)
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns what ``inner`` sends for the large gradients and the bytes of the small ones."""
-        is_large = self._is_large(layout)
-        sent = self.inner.wire_bytes(layout.select(is_large), world_size) if any(is_large) else 0
-        return sent + _UNCOMPRESSED.wire_bytes(layout.select([not yes for yes in is_large]), world_size)
-
-    def residual(self, layout: Layout, state: State) -> Tensor | None:
-        """Returns the residual of ``inner``, zero at the small gradients."""
-        is_large = self._is_large(layout)
-        of_large = self.inner.residual(layout.select(is_large), state["inner"])
-        if of_large is None:
-            return None
-        residual = of_large.new_zeros(layout.numel)
-        _scatter(of_large, residual, layout, is_large)
-        return residual
-
-    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        """Adds to the residual of ``inner`` at the large gradients."""
-        is_large = self._is_large(layout)
-        return self.inner.add_residual(layout.select(is_large), state["inner"], _gather(residual, layout, is_large))
-
-    def _is_large(self, layout: Layout) -> list[bool]:
-        return [numel >= self.min_numel for numel in layout.numels]
-
-
-def _run(layout: Layout, mask: list[bool]) -> slice | None:
-    """Returns where the selected gradients are, if in the bucket they lie one behind the other; else None."""
-    selected = [index for index, yes in enumerate(mask) if yes]
-    if not selected:
-        return slice(0, 0)
-    first, last = selected[0], selected[-1]
-    if last - first >= len(selected):
-        return None
-    return slice(layout.offsets[first], layout.offsets[last] + layout.numels[last])
-
-
-def _gather(flat: Tensor, layout: Layout, mask: list[bool]) -> Tensor:
-    """Returns the selected gradients of a bucket, one behind the other: a view where they lie so, else a copy."""
-    run = _run(layout, mask)
-    if run is not None:
-        return flat[run]
-    return torch.cat([part for part, yes in zip(flat.split(layout.numels), mask, strict=True) if yes])
-
-
-def _scatter(selected: Tensor, flat: Tensor, layout: Layout, mask: list[bool]) -> None:
-    """Writes the selected gradients of a bucket back."""
-    places = [part for part, yes in zip(flat.split(layout.numels), mask, strict=True) if yes]
-    for place, values in zip(places, selected.split([len(place) for place in places]), strict=True):
-        place.copy_(values)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_commopt.formatting import number
+from lightning_commopt.report.answer_texts import ANSWERS, REPEAT
 from lightning_commopt.report.baseline import compare_settings
 from lightning_commopt.report.conditions import link_of
 from lightning_commopt.report.final_loss import is_lossless, loss_sentence, loss_verdict
-from lightning_commopt.report.model import Setting
+from lightning_commopt.report.model import Interval, Setting
 from lightning_commopt.report.phrases import compared, in_quotes, listed, times
 from lightning_commopt.report.settings import is_seed
 
@@ -35,10 +36,10 @@ def answer_for(settings: Sequence[Setting], baseline: Setting) -> Answer:
     """
     ranked = sorted((setting for setting in settings if setting.samples_per_s is not None), key=_rate, reverse=True)
     if not ranked:
-        return Answer(("No run has a throughput: without the callback SpeedMonitor nothing can be compared.",), None)
+        return Answer((ANSWERS["no throughput"],), None)
     if len(settings) == 1 or baseline.samples_per_s is None:
-        why = "there is nothing to compare it with" if len(settings) == 1 else f"{in_quotes(baseline.name)} has none"
-        return Answer((f"{in_quotes(ranked[0].name)} made {_shown_rate(ranked[0])}{_loss(ranked[0])}; {why}.",), None)
+        text = ANSWERS["only one" if len(settings) == 1 else "baseline without rate"]
+        return Answer((text.format(**_named(ranked[0], baseline), loss=_loss(ranked[0])),), None)
     link = link_of(baseline.runs[0])
     over_link = f" over a link of {link}" if link else ""
     if baseline.world_size == 1:
@@ -60,19 +61,15 @@ def _choice(ranked: Sequence[Setting], baseline: Setting, where: str = "") -> An
     if len(possible) < 2:
         return Answer(tuple(beyond), None)
     answer = _choice_of_possible(possible, baseline, where)
-    recommended = None if answer.recommended is baseline else answer.recommended
-    return Answer((*answer.sentences, *beyond), recommended)
+    if answer.recommended is not baseline:
+        return Answer((*answer.sentences, *beyond), answer.recommended)
+    sentences = (sentence.replace(ANSWERS["rest"], "") for sentence in answer.sentences)
+    return Answer((*sentences, *beyond), None)
 
 
 def _beyond_limit(setting: Setting, baseline: Setting) -> str:
-    assert setting.speedup is not None
     assert setting.speedup_limit is not None
-    most = f"hiding all communication could make it {times(setting.speedup_limit)} as fast at most"
-    than = in_quotes(baseline.name)
-    return (
-        f"{in_quotes(setting.name)} is {compared(setting.speedup, than)}, but {most}: the machine was busy when"
-        f" {than} ran, or something else differs. Run both again."
-    )
+    return ANSWERS["beyond limit"].format(**_named(setting, baseline), limit=times(setting.speedup_limit))
 
 
 def _choice_of_possible(ranked: Sequence[Setting], baseline: Setting, where: str) -> Answer:
@@ -97,8 +94,8 @@ def _without_diverged(answer: Answer, baseline: Setting) -> Answer:
     """Says it first if the baseline itself is of no use, and does not recommend it."""
     if not baseline.num_diverged:
         return answer
-    which = f"{baseline.num_diverged} of the {len(baseline.runs)} runs"
-    sentence = f"In {which} of {in_quotes(baseline.name)}, the baseline, the loss became NaN; do not use it."
+    counts = {"num": baseline.num_diverged, "of": len(baseline.runs)}
+    sentence = ANSWERS["baseline diverged"].format(name=in_quotes(baseline.name), **counts)
     return Answer((sentence, *answer.sentences), None if answer.recommended is baseline else answer.recommended)
 
 
@@ -106,29 +103,31 @@ def _uncertain(higher: Sequence[Setting]) -> list[str]:
     """Names the settings whose medians are above that of the fastest, though not beyond noise."""
     if not higher:
         return []
-    have = "has a higher median" if len(higher) == 1 else "have higher medians"
-    return [f"{listed([setting.name for setting in higher])} {have}, up to {_shown_rate(higher[0])}, but uncertain."]
+    text = ANSWERS["one uncertain" if len(higher) == 1 else "several uncertain"]
+    return [text.format(names=listed([setting.name for setting in higher]), rate=_shown_rate(higher[0]))]
 
 
 def _without_a_winner(first: Setting, others: Sequence[Setting], baseline: Setting, where: str) -> Answer:
     """Says that the baseline need not be changed, or that too few runs were made to tell."""
-    name = in_quotes(baseline.name)
     uncertain = [setting for setting in others if setting.difference == "unknown"]
     promising = [setting for setting in uncertain if setting.speedup is not None and setting.speedup.median > 1]
     if promising:
         what = f"has the highest throughput{where}" if promising[0] is first else "has a higher throughput"
         lead, loss = _lead(promising[0], baseline, what), loss_sentence(promising[0], baseline)
         return Answer((lead, *loss, *_too_few(uncertain)), None)
-    rest = "" if baseline.num_diverged else ": leave the rest off"
     if first is baseline:
         what = ("has the highest throughput" if uncertain else "is the fastest") + where
-        sentences = [f"{name} {what}, at {_shown_rate(baseline)}{rest}."]
+        sentences = [ANSWERS["baseline leads"].format(**_named(baseline, baseline), what=what, rest=_rest(baseline))]
     else:
-        sentences = [f"Nothing is faster than {name} beyond noise{rest}."]
-    if others and others[0].speedup is not None:
-        within = ", which is within noise" if others[0].difference == "no difference" else ""
-        sentences.append(f"{in_quotes(others[0].name)}, the nearest, is {compared(others[0].speedup, name)}{within}.")
+        sentences = [ANSWERS["none faster"].format(than=in_quotes(baseline.name), rest=_rest(baseline))]
+    if others:
+        text = ANSWERS["nearest within noise" if others[0].difference == "no difference" else "nearest"]
+        sentences.append(text.format(**_named(others[0], baseline)))
     return Answer((*sentences, *_too_few(uncertain)), baseline)
+
+
+def _rest(baseline: Setting) -> str:
+    return "" if baseline.num_diverged else ANSWERS["rest"]
 
 
 def _too_few(uncertain: Sequence[Setting]) -> list[str]:
@@ -137,21 +136,24 @@ def _too_few(uncertain: Sequence[Setting]) -> list[str]:
         return []
     num_runs = min(setting.speedup.num_values for setting in uncertain if setting.speedup is not None)
     if num_runs == 1:
-        return [f"With single runs the noise is unknown: {_repeat(uncertain[0], 3)} shows which differences last."]
-    more = _repeat(uncertain[0], num_runs + 3)
-    return [f"{num_runs} repetitions are too few to tell that from noise: {more} would show it."]
+        return [ANSWERS["single runs"].format(repeat=_repeat(uncertain[0], 3))]
+    return [ANSWERS["too few"].format(num=num_runs, repeat=_repeat(uncertain[0], num_runs + 3))]
 
 
 def _repeat(setting: Setting, num_runs: int) -> str:
     """Returns how to run each setting so many times, where its sweep ran."""
     run = setting.runs[0]
-    if "repetition" in run.settings:  # of commopt-train
-        return f"repeat={num_runs}"
-    if not run.record.chosen:
-        return f"running each setting with {num_runs} seeds"
     seed = next(filter(is_seed, [*run.record.chosen, *run.settings]), "seed")
-    seeds = ",".join(map(str, range(1, num_runs + 1)))
-    return f"{seed}={seeds} before the other choices"
+    where = "hydra" if run.record.chosen else "elsewhere"
+    text = REPEAT["commopt-train" if "repetition" in run.settings else where]
+    return text.format(num=num_runs, seed=seed, seeds=",".join(map(str, range(1, num_runs + 1))))
+
+
+def _named(setting: Setting, baseline: Setting, ratio: Interval | None = None) -> dict[str, str]:
+    """Returns what texts name of a setting beside another, by default with its speed-up over the baseline."""
+    than, ratio = in_quotes(baseline.name), ratio or setting.speedup
+    shown = "" if ratio is None else compared(ratio, than)
+    return {"name": in_quotes(setting.name), "than": than, "rate": _shown_rate(setting), "compared": shown}
 
 
 def _rate(setting: Setting) -> float:
@@ -168,23 +170,17 @@ def _loss(setting: Setting) -> str:
 
 
 def _lead(fastest: Setting, baseline: Setting, what: str) -> str:
-    assert fastest.speedup is not None
-    rates = f"{number(_rate(fastest))} against {_shown_rate(baseline)}"
     of_ideal = ""
     if baseline.world_size == 1 and fastest.world_size > 1 and fastest.efficiency is not None:
-        of_ideal = f", {100 * fastest.efficiency:.0f} % of what {fastest.world_size} ranks could give"
-    return (
-        f"{in_quotes(fastest.name)} {what}: {compared(fastest.speedup, in_quotes(baseline.name))}, {rates}{of_ideal}."
-    )
+        of_ideal = ANSWERS["of ideal"].format(share=100 * fastest.efficiency, num_ranks=fastest.world_size)
+    named = {**_named(fastest, baseline), "rate": number(_rate(fastest)), "other_rate": _shown_rate(baseline)}
+    return ANSWERS["lead"].format(**named, what=what, of_ideal=of_ideal)
 
 
 def _instead(setting: Setting, baseline: Setting) -> list[str]:
     if setting is baseline:
-        rest = "" if baseline.num_diverged else ": leave the rest off"
-        return [f"Nothing else is faster than {in_quotes(baseline.name)} beyond noise{rest}."]
-    assert setting.speedup is not None
-    use = f"Use {in_quotes(setting.name)}: {compared(setting.speedup, in_quotes(baseline.name))}."
-    return [use, *loss_sentence(setting, baseline)]
+        return [ANSWERS["none else faster"].format(than=in_quotes(baseline.name), rest=_rest(baseline))]
+    return [ANSWERS["use instead"].format(**_named(setting, baseline)), *loss_sentence(setting, baseline)]
 
 
 def _among_equals(fastest: Setting, usable: Sequence[Setting], baseline: Setting) -> tuple[Setting, list[str]]:
@@ -192,13 +188,11 @@ def _among_equals(fastest: Setting, usable: Sequence[Setting], baseline: Setting
     equals = [setting for setting in usable[1:] if _is_equal(setting, fastest)]
     lossless = [setting for setting in usable if is_lossless(setting, baseline)]
     if fastest.is_lossy and lossless and lossless[0] in equals:
-        return lossless[0], [f"{in_quotes(lossless[0].name)} is as fast within noise, and lossless: use that."]
-    sentences = [f"As fast within noise: {listed([setting.name for setting in equals])}."] if equals else []
+        return lossless[0], [ANSWERS["use lossless"].format(name=in_quotes(lossless[0].name))]
+    sentences = [ANSWERS["equals"].format(names=listed([setting.name for setting in equals]))] if equals else []
     if fastest.is_lossy and loss_verdict(fastest, baseline) == "unknown":
-        name, than = in_quotes(lossless[0].name) if lossless else "", in_quotes(baseline.name)
-        fast = compared(lossless[0].speedup, than) if lossless and lossless[0].speedup is not None else ""
-        none = f"No lossless one is faster than {than} beyond noise."
-        sentences.append(f"The fastest lossless one is {name}: {fast}." if lossless else none)
+        named = _named(lossless[0] if lossless else fastest, baseline)
+        sentences.append(ANSWERS["fastest lossless" if lossless else "no lossless"].format(**named))
     return fastest, sentences
 
 
@@ -216,8 +210,7 @@ def _on_most_ranks(ranked: Sequence[Setting], baseline: Setting) -> list[str]:
     comparison = compare_settings(on_most, fastest)
     if comparison is None or comparison.difference != "slower":
         return []
-    than = in_quotes(fastest.name)
-    return [f"On {most} ranks the fastest is {in_quotes(on_most.name)}: {compared(comparison.ratio, than)}."]
+    return [ANSWERS["most ranks"].format(**_named(on_most, fastest, comparison.ratio), num_ranks=most)]
 
 
 def _one_process(on_one: Sequence[Setting], recommended: Setting | None) -> list[str]:
@@ -225,5 +218,4 @@ def _one_process(on_one: Sequence[Setting], recommended: Setting | None) -> list
     comparison = compare_settings(on_one[0], recommended) if on_one and recommended is not None else None
     if comparison is None or comparison.difference != "faster" or recommended is None:
         return []
-    says = compared(comparison.ratio, in_quotes(recommended.name))
-    return [f"{in_quotes(on_one[0].name)} alone is {says}: more ranks do not pay here."]
+    return [ANSWERS["one process"].format(**_named(on_one[0], recommended, comparison.ratio))]

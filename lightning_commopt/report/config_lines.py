@@ -11,6 +11,7 @@ import yaml
 
 from lightning_commopt.report.model import Run
 from lightning_commopt.report.settings import changes_training
+from lightning_commopt.report.words import is_ranks
 
 _TARGET = "lightning_commopt.CommOptDDP"
 _NOT_VALUES = re.compile(
@@ -24,7 +25,7 @@ def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
 
     Args:
         run: of the setting.
-        varied: of the run's overrides those that differ from other runs.
+        varied: of its settings those that differ from other runs.
 
     Returns:
         Lines: the overrides for the command line; the node ``strategy`` (in a project of one's own often
@@ -34,8 +35,9 @@ def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
     strategy = _strategy(run)
     if strategy and not _has_own_compressor(run):
         nodes["strategy"] = strategy
-    for name in varied:
-        if name in run.record.chosen and _is_value(name, run) and not name.startswith(_OF_STRATEGY):
+    for name in run.record.chosen:
+        is_varied = name in varied or ("ranks" in varied and is_ranks(name))
+        if is_varied and _is_value(name, run) and not name.startswith(_OF_STRATEGY):
             _put(nodes, name, run.settings.get(name))
     chosen = zip(run.record.overrides, run.record.chosen, strict=False)
     words = [override for override, name in chosen if changes_training(name)]

@@ -6,6 +6,7 @@ import math
 from typing import Literal
 
 from lightning_commopt.formatting import number
+from lightning_commopt.report.answer_texts import LOSSES
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.phrases import percent_change
 from lightning_commopt.report.words import is_of_plan
@@ -54,31 +55,30 @@ def loss_verdict(setting: Setting, baseline: Setting) -> LossVerdict:
 def loss_sentence(setting: Setting, baseline: Setting) -> list[str]:
     """Returns what to say of a setting's final loss; nothing where a lossless plan has none."""
     if setting.num_diverged:
-        return [f"In {setting.num_diverged} of its {len(setting.runs)} runs the loss became NaN; do not use it."]
+        return [_sentence("", "", "diverged", num=setting.num_diverged, of=len(setting.runs))]
     kind = "It is lossy" if setting.is_lossy else "It is lossless" if is_lossless(setting, baseline) else ""
     if setting.val_loss is None or baseline.val_loss is None:
         if kind == "It is lossless":
             return []
-        known = (
-            f"no final loss was recorded{_why(setting)}"
-            if setting.val_loss is baseline.val_loss
-            else "one of the losses is missing"
-        )
-        return [_sentence(kind, ", and ", f"{known}: compare the loss before you use it")]
+        has_none = setting.val_loss is baseline.val_loss
+        return [_sentence(kind, ", and ", "not recorded" if has_none else "one missing", why=_why(setting))]
     ours, theirs = setting.val_loss.median, baseline.val_loss.median
     if abs(ours - theirs) <= _SAME * abs(theirs):
-        return [_sentence(kind, "; ", f"the final loss is the same, {number(ours, _DIGITS)}")]
+        return [_sentence(kind, "; ", "same", loss=number(ours, _DIGITS))]
     by = percent_change((ours - theirs) / abs(theirs)) if theirs else number(abs(ours - theirs))
-    both = f"{number(ours, _DIGITS)} against {number(theirs, _DIGITS)}"
-    says = f"the final loss is {both}, {by} {'above' if ours > theirs else 'below'}"
+    says = {
+        "both": f"{number(ours, _DIGITS)} against {number(theirs, _DIGITS)}",
+        "by": f"{by} {'above' if ours > theirs else 'below'}",
+    }
     if _is_single(setting, baseline):
-        return [_sentence(kind, "; ", f"{says}, of single runs, whose spread is unknown")]
+        return [_sentence(kind, "; ", "single", **says)]
     overlap = max(min(_losses(setting)), min(_losses(baseline))) <= min(max(_losses(setting)), max(_losses(baseline)))
-    return [_sentence(kind, "; ", f"{says} and {'within' if overlap else 'beyond'} the spread over repetitions")]
+    return [_sentence(kind, "; ", "within" if overlap else "beyond", **says)]
 
 
-def _sentence(kind: str, between: str, text: str) -> str:
-    return f"{kind}{between}{text}." if kind else f"{text[0].upper()}{text[1:]}."
+def _sentence(kind: str, between: str, text: str, **values: object) -> str:
+    said = LOSSES[text].format(**values)
+    return f"{kind}{between}{said}." if kind else f"{said[0].upper()}{said[1:]}."
 
 
 def _why(setting: Setting) -> str:

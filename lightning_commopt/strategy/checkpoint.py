@@ -129,7 +129,7 @@ def _select_known(residuals: dict[str, Tensor], module: Module) -> dict[str, Ten
     if lost:
         shown = ", ".join(lost[:_NAMES_IN_MESSAGE]) + (", ..." if len(lost) > _NAMES_IN_MESSAGE else "")
         warn(
-            f"The residuals of {len(lost)} parameters in the checkpoint are dropped, as the model has none of that name"
-            f" and shape: {shown}."
+            f"comm_hook: residuals of {len(lost)} parameters in the checkpoint are dropped, as the model has none of"
+            f" that name and shape: {shown}."
         )
     return {name: value for name, value in residuals.items() if name not in lost}

@@ -91,8 +91,8 @@ class GradientSyncStrategy(OwnGroupStrategy):
         else:
             super().configure_ddp()
             self._pl_static_graph_delay_done = False
-        assert self.lightning_module is not None
-        self.gradient_sync.resume(self.lightning_module)
+        if self.lightning_module is not None:
+            self.gradient_sync.resume(self.lightning_module)
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)

@@ -20,6 +20,7 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, NVTXRanges, SpeedMonitor
 from lightning_commopt.callbacks import comm_time as comm_time_module
 from lightning_commopt.callbacks.comm_time import LOGGED_BY_DEFAULT
+from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import rank_file, read_run
 from ranks import run_ranks
 
@@ -36,8 +37,8 @@ TIMES = [
 ]
 
 
-class Kept(Logger):
-    """Keeps what is logged, or fails."""
+class MemoryLogger(Logger):
+    """A logger that keeps everything, or fails."""
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Kept(Logger):
         pass
 
 
-class Sleeps(Callback):
+class SlowRank(Callback):
     """Makes rank 1 slow by far more than anything else takes."""
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
@@ -71,14 +72,14 @@ class Sleeps(Callback):
             time.sleep(0.05)
 
 
-class Breaks(Callback):
+class Failure(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 5:
             raise ArithmeticError("broken on purpose")
 
 
 def logged_windows(every_n_steps: int, comm_hook: str | None) -> tuple[list[Any], dict[str, float], str]:
-    kept, comm_time = Kept(), CommTimeMonitor(every_n_steps=every_n_steps, num_warmup_steps=4, log="all")
+    kept, comm_time = MemoryLogger(), CommTimeMonitor(every_n_steps=every_n_steps, num_warmup_steps=4, log="all")
     fit(comm_time, CommOptDDP(comm_hook=comm_hook), logger=kept)
     assert comm_time.verdict is not None
     return kept.logged, comm_time.summary, comm_time.verdict.headline
@@ -107,16 +108,32 @@ def test_every_window_is_logged_alike_on_all_ranks(comm_hook: str | None) -> Non
 
 
 def test_ten_numbers_are_logged_by_default() -> None:
-    kept = Kept()
+    kept = MemoryLogger()
     fit(CommTimeMonitor(every_n_steps=5, save_records=False), devices=1, logger=kept)
     assert len(LOGGED_BY_DEFAULT) == 10
     for _, metrics in kept.logged:
         assert set(metrics) == {f"comm_time/{name}" for name in LOGGED_BY_DEFAULT}
 
 
+class DeviceClock(HostClock):
+    """The clock of a device that is three steps behind."""
+
+    num_lag_steps = 3
+
+
+def test_windows_of_a_device_that_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, on CUDA steps are lost, or windows are cut at other steps than on CPU."""
+    monkeypatch.setattr(comm_time_module, "clock_for", lambda device: DeviceClock())
+    for every_n_steps, windows in ((4, [3, 7, 9]), (50, [9])):
+        kept, monitor = MemoryLogger(), CommTimeMonitor(every_n_steps=every_n_steps, dirpath=tmp_path)
+        fit(monitor, devices=1, logger=kept)
+        assert [step for step, _ in kept.logged] == windows
+        assert [record.step for record in read_run(tmp_path)[0].steps] == list(range(NUM_STEPS))
+
+
 def slow_rank() -> dict[str, float]:
     comm_time = CommTimeMonitor(every_n_steps=NUM_STEPS, num_warmup_steps=2)
-    fit(comm_time, CommOptDDP(), callbacks=[Sleeps()])
+    fit(comm_time, CommOptDDP(), callbacks=[SlowRank()])
     return comm_time.summary
 
 
@@ -150,7 +167,7 @@ def test_every_step_is_saved(tmp_path: Path, options: dict[str, Any], num_batche
 
 def breaks(folder: str) -> str:
     with pytest.raises(ArithmeticError):
-        save_steps(folder, {"callbacks": [Breaks()]})
+        save_steps(folder, {"callbacks": [Failure()]})
     return "raised"
 
 
@@ -197,7 +214,7 @@ def test_the_trainer_of_pytorch_lightning_is_measured_too() -> None:
 
 
 def test_one_process_has_no_communication(tmp_path: Path) -> None:
-    kept, comm_time = Kept(), CommTimeMonitor(every_n_steps=5, num_warmup_steps=0, dirpath=tmp_path)
+    kept, comm_time = MemoryLogger(), CommTimeMonitor(every_n_steps=5, num_warmup_steps=0, dirpath=tmp_path)
     fit(comm_time, devices=1, logger=kept)
     assert len(kept.logged) == 2
     for _, metrics in kept.logged:
@@ -211,7 +228,7 @@ def without_gloo() -> tuple[int, list[str]]:
         raise RuntimeError("connection refused")
 
     comm_time_module.borrow_host_group = fail  # type: ignore[assignment]
-    kept = Kept()
+    kept = MemoryLogger()
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         fit(CommTimeMonitor(every_n_steps=5), CommOptDDP(), logger=kept)
@@ -230,7 +247,7 @@ def warned(recorded: list[warnings.WarningMessage]) -> list[str]:
 
 
 def test_a_logger_that_fails_does_not_end_training(tmp_path: Path) -> None:
-    broken, kept = Kept(fails=True), Kept()
+    broken, kept = MemoryLogger(fails=True), MemoryLogger()
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         fit(CommTimeMonitor(every_n_steps=2, dirpath=tmp_path), devices=1, logger=[broken, kept])
@@ -284,13 +301,13 @@ def resumed(folder: str) -> tuple[list[int | None], int]:
     path = f"{folder}/half.ckpt"
     first = CommTimeMonitor(every_n_steps=5, save_records=False)
 
-    class Saves(Callback):
+    class Saver(Callback):
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             trainer.save_checkpoint(path)
 
-    fit(first, DDPStrategy(), callbacks=[Saves()])
+    fit(first, DDPStrategy(), callbacks=[Saver()])
     torch.load(path, weights_only=True)
-    kept = Kept()
+    kept = MemoryLogger()
     fit(CommTimeMonitor(every_n_steps=5, save_records=False), DDPStrategy(), logger=kept, max_steps=20, ckpt_path=path)
     return [step for step, _ in kept.logged], len(first.metrics)
 

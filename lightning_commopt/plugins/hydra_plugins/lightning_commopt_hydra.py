@@ -1,16 +1,18 @@
-"""Gives every Hydra application the config group ``commopt``.
+"""Gives every Hydra application the config group ``commopt``, and ``trainer.strategy=commopt_ddp_bf16`` by name.
 
-Hydra imports this module whenever an application starts, so it imports neither torch nor `lightning_commopt`.
+Hydra imports this module whenever an application starts. It imports `lightning_commopt`, which makes the names known
+when Lightning is imported, and by that neither torch nor Lightning.
 """
 
 import importlib.util
 from difflib import get_close_matches
 from pathlib import Path
 
-from hydra._internal.core_plugins import file_config_source
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+from lightning_commopt.compat.hydra import FileConfigSource
 
 
 class CommOptSearchPath(SearchPathPlugin):
@@ -22,7 +24,7 @@ class CommOptSearchPath(SearchPathPlugin):
         search_path.append(provider="lightning-commopt", path=path)
 
 
-class CommOptConfigSource(file_config_source.FileConfigSource):
+class CommOptConfigSource(FileConfigSource):
     """A folder of configs that says what was probably meant by an option that it does not have.
 
     Hydra lists its sources, as they describe themselves, in the error that ends the program.
