@@ -49,7 +49,7 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config: pytest.Config) -> None:
     if left_out := config.stash.get(_LEFT_OUT, 0):
         terminalreporter.write_line(f"a cross-section: {left_out} more of the same run with --all")
 

@@ -95,8 +95,8 @@ RUNS = {
 }
 
 
-# The rest of what the others show is in tests of the launchers, of Hydra's multiruns and of foreign projects.
-BY_DEFAULT = frozenset({"plain", "measure", "cli flags"})
+# Tests of the callbacks, of Fabric, of launchers and of foreign projects show by default what the others do.
+BY_DEFAULT = frozenset({"plain", "cli flags"})
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,7 @@ def both_forms_agree(device: str) -> None:
         torch.testing.assert_close(short.cpu(), torch.tensor([0.48, 0.64]))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # interpretation is slow
 @needs_triton
 def test_triton_in_its_interpreter() -> None:
     run_interpreted(__file__)
