@@ -164,7 +164,8 @@ def test_own_compressor(example: tuple[Path, str], tmp_path: Path) -> None:
     record = json.loads((folder / "own" / "run.json").read_text())
     assert record["status"] == "finished"
     assert record["world_size"] == 2
-    assert record["plan"]["comm_hook"]["inner"] == {"name": "topk", "share": 0.05}
+    settings = {name: record["settings"][f"plan.comm_hook.inner.{name}"] for name in ("name", "share")}
+    assert settings == {"name": "topk", "share": 0.05}
     assert record["val_accuracy"] > 0.6
     assert "topk" in CliRunner().invoke(app, ["report", str(folder)], catch_exceptions=False).output
 

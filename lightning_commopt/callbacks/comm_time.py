@@ -12,13 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 from rich.console import Console
 
 from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends, samples_in, step_of_loggers
+from lightning_commopt.callbacks.publisher import MetricPublisher
 from lightning_commopt.callbacks.run_header import run_header, sync_method
 from lightning_commopt.collectives.groups import BorrowedGroups, borrow_host_group
 from lightning_commopt.ddp.observed import observe, stop_observing
@@ -30,14 +30,6 @@ from lightning_commopt.measure.statistics import QUANTITIES, StepStatistics, row
 from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
 from lightning_commopt.measure.verdict import Verdict
 from lightning_commopt.validation import check_choice, check_integer, check_switch, warn
-
-PREFIX = "comm_time/"
-
-LOGGED_BY_DEFAULT = (
-    *("step_s", "data_s", "comm_s", "exposed_s", "exposed_share", "exposed_wait_s"),
-    *("wire_bytes", "bus_bandwidth", "samples_per_s", "straggler_rank"),
-)
-"""What goes to loggers with ``log="default"``."""
 
 _LAST_WINDOW_LIMIT_S = 10.0
 _INTERRUPTED_LIMIT_S = 1.0
@@ -112,9 +104,8 @@ class CommTimeMonitor(PhaseCallback):
         self._of_fit = StepStatistics(world_size=world_size)
         self._all_ranks: AllRanks | None = None
         self._group: BorrowedGroups | None = None
-        self._is_shared = False
+        self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=False)
         self._writer: StepWriter | None = None
-        self._failed_loggers: list[Logger] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begins to observe the gradient sync, before the strategy wraps the model."""
@@ -136,7 +127,8 @@ class CommTimeMonitor(PhaseCallback):
         self._group = _borrow_group() if has_peers else None
         group = self._group.all_ranks if self._group is not None else None
         self._all_ranks = AllRanks(group, (self._every_n_steps, len(QUANTITIES)))
-        self._is_shared = group is not None or trainer.world_size == 1
+        is_shared = group is not None or trainer.world_size == 1
+        self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=is_shared)
         # All ranks must ask for log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
         if self._save_records and not getattr(trainer, "fast_dev_run", False):
@@ -171,7 +163,7 @@ class CommTimeMonitor(PhaseCallback):
                 f"CommTimeMonitor: no summary, as the fit had {self._num_gathered} steps"
                 f" and num_warmup_steps={self._num_warmup_steps} are left out."
             )
-        self._share(trainer, self.summary)
+        self._publisher.share(trainer, self.summary)
         if self._group is not None and self._all_ranks is not None:
             self._group.return_to_pool()
 
@@ -262,34 +254,14 @@ class CommTimeMonitor(PhaseCallback):
         window.update(values)
         self.metrics = window.compute()
         self._add(values)
-        self._share(trainer, self.metrics)
-        named = self._named(self.metrics)
-        for logger in trainer.loggers:
-            if logger in self._failed_loggers:
-                continue
-            try:
-                logger.log_metrics(named, step=self._last_step)
-            except Exception as error:
-                self._failed_loggers.append(logger)
-                warn(
-                    f"CommTimeMonitor: {type(logger).__name__} cannot take the times ({type(error).__name__}: {error});"
-                    " it gets no more of them, and training goes on."
-                )
+        self._publisher.share(trainer, self.metrics)
+        self._publisher.log(trainer, self.metrics, step=self._last_step)
 
     def _add(self, values: NDArray[np.float64]) -> None:
         """Adds steps to those of the fit, without its warm-up."""
         num_warmup = max(0, self._num_warmup_steps - self._num_gathered)
         self._num_gathered += values.shape[1]
         self._of_fit.update(values[:, num_warmup:])
-
-    def _share(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Puts metrics where callbacks look for them, unless ranks have different ones."""
-        if self._is_shared:
-            named = self._named(metrics)
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
-
-    def _named(self, metrics: dict[str, float]) -> dict[str, float]:
-        return {PREFIX + name: value for name, value in metrics.items() if self._logs_all or name in LOGGED_BY_DEFAULT}
 
     def _conclude(self, trainer: Trainer) -> None:
         if not self._of_fit.num_steps:

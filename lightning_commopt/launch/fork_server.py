@@ -16,7 +16,6 @@ import random
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from lightning_commopt.launch.forked_process import ForkedProcess
+
 _PR_SET_CHILD_SUBREAPER = 36
-_POLL_S = 0.02
 _SEED_OF_EVERY_PROCESS = 67280421310721  # of older torch; newer ones draw one
 _preloaded: ForkServer | None = None
 
@@ -43,55 +43,6 @@ class Place:
     namespaces: tuple[str, ...]
     folder: str
     cores: tuple[int, ...] = ()
-
-
-class ForkedProcess:
-    """A child of this process that a server has forked; what of ``subprocess.Popen`` is needed of it.
-
-    Attributes:
-        pid: its number.
-        returncode: as ``Popen`` has it; None until it has been waited for.
-        stdout: where its output can be read; None if it has ours.
-    """
-
-    def __init__(self, pid: int, stdout: io.FileIO | None) -> None:
-        self.pid = pid
-        self.stdout = stdout
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Returns ``returncode``, which is known once the process has ended."""
-        return self._wait(os.WNOHANG)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        while self._wait(0 if end is None else os.WNOHANG) is None:
-            if timeout is not None and end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            time.sleep(_POLL_S)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal, if the process has not been waited for."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Ends it."""
-        self.send_signal(signal.SIGKILL)
-
-    def _wait(self, options: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
 
 
 class ForkServer:
@@ -188,6 +139,16 @@ def is_preloaded() -> bool:
 def preloaded(command: Sequence[str]) -> ForkServer | None:
     """Returns the server of this process that can start a command; None without."""
     return _preloaded if _preloaded is not None and _preloaded.runs(command) else None
+
+
+def start_in_place(
+    command: Sequence[str], env: Mapping[str, str], namespaces: Sequence[str], folder: str, cores: Sequence[int]
+) -> ForkedProcess:
+    """Starts a command from the server of this process in a `Place`; its output comes from ``stdout``."""
+    server = preloaded(command)
+    assert server is not None, command
+    place = Place(namespaces=tuple(namespaces), folder=folder, cores=tuple(cores))
+    return server.start(command, env=env, place=place, is_session=True, has_pipe=True)
 
 
 def _serve(requests: socket.socket, module: str) -> NoReturn:

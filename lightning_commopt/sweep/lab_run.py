@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
-from lightning_commopt.launch.fork_server import ForkedProcess, Place, preloaded
+from lightning_commopt.launch.fork_server import preloaded, start_in_place
 from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.netlab import NetLab, RankError
 from lightning_commopt.runs.files import RUN_FILE
@@ -76,7 +76,7 @@ def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: R
                 environment=environment,
                 pin_to_cores=True,
                 on_output=_show_first_rank,
-                start=_fork if preloaded(command) else None,
+                start=start_in_place if preloaded(command) else None,
             )
     except RankError as error:
         lines = lines_that_stay(error.outputs[error.rank])
@@ -90,15 +90,6 @@ def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: R
         fail_record(folder, str(error), unfinished=unfinished, is_final=True)
         raise
     return RunRecord.load(folder)
-
-
-def _fork(
-    command: Sequence[str], env: Mapping[str, str], namespaces: Sequence[str], folder: str, cores: Sequence[int]
-) -> ForkedProcess:
-    server = preloaded(command)
-    assert server is not None
-    place = Place(namespaces=tuple(namespaces), folder=folder, cores=tuple(cores))
-    return server.start(command, env=env, place=place, is_session=True, has_pipe=True)
 
 
 def _show_first_rank(rank: int, output: bytes) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from lightning_commopt.launch.fork_server import ForkedProcess, ForkServer
+from lightning_commopt.launch.fork_server import ForkServer
+from lightning_commopt.launch.forked_process import ForkedProcess
 
 _POLL_S = 0.1
 _CHUNK_BYTES = 65536

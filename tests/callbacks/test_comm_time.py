@@ -19,7 +19,7 @@ from small_fit import NUM_STEPS, PARAMETERS, fit
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, NVTXRanges, SpeedMonitor
 from lightning_commopt.callbacks import comm_time as comm_time_module
-from lightning_commopt.callbacks.comm_time import LOGGED_BY_DEFAULT
+from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import rank_file, read_run
 from ranks import run_ranks

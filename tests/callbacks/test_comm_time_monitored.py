@@ -12,7 +12,7 @@ from small_fit import fit
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.callbacks import comm_time as comm_time_module
-from lightning_commopt.callbacks.comm_time import LOGGED_BY_DEFAULT
+from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT
 from lightning_commopt.measure.all_ranks import AllRanks
 from ranks import run_ranks
 

@@ -25,6 +25,7 @@ from lightning_commopt.compressors import (
 )
 from lightning_commopt.compressors.base import Layout, Rounds, State
 from lightning_commopt.compressors.registry import compressor_name, names_with_option
+from lightning_commopt.ddp.state import CheckpointError, from_checkpoint, to_checkpoint
 from lightning_commopt.plan import CommPlan, OptionError
 
 
@@ -153,8 +154,10 @@ def test_a_checkpoint_imports_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     """If it fails, whoever writes a checkpoint decides what is imported where it is read."""
     (tmp_path / "never_imported.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="cannot be imported"):
-        compressor_from_config({"name": "error_feedback", "inner": "never_imported.TopK"}, may_import=False)
+    saved = to_checkpoint(PowerSGD(), 1, [])
+    saved["compressor"] = json.dumps({"name": "error_feedback", "inner": "never_imported.TopK"})
+    with pytest.raises(CheckpointError, match="its compressor is not known"):
+        from_checkpoint(saved, 0, 1, PowerSGD())
     assert "never_imported" not in sys.modules
     assert compressor_from_config(f"{__name__}.Mine", may_import=False) == Mine()
 

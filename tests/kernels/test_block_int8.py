@@ -305,6 +305,7 @@ def test_c_gives_the_bits_of_plain_torch() -> None:
     forms_agree("c", "cpu", [torch.float32], error=0, bfloat16_error=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(not fuses(), reason="this processor rounds twice in addcmul")
 @pytest.mark.parametrize("form", ["torch"], indirect=True)

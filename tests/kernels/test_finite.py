@@ -41,6 +41,7 @@ def both_forms_agree(device: str) -> None:
         assert found.cpu().equal(finite.all_finite(values))
 
 
+@pytest.mark.exhaustive
 @needs_triton
 def test_triton_agrees_in_its_interpreter() -> None:
     run_interpreted(__file__)

@@ -60,7 +60,16 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-LOOKS = [(name, *look) for name in REPORTS for look in ((400, "wide"), (400, "narrow"), (800, "wide"), (1280, "own"))]
+LOOKS = [
+    pytest.param((name, width, font), marks=[] if is_default else [pytest.mark.exhaustive])
+    for name in REPORTS
+    for width, font, is_default in (
+        (400, "wide", True),
+        (400, "narrow", name == "sweep"),
+        (800, "wide", False),
+        (1280, "own", name == "ladder"),
+    )
+]
 
 
 @pytest.fixture(scope="module", params=LOOKS, ids=str)

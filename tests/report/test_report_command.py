@@ -187,13 +187,12 @@ print("imported", *{"torch", "lightning", "hydra", "plotly", "jinja2"}.intersect
 """
 
 
-@pytest.mark.parametrize(("arguments", "loaded"), [([], {"plotly", "jinja2"}), (["--json"], set())])
-def test_a_report_waits_for_neither_torch_nor_lightning(tmp_path, arguments, loaded):
-    """If it fails, everybody who asks for a report waits seconds for imports."""
+def test_json_waits_for_no_charts(tmp_path):
+    """If it fails, everybody who asks for the numbers waits seconds for what draws them."""
     sweep = save_rates(tmp_path / "sweep", RATES)
-    command = [sys.executable, "-c", LOADED, str(sweep), *arguments]
+    command = [sys.executable, "-c", LOADED, str(sweep), "--json"]
     answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert set(answer.stdout.splitlines()[-1].split()[1:]) == loaded
+    assert answer.stdout.splitlines()[-1].split()[1:] == []
 
 
 def _reported(folder) -> str:  # type: ignore[no-untyped-def]

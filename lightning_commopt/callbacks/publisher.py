@@ -1,0 +1,58 @@
+"""Where the metrics of `CommTimeMonitor` go: loggers, and ``trainer.callback_metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+
+from lightning_commopt.validation import warn
+
+PREFIX = "comm_time/"
+
+LOGGED_BY_DEFAULT = (
+    *("step_s", "data_s", "comm_s", "exposed_s", "exposed_share", "exposed_wait_s"),
+    *("wire_bytes", "bus_bandwidth", "samples_per_s", "straggler_rank"),
+)
+"""What goes to loggers with ``log="default"``."""
+
+
+class MetricPublisher:
+    """Publishes metrics under ``comm_time/``.
+
+    Args:
+        publishes_all: publish every metric, else those in `LOGGED_BY_DEFAULT`.
+        is_shared: whether all ranks have the same metrics; callbacks must not see others.
+    """
+
+    def __init__(self, *, publishes_all: bool, is_shared: bool) -> None:
+        self._publishes_all = publishes_all
+        self._is_shared = is_shared
+        self._failed_loggers: list[Logger] = []
+
+    def share(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Puts metrics where callbacks look for them."""
+        if self._is_shared:
+            named = self._named(metrics)
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
+
+    def log(self, trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
+        """Hands metrics to all loggers; one that fails gets no more of them."""
+        for logger in trainer.loggers:
+            if logger in self._failed_loggers:
+                continue
+            try:
+                logger.log_metrics(self._named(metrics), step=step)
+            except Exception as error:
+                self._failed_loggers.append(logger)
+                warn(
+                    f"CommTimeMonitor: {type(logger).__name__} cannot take the times ({type(error).__name__}: {error});"
+                    " it gets no more of them, and training goes on."
+                )
+
+    def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return {
+            PREFIX + name: value for name, value in metrics.items() if self._publishes_all or name in LOGGED_BY_DEFAULT
+        }
