@@ -26,18 +26,25 @@ class Unit(NamedTuple):
         return f"{number(value / self.size)} {self.name}"
 
 
-def number(value: float, digits: int = 3) -> str:
+def number(value: float, digits: int = 3, most_decimals: int = 99) -> str:
     """Returns a number with so many significant digits; those before its point are all kept.
+
+    Args:
+        value: a dash stands for what is not finite.
+        digits: that mean something.
+        most_decimals: behind the point; what is nothing but zeros then is "0".
 
     >>> [number(value) for value in (1234.5, 12.345, 0.9996, 0.012345, 0.0, math.nan)]
     ['1234', '12.3', '1.00', '0.0123', '0', '-']
+    >>> [number(value, most_decimals=4) for value in (0.012345, 0.0012345, 0.00001)]
+    ['0.0123', '0.0012', '0']
     """
     if not math.isfinite(value):
         return "-"
-    if not value:
+    if abs(value) < 0.5 * 10**-most_decimals:
         return "0"
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    return f"{value:.{max(0, digits - 1 - exponent)}f}"
+    return f"{value:.{min(most_decimals, max(0, digits - 1 - exponent))}f}"
 
 
 def percent(share: float) -> str:

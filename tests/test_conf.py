@@ -17,7 +17,7 @@ from lightning_commopt import CommOptDDP, PowerSGD
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.plan import ddp_options, plan_options
 from lightning_commopt.sweep.conf_path import conf_dir
-from lightning_commopt.sweep.config import ConfigError, check_config, plan_name
+from lightning_commopt.sweep.config import ConfigError, check_config, sync_method
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.train import register_with_hydra
 
@@ -52,7 +52,7 @@ def test_every_comm_hook_makes_the_strategy_that_it_says(comm_hook):
     assert isinstance(strategy, CommOptDDP)
     assert strategy.plan.bucket_cap_mb == ((1, 25) if has_lists else 25)
     assert strategy.plan.comm_hook == compressor_from_config(dict(config.strategy.comm_hook))
-    assert plan_name(config) == comm_hook.removesuffix("_rank_8")
+    assert sync_method(config) == comm_hook.removesuffix("_rank_8")
 
 
 def test_powersgd_has_all_its_options_with_their_own_defaults():

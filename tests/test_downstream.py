@@ -206,7 +206,7 @@ def test_sweep_leaves_the_records_that_commopt_train_leaves(trained: ForeignProj
     for job, world_size in enumerate((1, 2)):
         folder = trained.folder / "sweep" / str(job)
         record = RunRecord.load(folder)
-        assert (record.status, record.plan_name, record.world_size) == ("finished", "bf16", world_size)
+        assert (record.status, record.sync_method, record.world_size) == ("finished", "bf16", world_size)
         assert "+commopt=bf16" in record.overrides
         assert (record.settings["commopt"], "commopt" in record.chosen) == ("bf16", True)
         assert record.num_timed_steps == 4

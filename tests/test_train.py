@@ -106,7 +106,7 @@ def test_experiments_train_on_two_ranks(tmp_path, overrides):
     of_both = ("strategy/comm_hook=powersgd", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}")
     assert run_ranks(train_as_rank, [*overrides, *of_both]) == [0, 0]
     record = RunRecord.load(tmp_path)
-    assert (record.status, record.world_size, record.plan_name) == ("finished", 2, "powersgd")
+    assert (record.status, record.world_size, record.sync_method) == ("finished", 2, "powersgd")
     assert record.val_loss is not None
 
 

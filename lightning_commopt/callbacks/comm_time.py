@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends, samples_in, step_of_loggers
 from lightning_commopt.callbacks.publisher import MetricPublisher
-from lightning_commopt.callbacks.run_header import run_header, sync_method
+from lightning_commopt.callbacks.run_header import describe_hook, run_header
 from lightning_commopt.collectives.groups import BorrowedGroups, borrow_host_group
 from lightning_commopt.ddp.observed import observe, stop_observing
 from lightning_commopt.measure.all_ranks import AllRanks
@@ -270,7 +270,7 @@ class CommTimeMonitor(PhaseCallback):
             self._of_fit,
             world_size=self._world_size,
             num_buckets=self._num_buckets,
-            **sync_method(trainer.strategy),
+            **describe_hook(trainer.strategy),
         )
         self.summary, self.verdict = dict(summary.metrics), summary.verdict
         if self._print_summary and trainer.is_global_zero:

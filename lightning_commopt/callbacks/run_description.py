@@ -22,7 +22,8 @@ def describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     device = strategy.root_device
     plan = plan_of(strategy)
     return {
-        "plan_name": type(strategy).__name__ if plan is None else _plan_name(plan),
+        "sync_method": type(strategy).__name__ if plan is None else _sync_method(plan),
+        "plan_name": None if plan is None else plan.name,
         "strategy": type(strategy).__name__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "plan": None if plan is None else _plan_options(plan, is_short=True),
@@ -68,5 +69,5 @@ def _without_defaults(hook: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in short.items() if name in needed or value != defaults.get(name)}
 
 
-def _plan_name(plan: CommPlan) -> str:
+def _sync_method(plan: CommPlan) -> str:
     return "none" if plan.comm_hook is None else compressor_name(plan.comm_hook)

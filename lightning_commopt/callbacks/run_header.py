@@ -27,11 +27,11 @@ def run_header(trainer: Trainer) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "backend": dist.get_backend() if dist.is_available() and dist.is_initialized() else None,
         "strategy": type(strategy).__name__,
-        **sync_method(strategy),
+        **describe_hook(strategy),
     }
 
 
-def sync_method(strategy: Strategy) -> dict[str, Any]:
+def describe_hook(strategy: Strategy) -> dict[str, Any]:
     """Returns the name of what averages the gradients as ``comm_hook``, and whether it changes them as ``is_lossy``."""
     plan = plan_of(strategy)
     if plan is not None and plan.comm_hook is not None:

@@ -89,12 +89,12 @@ class RunRecorder(Callback):
         self._memory = PeakMemory(trainer.strategy.root_device)
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             known = describe(trainer, pl_module)
-            record = self._begun(self._folder(trainer), known["plan_name"])
+            record = self._begun(self._folder(trainer), known["sync_method"])
             settings = {**record.settings, **plan_settings(trainer.strategy)}
             self._record = dataclasses.replace(record, **known, settings=settings)
             self._save(self._folder(trainer))
 
-    def _begun(self, folder: Path, plan_name: str) -> RunRecord:
+    def _begun(self, folder: Path, sync_method: str) -> RunRecord:
         """Returns the record that is to be continued: somebody else's, or a new one."""
         if not self._ends_run:
             with suppress(OSError, ValueError):
@@ -102,7 +102,7 @@ class RunRecorder(Callback):
                 if record.status == "running":
                     return record
         return new_record(
-            plan_name, self._started_in, settings=self._settings, overrides=self._overrides, chosen=self._chosen
+            sync_method, self._started_in, settings=self._settings, overrides=self._overrides, chosen=self._chosen
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from rich import box
@@ -11,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lightning_commopt.formatting import number, percent
 from lightning_commopt.measure.exposed_share import share_of_step
 from lightning_commopt.measure.verdict import Verdict
 
@@ -32,7 +32,7 @@ _COMMUNICATION = (
 _COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
 _INDENT = (0, 0, 0, 1)
 _INDENT_BELOW = (1, 0, 0, 1)
-_MOST_DECIMALS = 4
+_MOST_DECIMALS = 4  # of milliseconds: a tenth of a microsecond
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -72,44 +72,28 @@ def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, 
         table.add_column(heading, justify="right", no_wrap=True)
     for rows in sections:
         for label, name in rows:
-            times = [_number(1e3 * metrics[f"{name}{suffix}"]) for suffix in _COLUMNS.values()]
-            table.add_row(label, *times, _percent(share_of_step(metrics[name], metrics["step_s"])))
+            times = [
+                number(1e3 * metrics[f"{name}{suffix}"], most_decimals=_MOST_DECIMALS) for suffix in _COLUMNS.values()
+            ]
+            table.add_row(label, *times, percent(share_of_step(metrics[name], metrics["step_s"])))
         table.add_section()
     return table
 
 
 def _speed(metrics: Mapping[str, float]) -> str:
-    return f"{_number(metrics['steps_per_s'])} steps/s, {_number(metrics['samples_per_s'])} samples/s over all ranks"
+    return f"{number(metrics['steps_per_s'])} steps/s, {number(metrics['samples_per_s'])} samples/s over all ranks"
 
 
 def _bytes(metrics: Mapping[str, float]) -> str:
     return (
         f"{_size(metrics['gradient_bytes'])} of gradients a step and rank, {_size(metrics['wire_bytes'])} on the wire:"
-        f" ratio {_number(metrics['compression_ratio'])}"
+        f" ratio {number(metrics['compression_ratio'])}"
     )
 
 
 def _bandwidth(metrics: Mapping[str, float]) -> str:
     algorithm, bus = (_size(metrics[f"{kind}_bandwidth"]) for kind in ("algorithm", "bus"))
     return f"{algorithm}/s algorithm bandwidth, {bus}/s bus bandwidth"
-
-
-def _number(value: float) -> str:
-    """Returns three digits or more, and no more than four decimals: a tenth of a microsecond, in milliseconds.
-
-    >>> [_number(value) for value in (12345.6, 99.96, 1.234, 0.01234, 0.0, math.nan)]
-    ['12346', '100.0', '1.23', '0.0123', '0', '-']
-    """
-    if not math.isfinite(value):
-        return "-"
-    if abs(value) < 0.5 * 10**-_MOST_DECIMALS:
-        return "0"
-    num_decimals = min(_MOST_DECIMALS, max(0, 2 - math.floor(math.log10(abs(value)))))
-    return f"{value:.{num_decimals}f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if math.isfinite(share) else "-"
 
 
 def _size(num_bytes: float) -> str:
@@ -119,4 +103,4 @@ def _size(num_bytes: float) -> str:
     ['12.0 B', '2.50 MB', '1.22 GB']
     """
     unit = max((name for name in _UNITS if _UNITS[name] <= num_bytes), key=_UNITS.__getitem__, default="B")
-    return f"{_number(num_bytes / _UNITS[unit])} {unit}"
+    return f"{number(num_bytes / _UNITS[unit])} {unit}"

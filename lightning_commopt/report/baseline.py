@@ -36,7 +36,7 @@ def choose_baseline(settings: Sequence[Setting], asked: str | None = None) -> Se
     if on_one and _compares_numbers_of_ranks(settings):
         return on_one[0]
     variants = [setting for setting in settings if setting.values.get("variant") == _FIRST_VARIANT]
-    plain = [setting for setting in settings if setting.plan_name in _UNCOMPRESSED_DDP and setting.world_size > 1]
+    plain = [setting for setting in settings if setting.sync_method in _UNCOMPRESSED_DDP and setting.world_size > 1]
     if variants or not plain:
         return (variants or list(settings))[0]
     return min(plain, key=lambda setting: (-setting.world_size, *_distance_from_default(setting)))

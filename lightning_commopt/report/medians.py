@@ -30,7 +30,7 @@ def measured_setting(found: RunsOfSetting) -> Setting:
     return Setting(
         name=found.name,
         values=found.values,
-        plan_name=first.plan_name,
+        sync_method=first.sync_method,
         world_size=first.world_size or 1,
         bucket_cap_mb=_bucket_cap_mb(found.runs[0]),
         config_lines=config_lines(found.runs[0], found.values),

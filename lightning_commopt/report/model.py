@@ -88,7 +88,7 @@ class Setting:
     Attributes:
         name: short, and unique in its group: "bf16, 100 MB buckets, 4 ranks".
         values: what the sweep varied, name to value.
-        plan_name: short name of how the gradients travel.
+        sync_method: short name of how the gradients travel.
         world_size: ranks.
         bucket_cap_mb: MiB in a bucket; None for DDP's default or several sizes.
         config_lines: YAML to paste: what makes `commopt-train`, or ``CommOptDDP``, do the same.
@@ -116,7 +116,7 @@ class Setting:
 
     name: str
     values: Mapping[str, str]
-    plan_name: str
+    sync_method: str
     world_size: int
     bucket_cap_mb: float | None
     config_lines: tuple[str, ...]
@@ -152,14 +152,14 @@ class Scaling:
     """Throughput of one plan against ranks.
 
     Attributes:
-        plan_name: of the settings, or what else they have in common.
+        sync_method: of the settings, or what else they have in common.
         num_ranks: in rising order, each once.
         speedups: over the first of them, which is one rank where there are such runs.
         serial_share: f of Amdahl's law, 1 / speed-up = f + (1 - f) / ranks, by least squares; None with less than two
             points beyond one rank, and without that.
     """
 
-    plan_name: str
+    sync_method: str
     num_ranks: tuple[int, ...]
     speedups: tuple[Interval, ...]
     serial_share: float | None

@@ -20,7 +20,15 @@ _OF_RUN = (
     *("samples_per_s", "steps_per_s", "seconds", "exposed_share", "wire_bytes_per_step", "peak_memory_bytes"),
     *("val_loss", "val_accuracy"),
 )
-_OF_SETTING = ("plan_name", "world_size", "bucket_cap_mb", "is_lossy", "num_diverged", "difference", "is_beyond_limit")
+_OF_SETTING = (
+    "sync_method",
+    "world_size",
+    "bucket_cap_mb",
+    "is_lossy",
+    "num_diverged",
+    "difference",
+    "is_beyond_limit",
+)
 
 
 def to_plain(report: Report) -> dict[str, Any]:
@@ -75,6 +83,7 @@ def _plain_run(run: Run) -> dict[str, Any]:
         "name": run.name,
         "group": run.group,
         "setting": run.setting,
+        "sync_method": run.record.sync_method,
         "plan_name": run.record.plan_name,
         "repetition": run.repetition,
         "settings": chosen_settings(run),

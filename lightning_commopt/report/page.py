@@ -97,7 +97,7 @@ def chart_json(chart: Chart) -> Markup:
 
 
 def _styles(report: Report) -> dict[str, PlanStyle]:
-    return plan_styles(setting.plan_name for group in report.groups for setting in group.settings)
+    return plan_styles(setting.sync_method for group in report.groups for setting in group.settings)
 
 
 def _made(*charts: Chart | None) -> list[Chart]:

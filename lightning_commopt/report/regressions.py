@@ -136,7 +136,7 @@ def _settings(report: Mapping[str, Any]) -> Iterator[_Place]:
         name = (run["group"], run["setting"])
         if name not in known:
             known.add(name)
-            of_run = {"plan_name": run["plan_name"], "settings": run["settings"], "runs": []}
+            of_run = {"sync_method": run["sync_method"], "settings": run["settings"], "runs": []}
             yield _Place(run["group"], {"name": run["setting"], **of_run})
 
 
@@ -166,7 +166,7 @@ def _has_name_of(setting: _Place, other: _Place) -> bool:
 def _has_plan_of(setting: _Place, other: _Place) -> bool:
     """Returns whether a setting is that of failed runs, of which little more than the plan is known."""
     is_known = other["runs"] or setting["settings"] or other["settings"]
-    return not is_known and (setting.group, setting["plan_name"]) == (other.group, other["plan_name"])
+    return not is_known and (setting.group, setting["sync_method"]) == (other.group, other["sync_method"])
 
 
 def _change(

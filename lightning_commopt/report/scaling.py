@@ -32,7 +32,7 @@ def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
         serial_share = amdahl_serial_share(num_ranks, medians) if base.world_size == 1 else None
         curves.append(
             Scaling(
-                plan_name=scaling_name(series[0], settings),
+                sync_method=scaling_name(series[0], settings),
                 num_ranks=num_ranks,
                 speedups=speedups,
                 serial_share=serial_share,
@@ -48,7 +48,7 @@ def scaling_name(setting: Setting, settings: Sequence[Setting]) -> str:
         setting: of the plan.
         settings: of the group.
     """
-    return distinct_name(without_ranks(setting.values), [other.values for other in settings], setting.plan_name)
+    return distinct_name(without_ranks(setting.values), [other.values for other in settings], setting.sync_method)
 
 
 def amdahl_serial_share(num_ranks: Sequence[int], speedups: Sequence[float]) -> float | None:

@@ -142,15 +142,15 @@ def _with_plans(runs: Sequence[Run], values: Sequence[dict[str, str]]) -> list[d
         finished = [index for index in indices if runs[index].record.status == "finished"]
         more = dict(zip(finished, _varied([_plan_and_ranks(runs[index]) for index in finished]), strict=True))
         if not values[indices[0]]:  # else what was chosen says what a failed run was
-            plans = _varied([{"plan": runs[index].record.plan_name} for index in indices])
+            plans = _varied([{"plan": runs[index].record.sync_method} for index in indices])
             more = {index: {**plan, **more.get(index, {})} for index, plan in zip(indices, plans, strict=True)}
         for index in indices:
             told[index] = {**values[index], **more.get(index, {})}
         # Of a failed run the record may know no more than its plan: it belongs to the first setting with that.
-        by_plan = {runs[index].record.plan_name: told[index] for index in reversed(finished)}
+        by_plan = {runs[index].record.sync_method: told[index] for index in reversed(finished)}
         first = told[finished[0]] if finished and values[indices[0]] else None
         for index in set(indices).difference(finished):
-            told[index] = by_plan.get(runs[index].record.plan_name, first or told[index])
+            told[index] = by_plan.get(runs[index].record.sync_method, first or told[index])
     return told
 
 
@@ -160,7 +160,7 @@ def _plan_and_ranks(run: Run) -> dict[str, str]:
     plan.pop("comm_hook.name", None)
     ranks = {} if run.record.world_size is None else {"ranks": str(run.record.world_size)}
     return {
-        "plan": run.record.plan_name,
+        "plan": run.record.sync_method,
         **{f"strategy.{name}": text_of(value) for name, value in plan.items()},
         **ranks,
     }
@@ -211,7 +211,7 @@ def _nothing_set(options: Iterable[Mapping[str, str]]) -> str:
 
 def _name_of_the_only_one(run: Run) -> str:
     """Returns what to call a setting that nothing has to be told apart from."""
-    values = {"plan": run.record.plan_name}
+    values = {"plan": run.record.sync_method}
     cap = run.settings.get("plan.bucket_cap_mb")
     if cap is not None:
         values["strategy.bucket_cap_mb"] = text_of(cap)

@@ -100,16 +100,16 @@ def setting_name(values: Mapping[str, str]) -> tuple[str, str]:
     return short or long, long
 
 
-def distinct_name(values: Mapping[str, str], others: Sequence[Mapping[str, str]], plan_name: str) -> str:
+def distinct_name(values: Mapping[str, str], others: Sequence[Mapping[str, str]], sync_method: str) -> str:
     """Returns what tells a setting from others; the name of its plan where nothing does.
 
     Args:
         values: of its overrides by name, only those that may be told.
         others: those of the other settings; its own may be among them.
-        plan_name: short name of how its gradients travel.
+        sync_method: short name of how its gradients travel.
     """
     told = {name: value for name, value in values.items() if any(other.get(name) != value for other in others)}
-    return (setting_name(told)[0] if told else "") or spelled(plan_name)
+    return (setting_name(told)[0] if told else "") or spelled(sync_method)
 
 
 def _words(option: str, value: str) -> Words:

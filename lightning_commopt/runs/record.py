@@ -21,7 +21,9 @@ class RunRecord:
 
     Attributes:
         status: "running" until the end; a run that was killed keeps it.
-        plan_name: short name of how the gradients travel.
+        sync_method: what averages the gradients: the name of the compressor, "none" for DDP itself, or the class of
+            another strategy.
+        plan_name: the plan in few words, with all that differs from the defaults.
         settings: everything that was configured, resolved: dotted names to values; the options of the `CommPlan`, if
             there is one, begin with ``plan.``.
         overrides: what the user set on Hydra's command line, as it was written.
@@ -52,7 +54,8 @@ class RunRecord:
     """
 
     status: Status
-    plan_name: str
+    sync_method: str
+    plan_name: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     chosen: tuple[str, ...] = ()
@@ -94,7 +97,7 @@ class RunRecord:
         """
         path = folder / RUN_FILE
         values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or not {"status", "plan_name"} <= values.keys():
+        if not isinstance(values, dict) or not {"status", "sync_method"} <= values.keys():
             raise ValueError(f"{path} is not the record of a run")
         types = get_type_hints(cls)
         kept: dict[str, Any] = {

@@ -15,7 +15,7 @@ from lightning_commopt.runs.record import RunRecord
 def run_table(record: RunRecord) -> Table:
     """Returns one row with what was measured, and a dash for what was not."""
     cells = {
-        "plan": record.plan_name,
+        "plan": record.plan_name or record.sync_method,
         "ranks": str(record.world_size or "-"),
         "steps/s": _shown(record.steps_per_s, number),
         "samples/s": _shown(record.samples_per_s, number),

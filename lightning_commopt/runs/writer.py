@@ -15,7 +15,7 @@ from lightning_commopt.runs.record import RunRecord
 
 
 def new_record(
-    plan_name: str,
+    sync_method: str,
     started_in: Path,
     *,
     settings: Mapping[str, Any] | None = None,
@@ -25,7 +25,7 @@ def new_record(
     """Returns the record of a run that begins now, on this machine.
 
     Args:
-        plan_name: short name of how the gradients travel.
+        sync_method: see `RunRecord`.
         started_in: within the repository that the run is made from, if there is one.
         settings: see `RunRecord`, as the next two.
         overrides: of Hydra's command line.
@@ -35,7 +35,7 @@ def new_record(
 
     return RunRecord(
         status="running",
-        plan_name=plan_name,
+        sync_method=sync_method,
         settings=dict(settings or {}),
         overrides=tuple(overrides),
         chosen=tuple(chosen),

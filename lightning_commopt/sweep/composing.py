@@ -13,7 +13,14 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_commopt.launch.hydra_command import quoted
-from lightning_commopt.sweep.config import ConfigError, as_trained, check_config, link_note, num_repetitions, plan_name
+from lightning_commopt.sweep.config import (
+    ConfigError,
+    as_trained,
+    check_config,
+    link_note,
+    num_repetitions,
+    sync_method,
+)
 from lightning_commopt.sweep.job import Job, SweepObserver
 
 # What they say to a run is in trainer.devices and trainer.num_nodes as well.
@@ -85,7 +92,7 @@ class JobComposer:
         run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         with _as_job(config, number, folder=None) as folder:
             check_config(run_config)
-            name, note = plan_name(run_config), link_note(run_config)
+            name, note = sync_method(run_config), link_note(run_config)
             config_yaml = OmegaConf.to_yaml(as_trained(run_config), resolve=True)
         with _as_job(config, 0, folder=Path("/")):  # equal in all jobs
             content = _content(run_config)
@@ -100,7 +107,7 @@ class JobComposer:
         ]
         return Job(
             number=number,
-            plan_name=name,
+            sync_method=name,
             overrides=tuple(overrides),
             command=(*self.settings.command, *as_single_run),
             folder=folder,

@@ -192,7 +192,7 @@ def as_trained(config: DictConfig) -> DictConfig:
     return config
 
 
-def plan_name(config: DictConfig) -> str:
+def sync_method(config: DictConfig) -> str:
     """Returns a short name for how the gradients travel: the comm hook's, or the class of another strategy."""
     if not _is_commopt(config):
         return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
@@ -212,7 +212,7 @@ def begun_record(config: DictConfig, folder: Path) -> RunRecord:
     settings, chosen = hydra_settings(folder, {str(name): value for name, value in plain.items()})
     overrides = HydraConfig.get().overrides.task
     started_in = Path(get_original_cwd())
-    return new_record(plan_name(config), started_in, settings=settings, overrides=overrides, chosen=chosen)
+    return new_record(sync_method(config), started_in, settings=settings, overrides=overrides, chosen=chosen)
 
 
 def _is_integer(value: object) -> bool:

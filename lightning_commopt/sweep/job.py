@@ -26,7 +26,7 @@ class Job:
 
     Attributes:
         number: of the job in the sweep, from 0; jobs that are left out leave gaps.
-        plan_name: short name of how the gradients travel.
+        sync_method: short name of how the gradients travel.
         overrides: the job's own, as the sweeper made them, and its repetition.
         command: program and arguments.
         folder: of the run.
@@ -37,7 +37,7 @@ class Job:
     """
 
     number: int
-    plan_name: str
+    sync_method: str
     overrides: tuple[str, ...]
     command: tuple[str, ...]
     folder: Path
@@ -188,7 +188,7 @@ def _unfinished(job: Job) -> RunRecord:
     config = yaml.safe_load(job.config_yaml)
     settings, chosen = settings_of(job.folder, config if isinstance(config, dict) else {}, job.overrides)
     return RunRecord(
-        status="running", plan_name=job.plan_name, settings=settings, overrides=job.overrides, chosen=chosen
+        status="running", sync_method=job.sync_method, settings=settings, overrides=job.overrides, chosen=chosen
     )
 
 

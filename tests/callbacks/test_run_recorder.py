@@ -68,7 +68,7 @@ def two_ranks(folder):
 def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
     run_ranks(two_ranks, tmp_path)
     record = RunRecord.load(tmp_path)
-    assert (record.status, record.plan_name, record.strategy, record.device) == (
+    assert (record.status, record.sync_method, record.strategy, record.device) == (
         "finished",
         "bf16",
         "CommOptDDP",
@@ -104,7 +104,7 @@ def test_a_compressor_without_a_name_is_described_by_its_repr(tmp_path):
     """If it fails, recording ends the training of those who write a compressor."""
     run_ranks(own_compressor, tmp_path)
     record = RunRecord.load(tmp_path)
-    assert (record.status, record.plan_name) == ("finished", "OwnCompressor")
+    assert (record.status, record.sync_method) == ("finished", "OwnCompressor")
     assert record.plan == {"bucket_cap_mb": 5, "comm_hook": "OwnCompressor(dtype=torch.float16)"}
     assert record.is_lossy is False
     lines = build_report([tmp_path]).groups[0].settings[0].config_lines

@@ -41,7 +41,7 @@ def free_port():
 
 def assert_recorded(folder, name):
     record = RunRecord.load(folder)
-    assert (record.status, record.plan_name, record.world_size) == ("finished", name, 2)
+    assert (record.status, record.sync_method, record.world_size) == ("finished", name, 2)
     assert record.num_timed_steps == 3
     assert record.val_loss is not None
     assert [point.step for point in read_losses(folder) if point.kind == "train"] == [1, 2, 3, 4]

@@ -25,6 +25,7 @@ BATCH_SIZE = 32
 VERSIONS = {"python": "3.11.7", "lightning_commopt": "0.1.0", "torch": "2.15.0", "lightning": "2.6.6", "hydra": "1.3.8"}
 CPU = {"kind": "cpu", "name": "AMD EPYC", "memory_bytes": 8 * 2**30, "num_cores": 2}
 
+BF16 = {"name": "bf16"}
 POWERSGD = {"name": "powersgd"}
 PLANS: dict[str, Any] = {"none": None, "bf16": {"name": "bf16"}, "int8": {"name": "int8"}, "powersgd": POWERSGD}
 LOSSES = {"none": 2.0, "bf16": 2.001, "int8": 2.004, "powersgd": 2.11}
@@ -47,7 +48,7 @@ class SampleRun:
     """
 
     overrides: tuple[str, ...] = ()
-    plan_name: str = "none"
+    sync_method: str = "none"
     strategy: str = "CommOptDDP"
     plan: Mapping[str, Any] | None = field(default_factory=dict)
     world_size: int = 2
@@ -81,8 +82,8 @@ def write_run(folder: Path, run: SampleRun) -> RunRecord:
     write_losses(folder, _losses(loss, comm_time["step_s"], random))
     record = RunRecord(
         status="finished",
-        plan_name=run.plan_name,
-        is_lossy=run.plan_name not in ("none", "all_reduce") if run.plan is not None else None,
+        sync_method=run.sync_method,
+        is_lossy=run.sync_method not in ("none", "all_reduce") if run.plan is not None else None,
         **described(run.overrides, {"seed": 0, "repetition": 0, **run.config}, run.plan),
         strategy=run.strategy,
         device="cpu",
@@ -116,7 +117,7 @@ def plan_run(comm_hook: str, bucket_cap_mb: int, repetition: int, more: Sequence
     overrides = (f"strategy/comm_hook={comm_hook}", f"strategy.bucket_cap_mb={bucket_cap_mb}")
     return SampleRun(
         overrides=(*more, *overrides, f"repetition={repetition}"),
-        plan_name=comm_hook,
+        sync_method=comm_hook,
         plan=plan,
         wire_s=0.32 * WIRE_SHARES[comm_hook],
         compression_s=COMPRESSION_S[comm_hook],
@@ -138,14 +139,20 @@ def write_sweep(folder: Path, num_repetitions: int = 3) -> Path:
 
 
 _VARIANTS: dict[str, dict[str, Any]] = {
-    "one_process": {"strategy": "SingleDeviceStrategy", "plan_name": "SingleDeviceStrategy", "plan": None},
-    "ddp_one_process": {"strategy": "DDPStrategy", "plan_name": "DDPStrategy", "plan": None, "compute_s": 0.063},
+    "one_process": {"strategy": "SingleDeviceStrategy", "sync_method": "SingleDeviceStrategy", "plan": None},
+    "ddp_one_process": {"strategy": "DDPStrategy", "sync_method": "DDPStrategy", "plan": None, "compute_s": 0.063},
     "one_bucket": {"plan": {"bucket_cap_mb": 2000}},
     "static_graph": {"plan": {"bucket_cap_mb": 2000, "static_graph": True}},
     "bucket_view": {"plan": {"bucket_cap_mb": 2000, "static_graph": True, "gradient_as_bucket_view": True}},
-    "bf16": {"plan_name": "bf16", "plan": {"bucket_cap_mb": 2000, "static_graph": True, "comm_hook": {"name": "bf16"}}},
-    "powersgd": {"plan_name": "powersgd", "plan": {"bucket_cap_mb": 2000, "static_graph": True, "comm_hook": POWERSGD}},
-    "several_buckets": {"plan_name": "bf16", "plan": {"bucket_cap_mb": 10, "comm_hook": {"name": "bf16"}}},
+    "bf16": {
+        "sync_method": "bf16",
+        "plan": {"bucket_cap_mb": 2000, "static_graph": True, "comm_hook": {"name": "bf16"}},
+    },
+    "powersgd": {
+        "sync_method": "powersgd",
+        "plan": {"bucket_cap_mb": 2000, "static_graph": True, "comm_hook": POWERSGD},
+    },
+    "several_buckets": {"sync_method": "bf16", "plan": {"bucket_cap_mb": 10, "comm_hook": BF16}},
 }
 
 
@@ -154,7 +161,7 @@ def write_ladder(folder: Path, num_repetitions: int = 3) -> Path:
     jobs = []
     for repetition in range(num_repetitions):
         for variant, options in _VARIANTS.items():
-            name = options.get("plan_name", "none")
+            name = options.get("sync_method", "none")
             name = name if name in PLANS else "none"
             run = SampleRun(
                 overrides=("experiment=ladder", f"variant={variant}", f"repetition={repetition}"),
@@ -202,7 +209,7 @@ def _method(size: str, method: str, ranks: int, repetition: int) -> SampleRun:
             f"ranks={ranks}",
             f"repetition={repetition}",
         ),
-        plan_name="none" if method == "ddp" else strategy,
+        sync_method="none" if method == "ddp" else strategy,
         strategy=strategy,
         plan={} if method == "ddp" else None,
         world_size=ranks,
@@ -223,8 +230,8 @@ def save_run(folder: Path, *overrides: str, **fields: Any) -> Path:
     config = fields.pop("config", {})
     ranks = [int(each.partition("=")[2]) for each in overrides if each.startswith(("ranks=", "trainer.devices="))]
     ranks = [1] if "method=one_process" in overrides else [*ranks, 2]
-    known = {"status": "finished", "plan_name": "none", "plan": {}, "world_size": ranks[0], **fields}
-    known.setdefault("is_lossy", known["plan_name"] in WIRE_SHARES and known["plan_name"] != "none")
+    known = {"status": "finished", "sync_method": "none", "plan": {}, "world_size": ranks[0], **fields}
+    known.setdefault("is_lossy", known["sync_method"] in WIRE_SHARES and known["sync_method"] != "none")
     RunRecord(**known, **described(overrides, config, known["plan"])).save(folder)
     return folder
 
@@ -247,7 +254,7 @@ def save_rates(
             loss = None if losses is None else losses[comm_hook][repetition]
             overrides = (f"strategy/comm_hook={comm_hook}", f"repetition={repetition}")
             run = folder / f"{comm_hook}_{repetition}"
-            save_run(run, *overrides, plan_name=comm_hook, plan=plan, samples_per_s=rate, val_loss=loss)
+            save_run(run, *overrides, sync_method=comm_hook, plan=plan, samples_per_s=rate, val_loss=loss)
     return folder
 
 
@@ -260,7 +267,10 @@ def ladder_report(folder: Path) -> Report:
     """Returns the report of `write_ladder`, with published figures and a run that failed."""
     sweep = write_ladder(folder / "ladder")
     failed = RunRecord(
-        status="failed", plan_name="none", error="ValueError: x", **described(("experiment=ladder", "variant=bf16"), {})
+        status="failed",
+        sync_method="none",
+        error="ValueError: x",
+        **described(("experiment=ladder", "variant=bf16"), {}),
     )
     (sweep / "99").mkdir()
     failed.save(sweep / "99")

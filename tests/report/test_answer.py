@@ -143,7 +143,7 @@ def test_a_lossless_plan_that_is_as_fast_is_preferred(tmp_path):
 
 def test_a_loss_under_another_name_names_the_override(tmp_path):
     for hook, rates in (("none", SLOW), ("bf16", FAST)):
-        options = {"plan": {"comm_hook": {"name": hook}}, "plan_name": hook, "metrics": {"val/nll": 1.0}}
+        options = {"plan": {"comm_hook": {"name": hook}}, "sync_method": hook, "metrics": {"val/nll": 1.0}}
         overrides = (f"+commopt={hook}", "+commopt_record=callbacks")
         _save(tmp_path, *overrides, rates=rates, losses=[None] * 3, **options)
     (group,) = build_report([tmp_path]).groups
@@ -199,7 +199,7 @@ def test_how_to_repeat_fits_where_the_sweep_ran(tmp_path, overrides, config, adv
     """If it fails, a project that has no key ``repeat`` is told to set it."""
     for hook, rate in (("none", 100), ("bf16", 150)):
         own = [each.replace("bf16", hook) for each in overrides]
-        known = {"plan_name": hook, "plan": {"comm_hook": hook}, "samples_per_s": rate}
+        known = {"sync_method": hook, "plan": {"comm_hook": hook}, "samples_per_s": rate}
         save_run(tmp_path / hook, *own, config=config, **known)
     (group,) = build_report([tmp_path]).groups
     assert advice in group.answer[-1]

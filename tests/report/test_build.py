@@ -98,8 +98,8 @@ def test_an_exchange_that_nobody_sees_is_not_none(tmp_path, world_size, is_known
 
 def test_lossy_is_what_the_record_says(tmp_path):
     """If it fails, a user's own compressor is called what its name makes of it."""
-    known = [{"plan_name": "all_reduce", "is_lossy": True}, {"plan_name": "own", "is_lossy": False}]
-    group = _group(tmp_path, *(("", {"plan": {"comm_hook": fields["plan_name"]}, **fields}) for fields in known))
+    known = [{"sync_method": "all_reduce", "is_lossy": True}, {"sync_method": "own", "is_lossy": False}]
+    group = _group(tmp_path, *(("", {"plan": {"comm_hook": fields["sync_method"]}, **fields}) for fields in known))
     assert [setting.is_lossy for setting in group.settings] == [True, False]
 
 
@@ -145,7 +145,7 @@ def test_the_baseline(tmp_path, jobs):
         size = values.get("strategy.bucket_cap_mb", "null")
         ranks = 1 if "one_process" in text else int(values.get("ranks", 2))
         plan = {} if size == "null" else {"bucket_cap_mb": float(size)}
-        return {"plan_name": hook, "world_size": ranks, "plan": plan}
+        return {"sync_method": hook, "world_size": ranks, "plan": plan}
 
     assert _group(tmp_path, *((text, fields(text)) for text in overrides)).baseline.name == name
 
@@ -198,21 +198,21 @@ def test_efficiency_and_scaling_are_over_one_process(tmp_path):
         {"one process": 1.0, "naive, 2 ranks": 0.6, "naive, 4 ranks": 0.375, "DDP, 2 ranks": 0.9}
     )
     naive, ddp = group.scalings
-    assert (naive.plan_name, naive.num_ranks) == ("naive", (1, 2, 4))
+    assert (naive.sync_method, naive.num_ranks) == ("naive", (1, 2, 4))
     assert [speedup.median for speedup in naive.speedups] == pytest.approx([1.0, 1.2, 1.5])
     assert naive.speedups[0].low is naive.speedups[0].high is None
     assert naive.serial_share == pytest.approx((0.5 * (1 / 1.2 - 0.5) + 0.75 * (1 / 1.5 - 0.25)) / (0.5**2 + 0.75**2))
-    assert (ddp.plan_name, ddp.num_ranks, ddp.serial_share) == ("DDP", (1, 2), None)
+    assert (ddp.sync_method, ddp.num_ranks, ddp.serial_share) == ("DDP", (1, 2), None)
 
 
 def test_a_plan_that_ran_on_one_rank_is_held_against_itself(tmp_path):
     rates = {("none", 1): 100, ("none", 2): 150, ("bf16", 1): 80, ("bf16", 2): 160}
     jobs = [
-        (f"strategy/comm_hook={hook} ranks={n}", {"samples_per_s": rate, "world_size": n, "plan_name": hook})
+        (f"strategy/comm_hook={hook} ranks={n}", {"samples_per_s": rate, "world_size": n, "sync_method": hook})
         for (hook, n), rate in rates.items()
     ]
     group = _group(tmp_path, *jobs)
-    assert {scaling.plan_name: scaling.speedups[-1].median for scaling in group.scalings} == {
+    assert {scaling.sync_method: scaling.speedups[-1].median for scaling in group.scalings} == {
         "uncompressed": 1.5,
         "bf16": 2.0,
     }

@@ -22,7 +22,7 @@ PLANS = [
 
 def _lines(folder, *overrides, **fields) -> list[str]:  # type: ignore[no-untyped-def]
     save_run(folder / "0", *overrides, **fields)
-    save_run(folder / "1", "strategy=something_else", plan_name="x", plan=None)
+    save_run(folder / "1", "strategy=something_else", sync_method="x", plan=None)
     group = build_report([folder]).groups[0]
     return list(group.settings[0].config_lines)
 

@@ -46,7 +46,7 @@ def four_ways(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def _styles(report: Report) -> dict[str, PlanStyle]:
-    return plan_styles(setting.plan_name for group in report.groups for setting in group.settings)
+    return plan_styles(setting.sync_method for group in report.groups for setting in group.settings)
 
 
 def _drawn(chart: Chart | None) -> Any:
@@ -103,7 +103,9 @@ def test_a_plan_looks_the_same_everywhere(four_ways: Report) -> None:
     """If it fails, a reader takes one plan for another from chart to chart."""
     group, styles = four_ways.groups[0], _styles(four_ways)
     lines = [line for line in _drawn(speedup(group, styles))["data"] if line["mode"] == "lines+markers"]
-    of_scaling = {scaling.plan_name: line["line"]["color"] for scaling, line in zip(group.scalings, lines, strict=True)}
+    of_scaling = {
+        scaling.sync_method: line["line"]["color"] for scaling, line in zip(group.scalings, lines, strict=True)
+    }
     bars = throughput(group, styles)
     assert bars is not None
     of_setting = {bar.name: bar.parts[0].color for bar in bars.bars}
@@ -240,13 +242,13 @@ def test_a_loss_that_was_never_a_number_is_named(sweep: Report) -> None:
 def test_the_losses_that_matter_are_drawn_first(sweep: Report) -> None:
     group = sweep.groups[0]
     settings = [
-        replace(setting, name=f"{setting.name}, {turn}", plan_name=f"{setting.plan_name}{turn}")
+        replace(setting, name=f"{setting.name}, {turn}", sync_method=f"{setting.sync_method}{turn}")
         for turn in range(3)
         for setting in group.settings
     ]
     last = settings[-1]
     many = replace(group, settings=tuple(settings), baseline=last, fastest=settings[-3], recommended=settings[-5])
-    chart = loss_curves(many, plan_styles(setting.plan_name for setting in settings))[0]
+    chart = loss_curves(many, plan_styles(setting.sync_method for setting in settings))[0]
     hover = json.dumps(_drawn(chart)["data"])
     assert all(setting.name in hover for setting in settings[-1:-6:-2])
     assert len(_names(chart)) == MOST_CURVES
@@ -298,7 +300,7 @@ def test_timelines_are_few(sweep: Report) -> None:
     ]
     found = typical_steps(replace(group, settings=tuple(many)))
     assert len(found) == MOST_SETTINGS
-    assert len({step.setting.plan_name for step in found}) == 4
+    assert len({step.setting.sync_method for step in found}) == 4
 
 
 def test_a_step_of_ranks_with_different_clocks_is_on_one(tmp_path: Path) -> None:

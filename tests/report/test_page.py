@@ -54,7 +54,10 @@ def _written(report: Report, folder: Path) -> tuple[str, _Elements]:
 
 def _only_failures(error: str | None = "ValueError: x") -> Report:
     run = Run(
-        folder=Path("sweep/0"), name="0", setting="bf16", record=RunRecord(status="failed", plan_name="x", error=error)
+        folder=Path("sweep/0"),
+        name="0",
+        setting="bf16",
+        record=RunRecord(status="failed", sync_method="x", error=error),
     )
     return Report(title="Failures", groups=(), failed=(run,), problems=("it rained",), conditions={"torch": "2.15.0"})
 
@@ -205,12 +208,12 @@ def _renamed(report: Report, text: str) -> Report:
     """Returns a report that has a text wherever users have a say."""
     group = report.groups[0]
     settings = [
-        replace(setting, name=f"{text} {number}", plan_name=text, config_lines=(text,), published=setting.published)
+        replace(setting, name=f"{text} {number}", sync_method=text, config_lines=(text,), published=setting.published)
         for number, setting in enumerate(group.settings)
     ]
     renamed = replace(_with(group, settings), name=text, answer=(text,))
     failed = replace(
-        report.failed[0], name=text, setting=text, record=RunRecord(status="failed", plan_name=text, error=text)
+        report.failed[0], name=text, setting=text, record=RunRecord(status="failed", sync_method=text, error=text)
     )
     return replace(report, title=text, groups=(renamed,), failed=(failed,), problems=(text,), conditions={text: text})
 

@@ -104,7 +104,7 @@ def test_a_setting_of_which_all_runs_fail_is_found(tmp_path, overrides, others):
         for sweep in ("before", "now"):
             is_failed = (hook, sweep) == ("bf16", "now")
             fields = {"status": "failed", "error": "x", "world_size": None} if is_failed else {"samples_per_s": 1.0}
-            save_run(tmp_path / sweep / hook, *own, **{"plan_name": hook, **fields})
+            save_run(tmp_path / sweep / hook, *own, **{"sync_method": hook, **fields})
     held = find_regressions(to_plain(build_report([tmp_path / "now"])), tmp_path / "before")
     assert [change.outcome for change in held.changes if change.setting == "bf16"] == ["failed"]
     assert len(held.changes) == 1 + len(others)

@@ -82,12 +82,12 @@ def test_a_failed_run_keeps_its_error(sweep):
         "{",
         "[]",
         "{}",
-        '{"status": "done", "plan_name": "none"}',
-        '{"status": "finished", "plan_name": "none", "samples_per_s": "fast"}',
-        '{"status": "finished", "plan_name": "none", "overrides": 3}',
-        '{"status": "finished", "plan_name": "none", "comm_time": {"step_s": null}}',
-        '{"status": "finished", "plan_name": "none", "plan": []}',
-        '{"status": "finished", "plan_name": "none", "hardware": ["cpu"]}',
+        '{"status": "done", "sync_method": "none"}',
+        '{"status": "finished", "sync_method": "none", "samples_per_s": "fast"}',
+        '{"status": "finished", "sync_method": "none", "overrides": 3}',
+        '{"status": "finished", "sync_method": "none", "comm_time": {"step_s": null}}',
+        '{"status": "finished", "sync_method": "none", "plan": []}',
+        '{"status": "finished", "sync_method": "none", "hardware": ["cpu"]}',
     ],
 )
 def test_a_broken_record_is_a_line_and_the_rest_is_read(sweep, text):

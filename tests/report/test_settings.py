@@ -166,9 +166,11 @@ def test_names_are_unique(tmp_path):
 
 def test_without_overrides_the_records_tell_runs_apart(tmp_path):
     for place in range(2):
-        save_run(tmp_path / f"none{place}", plan_name="none", plan={"bucket_cap_mb": 25})
-        save_run(tmp_path / f"bf16{place}", plan_name="bf16", plan={"bucket_cap_mb": 25, "comm_hook": {"name": "bf16"}})
-        save_run(tmp_path / f"four{place}", plan_name="none", plan={"bucket_cap_mb": 25}, world_size=4)
+        save_run(tmp_path / f"none{place}", sync_method="none", plan={"bucket_cap_mb": 25})
+        save_run(
+            tmp_path / f"bf16{place}", sync_method="bf16", plan={"bucket_cap_mb": 25, "comm_hook": {"name": "bf16"}}
+        )
+        save_run(tmp_path / f"four{place}", sync_method="none", plan={"bucket_cap_mb": 25}, world_size=4)
     (group,) = group_runs(read_runs([tmp_path]))
     assert [(setting.name, len(setting.runs)) for setting in group.settings] == [
         ("bf16, 2 ranks", 2),
@@ -185,7 +187,7 @@ def test_equal_overrides_of_a_foreign_launcher_with_other_plans(tmp_path):
 
 
 def test_the_only_setting_is_called_by_its_plan(tmp_path):
-    (group,) = _groups(tmp_path, "", plan_name="bf16", plan={"bucket_cap_mb": 100}, world_size=4)
+    (group,) = _groups(tmp_path, "", sync_method="bf16", plan={"bucket_cap_mb": 100}, world_size=4)
     assert group.settings[0].name == "bf16, 100 MB buckets, 4 ranks"
 
 
@@ -207,9 +209,9 @@ def test_sweeps_that_set_different_things_are_reported_together(tmp_path):
 
 def test_without_overrides_failed_runs_are_of_their_plan(tmp_path):
     for plan in ("none", "bf16"):
-        save_run(tmp_path / plan, plan_name=plan, plan={"comm_hook": {"name": plan}})
+        save_run(tmp_path / plan, sync_method=plan, plan={"comm_hook": {"name": plan}})
     for plan in ("bf16", "int8"):
-        save_run(tmp_path / f"{plan}_failed", plan_name=plan, plan=None, status="failed", error="x", world_size=None)
+        save_run(tmp_path / f"{plan}_failed", sync_method=plan, plan=None, status="failed", error="x", world_size=None)
     (group,) = group_runs(read_runs([tmp_path]))
     assert [setting.name for setting in group.settings] == ["bf16", "uncompressed"]
     assert [run.setting for run in group.failed] == ["bf16", "int8"]

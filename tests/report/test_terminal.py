@@ -63,7 +63,7 @@ def test_a_link_is_said_with_the_table_and_in_the_answer(tmp_path):
     """If it fails, speeds over a link of the network lab are taken for those of the machine."""
     for number, (comm_hook, rate) in enumerate((("none", 100.0), ("bf16", 150.0))):
         overrides = (f"strategy/comm_hook={comm_hook}", "link=200mbit")
-        save_run(tmp_path / str(number), *overrides, plan_name=comm_hook, samples_per_s=rate)
+        save_run(tmp_path / str(number), *overrides, sync_method=comm_hook, samples_per_s=rate)
     report = build_report([tmp_path])
     assert "over a link of 200 Mbit/s" in report.groups[0].answer[0]
     written = io.StringIO()

@@ -9,7 +9,7 @@ from lightning_commopt.runs.record import RunRecord, write_json
 
 FULL = RunRecord(
     status="finished",
-    plan_name="bf16",
+    sync_method="bf16",
     overrides=("a=1", "b=2"),
     strategy="CommOptDDP",
     plan={"bucket_cap_mb": [1, 2]},
@@ -29,7 +29,7 @@ def test_a_record_comes_back_as_it_was(tmp_path):
 
 
 def test_a_record_replaces_the_one_before(tmp_path):
-    RunRecord(status="running", plan_name="bf16").save(tmp_path)
+    RunRecord(status="running", sync_method="bf16").save(tmp_path)
     FULL.save(tmp_path)
     assert RunRecord.load(tmp_path).status == "finished"
 
@@ -55,7 +55,7 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     ("name", "value"),
     [
         ("status", "done"),
-        ("plan_name", None),
+        ("sync_method", None),
         ("overrides", "a=1"),
         ("overrides", [1]),
         ("world_size", 2.0),

@@ -8,7 +8,7 @@ from lightning_commopt.runs.table import run_table
 
 def row(**values):
     output = io.StringIO()
-    Console(file=output, width=120).print(run_table(RunRecord(status="finished", plan_name="bf16", **values)))
+    Console(file=output, width=120).print(run_table(RunRecord(status="finished", sync_method="bf16", **values)))
     return output.getvalue().split("─")[-1].split()
 
 

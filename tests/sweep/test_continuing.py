@@ -11,13 +11,13 @@ from lightning_commopt.sweep.job import Job
 
 def job(folder, config_yaml="a: 1\n"):
     return Job(
-        number=0, plan_name="p", overrides=(), command=(), folder=folder, config_yaml=config_yaml, content=config_yaml
+        number=0, sync_method="p", overrides=(), command=(), folder=folder, config_yaml=config_yaml, content=config_yaml
     )
 
 
 def leave(folder, config_yaml="a: 1\n", status="finished"):
     folder.mkdir(parents=True, exist_ok=True)
-    record = RunRecord(status=status, plan_name="p", val_loss=1.0)
+    record = RunRecord(status=status, sync_method="p", val_loss=1.0)
     record.save(folder)
     (folder / CONFIG_FILE).write_text(config_yaml)
     return record

@@ -13,12 +13,12 @@ from lightning_commopt.sweep.job import Job, JobResult
 def job(number):
     overrides = (f"seed={number}",)
     return Job(
-        number=number, plan_name="p", overrides=overrides, command=(), folder=Path("s"), config_yaml="", content=""
+        number=number, sync_method="p", overrides=overrides, command=(), folder=Path("s"), config_yaml="", content=""
     )
 
 
 def result(number, is_kept=False):
-    return JobResult(job=job(number), record=RunRecord(status="finished", plan_name="p"), is_kept=is_kept)
+    return JobResult(job=job(number), record=RunRecord(status="finished", sync_method="p"), is_kept=is_kept)
 
 
 @pytest.fixture

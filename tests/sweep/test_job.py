@@ -11,7 +11,7 @@ from lightning_commopt.sweep.job import Job, SweepObserver, run_job, save_summar
 from lightning_commopt.sweep.process import InterruptedRun
 
 # Written by hand, as the package takes seconds to import.
-WRITE = "import json; from pathlib import Path; Path('{folder}/run.json').write_text(json.dumps(dict(plan_name='p', "
+WRITE = "import json; from pathlib import Path; Path('{folder}/run.json').write_text(json.dumps(dict(sync_method='p', "
 FINISHED = WRITE + "status='finished', val_loss=1.0)));"
 RUNNING = WRITE + "status='running', world_size=2)));"
 FAILED = WRITE + "status='failed', error='E: own')));"
@@ -20,12 +20,14 @@ BROKEN = WRITE + "status='finished', val_loss='low')));"
 
 def job(folder, code):
     command = (sys.executable, "-c", code.replace("{folder}", str(folder)))
-    return Job(number=0, plan_name="p", overrides=("a=1",), command=command, folder=folder, config_yaml="", content="a")
+    return Job(
+        number=0, sync_method="p", overrides=("a=1",), command=command, folder=folder, config_yaml="", content="a"
+    )
 
 
 def test_the_record_of_a_run_that_finished_is_its_own(tmp_path):
     result = run_job(job(tmp_path, FINISHED + "print('said')"), os.environ, SweepObserver())
-    assert result.record == RunRecord(status="finished", plan_name="p", val_loss=1.0)
+    assert result.record == RunRecord(status="finished", sync_method="p", val_loss=1.0)
     assert result.job.log.read_text() == "said\n"
 
 
@@ -92,7 +94,7 @@ def test_what_another_rank_said_explains_a_lost_connection(tmp_path, code, error
 
 
 def test_the_record_of_an_earlier_run_in_the_folder_does_not_count(tmp_path):
-    RunRecord(status="finished", plan_name="old").save(tmp_path)
+    RunRecord(status="finished", sync_method="old").save(tmp_path)
     assert run_job(job(tmp_path, ""), os.environ, SweepObserver()).record.status == "failed"
 
 

@@ -19,7 +19,7 @@ from lightning_commopt.sweep.process import InterruptedRun
 
 pytestmark = pytest.mark.usefixtures("lab_machine")
 
-UNFINISHED = RunRecord(status="running", plan_name="p", overrides=("link=1gbit",))
+UNFINISHED = RunRecord(status="running", sync_method="p", overrides=("link=1gbit",))
 TWO_HOSTS = LabShape(num_hosts=2, ranks_per_host=1)
 
 
@@ -30,7 +30,7 @@ import json, os, sys, time
 rank = int(os.environ["RANK"])
 def record(status, **values):
     with open({str(folder / RUN_FILE)!r}, "w") as file:
-        json.dump(dict(status=status, plan_name="own", **values), file)
+        json.dump(dict(status=status, sync_method="own", **values), file)
 """
     return run_in_lab((sys.executable, "-S", "-c", head + code), "1gbit", shape, UNFINISHED, folder)
 
@@ -46,7 +46,7 @@ if rank == 0:
 """
     monkeypatch.chdir(tmp_path)
     shape = LabShape(num_hosts=2, ranks_per_host=2)
-    assert run(code, tmp_path, shape) == RunRecord(status="finished", plan_name="own", val_loss=1.5)
+    assert run(code, tmp_path, shape) == RunRecord(status="finished", sync_method="own", val_loss=1.5)
     places = [json.loads((tmp_path / f"rank_{rank}").read_text()) for rank in range(4)]
     assert places == [[rank, 4, rank % 2, rank // 2, 1, 1, 1] for rank in range(4)]
     assert capfd.readouterr().out == "from 0\n"
@@ -58,7 +58,7 @@ def test_one_rank_is_pinned_too(tmp_path):
 
 
 def test_the_record_of_an_earlier_run_in_the_folder_does_not_count(tmp_path):
-    RunRecord(status="finished", plan_name="old").save(tmp_path)
+    RunRecord(status="finished", sync_method="old").save(tmp_path)
     with pytest.raises(FileNotFoundError):
         run("", tmp_path)
 

@@ -51,7 +51,7 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
         sorted(all_curves, key=lambda curve: (curve.setting.name not in first, -_samples_per_s(curve.setting)))
     )
     curves = [curve for curve in all_curves if any(curve is each for each in distinct[:MOST_CURVES])]
-    looks = line_styles([curve.setting.plan_name for curve in curves], styles)
+    looks = line_styles([curve.setting.sync_method for curve in curves], styles)
     note = "Lines: training, smoothed. Markers: validation."
     if len(distinct) < len(all_curves):
         note += f" {len(distinct)} of {len(all_curves)} settings: one of those of a plan with the same final loss."
@@ -105,7 +105,7 @@ def _distinct(curves: Sequence[_Curve]) -> list[_Curve]:
     kept: list[_Curve] = []
     for curve in curves:
         is_new = all(
-            curve.setting.plan_name != other.setting.plan_name
+            curve.setting.sync_method != other.setting.sync_method
             or curve.diverged_at != other.diverged_at
             or abs(_final(curve) - _final(other)) > _SAME_LOSS * abs(_final(other))
             for other in kept

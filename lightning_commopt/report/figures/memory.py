@@ -20,7 +20,7 @@ def peak_memory(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     bars = []
     for setting, peak_bytes in found:
         text = unit.text(peak_bytes)
-        part = Part(0, peak_bytes / most, f"{setting.name}: {text}", color=styles[setting.plan_name].color)
+        part = Part(0, peak_bytes / most, f"{setting.name}: {text}", color=styles[setting.sync_method].color)
         bars.append(Bar(setting.name, text, (part,)))
     return Chart(
         title="Peak memory",

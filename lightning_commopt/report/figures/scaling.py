@@ -79,8 +79,8 @@ def _shown(group: Group) -> tuple[list[Scaling], int]:
 
 def _chart(title: str, note: str, group: Group, styles: Mapping[str, PlanStyle], axis: _Axis) -> Chart:
     scalings, _ = _shown(group)
-    plan_names = {scaling_name(setting, group.settings): setting.plan_name for setting in group.settings}
-    looks = line_styles([plan_names[scaling.plan_name] for scaling in scalings], styles)
+    sync_methods = {scaling_name(setting, group.settings): setting.sync_method for setting in group.settings}
+    looks = line_styles([sync_methods[scaling.sync_method] for scaling in scalings], styles)
     return Chart(
         title=title,
         note=note,
@@ -114,8 +114,8 @@ def _figure(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], axis: _Axis
 
 def _name(scaling: Scaling, axis: _Axis) -> str:
     if scaling.serial_share is None or not axis.has_law:
-        return scaling.plan_name
-    return f"{scaling.plan_name}, f{_SPACE}={_SPACE}{number(scaling.serial_share, 2)}"
+        return scaling.sync_method
+    return f"{scaling.sync_method}, f{_SPACE}={_SPACE}{number(scaling.serial_share, 2)}"
 
 
 def _draw(figure: go.Figure, scaling: Scaling, style: PlanStyle, axis: _Axis) -> None:
@@ -129,7 +129,7 @@ def _draw(figure: go.Figure, scaling: Scaling, style: PlanStyle, axis: _Axis) ->
             y=[interval.median * factor for _, interval, factor in points],
             error_y={**error_bars(scaling.speedups, factors), "color": style.color},
             hovertext=[
-                f"<b>{plain(scaling.plan_name)}, {ranks} rank{'s' * (ranks > 1)}</b><br>"
+                f"<b>{plain(scaling.sync_method)}, {ranks} rank{'s' * (ranks > 1)}</b><br>"
                 f"{number(interval.median * factor)} {axis.unit}{_ends(interval, factor)}"
                 for ranks, interval, factor in points
             ],
@@ -156,7 +156,7 @@ def _draw_amdahl(figure: go.Figure, serial_share: float, most_ranks: int, style:
 
 
 def _amdahl_in_words(scalings: Sequence[Scaling], base: int) -> str:
-    known = [(each.plan_name, each.serial_share) for each in scalings if each.serial_share is not None]
+    known = [(each.sync_method, each.serial_share) for each in scalings if each.serial_share is not None]
     if not known:
         ideal = "N times the throughput" if base == 1 else f"N / {base} times the throughput of {base}"
         return f"The dotted straight line is the ideal: N ranks, {ideal}."

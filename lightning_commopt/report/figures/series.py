@@ -15,12 +15,12 @@ class Series:
 
     Attributes:
         name: unique among those it was found with.
-        plan_name: of the settings.
+        sync_method: of the settings.
         settings: in the order of their bucket sizes; those without one come first.
     """
 
     name: str
-    plan_name: str
+    sync_method: str
     settings: tuple[Setting, ...]
 
 
@@ -28,13 +28,13 @@ def series_of(settings: Sequence[Setting]) -> list[Series]:
     """Returns the series that the settings make, in the order in which they come."""
     found: dict[tuple[object, ...], list[Setting]] = {}
     for setting in settings:
-        key = setting.plan_name, setting.world_size, *sorted(_without_bucket_size(setting).items())
+        key = setting.sync_method, setting.world_size, *sorted(_without_bucket_size(setting).items())
         found.setdefault(key, []).append(setting)
     values = [setting.values for setting in settings]
     return [
         Series(
-            name=distinct_name(_without_bucket_size(members[0]), values, members[0].plan_name),
-            plan_name=members[0].plan_name,
+            name=distinct_name(_without_bucket_size(members[0]), values, members[0].sync_method),
+            sync_method=members[0].sync_method,
             settings=tuple(sorted(members, key=lambda setting: setting.bucket_cap_mb or 0.0)),
         )
         for members in found.values()

@@ -82,7 +82,7 @@ def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         )
         parts = (
             Part(0, step.bound_s / most_s, hover, "bound"),
-            Part(0, step.parts.hidden_s / most_s, hover, color=styles[step.setting.plan_name].color),
+            Part(0, step.parts.hidden_s / most_s, hover, color=styles[step.setting.sync_method].color),
         )
         bars.append(Bar(step.setting.name, saved, parts))
     return Chart(

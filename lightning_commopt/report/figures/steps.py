@@ -62,12 +62,12 @@ def _by_urgency(group: Group) -> list[Setting]:
     several = [setting for setting in group.settings if setting.world_size > 1]
     kept: dict[tuple[object, ...], Setting] = {}
     for setting in several or group.settings:
-        key = setting.plan_name, setting.bucket_cap_mb, *sorted(without_ranks(setting.values).items())
+        key = setting.sync_method, setting.bucket_cap_mb, *sorted(without_ranks(setting.values).items())
         if key not in kept or setting.world_size > kept[key].world_size:
             kept[key] = setting
     by_plan: dict[str, list[Setting]] = {}
     for setting in sorted(kept.values(), key=_step_s):
-        by_plan.setdefault(setting.plan_name, []).append(setting)
+        by_plan.setdefault(setting.sync_method, []).append(setting)
     fastest = [of_plan[0] for of_plan in by_plan.values()]
     slowest = [of_plan[-1] for of_plan in by_plan.values() if len(of_plan) > 1]
     return [*fastest, *slowest, *(setting for of_plan in by_plan.values() for setting in of_plan[1:-1])]

@@ -77,18 +77,18 @@ class PlanStyle:
         )
 
 
-def plan_styles(plan_names: Iterable[str]) -> dict[str, PlanStyle]:
+def plan_styles(sync_methods: Iterable[str]) -> dict[str, PlanStyle]:
     """Returns a style for each plan, in the order in which they come."""
     first = PlanStyle(color="", dash=_DASHES[0], symbol=next(iter(_SYMBOLS)))
     return {
         name: replace(first.variant(at), color=_COLORS[at % len(_COLORS)])
-        for at, name in enumerate(dict.fromkeys(plan_names))
+        for at, name in enumerate(dict.fromkeys(sync_methods))
     }
 
 
-def line_styles(plan_names: Sequence[str], styles: Mapping[str, PlanStyle]) -> list[PlanStyle]:
+def line_styles(sync_methods: Sequence[str], styles: Mapping[str, PlanStyle]) -> list[PlanStyle]:
     """Returns how each line of a chart looks: like its plan, and unlike the other lines of the plan."""
-    return [styles[name].variant(plan_names[:at].count(name)) for at, name in enumerate(plan_names)]
+    return [styles[name].variant(sync_methods[:at].count(name)) for at, name in enumerate(sync_methods)]
 
 
 def new_figure(plot_height: float = PLOT_HEIGHT) -> go.Figure:

@@ -21,7 +21,7 @@ def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     most = max(_top(interval) for _, interval in found)
     bars = []
     for setting, interval in found:
-        part = Part(0, interval.median / most, _hover(setting, interval), color=styles[setting.plan_name].color)
+        part = Part(0, interval.median / most, _hover(setting, interval), color=styles[setting.sync_method].color)
         has_ends = interval.low is not None and interval.high is not None
         ends = ((interval.low or 0.0) / most, (interval.high or 0.0) / most) if has_ends else None
         bars.append(Bar(setting.name, _words(setting, interval), (part,), ends))
@@ -40,7 +40,7 @@ def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     series = [line for each in series_of(group.settings) if len((line := _known(each)).settings) > 1]
     if not series:
         return None
-    looks = line_styles([each.plan_name for each in series], styles)
+    looks = line_styles([each.sync_method for each in series], styles)
     figure = new_figure()
     for each, style in zip(series, looks, strict=True):
         intervals = [setting.samples_per_s for setting in each.settings if setting.samples_per_s is not None]
@@ -89,7 +89,7 @@ def error_bars(intervals: Sequence[Interval], factors: Sequence[float] | None = 
 def _known(series: Series) -> Series:
     """Returns the settings whose size of buckets is a number above 0."""
     kept = {s.bucket_cap_mb: s for s in series.settings if (s.bucket_cap_mb or 0) > 0 and s.samples_per_s is not None}
-    return Series(name=series.name, plan_name=series.plan_name, settings=tuple(kept.values()))
+    return Series(name=series.name, sync_method=series.sync_method, settings=tuple(kept.values()))
 
 
 def _label(setting: Setting) -> str:
