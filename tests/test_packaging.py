@@ -88,7 +88,7 @@ import sys
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 print(*[plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)])
-print(*{"torch", "lightning", "lightning_commopt"}.intersection(sys.modules))
+print(*{"torch", "lightning", "numpy"}.intersection(sys.modules))
 """
 
 

@@ -91,6 +91,7 @@ def test_srun_trains_with_its_tasks_as_ranks(tmp_path):
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NAME": "train",
         "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_NODELIST": "127.0.0.1",
         "SLURM_NNODES": "1",
