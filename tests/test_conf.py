@@ -29,6 +29,7 @@ def options(group):
 @pytest.fixture(autouse=True)
 def hydra_knows_us(monkeypatch):
     monkeypatch.setattr("sys.argv", ["commopt-train"])
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # which `composed` sets
     register_with_hydra(SweepObserver())
 
 

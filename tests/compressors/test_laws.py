@@ -26,9 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 NUM_STEPS = 16
 SETUPS = [("one_bucket", 2), ("many_buckets", 2), ("static_view", 2), ("many_buckets", 3), ("static_view", 4)]
-in_all_setups = pytest.mark.parametrize(
-    ("options", "world_size"), sampled(SETUPS, by_default=[("many_buckets", 2), ("static_view", 4)])
-)
+in_all_setups = pytest.mark.parametrize(("options", "world_size"), sampled(SETUPS, by_default=[("many_buckets", 2)]))
 # A bf16 all-reduce rounds inside its sum, which no residual sees.
 TELESCOPING_TOLERANCE = {
     "error_feedback_bf16": 0.1,

@@ -97,7 +97,7 @@ def end(request: pytest.FixtureRequest, ends: dict[str, Future[tuple[Path, int, 
     ("end", "start_methods"),
     [
         pytest.param("popen", ["popen"], marks=pytest.mark.exhaustive),  # as of the examples
-        ("spawn fork", ["spawn", "fork"]),
+        pytest.param("spawn fork", ["spawn", "fork"], marks=pytest.mark.exhaustive),
         ("torchrun: popen", ["popen"]),
     ],
     indirect=["end"],
