@@ -58,6 +58,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.exhaustive  # starts many processes that import everything
 def test_a_forked_process_finds_what_a_new_one_finds(folder):
     """If it fails, a job of a sweep is not the run that the same command line makes."""
     base = {**os.environ, "PYTHONUNBUFFERED": "1"}
