@@ -30,9 +30,9 @@ class ParameterSync(ABC):
     its gradient by the reciprocal of the number of ranks, and the products are summed in place.
 
     Args:
-        module: whose parameters; those that DDP would be told to ignore are left out.
+        module: whose gradients are averaged, without the parameters that DDP is set to ignore.
         group: of the ranks.
-        observers: are told of every gradient, as of a bucket that holds nothing else.
+        observers: notified of every gradient, as a bucket that holds nothing else.
 
     Attributes:
         bytes_sent: payload that this rank has handed to the all-reduces so far.
@@ -182,7 +182,7 @@ class _Named(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """An all-reduce under way, and who is told when it is done."""
+    """A running all-reduce, and the observers to notify when it is done."""
 
     work: dist.Work
     seen: Future[None] | None

@@ -113,7 +113,7 @@ class StepStatistics:
     def compute(self) -> dict[str, float]:
         """Returns all statistics.
 
-        The names are the same for all values: what cannot be told is NaN. Those are shares of communication, its
+        The names are always the same; an unknown value is NaN. Unknown are shares of communication, its
         ratio and its bandwidths where there was none, the waits where only some of the ranks' steps have come, the
         samples where no batch shows how many it holds, and all numbers before the first step.
 

@@ -72,7 +72,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
 
     @property
     def sync_observers(self) -> Observers:
-        """Who is told of every bucket."""
+        """Observers that are notified of every bucket."""
         return self.gradient_sync.observers
 
     @property

@@ -33,7 +33,7 @@ class SweepSettings:
 
     Attributes:
         command: starts one run; the overrides follow it.
-        observer: is told what happens.
+        observer: notified of each event of the sweep.
     """
 
     command: tuple[str, ...]

@@ -68,7 +68,7 @@ class JobResult:
 
 
 class SweepObserver:
-    """Is told what happens in a sweep; this one ignores it."""
+    """Gets the events of a sweep; this base class ignores them."""
 
     def planned(self, folder: Path, num_jobs: int) -> None:
         """So many jobs are known so far, with those that have ended; ``folder`` is the sweep's."""
@@ -92,14 +92,14 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
     Args:
         job: what to run; its folder is made.
         env: the whole environment.
-        observer: is told what the job says, and of its end.
+        observer: gets the job's output and its end.
 
     Returns:
         The job with the record that the run wrote; if it wrote none, or did not come to its end, with one that says
         so.
 
     Raises:
-        InterruptedRun: we were told to stop. The job's record says so, and the observer has got it.
+        InterruptedRun: this process got a signal to stop. The job's record says so, and the observer has got it.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / RUN_FILE).unlink(missing_ok=True)

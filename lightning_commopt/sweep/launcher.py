@@ -80,7 +80,7 @@ class FreshProcessLauncher(Launcher):
         Raises:
             HydraException: this process is itself one of several ranks.
             ConfigError: a job cannot be run, or would write over another one.
-            InterruptedRun: we were told to stop; no process is left.
+            InterruptedRun: this process got a signal to stop; no other process is left.
         """
         if "LOCAL_RANK" in os.environ or num_started_ranks() > 1:
             raise HydraException(
