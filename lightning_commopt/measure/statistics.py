@@ -1,4 +1,4 @@
-"""Statistics over the steps of all ranks, without a word to other ranks."""
+"""Statistics over the steps of all ranks, computed without communication."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def row(record: StepRecord) -> list[float]:
 
 
 def all_reduce_bus_factor(world_size: int) -> float:
-    """Returns how many times its message an all-reduce makes each rank's link carry, each way, at the very least.
+    """Returns how often, at least, an all-reduce moves its message over each rank's link in each direction.
 
     >>> [all_reduce_bus_factor(n) for n in (1, 2, 8)]
     [0.0, 1.0, 1.75]

@@ -19,7 +19,7 @@ MIN_VALUES_OF_AN_INTERVAL = 6
 
 
 class Comparison(NamedTuple):
-    """What two samples say of each other.
+    """The comparison of two samples.
 
     Attributes:
         ratio: of the medians, or the median of the ratios of pairs.

@@ -42,7 +42,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
 
 
 class Words(NamedTuple):
-    """How a value is said.
+    """How a value is written.
 
     Attributes:
         said: in the name.

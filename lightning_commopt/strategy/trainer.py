@@ -1,4 +1,4 @@
-"""What a Trainer's DDPStrategy does differently when a GradientSync carries its gradients."""
+"""A Trainer's DDPStrategy whose gradients a GradientSync synchronizes."""
 
 from __future__ import annotations
 
