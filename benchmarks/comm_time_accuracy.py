@@ -2,8 +2,8 @@
 
 On hosts of the network lab, one rank on each, pinned to a core.
 
-Exposed: blocks of steps with an exchange and with a hook that exchanges nothing take turns. What the exchange adds to a
-step is known from outside; it is compared with the exposed time that the callback measured within.
+Exposed: blocks of steps with gradient sync and with a hook that sends nothing take turns. The difference between the
+two is what gradient sync adds to a step; it is compared with the exposed time that the callback measured.
 
 Stragglers: in each trial, a window of steps, one rank drawn at random sleeps before every forward for a share of the
 step, or none does. Counted is how often the callback names the right rank, and how often one that does not sleep. A
@@ -159,13 +159,13 @@ def exposed_trials(arguments: argparse.Namespace) -> dict[str, list[dict[str, fl
     for _ in range(arguments.num_turns):
         for name, options in PLANS.items():
             without = [block(CommOptDDP(ddp_comm_hook=keep, bucket_cap_mb=options.get("bucket_cap_mb")))]
-            with_exchange = block(CommOptDDP(**options))
+            with_sync = block(CommOptDDP(**options))
             without.append(block(CommOptDDP(ddp_comm_hook=keep, bucket_cap_mb=options.get("bucket_cap_mb"))))
             trials[name].append(
                 {
-                    "with_s": with_exchange["step_s"],
+                    "with_s": with_sync["step_s"],
                     "without_s": float(np.mean([summary["step_s"] for summary in without])),
-                    "exposed_s": with_exchange["exposed_s"],
+                    "exposed_s": with_sync["exposed_s"],
                 }
             )
     return trials

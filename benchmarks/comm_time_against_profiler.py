@@ -2,7 +2,7 @@
 
 Trains with both at once. Total: time in which a collective was under way. From the profiler's trace: the union of
 NCCL's kernels (CUDA) or of gloo's all-reduces (CPU). Exposed: the part of NCCL's kernels that no other kernel covers.
-On CPU that cannot be told from a trace: it does not show when a bucket was ready, as gloo's spans begin when one of its
+On CPU a trace does not give that: it does not show when a bucket was ready, as gloo's spans begin when one of its
 threads takes them up.
 
 python benchmarks/comm_time_against_profiler.py --device cuda --output benchmarks/results/...

@@ -2,9 +2,9 @@
 
 Our callbacks are switched on and off within one fit, in blocks of a few steps that take turns in every order; with each
 block the model is wrapped anew, as DDP's own all-reduce is made from a hook only where it is watched. Other profilers
-cannot be switched: they and the reference have fits of their own, which take turns. A block counts with the median of
-its steps. In both parts the reference comes twice: its difference to itself is the noise of the measurement. Prints and
-stores the medians of the differences to the reference of the same turn, with bootstrap 95 % intervals.
+cannot be switched: they and the baseline have fits of their own, which take turns. A block counts with the median of
+its steps. In both parts the baseline comes twice: its difference to itself is the noise of the measurement. Prints and
+stores the medians of the differences to the baseline of the same turn, with bootstrap 95 % intervals.
 
 Other work on the machine may hide a few tenths of a millisecond. So our blocks count a second time, by the processor
 time of the whole process, all its threads. And a third part adds up the processor time that the main thread spends in
@@ -44,9 +44,9 @@ from lightning_commopt.measure.observer import SyncObserver
 
 RESULT = "RESULT "
 NEVER = 10**9
-REFERENCE = "off"
-OURS = (REFERENCE, "off, again", "all three callbacks", "CommTimeMonitor")
-PEERS = (REFERENCE, "off, again", "Lightning's SimpleProfiler", "Lightning's AdvancedProfiler", "torch.profiler")
+BASELINE = "off"
+OURS = (BASELINE, "off, again", "all three callbacks", "CommTimeMonitor")
+PEERS = (BASELINE, "off, again", "Lightning's SimpleProfiler", "Lightning's AdvancedProfiler", "torch.profiler")
 NUM_SETTLING_STEPS = 4
 HOOKS = (
     "on_train_batch_start",
@@ -93,7 +93,7 @@ class Switch(Callback):
         self.watching: dict[str, list[SyncObserver]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds out who watches exchanges in which variant."""
+        """Finds out which observers watch the gradient sync in which variant."""
         self.always = list(trainer.callbacks)  # type: ignore[attr-defined]
         for name, callbacks in self.variants.items():
             for callback in callbacks:
@@ -240,11 +240,11 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 def summary(turns: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """Returns for each variant the seconds of a step, and what they are more than the reference's."""
+    """Returns for each variant the seconds of a step, and what they are more than the baseline's."""
     rows = {}
     for variant in turns[0] if turns else ():
-        added = [turn[variant] - turn[REFERENCE] for turn in turns]
-        shares = [turn[variant] / turn[REFERENCE] - 1 for turn in turns]
+        added = [turn[variant] - turn[BASELINE] for turn in turns]
+        shares = [turn[variant] / turn[BASELINE] - 1 for turn in turns]
         rows[variant] = {
             "step_s": float(np.median([turn[variant] for turn in turns])),
             "added_s": median_with_interval(added),

@@ -32,9 +32,9 @@ from lightning_commopt.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.workloads.gpt import GPT, StdlibSources
 
 RESULT = "RESULT "
-REFERENCE = "none"
+BASELINE = "none"
 HOOKS: dict[str, Any] = {
-    REFERENCE: None,
+    BASELINE: None,
     "bf16": "bf16",
     "bf16, sum in float32": {"name": "bf16", "accumulate": "float32"},
     "int8": "int8",
@@ -180,11 +180,11 @@ def summary(runs: list[dict[str, Any]], task: str) -> dict[str, dict[str, Any]]:
     for run in runs:
         if run["task"] == task:
             by_hook.setdefault(run["hook"], {})[run["seed"]] = run
-    references = by_hook[REFERENCE]
+    baseline_runs = by_hook[BASELINE]
     rows = {}
     for name, of_hook in by_hook.items():
         finals = [run["points"][-1][2] for run in of_hook.values()]
-        targets = {seed: run["points"][-1][2] for seed, run in references.items()}
+        targets = {seed: run["points"][-1][2] for seed, run in baseline_runs.items()}
         times = [time_to(run["points"], targets[seed], sign, tolerance) for seed, run in of_hook.items()]
         rows[name] = {
             "final": {"mean": float(np.mean(finals)), "min": min(finals), "max": max(finals)},
@@ -202,10 +202,10 @@ def print_table(rows: dict[str, dict[str, Any]], task: str) -> None:
     table = Table(title=f"{task}: {TASKS[task]['metric']} after {TASKS[task]['num_steps']} steps")
     for heading in ("comm hook", "final", "min-max", "to none", "training s", "s to equal", "reached", "MB/step"):
         table.add_column(heading, no_wrap=True)
-    reference = rows[REFERENCE]["final"]["mean"]
+    baseline = rows[BASELINE]["final"]["mean"]
     for name, row in rows.items():
         final, difference = row["final"], float(np.mean(row["difference"]))
-        shown = f"{100 * difference:+.2f} points" if task == "digits" else f"{100 * difference / reference:+.2f} %"
+        shown = f"{100 * difference:+.2f} points" if task == "digits" else f"{100 * difference / baseline:+.2f} %"
         equal = "-" if row["time_to_equal_s"] is None else f"{row['time_to_equal_s']:.1f}"
         table.add_row(
             name,
@@ -238,8 +238,8 @@ def main() -> None:
     reason = why_not()
     if reason is not None:
         sys.exit(reason)
-    if REFERENCE not in arguments.hooks:
-        parser.error(f"--hooks must hold {REFERENCE!r}, to compare with")
+    if BASELINE not in arguments.hooks:
+        parser.error(f"--hooks must hold {BASELINE!r}, to compare with")
     load = os.getloadavg()[0]
     settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
     for runs in measure(arguments):

@@ -1,7 +1,7 @@
 """Step time of CommOptDDP against Lightning's DDPStrategy with the same options, and against no DDP for one rank.
 
 Runs the variants in the same processes on the same model and data, in blocks of steps that take turns in every order,
-so that a drift of the machine hits all. The reference runs twice in each turn: its ratio to itself is the noise of the
+so that a drift of the machine hits all. The baseline runs twice in each turn: its ratio to itself is the noise of the
 measurement. A block counts with the 20th percentile of its steps, as other work on the machine only ever adds time.
 Prints and stores the medians of the paired ratios with bootstrap 95 % intervals.
 
@@ -109,8 +109,8 @@ def run_rank(pair: str, num_turns: int, num_steps: int) -> None:
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(os.environ.get("LOCAL_RANK", "0")) % (os.cpu_count() or 1)})
-    seconds: dict[str, list[float]] = {"commopt": [], "reference": [], "reference_again": []}
-    block_seconds("reference", pair, num_steps)  # warms the process up
+    seconds: dict[str, list[float]] = {"commopt": [], "baseline": [], "baseline_again": []}
+    block_seconds("baseline", pair, num_steps)  # warms the process up
     for order in itertools.islice(itertools.cycle(itertools.permutations(seconds)), num_turns):
         for variant in order:
             seconds[variant].append(block_seconds(variant, pair, num_steps))
@@ -120,10 +120,10 @@ def run_rank(pair: str, num_turns: int, num_steps: int) -> None:
 
 def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Returns the medians of the paired ratios with bootstrap 95 % intervals, and the medians in seconds."""
-    reference = np.array(seconds["reference"])
-    result: dict[str, Any] = {"turns": len(reference)}
-    for variant in ("commopt", "reference_again"):
-        ratios = np.array(seconds[variant]) / reference
+    baseline = np.array(seconds["baseline"])
+    result: dict[str, Any] = {"turns": len(baseline)}
+    for variant in ("commopt", "baseline_again"):
+        ratios = np.array(seconds[variant]) / baseline
         draws = np.random.default_rng(0).integers(0, len(ratios), (10000, len(ratios)))
         low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
         result[f"{variant}_ratio"] = {"median": float(np.median(ratios)), "low_95": float(low), "high_95": float(high)}

@@ -39,8 +39,8 @@ from lightning_commopt.netlab.lab import DEVICE
 
 RESULT = "RESULT "
 GROUP_TIMEOUT = timedelta(minutes=10)
-PERFECT = "no_exchange"
-REFERENCE = "ddp"
+PERFECT = "no_sync"
+BASELINE = "ddp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def register_powersgd(model: DistributedDataParallel) -> None:
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def register_no_exchange(model: DistributedDataParallel) -> None:
+def register_no_sync(model: DistributedDataParallel) -> None:
     """Registers a hook that is done at once: what the ranks would take if their link cost nothing."""
     model.register_comm_hook(None, keep)
 
@@ -94,8 +94,8 @@ BUCKETS_MB = (25, 100, 400)
 # Buckets: torch's PowerSGD deadlocks or aborts on gloo with more than one.
 PLANS: dict[str, Contender] = {
     "one_process": Contender(uses_ddp=False),
-    PERFECT: Contender(options=QUICK, hook=register_no_exchange),
-    REFERENCE: Contender(),
+    PERFECT: Contender(options=QUICK, hook=register_no_sync),
+    BASELINE: Contender(),
     "torch_bf16": Contender(hook=register_bf16),
     "torch_powersgd_rank1": Contender(options={"bucket_cap_mb": 2000}, hook=register_powersgd),
     "commopt_static_view": Contender(options=QUICK),
@@ -202,15 +202,15 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
 def print_table(plans: dict[str, dict[str, Any]], title: str) -> None:
     """Prints one row a plan."""
     table = Table(title=title)
-    for heading in ("plan", "s/step", "min-max", "steps/s", f"x {REFERENCE}", "MB sent/step"):
+    for heading in ("plan", "s/step", "min-max", "steps/s", f"x {BASELINE}", "MB sent/step"):
         table.add_column(heading, no_wrap=True)
-    reference = plans.get(REFERENCE, {}).get("summary")
+    baseline = plans.get(BASELINE, {}).get("summary")
     for name, plan in plans.items():
         if "summary" not in plan:
             table.add_row(name, "failed")
             continue
         step_s, of_plan = plan["summary"]["step_s"], plan["summary"]
-        ratio = f"{reference['step_s']['median'] / step_s['median']:.2f}" if reference else "-"
+        ratio = f"{baseline['step_s']['median'] / step_s['median']:.2f}" if baseline else "-"
         spread = f"{step_s['min']:.3f}-{step_s['max']:.3f}"
         sent_mb = f"{of_plan['sent_bytes'] / 1e6:.1f}"
         table.add_row(name, f"{step_s['median']:.3f}", spread, f"{of_plan['steps_per_s']:.3f}", ratio, sent_mb)

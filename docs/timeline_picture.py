@@ -13,7 +13,7 @@ from lightning_commopt.measure.files import RankRecords, read_run
 from lightning_commopt.measure.record import StepRecord
 
 COLORS = {"data": "plum", "forward": "yellowgreen", "backward": "salmon", "optimizer": "gold", "other": "lightgrey"}
-EXCHANGE, WIRE, WAITING = "lightskyblue", "steelblue", "whitesmoke"
+BUCKET, WIRE, WAITING = "lightskyblue", "steelblue", "whitesmoke"
 
 
 def draw_rank(axes: Axes, records: RankRecords, steps: range) -> None:
@@ -26,7 +26,7 @@ def draw_rank(axes: Axes, records: RankRecords, steps: range) -> None:
         for row, bucket in enumerate(record.buckets, 1):
             for start_s, end_s, color in (
                 (bucket.ready_s, bucket.start_s, WAITING),
-                (bucket.start_s, bucket.end_s, EXCHANGE),
+                (bucket.start_s, bucket.end_s, BUCKET),
                 *((start_s, end_s, WIRE) for start_s, end_s in bucket.wire),
             ):
                 draw_bar(axes, start_s - origin_s, end_s - origin_s, row, color)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 @hydra.main(config_path="hydra_conf", config_name="train", version_base="1.3")
 def main(config: DictConfig) -> None:
-    """Trains what the configuration says."""
+    """Trains as the configuration says."""
     seed_everything(config.seed)
     trainer = instantiate(config.trainer)
     trainer.fit(Classifier(**config.model), Points(**config.data))

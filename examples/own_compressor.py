@@ -1,7 +1,7 @@
-"""A compressor of one's own: only the largest gradients travel, and error feedback sends the others later.
+"""A compressor of your own: only the largest gradients travel, and error feedback sends the others later.
 
 python examples/own_compressor.py
-python examples/own_compressor.py own/epoch=0.ckpt      # goes on from there, bit for bit
+python examples/own_compressor.py own/epoch=0.ckpt      # resumes from there, bit for bit
 commopt report own
 """
 

@@ -1,4 +1,4 @@
-"""The console command ``commopt``: each tool is one command here, which parses, calls and prints.
+"""The console command ``commopt``: one function for each command, which parses, calls and prints.
 
 A command imports what it needs when it runs: torch takes seconds to import, and only ``info`` and ``nsys`` need it.
 """
@@ -148,18 +148,18 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for report.html and report.csv, or the page itself; by default the first DIR there is."
+            help="Folder for report.html and report.csv, or the page itself; by default the first DIR that exists."
         ),
     ] = None,
     earlier: Annotated[
         Path | None,
-        typer.Option(help="Earlier sweep, or what --json printed of it: list what is slower now beyond noise."),
+        typer.Option(help="Earlier sweep, or the output of --json for it: list what is slower now beyond noise."),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(metavar="SHARE", help="Of the throughput, that a setting may lose since --earlier.")
+        float, typer.Option(metavar="SHARE", help="Share of the throughput that a setting may lose since --earlier.")
     ] = 0.05,
 ) -> None:
-    """Says which plan is fastest, by how much and at which loss: on the terminal, as report.html and report.csv.
+    """Says which plan is fastest, by how much and at what loss: on the terminal, as report.html and report.csv.
 
     Exit status 1 if --earlier finds something that has become slower, or failed; 2 for mistakes in the arguments.
     """
@@ -192,7 +192,7 @@ def report(
 
 @contextmanager
 def _errors_in_a_line(status: int = 1) -> Iterator[None]:
-    """Makes a mistake of the user one line and an exit status; whatever else goes wrong keeps its traceback."""
+    """Turns a user's mistake into one line and an exit status; other errors keep their traceback."""
     try:
         yield
     except (OSError, ValueError) as error:

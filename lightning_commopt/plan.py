@@ -53,7 +53,7 @@ def _ddp_default(option: str) -> Any:
 
 
 def ddp_keywords() -> frozenset[str]:
-    """Returns those options of DDP that a strategy takes: all but what Lightning gives itself."""
+    """Returns those options of DDP that a strategy takes: all but those that Lightning sets itself."""
     return ddp_options() - {"device_ids"}
 
 

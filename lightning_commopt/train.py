@@ -85,7 +85,7 @@ def register_with_hydra(observer: SweepObserver) -> None:
     """Makes our launcher and resolvers known to Hydra; the configuration cannot be composed without.
 
     Args:
-        observer: is told what happens in a sweep.
+        observer: notified of each event of a sweep.
     """
     register_resolvers()
     command = (sys.executable, "-m", "lightning_commopt.train", *config_flags())

@@ -31,7 +31,7 @@ def check_integer(name: str, value: Any, at_least: int) -> None:
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Checks a truth value.
+    """Checks a boolean.
 
     Raises:
         ValueError: it is something else, such as the string "false".

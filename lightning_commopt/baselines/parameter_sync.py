@@ -30,9 +30,9 @@ class ParameterSync(ABC):
     its gradient by the reciprocal of the number of ranks, and the products are summed in place.
 
     Args:
-        module: whose parameters; those that DDP would be told to ignore are left out.
+        module: whose gradients are averaged, without the parameters that DDP is set to ignore.
         group: of the ranks.
-        observers: are told of every gradient, as of a bucket that holds nothing else.
+        observers: notified of every gradient, as a bucket that holds nothing else.
 
     Attributes:
         bytes_sent: payload that this rank has handed to the all-reduces so far.
@@ -56,14 +56,14 @@ class ParameterSync(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the parameters."""
+        """Releases the parameters."""
 
     def _active(self) -> tuple[int, ...]:
-        """Returns the places of the parameters that ask for a gradient now."""
+        """Returns the positions of the parameters that require a gradient now."""
         return tuple([index for index, named in enumerate(self._named) if named.parameter.requires_grad])
 
     def _ready(self, place: int, index: int, gradient: Tensor, *, is_last: bool) -> BucketSync:
-        """Tells that a parameter is the next one, in this place of all that are averaged."""
+        """Reports the next parameter and its position among all that are averaged."""
         return self._observers.ready(BucketInfo(place, gradient.nbytes, (self._named[index].name,), is_last))
 
     def _all_reduce(self, gradient: Tensor, sync: BucketSync | None) -> dist.Work:
@@ -99,7 +99,7 @@ class AfterBackward(ParameterSync):
                 sync.end(gradient.nbytes)
 
     def close(self) -> None:
-        """Does nothing: it holds on to no parameter."""
+        """Does nothing: it holds no parameter."""
 
 
 class WhileBackwardRuns(ParameterSync):
@@ -136,7 +136,7 @@ class WhileBackwardRuns(ParameterSync):
             self._orders[active] = self._order_of_rank_0(list(backward.landed))
 
     def close(self) -> None:
-        """Lets go of the parameters."""
+        """Releases the parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -182,7 +182,7 @@ class _Named(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """An all-reduce under way, and who is told when it is done."""
+    """A running all-reduce, and the observers to notify when it is done."""
 
     work: dist.Work
     seen: Future[None] | None

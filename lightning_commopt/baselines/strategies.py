@@ -48,7 +48,7 @@ _BROADCAST_BYTES = 250 * 1024 * 1024  # in one message of buffers, as in DDP
 
 
 class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
-    """What `NaiveDP` and `InterleavedDP` share: all of data parallelism but when gradients are averaged.
+    """What `NaiveDP` and `InterleavedDP` share: everything except when gradients are averaged.
 
     It is a ``DDPStrategy`` to Lightning, but wraps nothing in ``DistributedDataParallel``.
 
@@ -170,7 +170,7 @@ class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
             self._is_blocked = was_blocked
 
     def teardown(self) -> None:
-        """Lets go of the parameters."""
+        """Releases the parameters."""
         try:
             super().teardown()
         finally:
@@ -182,7 +182,7 @@ class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
 
 
 class NaiveDP(ParameterwiseDP):
-    """Data parallelism as it is written down first: after backward, each gradient's all-reduce, one by one.
+    """Textbook data parallelism: after backward, one all-reduce for each gradient, one after another.
 
     No communication is hidden behind backward, and every parameter pays a collective's latency. Trains as
     ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more. On CUDA each all-reduce is waited for by

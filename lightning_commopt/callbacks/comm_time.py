@@ -1,4 +1,4 @@
-"""CommTimeMonitor: what every step spends on communication, in the logger, in a file and in words."""
+"""CommTimeMonitor: what every step spends on communication, in the logger, in a file and as a summary."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class CommTimeMonitor(PhaseCallback):
             self._catch_up(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gathers what is left, and prints what the fit has cost."""
+        """Gathers the remaining steps, and prints the summary of the fit."""
         super().on_train_end(trainer, pl_module)
         assert self._recorder is not None
         while self._recorder.num_pending or (self._all_ranks is not None and not self._all_ranks.is_free):
@@ -168,7 +168,7 @@ class CommTimeMonitor(PhaseCallback):
             self._group.return_to_pool()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves the steps of this rank, and concludes from what is there: other ranks may be gone."""
+        """Saves the steps of this rank, and summarizes what there is: other ranks may be gone."""
         super().on_exception(trainer, pl_module, exception)
         with contextlib.suppress(RuntimeError):  # the device may be what failed
             self._receive(trainer, _INTERRUPTED_LIMIT_S)

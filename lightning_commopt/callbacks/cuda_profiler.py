@@ -60,7 +60,7 @@ class CUDAProfilerWindow(Callback):
     resumes in the middle of an epoch tells of its first batch when that is there: a window which begins with it does
     not hold the wait.
 
-    ``nsys`` ends the training with the first window, unless it is told otherwise: ``--capture-range-end=stop`` lets it
+    By default ``nsys`` ends the training with the first window: ``--capture-range-end=stop`` lets it
     go on, and ``--capture-range-end=repeat`` makes a report of every window.
 
     Without CUDA nothing is profiled or timed; this is said once.

@@ -97,7 +97,7 @@ class NVTXRanges(PhaseCallback):
         others = [callback for callback in _callbacks(trainer) if callback is not self]
         self._place = _callbacks(trainer).index(self)
         trainer.callbacks = [self, *others, self._opener]  # type: ignore[attr-defined]
-        # Callbacks are not told when a checkpoint is written, and of one with weights only they are not told at all.
+        # No callback hook marks when a checkpoint is written, and for one with weights only none runs at all.
         self._save = functools.partial(self._save_in_range, trainer.save_checkpoint)
         trainer.save_checkpoint = self._save  # type: ignore[method-assign]
 

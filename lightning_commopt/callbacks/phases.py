@@ -90,7 +90,7 @@ class PhaseCallback(Callback):
         self._enter("data")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What comes now is no part of a step."""
+        """Ends the phase: what follows belongs to no step."""
         if trainer.training or trainer.validating or trainer.sanity_checking:
             self._enter(None)
 
@@ -100,19 +100,19 @@ class PhaseCallback(Callback):
             self._enter("data")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """What comes now is no part of a step."""
+        """Ends the phase: what follows belongs to no step."""
         self._enter(None)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What comes now is no part of a step."""
+        """Ends the phase: what follows belongs to no step."""
         self._enter(None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lets go of the optimizers."""
+        """Releases the optimizers."""
         self._release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lets go of the optimizers."""
+        """Releases the optimizers."""
         self._release()
 
     def _on_stepped(self, *args: Any) -> None:

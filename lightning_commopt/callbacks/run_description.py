@@ -1,4 +1,4 @@
-"""What a record says of a run before it trains: strategy, plan, device, model."""
+"""The part of a record that is known before training: strategy, plan, device, model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first line of a rank's steps says of the run."""
+"""The first line of a rank's file of steps, which describes the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RunRecorder: leaves what a run was, and what came out, in its directory; reports are made from that."""
+"""RunRecorder: writes a run's settings and results into its directory, where reports read them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class RunRecorder(Callback):
         self._created = time.perf_counter()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Notes that there is a run, and what it is."""
+        """Writes the record of a run that begins."""
         if stage != "fit":
             return
         self._reset()
@@ -95,7 +95,7 @@ class RunRecorder(Callback):
             self._save(self._folder(trainer))
 
     def _begun(self, folder: Path, sync_method: str) -> RunRecord:
-        """Returns the record that is to be continued: somebody else's, or a new one."""
+        """Returns the record to continue: the one that the caller has begun, or a new one."""
         if not self._ends_run:
             with suppress(OSError, ValueError):
                 record = RunRecord.load(folder)
@@ -140,7 +140,7 @@ class RunRecorder(Callback):
         self._started = time.perf_counter()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Averages the losses over ranks, and writes what came out."""
+        """Averages the losses over ranks, and writes the results."""
         assert self._memory is not None
         device = trainer.strategy.root_device
         losses = trainer.strategy.reduce(self._curve.values(device), reduce_op="mean")
@@ -153,7 +153,7 @@ class RunRecorder(Callback):
             self._save(self._folder(trainer), self._curve.points(losses))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Notes why the run has failed, and this rank's losses until then."""
+        """Records why the run has failed, and this rank's losses until then."""
         folder = self._folder(trainer)
         if self._record is not None:
             with suppress(RuntimeError, OSError):  # the device or the disk may be what failed
@@ -186,7 +186,7 @@ class RunRecorder(Callback):
         return self._names[field] or find_metric(metrics, field)
 
     def _tell_loss(self, record: RunRecord) -> None:
-        """Says which metric was taken for the final loss, unless that is plain; or how to name it."""
+        """Says which metric was taken for the final loss, unless that is obvious; or how to name it."""
         name = record.metric_names.get("val_loss")
         if name is None and self._has_validated:
             hint = how_to_name_loss(record.metrics, record.settings.get("commopt_record"))

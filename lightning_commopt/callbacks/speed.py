@@ -68,7 +68,7 @@ class SpeedMonitor(Callback):
         return self._wire_bytes / self.num_steps if self.num_steps and self._wire_bytes is not None else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins anew."""
+        """Resets all counts."""
         self._reset()
         self._world_size = trainer.world_size
         self._global_step = trainer.global_step

@@ -15,7 +15,7 @@ from lightning_commopt.compat.torch import sparse_values
 
 
 class Pending:
-    """A collective under way.
+    """A running collective.
 
     Args:
         tensor: where its result arrives.
@@ -104,7 +104,7 @@ class Channel:
         return self._lanes
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for a message, with anything in it; the next bucket gets the same memory.
+        """Returns uninitialized memory for a message; the next bucket gets the same memory.
 
         On CPU fresh memory would cost as much as a message's arithmetic: the system clears it page by page.
 

@@ -1,4 +1,4 @@
-"""Brings to rank 0 what each rank has for itself, without waiting for ever for ranks that do not come."""
+"""Gathers each rank's own state on rank 0, without waiting forever for ranks that do not take part."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
 
 
 def all_come(position: str | None, patience_s: float, timeout_s: float) -> bool:
-    """Says on all ranks whether all have come to the same point of the training.
+    """Returns on all ranks whether all have reached the same point of the training.
 
     Goes through the store of the default group, as a collective that some ranks never enter would block the others
     and leave the group unusable.

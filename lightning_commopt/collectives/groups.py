@@ -128,7 +128,7 @@ def leave_process_group() -> None:
 
 @cache
 def let_gloo_finish_at_exit() -> None:
-    """Has the process wait a moment when it ends, once.
+    """Makes the process wait a moment at its end; registered once.
 
     gloo's threads let go of the last collective's tensors a little after it is done, and need the GIL for that. A
     thread that asks for it when the interpreter is already being taken down brings the process to an abort, or a halt.

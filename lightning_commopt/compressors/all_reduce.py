@@ -1,4 +1,4 @@
-"""The uncompressed average: the reference for every other compressor."""
+"""The uncompressed average, which every other compressor is compared with."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class BySize(Compressor):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether ``inner`` is."""
+        """Whether ``inner`` is lossy."""
         return self.inner.is_lossy
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:

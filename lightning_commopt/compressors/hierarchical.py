@@ -53,7 +53,7 @@ class Hierarchical(Compressor):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether ``inner`` is."""
+        """Whether ``inner`` is lossy."""
         return self.inner.is_lossy
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
@@ -121,7 +121,7 @@ class Hierarchical(Compressor):
 
 
 def placed_on_nodes(compressor: Compressor, world_size: int, local_world_size: int) -> tuple[Compressor, int | None]:
-    """Tells a `Hierarchical`, wherever it stands in the composition, how many ranks there are on a node.
+    """Sets ``ranks_per_node`` of a `Hierarchical`, wherever it stands in the composition.
 
     Args:
         compressor: perhaps with a `Hierarchical` in it.

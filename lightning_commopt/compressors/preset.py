@@ -1,4 +1,4 @@
-"""Compressors that are others put together under one name, with one set of settings."""
+"""Compressors composed of others, under one name and with one set of settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Preset(Compressor):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether that compressor is."""
+        """Whether that compressor is lossy."""
         return self.compressor.is_lossy
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:

@@ -43,7 +43,7 @@ class BucketHook:
         names: of the parameters whose gradients DDP synchronizes, by ``id``.
         executor: runs the compressor, bucket by bucket.
         step: gradient syncs that were made before this hook came.
-        observers: are told of every bucket.
+        observers: notified of every bucket.
         groups: that ``channel`` is over, if they were borrowed for this hook.
     """
 
@@ -72,7 +72,7 @@ class BucketHook:
 
     @property
     def compressor(self) -> Compressor:
-        """What averages the buckets, with what it has been told of the nodes."""
+        """The compressor that averages the buckets, with its ``ranks_per_node`` filled in."""
         return self._compressor
 
     @property
@@ -254,7 +254,7 @@ def attach_bucket_hook(
         timeout: after which a collective of the thread's group raises; None for the backend's default.
         step: gradient syncs that were made before.
         local_world_size: ranks on each node; None for what torchrun says, else all ranks.
-        observers: are told of every bucket.
+        observers: notified of every bucket.
 
     Raises:
         OptionError: the model is on another kind of device, or nodes cannot be made of the ranks.

@@ -44,7 +44,7 @@ def observe(strategy: Any, observer: SyncObserver) -> None:
 
     Args:
         strategy: of the Trainer. Those that tell observers by themselves have ``sync_observers``.
-        observer: is told of every bucket.
+        observer: notified of every bucket.
     """
     if not hasattr(strategy, "sync_observers"):
         strategy.sync_observers = observers = _AddedObservers()
@@ -77,7 +77,7 @@ def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> 
 
     Args:
         model: freshly wrapped, without a hook.
-        observers: are told of every bucket.
+        observers: notified of every bucket.
     """
     model.register_comm_hook(None, ObservedAllReduce(model, observers).reduce)
 
@@ -95,7 +95,7 @@ class _ObservedBuckets:
 
     Args:
         model: freshly wrapped.
-        observers: are told of every bucket.
+        observers: notified of every bucket.
     """
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
@@ -127,7 +127,7 @@ class ObservedHook(_ObservedBuckets):
     Args:
         hook: takes a state and a bucket, and returns a future.
         model: freshly wrapped, without a hook.
-        observers: are told of every bucket.
+        observers: notified of every bucket.
     """
 
     def __init__(self, hook: DDPHook, model: DistributedDataParallel, observers: Observers) -> None:
@@ -174,7 +174,7 @@ class ObservedAllReduce(_ObservedBuckets):
 
     Args:
         model: freshly wrapped, without a hook.
-        observers: are told of every bucket.
+        observers: notified of every bucket.
     """
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:

@@ -29,7 +29,7 @@ class Bucket:
         layout: of ``flat``.
         names: of the parameters.
         step: gradient syncs before this one.
-        sync: is told how it goes on.
+        sync: gets the layouts and states to go on with.
     """
 
     index: int

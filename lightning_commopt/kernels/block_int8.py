@@ -102,7 +102,7 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
 
 @also_in("triton", "c")
 def decode(message: Tensor, flat: Tensor, block_size: int) -> None:
-    """Writes what ``message`` stands for to ``flat``.
+    """Decodes ``message`` into ``flat``.
 
     Args:
         message: ``(W, shard_bytes)`` uint8, the ``mean_message`` of every rank.
@@ -121,7 +121,7 @@ def decode(message: Tensor, flat: Tensor, block_size: int) -> None:
 
 
 def is_finite(message: Tensor, block_size: int) -> Tensor:
-    """Returns whether all that ``message`` ``(W, shard_bytes)`` stands for is finite: 0-dim bool, from its scales."""
+    """Returns whether all values in ``message`` ``(W, shard_bytes)`` are finite: 0-dim bool, from its scales."""
     return split(message, block_size).scales.amax().isfinite()
 
 

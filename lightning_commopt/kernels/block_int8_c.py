@@ -33,7 +33,7 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
 
 
 def decode(message: Tensor, flat: Tensor, block_size: int) -> None:
-    """Writes what ``message`` stands for to ``flat``."""
+    """Decodes ``message`` into ``flat``."""
     for row, (codes, scales) in enumerate(zip(*split_for(flat, message, block_size), strict=True)):
         start, numel = _span(row, codes, flat)
         call("decode", numel, *codes.shape, codes, scales, flat[start:])

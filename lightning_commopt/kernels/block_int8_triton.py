@@ -37,13 +37,13 @@ _TILE_NUMEL = 4096
 
 
 def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_size: int) -> None:
-    """Quantises ``flat + residual`` to ``message``."""
+    """Quantizes ``flat + residual`` to ``message``."""
     added = flat if residual is None else residual
     _launch(_encode, split_for(flat, message, block_size), flat, added, flat.numel(), HAS_RESIDUAL=residual is not None)
 
 
 def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None, block_size: int) -> None:
-    """Averages what was ``received`` and quantises that to ``mean_message``."""
+    """Averages what was ``received`` and quantizes that to ``mean_message``."""
     shares, mean = split(received, block_size), split(mean_message, block_size)
     residual = mean.scales if residual_shard is None else residual_shard
     numel = 0 if residual_shard is None else residual_shard.numel()
@@ -51,7 +51,7 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
 
 
 def decode(message: Tensor, flat: Tensor, block_size: int) -> None:
-    """Writes what ``message`` stands for to ``flat``."""
+    """Decodes ``message`` into ``flat``."""
     _launch(_decode, split_for(flat, message, block_size), flat, flat.numel())
 
 

@@ -85,7 +85,7 @@ def make_ready(output_dir: str | Path, nsys_args: str = "") -> None:
 
     Raises:
         FileNotFoundError: there is no nsys.
-        FileExistsError: the directory has reports, and nsys is not told to replace them.
+        FileExistsError: the directory has reports, and nsys has no option to overwrite them.
     """
     if shutil.which("nsys") is None:
         raise FileNotFoundError(_MISSING)
@@ -104,7 +104,7 @@ def reports(output_dir: str | Path) -> list[Path]:
 
 
 def run(command: Sequence[str]) -> int:
-    """Runs a command in the foreground, to its end also where we are told to stop.
+    """Runs a command in the foreground, and waits for its end even after a signal to stop.
 
     Returns:
         Its exit status; 128 and the signal's number if one has ended it, as in a shell.

@@ -130,7 +130,7 @@ class StepRecord:
 
     @cached_property
     def totals(self) -> Totals:
-        """What can be told of the step in one number each."""
+        """The step's quantities that are single numbers."""
         seconds = dict.fromkeys(PHASES, 0.0)
         for name, start_s, end_s in self.phases:
             seconds[name] = seconds.get(name, 0.0) + (end_s - start_s)

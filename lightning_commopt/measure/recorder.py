@@ -13,7 +13,7 @@ from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 
 
 class RecordedStep(NamedTuple):
-    """A step, and what its buckets were.
+    """A step and its buckets.
 
     Attributes:
         record: of the step.

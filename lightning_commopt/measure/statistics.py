@@ -1,4 +1,4 @@
-"""Statistics over the steps of all ranks, without a word to other ranks."""
+"""Statistics over the steps of all ranks, computed without communication."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def row(record: StepRecord) -> list[float]:
 
 
 def all_reduce_bus_factor(world_size: int) -> float:
-    """Returns how many times its message an all-reduce makes each rank's link carry, each way, at the very least.
+    """Returns how often, at least, an all-reduce moves its message over each rank's link in each direction.
 
     >>> [all_reduce_bus_factor(n) for n in (1, 2, 8)]
     [0.0, 1.0, 1.75]
@@ -113,7 +113,7 @@ class StepStatistics:
     def compute(self) -> dict[str, float]:
         """Returns all statistics.
 
-        The names are the same for all values: what cannot be told is NaN. Those are shares of communication, its
+        The names are always the same; an unknown value is NaN. Unknown are shares of communication, its
         ratio and its bandwidths where there was none, the waits where only some of the ranks' steps have come, the
         samples where no batch shows how many it holds, and all numbers before the first step.
 

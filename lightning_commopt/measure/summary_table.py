@@ -45,8 +45,8 @@ def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str 
         scope: over what they were taken.
 
     Returns:
-        Times in milliseconds and as shares of the step, bytes and bandwidths, and the verdict. A number that cannot
-        be told is a dash.
+        Times in milliseconds and as shares of the step, bytes and bandwidths, and the verdict. An unknown
+        number is a dash.
 
     Raises:
         KeyError: a metric is missing.

@@ -98,7 +98,7 @@ def _window(recorded: set[int], first_step: int | None, num_steps: int, run_dir:
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps}: must be at least 1")
     if not recorded:
-        raise ValueError(f"{run_dir} has records of ranks, but of no whole step")
+        raise ValueError(f"{run_dir} has records of ranks, but no complete step")
     first = min(recorded) if first_step is None else first_step
     window = range(first, first + num_steps)
     if recorded.isdisjoint(window):

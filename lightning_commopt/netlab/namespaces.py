@@ -189,7 +189,7 @@ class Keeper:
 
 
 def _refusal(way: Sequence[str], command: Sequence[str]) -> str | None:
-    """Returns what was said when a command failed in new namespaces of every kind, None if it worked."""
+    """Returns the error of a command that failed in new namespaces of every kind, None if it worked."""
     namespaces = tuple(dict.fromkeys((*_NETWORK, *_PROCESSES)))
     return _said_in_failing((*_path("unshare"), *way, *namespaces, "--", *_path(command[0]), *command[1:]))
 

@@ -31,7 +31,7 @@ class RankError(RuntimeError):
 
 
 class Process(Protocol):
-    """What of ``subprocess.Popen`` is needed of a rank."""
+    """The part of ``subprocess.Popen`` that a rank needs."""
 
     returncode: Any
 
@@ -63,7 +63,7 @@ def start_program(command: Sequence[str], env: Mapping[str, str]) -> Process:
 
 
 class RankProcess:
-    """One rank: a process and what it has said so far.
+    """One rank: a process and its output so far.
 
     Args:
         rank: its number.
@@ -85,7 +85,7 @@ class RankProcess:
 
     @property
     def output(self) -> str:
-        """What it has said so far."""
+        """Its output so far."""
         return self._said.decode(errors="replace")
 
     def read(self) -> bool:

@@ -19,7 +19,7 @@ MIN_VALUES_OF_AN_INTERVAL = 6
 
 
 class Comparison(NamedTuple):
-    """What two samples say of each other.
+    """The comparison of two samples.
 
     Attributes:
         ratio: of the medians, or the median of the ratios of pairs.
@@ -53,7 +53,7 @@ def compare(values: Sequence[float], baseline: Sequence[float], *, is_paired: bo
     """Compares two samples of positive numbers, such as throughputs.
 
     With fewer than six values the interval is no wider than their range, and two equal settings of three pairs would
-    be told apart in a quarter of all cases. There, a t-test of the logarithms at 5 % must agree that there is a
+    be called different in a quarter of all cases. There, a t-test of the logarithms at 5 % must agree that there is a
     difference, else it is unknown.
 
     Args:

@@ -22,7 +22,7 @@ def throughput(run: Run) -> float | None:
 
 
 def measured_setting(found: RunsOfSetting) -> Setting:
-    """Returns a setting with everything that its own runs say of it, and nothing that others do."""
+    """Returns a setting with the numbers of its own runs, before any comparison with others."""
     records = [run.record for run in found.runs]
     first = records[0]
     seen = [record for record in records if _is_sync_seen(record)]

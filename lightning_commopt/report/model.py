@@ -175,7 +175,7 @@ class Group:
         baseline: one of them, which the speed-ups are over.
         fastest: by median throughput.
         scalings: one for each plan that was run on several numbers of ranks; with those on one rank, if there are any.
-        answer: sentences: the fastest plan, by how much, at which loss; or that there is no difference.
+        answer: sentences: the fastest plan, by how much, at what loss; or that there is no difference.
         recommended: what the answer says to use; None where it cannot say.
     """
 

@@ -98,8 +98,8 @@ class _Reader:
             return
         run = Run(folder=folder, record=record, name=name, root=root)
         if record.status == "failed":
-            told = None if record.error is None else _without_places(record.error, folder, root)
-            self.failed.append(dataclasses.replace(run, record=dataclasses.replace(record, error=told)))
+            shown = None if record.error is None else _without_places(record.error, folder, root)
+            self.failed.append(dataclasses.replace(run, record=dataclasses.replace(record, error=shown)))
             return
         losses, has_steps = self._losses(run), self._has_steps(run)
         if record.samples_per_s is None or not math.isfinite(record.samples_per_s) or record.samples_per_s <= 0:

@@ -59,7 +59,7 @@ def amdahl_serial_share(num_ranks: Sequence[int], speedups: Sequence[float]) -> 
         speedups: over one rank, of the same points.
 
     Returns:
-        f as it comes out: below 0 where more ranks are worth more than their number. None with less than two points.
+        f as it comes out: below 0 where the speed-up is better than linear. None with less than two points.
 
     >>> round(amdahl_serial_share([1, 2, 4], [1, 1 / 0.55, 1 / 0.325]), 6)
     0.1

@@ -137,7 +137,7 @@ def _with_plans(runs: Sequence[Run], values: Sequence[dict[str, str]]) -> list[d
     alike: dict[str, list[int]] = {}
     for index, own in enumerate(values):
         alike.setdefault(json.dumps(own, sort_keys=True), []).append(index)
-    told = list(values)
+    completed = list(values)
     for indices in alike.values():
         finished = [index for index in indices if runs[index].record.status == "finished"]
         more = dict(zip(finished, _varied([_plan_and_ranks(runs[index]) for index in finished]), strict=True))
@@ -145,13 +145,13 @@ def _with_plans(runs: Sequence[Run], values: Sequence[dict[str, str]]) -> list[d
             plans = _varied([{"plan": runs[index].record.sync_method} for index in indices])
             more = {index: {**plan, **more.get(index, {})} for index, plan in zip(indices, plans, strict=True)}
         for index in indices:
-            told[index] = {**values[index], **more.get(index, {})}
+            completed[index] = {**values[index], **more.get(index, {})}
         # Of a failed run the record may know no more than its plan: it belongs to the first setting with that.
-        by_plan = {runs[index].record.sync_method: told[index] for index in reversed(finished)}
-        first = told[finished[0]] if finished and values[indices[0]] else None
+        by_plan = {runs[index].record.sync_method: completed[index] for index in reversed(finished)}
+        first = completed[finished[0]] if finished and values[indices[0]] else None
         for index in set(indices).difference(finished):
-            told[index] = by_plan.get(runs[index].record.sync_method, first or told[index])
-    return told
+            completed[index] = by_plan.get(runs[index].record.sync_method, first or completed[index])
+    return completed
 
 
 def _plan_and_ranks(run: Run) -> dict[str, str]:
@@ -210,7 +210,7 @@ def _nothing_set(options: Iterable[Mapping[str, str]]) -> str:
 
 
 def _name_of_the_only_one(run: Run) -> str:
-    """Returns what to call a setting that nothing has to be told apart from."""
+    """Returns the name of a setting that has no others beside it."""
     values = {"plan": run.record.sync_method}
     cap = run.settings.get("plan.bucket_cap_mb")
     if cap is not None:

@@ -23,7 +23,7 @@ _ANY_WIDTH = 10_000
 _HEADINGS: dict[Outcome, str] = {
     "slower": "slower",
     "failed": "failed, and did not before",
-    "unknown": "cannot be told from so few runs: at least 3 repetitions on both sides",
+    "unknown": "unknown with so few runs: it takes at least 3 repetitions on both sides",
     "missing": "missing here",
     "faster": "faster",
     "new": "not there before",
@@ -32,7 +32,7 @@ _HEADINGS: dict[Outcome, str] = {
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Prints all groups, then what failed and what else should be known."""
+    """Prints all groups, then failed runs and warnings."""
     for group in report.groups:
         if group.name:
             console.rule(Text(group.name), align="left")

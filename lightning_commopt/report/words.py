@@ -42,7 +42,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
 
 
 class Words(NamedTuple):
-    """How a value is said.
+    """How a value is written.
 
     Attributes:
         said: in the name.
@@ -91,7 +91,7 @@ def setting_name(values: Mapping[str, str]) -> tuple[str, str]:
     """Returns the name of a setting, and a longer one that says everything.
 
     Args:
-        values: of overrides by name, only those that are to be told.
+        values: of overrides by name, only those that the name shall show.
     """
     ordered = sorted(values.items(), key=lambda item: _place(canonical(item[0])))
     words = [(_words(canonical(name), value), name, value) for name, value in ordered]
@@ -104,12 +104,12 @@ def distinct_name(values: Mapping[str, str], others: Sequence[Mapping[str, str]]
     """Returns what tells a setting from others; the name of its plan where nothing does.
 
     Args:
-        values: of its overrides by name, only those that may be told.
+        values: of its overrides by name, only those that the name may show.
         others: those of the other settings; its own may be among them.
         sync_method: short name of how its gradients travel.
     """
-    told = {name: value for name, value in values.items() if any(other.get(name) != value for other in others)}
-    return (setting_name(told)[0] if told else "") or spelled(sync_method)
+    shown = {name: value for name, value in values.items() if any(other.get(name) != value for other in others)}
+    return (setting_name(shown)[0] if shown else "") or spelled(sync_method)
 
 
 def _words(option: str, value: str) -> Words:

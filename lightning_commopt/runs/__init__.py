@@ -1,1 +1,1 @@
-"""What a run was and came to."""
+"""The record of a run: its settings and results."""

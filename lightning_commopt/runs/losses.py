@@ -1,4 +1,4 @@
-"""The loss of a fit against steps and against seconds, as it lies in the run's directory."""
+"""The loss of a fit against steps and against seconds, as stored in the run's directory."""
 
 from __future__ import annotations
 

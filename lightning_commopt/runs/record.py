@@ -1,4 +1,4 @@
-"""RunRecord: what one training run was and what came out, as it lies in the run's directory."""
+"""RunRecord: the settings and results of one training run, as stored in its directory."""
 
 from __future__ import annotations
 

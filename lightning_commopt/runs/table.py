@@ -1,4 +1,4 @@
-"""What a single run came to, for the terminal."""
+"""The results of a single run, for the terminal."""
 
 from __future__ import annotations
 

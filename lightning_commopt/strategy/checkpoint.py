@@ -73,7 +73,7 @@ def read_state(saved: Any, rank: int, world_size: int, compressor: Compressor | 
 
 
 def usable_state(state: CommState, compressor: Compressor | None, module: Module) -> CommState:
-    """Returns what all ranks can go on with. All ranks must call it.
+    """Returns the state that all ranks can resume from. All ranks must call it.
 
     Args:
         state: of a checkpoint, for this rank.
@@ -97,7 +97,7 @@ def usable_state(state: CommState, compressor: Compressor | None, module: Module
 
 
 def _agree(num_syncs: int, obstacle: str | None, buckets: list[int]) -> tuple[bool, int]:
-    """Compares what the ranks have read: with states that do not fit together they would issue other collectives.
+    """Compares what the ranks have read: with states that do not fit together they would issue different collectives.
 
     Returns:
         Whether all can use their states, and the number of gradient syncs.

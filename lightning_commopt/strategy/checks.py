@@ -1,4 +1,4 @@
-"""What a strategy refuses or warns of, in words that say what to do instead."""
+"""Errors and warnings of a strategy, each with what to do instead."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class GradientSync:
 
     Attributes:
         plan: as it is now.
-        observers: are told of every bucket.
+        observers: notified of every bucket.
         num_syncs: gradient syncs of this fit, with those before a checkpoint that it resumed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a Trainer's DDPStrategy does differently when a GradientSync carries its gradients."""
+"""A Trainer's DDPStrategy whose gradients a GradientSync synchronizes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
 
     @property
     def sync_observers(self) -> Observers:
-        """Who is told of every bucket."""
+        """Observers that are notified of every bucket."""
         return self.gradient_sync.observers
 
     @property

@@ -1,4 +1,4 @@
-"""What a job of a sweep is, from its overrides: its configuration, checked, and the command that runs it."""
+"""A job of a sweep, made from its overrides: the checked configuration and the command that runs it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _NOT_TRAINED = ("ranks", "hosts")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSettings:
-    """What a sweep needs to know of the program that it runs.
+    """What a sweep needs to know about the program that it runs.
 
     Attributes:
         command: starts one run; the overrides follow it.
-        observer: is told what happens.
+        observer: notified of each event of the sweep.
     """
 
     command: tuple[str, ...]

@@ -76,7 +76,7 @@ def _check_repetition(config: DictConfig) -> None:
 
 
 def _check_warmup(config: DictConfig) -> None:
-    """Refuses a run that is over before it is timed; how long one without ``trainer.max_steps`` is, nobody knows."""
+    """Refuses a run that ends before its first timed step; without ``trainer.max_steps`` the length is unknown."""
     num_warmup_steps = OmegaConf.select(config, "callbacks.speed.num_warmup_steps")
     if num_warmup_steps is None:
         return
@@ -156,7 +156,7 @@ def lab_shape(config: DictConfig) -> LabShape:
 
 
 def link_note(config: DictConfig) -> str | None:
-    """Returns what to say of a link that the configuration leaves to the machine, such as that of the quickstart.
+    """Returns the note on a link that the configuration leaves to the machine, as the quickstart does.
 
     Args:
         config: checked.
@@ -201,7 +201,7 @@ def sync_method(config: DictConfig) -> str:
 
 
 def begun_record(config: DictConfig, folder: Path) -> RunRecord:
-    """Returns the record of the Hydra job that this process is at, which begins now.
+    """Returns a new record for the Hydra job that this process runs.
 
     Args:
         config: of the run.

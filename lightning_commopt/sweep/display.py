@@ -1,4 +1,4 @@
-"""What commopt-train shows of a sweep while it runs: what the job says, above a bar over all jobs."""
+"""The display of a running sweep: the job's output above a progress bar over all jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_commopt.sweep.job import Job, JobResult, SweepObserver
 
 
 class SweepDisplay(SweepObserver):
-    """Shows what the running job says above a bar over all jobs; a context manager.
+    """Shows the running job's output above a progress bar over all jobs; a context manager.
 
     Attributes:
         results: of the jobs that have ended, in this order.
@@ -66,7 +66,7 @@ class SweepDisplay(SweepObserver):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         self._live.stop()
 
     def planned(self, folder: Path, num_jobs: int) -> None:

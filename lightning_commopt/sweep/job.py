@@ -1,4 +1,4 @@
-"""One job of a sweep: a single run in a directory of its own, and what became of it."""
+"""One job of a sweep: a single run in its own directory, and its outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_commopt.sweep.process import InterruptedRun, run_in_group
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be run.
+    """A job to run.
 
     Attributes:
         number: of the job in the sweep, from 0; jobs that are left out leave gaps.
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """File with what the job's processes said."""
+        """File with the output of the job's processes."""
         return self.folder / LOG_FILE
 
 
@@ -68,13 +68,13 @@ class JobResult:
 
 
 class SweepObserver:
-    """Is told what happens in a sweep; this one ignores it."""
+    """Gets the events of a sweep; this base class ignores them."""
 
     def planned(self, folder: Path, num_jobs: int) -> None:
         """So many jobs are known so far, with those that have ended; ``folder`` is the sweep's."""
 
     def noted(self, text: str) -> None:
-        """The user should know this."""
+        """A note for the user."""
 
     def started(self, job: Job) -> None:
         """A job starts."""
@@ -92,14 +92,14 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
     Args:
         job: what to run; its folder is made.
         env: the whole environment.
-        observer: is told what the job says, and of its end.
+        observer: gets the job's output and its end.
 
     Returns:
         The job with the record that the run wrote; if it wrote none, or did not come to its end, with one that says
         so.
 
     Raises:
-        InterruptedRun: we were told to stop. The job's record says so, and the observer has got it.
+        InterruptedRun: this process got a signal to stop. The job's record says so, and the observer has got it.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / RUN_FILE).unlink(missing_ok=True)
@@ -129,7 +129,7 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
 
 
 def save_summary(folder: Path, results: Sequence[JobResult], left_out: Sequence[tuple[Job, Job]] = ()) -> None:
-    """Writes what became of all jobs so far into the sweep's directory.
+    """Writes the outcome of all jobs so far into the sweep's directory.
 
     Args:
         folder: of the sweep.

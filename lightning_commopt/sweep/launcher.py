@@ -80,7 +80,7 @@ class FreshProcessLauncher(Launcher):
         Raises:
             HydraException: this process is itself one of several ranks.
             ConfigError: a job cannot be run, or would write over another one.
-            InterruptedRun: we were told to stop; no process is left.
+            InterruptedRun: this process got a signal to stop; no other process is left.
         """
         if "LOCAL_RANK" in os.environ or num_started_ranks() > 1:
             raise HydraException(
@@ -119,7 +119,7 @@ class FreshProcessLauncher(Launcher):
                 left_out.append((job, first))
         if left_out:
             pairs = ", ".join(f"{job.number} as {first.number}" for job, first in left_out)
-            self._observer.noted(f"left out, for they train the same as another job: {pairs}")
+            self._observer.noted(f"left out, as they train the same as another job: {pairs}")
             self._left_out += left_out
         return to_run
 
@@ -137,7 +137,7 @@ class FreshProcessLauncher(Launcher):
         if changed:
             where = f"; what was there is in {moved_to}" if moved_to else ""
             self._observer.noted(
-                f"job {job.number} is run again, for its settings changed: {', '.join(changed)}{where}"
+                f"job {job.number} is run again, as its settings changed: {', '.join(changed)}{where}"
             )
 
     def _remember(self, result: JobResult, sweep_dir: Path) -> None:

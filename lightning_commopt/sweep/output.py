@@ -20,7 +20,7 @@ _CONSEQUENCE = re.compile(
 
 
 class LineReader:
-    """Cuts output into lines, and tells those that stay from those that are written over.
+    """Splits output into lines, and separates those that stay from those that are overwritten.
 
     Args:
         on_line: receives each line without control sequences, and whether it stays. Empty lines that stay are left

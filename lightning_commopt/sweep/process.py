@@ -21,7 +21,9 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class InterruptedRun(BaseException):
-    """We were told to stop, and the command is gone. Like `KeyboardInterrupt` it is no error to be reported.
+    """A signal asked this process to stop, and the command has ended.
+
+    Like `KeyboardInterrupt` it is no error to be reported.
 
     Attributes:
         signal: that we received.

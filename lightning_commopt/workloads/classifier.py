@@ -1,4 +1,4 @@
-"""What the models that tell classes apart have in common."""
+"""The common base of the classifiers."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_jobs_that_train_the_same_run_once(tmp_path, alone):
     assert notes.numbers == numbers_in(tmp_path / "s") == [0, 1, 4, 5, 6, 7, 8, 9, 12, 13, 14, 15]
     assert losses == [56, 57] * 4
     assert notes.num_jobs == [12]
-    assert "left out, for they train the same as another job: 2 as 0, 3 as 1, 10 as 8, 11 as 9" in notes.notes
+    assert "left out, as they train the same as another job: 2 as 0, 3 as 1, 10 as 8, 11 as 9" in notes.notes
     summary = {job["number"]: job["stands_for"] for job in json.loads((tmp_path / "s" / SUMMARY_FILE).read_text())}
     assert [job["number"] for job in summary[0]] == [2]
     assert {"ranks=4", "seed=6"} <= set(summary[0][0]["overrides"])
@@ -149,8 +149,8 @@ def test_a_job_with_other_settings_is_run_again_and_said(tmp_path):
     assert losses == [1, 4]
     moved = [f"; what was there is in {tmp_path}/earlier/{number}.1" for number in notes.numbers]
     assert [note.removesuffix(where) for note, where in zip(notes.notes, moved, strict=True)] == [
-        "job 0 is run again, for its settings changed: trainer.max_steps",
-        "job 1 is run again, for its settings changed: trainer.max_steps, seed",
+        "job 0 is run again, as its settings changed: trainer.max_steps",
+        "job 1 is run again, as its settings changed: trainer.max_steps, seed",
     ]
     assert RunRecord.load(tmp_path / "earlier" / "1.1").val_loss == 2
 
