@@ -126,7 +126,7 @@ class CommOptDDP(DDPStrategy):
     @property
     def wire_bytes(self) -> int:
         """Payload bytes that this rank's compressors have handed to collectives; 0 without ``comm_hook``."""
-        return self._earlier_bytes + sum(hook.bytes_sent for hook in self._hooks)
+        return self._earlier_bytes + sum(hook.bytes_sent for hook in tuple(self._hooks))
 
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """Wraps the module, unless there is only one rank."""
@@ -142,9 +142,9 @@ class CommOptDDP(DDPStrategy):
         return wrapped
 
     def _close(self, hook: BucketHook) -> None:
-        hook.close()
-        self._earlier_bytes += hook.bytes_sent
         self._hooks.remove(hook)
+        self._earlier_bytes += hook.bytes_sent
+        hook.close()
 
     def _setup_distributed(self) -> None:
         super()._setup_distributed()

@@ -2,7 +2,8 @@
 
 Of ``DDPStrategy`` our strategies override ``_configure_launcher``, ``_register_ddp_hooks`` and ``_setup_distributed``
 (Fabric), and read or set ``_ddp_kwargs``, ``_timeout``, ``_start_method``, ``_launcher``, ``_backward_sync_control``
-(Fabric) and ``_pl_static_graph_delay_done``: they are what the class is made of, and have no public form.
+(Fabric) and ``_pl_static_graph_delay_done``: they are what the class is made of, and have no public form. Our launcher
+overrides ``_call_children_scripts`` and calls ``_check_can_spawn_children``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import _StrategyRegistry as StrategyRegistry
 from lightning.fabric.strategies.ddp import _DDPBackwardSyncControl as DDPBackwardSyncControl
+from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import _augment_message as augment_message
@@ -29,6 +31,7 @@ __all__ = [
     "has_trainer",
     "is_validation_next",
     "optimizer_is_toggled",
+    "renew_rank",
     "sync_module_states",  # DDP's own way to send parameters, for baselines
     "will_accumulate",
     "wrap_comm_hook",
@@ -60,6 +63,11 @@ def optimizer_is_toggled(module: LightningModule) -> bool:
 def has_trainer(module: LightningModule) -> bool:
     """Returns whether a module belongs to a trainer; its public ``trainer`` raises where it does not."""
     return module._trainer is not None
+
+
+def renew_rank() -> None:
+    """Has messages that are for rank 0 follow the environment as it is now: Lightning reads it once, when imported."""
+    rank_zero_only.rank = _get_rank() or 0  # type: ignore[attr-defined]
 
 
 def comm_hook_of(strategy: object) -> Callable[..., Any] | None:

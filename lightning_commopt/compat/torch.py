@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed import _broadcast_coalesced as broadcast_coalesced
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -13,12 +14,17 @@ __all__ = [
     "broadcast_coalesced",  # DDP's own way to send buffers, for baselines that send as much as DDP
     "default_store",  # ranks can meet there without a collective, which a rank that does not come would break
     "flush_static_graph",
+    "foreach_copy_",  # what optimizers use for many small tensors
+    "foreach_mul_",
     "ignored_names",
     "registered_hooks",
     "sparse_values",
     "stop_reducing",
     "verify_shapes",  # DDP's own check of parameters, with its message
 ]
+
+
+foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_
 
 
 def registered_hooks(model: DistributedDataParallel) -> list[object]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_commopt.compat.torch import foreach_copy_, foreach_mul_
 from lightning_commopt.compressors.base import Layout, State
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.kernels.low_rank import fold, multiply, subtract_product, write_product
@@ -135,7 +136,7 @@ class BucketMatrices:
             subtract_product(self._bucket, self._parts.matrices, own, self._residual, finite)
         if self._parts.rest:
             rest = _stretches(self._residual, self._parts)
-            torch._foreach_mul_(rest, (~finite).to(self._residual.dtype))  # it is always finite itself
+            foreach_mul_(rest, (~finite).to(self._residual.dtype))  # it is always finite itself
 
     def decompress(self, mean: tuple[Tensor, Tensor], rest: Tensor, finite: Tensor) -> None:
         """Replaces the gradients by their average, ``P Q^T`` and the rest; to be called after `update_residual`.
@@ -148,7 +149,7 @@ class BucketMatrices:
         folded = self._residual if self._in_residual else None
         write_product(self._bucket, folded, self._parts.matrices, mean, finite)
         if self._parts.rest:
-            torch._foreach_copy_(_stretches(self._bucket, self._parts), rest.split(self._parts.rest_numels))
+            foreach_copy_(_stretches(self._bucket, self._parts), rest.split(self._parts.rest_numels))
         if self._bucket is not self._flat:
             self._flat.copy_(self._bucket)
 

@@ -138,10 +138,14 @@ class BucketHook:
     def close(self) -> dict[str, Tensor]:
         """Ends the executor, returns borrowed groups and drops all states.
 
+        After a failure the groups are not returned: their ranks may be out of step.
+
         Returns:
             This rank's residuals, by parameter name: what error feedback held back. Nothing after a failure.
         """
         if not self._executor.close():
+            self._states.clear()
+            self._residuals.clear()
             return {}
         if self._groups is not None:
             self._groups.return_to_pool()

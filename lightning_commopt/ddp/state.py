@@ -20,7 +20,7 @@ from lightning_commopt.compressors.registry import compressor_from_config, compr
 KEY = "lightning_commopt"
 """Where a checkpoint has it."""
 
-_VERSION = 1
+_VERSION = 2
 
 BucketStates = dict[int, tuple[tuple[str, ...], Layout, State]]
 """By the index of a bucket: the names of its parameters, its layout, the compressor's state."""

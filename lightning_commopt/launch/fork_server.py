@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -112,14 +113,21 @@ class ForkServer:
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             socket.send_fds(self._socket, [b"request"], [request, *streams])
             answer = self._socket.recv(32)
-        except OSError as error:
-            raise RuntimeError(f"the server that processes are forked from is gone: {error}") from error
+        except BaseException as error:
+            self._socket.close()  # else an answer that comes later would be taken for that of the next request
+            if ours >= 0:
+                os.close(ours)
+            if isinstance(error, OSError):
+                raise RuntimeError(f"no process could be forked from the server: {error}") from error
+            raise
         finally:
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
             for descriptor in (empty, request, theirs):
                 if descriptor >= 0:
                     os.close(descriptor)
         if not answer:
+            if ours >= 0:
+                os.close(ours)
             raise RuntimeError("the server that processes are forked from is gone")
         return ForkedProcess(int(answer), open(ours, "rb", buffering=0) if has_pipe else None)
 
@@ -219,8 +227,8 @@ def _renew(threads_before: str | None) -> None:
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-    if (rank_zero := sys.modules.get("lightning.fabric.utilities.rank_zero")) is not None:
-        rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
+    if "lightning.pytorch" in sys.modules:
+        import_module("lightning_commopt.compat.lightning").renew_rank()
     if (torch := sys.modules.get("torch")) is not None:
         threads = os.environ.get("OMP_NUM_THREADS")
         if threads is not None and threads != threads_before:

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import subprocess
+import threading
 import time
 
 _POLL_S = 0.02
@@ -24,6 +25,7 @@ class ForkedProcess:
         self.pid = pid
         self.stdout = stdout
         self.returncode: int | None = None
+        self._waiting = threading.RLock()
 
     def poll(self) -> int | None:
         """Returns ``returncode``, which is known once the process has ended."""
@@ -53,8 +55,12 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def _wait(self, options: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        with self._waiting:  # Lightning polls its ranks on a thread
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, options)
+                except ChildProcessError:  # reaped by the system, as where SIGCHLD is ignored; as in Popen
+                    pid, status = self.pid, 0
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode

@@ -79,6 +79,15 @@ class GradientSync:
         if plan.comm_hook is not None and self._torch_hook is not None:
             raise OptionError(f"comm_hook={plan.comm_hook!r} and ddp_comm_hook exclude each other: DDP takes one hook")
 
+    def check_agreement(self, plan: CommPlan) -> None:
+        """Checks while attached that all ranks have the same plan. All ranks must call it.
+
+        Raises:
+            OptionError: their plans differ.
+        """
+        if self._model is not None:
+            check_plans_agree(plan)
+
     @property
     def model(self) -> DistributedDataParallel | None:
         """The wrapper that it is attached to."""
@@ -181,14 +190,9 @@ class GradientSync:
         """Goes on with another plan. All ranks must call it, between two batches.
 
         Args:
-            plan: the same on all ranks.
+            plan: the same on all ranks; see `check_agreement`.
             wrap: wraps a module anew, and calls `attach`.
-
-        Raises:
-            OptionError: the ranks' plans differ.
         """
-        if self._model is not None:
-            check_plans_agree(plan)
         self.plan = plan
         if self._model is not None:
             self.rewrap(wrap)
@@ -256,7 +260,7 @@ class GradientSync:
         Returns:
             This rank's residuals, by parameter name.
         """
-        self._model = self._trainable = None
+        self.release_wrapper()
         self._cancel_residual_adder()
         if self._hook is None:
             return {}
@@ -265,20 +269,25 @@ class GradientSync:
         self._earlier_bytes += hook.bytes_sent
         return residuals
 
-    def end_fit(self, *, keep_state: bool) -> None:
-        """Detaches from the model for good.
-
-        Args:
-            keep_state: for checkpoints that are saved after the fit. Only if it ended between two batches.
-        """
-        state = self.state() if keep_state else None
+    def keep_state(self) -> None:
+        """Keeps the state for checkpoints that are saved after the fit. Only between two batches."""
+        state = self.state()
         if state is not None:
             self._of_last_fit = state.on_cpu()
-        if self._hook is not None:
-            warn_if_never_compressed(self.plan.comm_hook, self.num_syncs)
-        self.detach()
-        self._restored = None
-        self.num_syncs = 0
+
+    def release_wrapper(self) -> None:
+        """Drops the wrapper, before the end of a fit."""
+        self._model = self._trainable = None
+
+    def end_fit(self) -> None:
+        """Closes the hook, and forgets what belongs to one fit."""
+        try:
+            if self._hook is not None:
+                warn_if_never_compressed(self.plan.comm_hook, self.num_syncs)
+        finally:
+            self.detach()
+            self._restored = None
+            self.num_syncs = 0
 
     def _cancel_residual_adder(self) -> None:
         if self._residual_adder is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.types import _PATH
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -163,6 +163,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
 
     def _change_plan(self, plan: CommPlan) -> None:
         self._next_plan = None
+        self.gradient_sync.check_agreement(plan)
         for name in self.plan.ddp_kwargs():
             self._ddp_kwargs.pop(name, None)
         self._ddp_kwargs.update(plan.ddp_kwargs())
@@ -181,7 +182,9 @@ class GradientSyncStrategy(OwnGroupStrategy):
         batches = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current
         return batches.started > batches.processed  # type: ignore[attr-defined]
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         """Writes a checkpoint, with the gradient-sync state of all ranks unless it is of weights only.
 
         If some ranks do not come, or come in the middle of a batch, because of an exception or a signal, the state is
@@ -199,7 +202,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
                 checkpoint[KEY] = saved
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a checkpoint; if it is to be trained further, keeps this rank's part of the state."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         saved = checkpoint.pop(KEY, None)
@@ -218,10 +221,12 @@ class GradientSyncStrategy(OwnGroupStrategy):
 
     def teardown(self) -> None:
         """Removes the wrapper, and ends the hook."""
-        keep_state = self._save_comm_state and not self._is_in_batch
         try:
+            if self._save_comm_state and not self._is_in_batch:
+                self.gradient_sync.keep_state()
+            self.gradient_sync.release_wrapper()  # so that Lightning can free its buckets
             super().teardown()
         finally:
-            self.gradient_sync.end_fit(keep_state=keep_state)
+            self.gradient_sync.end_fit()
         if self._next_plan is not None:
             self._change_plan(self._next_plan)

@@ -150,6 +150,7 @@ def _different_plans() -> str:
         trainer(strategy, callbacks=[ChangePlan(plan)]).fit(Tiny(), loader())
     finally:
         assert strategy.plan == CommPlan(bucket_cap_mb=1), "a refused plan must not stay"
+        assert strategy._ddp_kwargs == {"bucket_cap_mb": 1}
     return ""
 
 

@@ -1,5 +1,7 @@
 """Fits one after another in one process, and modules that bring a DDP of their own."""
 
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
+from lightning_commopt.collectives.channel import Channel
+from lightning_commopt.compressors import AllReduce, Compressor, Layout, Rounds, State
 from ranks import run_ranks
 
 
@@ -57,3 +61,36 @@ def test_fits_one_after_another_of_a_module_that_holds_another_ddp() -> None:
                 np.testing.assert_array_equal(one, other, err_msg=f"{comm_hook}, fit {fit}")
                 if comm_hook == "all_reduce":
                     np.testing.assert_allclose(one, plain, rtol=1e-5, atol=1e-7, err_msg=f"fit {fit}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KeepsAnObject(Compressor):
+    """Has a state that no checkpoint can hold."""
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        return {"anything": object()}
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        yield from AllReduce().rounds(flat, layout, {}, channel)
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        return AllReduce().wire_bytes(layout, world_size)
+
+
+def _end_with_a_state_that_cannot_be_kept() -> tuple[str, int, int]:
+    strategy = CommOptDDP(comm_hook=_KeepsAnObject())
+    try:
+        trainer(strategy, max_epochs=-1, max_steps=2).fit(BoringModel())
+    except TypeError as error:
+        threads = sum(thread.name == "commopt-gradient-sync" for thread in threading.enumerate())
+        return str(error), threads, strategy.gradient_sync.num_syncs
+    return "", -1, -1
+
+
+def test_a_state_that_cannot_be_kept_leaves_no_hook() -> None:
+    """If it fails, an error at the end of a fit leaves a thread, and the next fit begins where this one was."""
+    for message, num_threads, num_syncs in run_ranks(_end_with_a_state_that_cannot_be_kept):
+        assert "a state may hold tensors" in message
+        assert (num_threads, num_syncs) == (0, 0)
