@@ -131,7 +131,7 @@ class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
         return super().validation_step(*args, **kwargs)
 
     def _send_buffers(self) -> None:
-        """Sends rank 0's buffers to all ranks if a synchronised backward came since that was last done, as DDP does."""
+        """Sends rank 0's buffers to all ranks if a synchronized backward came since that was last done, as DDP does."""
         if not self._buffers_are_due:
             return
         self._buffers_are_due = False

@@ -17,7 +17,7 @@ class SpeedMonitor(Callback):
     """Times the steps of a fit on this rank's clock.
 
     The clock runs from the start of the first batch after the warm-up to the end of the last batch, and stands still
-    in validation and between epochs. The device is synchronised when it starts and when it stops, never between
+    in validation and between epochs. The device is synchronized when it starts and when it stops, never between
     steps, so that the host may run ahead as it does without this callback.
 
     Args:

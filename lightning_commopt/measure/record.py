@@ -51,7 +51,7 @@ class BucketSpan:
 
     Attributes:
         index: of the bucket.
-        backward: which synchronised backward of the step it belongs to, from 0.
+        backward: which synchronized backward of the step it belongs to, from 0.
         gradient_bytes: of its gradients.
         wire_bytes: payload that this rank handed to collectives for it, in terms of an all-reduce.
         ready_s: when its last gradient was there.

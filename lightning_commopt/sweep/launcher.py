@@ -136,9 +136,7 @@ class FreshProcessLauncher(Launcher):
         moved_to = set_aside(job.folder, sweep_dir)
         if changed:
             where = f"; what was there is in {moved_to}" if moved_to else ""
-            self._observer.noted(
-                f"job {job.number} is run again, as its settings changed: {', '.join(changed)}{where}"
-            )
+            self._observer.noted(f"job {job.number} is run again, as its settings changed: {', '.join(changed)}{where}")
 
     def _remember(self, result: JobResult, sweep_dir: Path) -> None:
         self._results[result.job.content] = result
