@@ -28,7 +28,7 @@ class PhaseCallback(Callback):
 
     @abstractmethod
     def _enter(self, phase: str | None) -> None:
-        """A phase begins, and the one before it is over; None: what comes now is no part of any step."""
+        """A phase begins, and the one before it ends; with None, what follows belongs to no step."""
 
     def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
         """A batch is there; it comes before the phase "forward"."""

@@ -90,7 +90,7 @@ class AlternatingPowerSGD(Preset):
         error_feedback: send later what a step dropped. Without it the gradient is biased.
         residual_dtype: of what is sent later, "float32" or "bfloat16".
         refresh_steps: steps after which the factors become random again; None for never.
-        epsilon: added to the norm of a column when it is normalised (``matrix_rank`` 1 only).
+        epsilon: added to the norm of a column when it is normalized (``matrix_rank`` 1 only).
         seed: of the random factors, the same on all ranks.
 
     Raises:

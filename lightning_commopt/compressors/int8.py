@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class BlockInt8(Compressor):
     """Rounds to int8 with one float32 scale a block, twice: each rank's gradients, and their mean.
 
-    Each rank quantises one shard for every peer, receives its own shard from all, sums it in float32, quantises the
+    Each rank quantizes one shard for every peer, receives its own shard from all, sums it in float32, quantizes the
     mean again, and sends that to all. Lossy: each rounding is off by at most half a scale, 1/254 of the largest
     magnitude in the block; of Gaussian gradients the mean is off by about 0.9 % in the 2-norm. An outlier costs the
     precision of its own block only. Meant to stand inside `ErrorFeedback`, which sees both roundings.

@@ -32,7 +32,7 @@ class PowerIteration(Compressor):
         matrix_rank: columns of the factors, ``r``; a matrix with a shorter side gets as many as that side.
         min_compression_rate: a matrix is compressed if ``m * k > min_compression_rate * r * (m + k)``.
         refresh_steps: steps after which the iteration begins again with random factors; None for never.
-        epsilon: added to the norm of a column, in units of that norm, when it is normalised; for ``matrix_rank`` 1
+        epsilon: added to the norm of a column, in units of that norm, when it is normalized; for ``matrix_rank`` 1
             only.
         seed: of the random factors, the same on all ranks.
 

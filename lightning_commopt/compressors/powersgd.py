@@ -108,7 +108,7 @@ class PowerSGD(Preset):
         residual_dtype: of what is sent later, "float32" or "bfloat16".
         warm_start: reuse the last step's ``Q``.
         refresh_steps: steps after which ``Q`` becomes random again; None for never.
-        epsilon: added to the norm of a column when it is normalised (``matrix_rank`` 1 only).
+        epsilon: added to the norm of a column when it is normalized (``matrix_rank`` 1 only).
         seed: of the random ``Q``, the same on all ranks.
 
     Raises:

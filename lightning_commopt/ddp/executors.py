@@ -92,7 +92,7 @@ class WorkerThread(Executor):
         self._tasks.put((task, futures))
 
     def close(self) -> bool:
-        """Waits for the thread, but not for ever: a peer may be gone."""
+        """Waits for the thread, but not forever: a peer may be gone."""
         self._tasks.put(None)
         self._thread.join(_JOIN_TIMEOUT_S)
         return self._error is None and not self._thread.is_alive()

@@ -24,7 +24,7 @@ codes by one where ``c / scale`` is half way between two. Blocks of less than 32
 does not vectorise maxima over so few.
 
 Source: blocks as in Dettmers et al., 8-bit Optimizers (arXiv:2110.02861), we round evenly, not by a table; two
-quantised transfers around a float32 sum as in Wang et al., ZeRO++ (arXiv:2306.10209), we keep what is rounded off.
+quantized transfers around a float32 sum as in Wang et al., ZeRO++ (arXiv:2306.10209), we keep what is rounded off.
 """
 
 from __future__ import annotations

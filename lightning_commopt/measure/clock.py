@@ -59,7 +59,7 @@ class HostClock(Clock):
 
 
 class CudaClock(Clock):
-    """Events in the current stream of a device; synchronises once, when it is made.
+    """Events in the current stream of a device; synchronizes once, when it is made.
 
     Args:
         device: a CUDA device.

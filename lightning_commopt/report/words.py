@@ -45,8 +45,8 @@ class Words(NamedTuple):
     """How a value is written.
 
     Attributes:
-        said: in the name.
-        unsaid: what is said only where the name would else be empty or not the only one.
+        said: text for the name.
+        unsaid: text for the name only where it would otherwise be empty or not unique.
     """
 
     said: str

@@ -71,7 +71,7 @@ class SweepObserver:
     """Gets the events of a sweep; this base class ignores them."""
 
     def planned(self, folder: Path, num_jobs: int) -> None:
-        """So many jobs are known so far, with those that have ended; ``folder`` is the sweep's."""
+        """The sweep in ``folder`` has ``num_jobs`` jobs so far, those that have ended included."""
 
     def noted(self, text: str) -> None:
         """A note for the user."""
@@ -80,10 +80,10 @@ class SweepObserver:
         """A job starts."""
 
     def said(self, text: str, is_final: bool) -> None:
-        """The job wrote a line; unless ``is_final`` it will write over it, as progress bars do."""
+        """The job wrote a line; unless ``is_final`` the next one replaces it, as with progress bars."""
 
     def ended(self, result: JobResult) -> None:
-        """A job has ended, well or not, or is kept."""
+        """A job has finished or failed, or its earlier run is kept."""
 
 
 def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobResult:
@@ -95,7 +95,7 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
         observer: gets the job's output and its end.
 
     Returns:
-        The job with the record that the run wrote; if it wrote none, or did not come to its end, with one that says
+        The job with the record that the run wrote; if it wrote none, or did not reach its end, with one that says
         so.
 
     Raises:

@@ -139,7 +139,7 @@ def _follow(
 
 
 def _stop_signal() -> signal.Signals:
-    """Returns what asks a group to stop; it ignores what we ignored when it started."""
+    """Returns the signal that asks a group to stop: SIGTERM where it inherited that SIGINT is ignored."""
     is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     return signal.SIGTERM if is_deaf else signal.SIGINT
 
@@ -156,7 +156,7 @@ def _has_ended(pid: int) -> bool:
 
 @contextmanager
 def _noted_signals() -> Iterator[list[signal.Signals]]:
-    """Notes the signals that ask us to stop; an exception from a handler could lose a process just started."""
+    """Collects the signals that ask to stop; an exception from a handler could lose a process just started."""
     received: list[signal.Signals] = []
     with _handled_signals(lambda number, _: received.append(signal.Signals(number))):
         yield received
