@@ -136,16 +136,13 @@ class BucketHook:
         self._residuals.update(residuals)
 
     def close(self) -> dict[str, Tensor]:
-        """Ends the executor, returns borrowed groups and drops all states.
-
-        After a failure the groups are not returned: their ranks may be out of step.
+        """Ends the executor, drops all states, and returns borrowed groups unless ranks may be out of step.
 
         Returns:
             This rank's residuals, by parameter name: what error feedback held back. Nothing after a failure.
         """
         if not self._executor.close():
-            self._states.clear()
-            self._residuals.clear()
+            self._states, self._residuals = {}, {}
             return {}
         if self._groups is not None:
             self._groups.return_to_pool()

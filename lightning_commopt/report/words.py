@@ -46,11 +46,11 @@ class Words(NamedTuple):
 
     Attributes:
         said: text for the name.
-        unsaid: text for the name only where it would otherwise be empty or not unique.
+        fallback: text for the name only where it would otherwise be empty or not unique.
     """
 
     said: str
-    unsaid: str = ""
+    fallback: str = ""
 
 
 def canonical(name: str) -> str:
@@ -96,7 +96,7 @@ def setting_name(values: Mapping[str, str]) -> tuple[str, str]:
     ordered = sorted(values.items(), key=lambda item: _place(canonical(item[0])))
     words = [(_words(canonical(name), value), name, value) for name, value in ordered]
     short = ", ".join(dict.fromkeys(each.said for each, _, _ in words if each.said))
-    long = ", ".join(dict.fromkeys(each.said or each.unsaid or f"{name}={value}" for each, name, value in words))
+    long = ", ".join(dict.fromkeys(each.said or each.fallback or f"{name}={value}" for each, name, value in words))
     return short or long, long
 
 
