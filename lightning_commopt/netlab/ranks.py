@@ -33,6 +33,7 @@ class RankError(RuntimeError):
 class Process(Protocol):
     """The part of ``subprocess.Popen`` that a rank needs."""
 
+    pid: int
     returncode: Any
 
     @property
@@ -42,7 +43,7 @@ class Process(Protocol):
     def poll(self) -> int | None:
         """Returns the exit status; None while it runs."""
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """Returns the exit status at the end."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning_commopt.launch.fork_server import ForkServer
-from lightning_commopt.launch.forked_process import ForkedProcess
+from lightning_commopt.netlab.ranks import Process, start_program
 
 _POLL_S = 0.1
 _CHUNK_BYTES = 65536
@@ -92,23 +91,14 @@ def raised_signals() -> Iterator[None]:
         yield
 
 
-def _start(
-    command: Sequence[str], env: Mapping[str, str], server: ForkServer | None
-) -> subprocess.Popen[bytes] | ForkedProcess:
+def _start(command: Sequence[str], env: Mapping[str, str], server: ForkServer | None) -> Process:
     if server is not None:
         return server.start(command, env=env, is_session=True, has_pipe=True, is_server=True)
-    return subprocess.Popen(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    return start_program(command, env)
 
 
 def _follow(
-    process: subprocess.Popen[bytes] | ForkedProcess,
+    process: Process,
     on_output: Callable[[bytes], None],
     received: list[signal.Signals],
     grace_s: float,
