@@ -220,8 +220,8 @@ def measure(part: str, rate: str, arguments: argparse.Namespace) -> Any:
     """Runs the ranks of one part in a lab of their own."""
     with NetLab(arguments.num_hosts, rate) as lab:
         command = [sys.executable, __file__, "--worker", part, *sys.argv[1:]]
-        said = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
-    return json.loads(next(line for line in said.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+        output = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
+    return json.loads(next(line for line in output.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
 
 
 def exposed_summary(trials: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:

@@ -92,8 +92,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
         profiled = from_trace(json.loads(trace.read_text())["traceEvents"], arguments.device)
     if rank == 0:
         ours = {
-            "total_s": sum(record.wire_s for record in records),
-            "exposed_s": sum(record.exposed_s for record in records),
+            "total_s": sum(record.totals.wire_s for record in records),
+            "exposed_s": sum(record.totals.exposed_s for record in records),
         }
         print(RESULT + json.dumps({"ours": ours, "profiler": profiled, "num_steps": len(records)}), flush=True)
 
@@ -156,8 +156,8 @@ def main() -> None:
     command = [sys.executable, *launcher, __file__, "--worker", *sys.argv[1:]]
     turns = []
     for _ in range(arguments.num_turns):
-        said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
-        line = next(line for line in said.splitlines() if line.startswith(RESULT))
+        output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+        line = next(line for line in output.splitlines() if line.startswith(RESULT))
         turns.append(json.loads(line.removeprefix(RESULT)))
     print_table(turns)
     if arguments.output:

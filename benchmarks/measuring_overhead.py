@@ -286,8 +286,8 @@ def main() -> None:
     load = os.getloadavg()[0]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.num_ranks)]
     command = [sys.executable, *launcher, __file__, "--worker", *sys.argv[1:]]
-    said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
-    result = json.loads(next(line for line in said.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+    output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+    result = json.loads(next(line for line in output.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
     rows = {part: summary(result[part]) for part in ("ours", "ours_processor", "peers")}
     for part, of_part in rows.items():
         print_table(of_part, f"{part}: added to each step")

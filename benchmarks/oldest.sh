@@ -10,6 +10,8 @@ uv venv --quiet --python 3.10 "$environment"
 # --no-config: the pins under tool.uv are the newest versions.
 uv pip install --no-config --python "$environment/bin/python" --resolution lowest-direct --group dev --editable .
 "$environment/bin/python" -c '
-import sys, lightning, torch
-print("python", sys.version.split()[0], "torch", torch.__version__, "lightning", lightning.__version__)'
+import sys
+from importlib.metadata import version
+names = ("torch", "lightning", "pytorch-lightning", "hydra-core", "omegaconf")
+print("python", sys.version.split()[0], *(f"{name} {version(name)}" for name in names))'
 exec "$environment/bin/python" -m pytest "$@"

@@ -160,8 +160,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         with NetLab(arguments.num_hosts, arguments.rate) as lab:
             words = ["--worker", str(seed), "--num-hosts", str(arguments.num_hosts), "--tasks", *arguments.tasks]
             command = [sys.executable, __file__, *words, "--hooks", *arguments.hooks]
-            said = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
-        lines = [line.removeprefix(RESULT) for line in said.splitlines() if line.startswith(RESULT)]
+            output = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
+        lines = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
         runs += [json.loads(line) for line in lines]
         print(f"seed {seed}: {len(lines)} runs", flush=True)
         yield runs

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer, get_model
 
 from lightning_commopt import CommPlan
-from lightning_commopt.ddp.hook import attach_bucket_hook
+from lightning_commopt.ddp.attach import attach_bucket_hook
 from lightning_commopt.netlab import NetLab, RankError, parse_rate, why_not
 from lightning_commopt.netlab.lab import DEVICE
 
@@ -184,8 +184,8 @@ def run_turn(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     sizes = [word for key in numbers for word in (f"--{key.replace('_', '-')}", str(getattr(arguments, key)))]
     with NetLab(arguments.num_hosts if PLANS[name].uses_ddp else 1, arguments.rate) as lab:
         command = [sys.executable, __file__, "--worker", name, "--model", arguments.model, *sizes]
-        said = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
-    return json.loads(next(line for line in said.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+        output = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
+    return json.loads(next(line for line in output.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
 
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:

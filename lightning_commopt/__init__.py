@@ -21,6 +21,7 @@ __all__ = [
     "ErrorFeedback",
     "Hierarchical",
     "Int8",
+    "NcclOptions",
     "OptionError",
     "PowerSGD",
     "register_compressor",
@@ -40,18 +41,21 @@ if TYPE_CHECKING:
         PowerSGD,
         register_compressor,
     )
+    from lightning_commopt.lightning import CommOptDDP
+    from lightning_commopt.links.nccl_options import NcclOptions
     from lightning_commopt.plan import CommPlan, OptionError
-    from lightning_commopt.strategy.ddp import CommOptDDP
 else:
     _MODULES = {
-        "CommOptDDP": "lightning_commopt.strategy.ddp",
         "CommPlan": "lightning_commopt.plan",
+        "NcclOptions": "lightning_commopt.links.nccl_options",
         "OptionError": "lightning_commopt.plan",
     }
     _PACKAGES = ("baselines", "callbacks", "compressors", "fabric", "plan")
 
     def __getattr__(name: str) -> Any:
-        if name in __all__:
+        if name == "CommOptDDP":
+            value = import_module("lightning_commopt.strategy.adapters").adapter_in_use()
+        elif name in __all__:
             value = getattr(import_module(_MODULES.get(name, "lightning_commopt.compressors")), name)
         elif name in _PACKAGES:
             value = import_module(f"lightning_commopt.{name}")

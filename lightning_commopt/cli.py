@@ -1,31 +1,27 @@
 """The console command ``commopt``: one function for each command, which parses, calls and prints.
 
-A command imports what it needs when it runs: torch takes seconds to import, and only ``info`` and ``nsys`` need it.
+A command imports what it needs when it runs: torch takes seconds to import, and most commands do without.
 """
 
 import json as json_text
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-if TYPE_CHECKING:
-    from lightning_commopt.runs.info import Info
+from lightning_commopt.formatting import count
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     help="Tools around lightning_commopt. Training is commopt-train.",
 )
-
-
-_KERNELS = {"c": "C", "triton": "Triton", "torch": "plain torch"}
 
 
 @app.callback()
@@ -38,19 +34,67 @@ def _main() -> None:
 def info(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Prints versions, devices, backends, comm hooks, and which DDP options this torch has."""
+    """Prints versions, devices, backends, comm hooks, which DDP options this torch has, and which faults to mend."""
     from lightning_commopt.runs.info import collect
+    from lightning_commopt.runs.info_terminal import print_info
 
     found = collect()
     if json:
         typer.echo(json_text.dumps(found.to_dict(), indent=2))
         return
+    print_info(found, Console())
+
+
+@app.command()
+def selftest(
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA where there is a device.")] = "auto",
+    output: Annotated[Path | None, typer.Option(help="Write everything as JSON to this file.")] = None,
+) -> None:
+    """Checks gradient sync on this machine's devices: exactness, equal ranks, resume, memory, measured times.
+
+    Exit status 1 if a check fails, 2 if it cannot run.
+    """
+    from lightning_commopt.selftest.run import run_selftest
+    from lightning_commopt.selftest.terminal import print_selftest
+
     console = Console()
-    for table in (_versions_table(found), _devices_table(found), _backends_table(found), _options_table(found)):
-        console.print(table)
-    console.print(f"comm_hook: {', '.join(found.comm_hooks)}", highlight=False)
-    shown = ", ".join(f"{_KERNELS[name]} on {kind.upper()}" for kind, name in found.kernels.items())
-    console.print(f"arithmetic of compressors: {shown}", highlight=False)
+    with _errors_in_a_line(status=2), console.status("starting two ranks") as status:
+        found = run_selftest(device, lambda name: status.update(name))
+    print_selftest(found, console)
+    if output is not None:
+        output.write_text(json_text.dumps(found.to_dict(), indent=2), encoding="utf-8")
+        console.print(f"written to {output}", highlight=False)
+    raise typer.Exit(found.has_failed)
+
+
+@app.command()
+def doctor(
+    limit_s: Annotated[float, typer.Option(min=1, help="Seconds in which ranks must meet.")] = 60,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a list.")] = False,
+) -> None:
+    """Says what may keep training from running here: on this host, or under torchrun on all hosts.
+
+    Compares versions, devices and variables of all ranks; looks at packages, NCCL's variables, shared memory, cores,
+    names, ports and InfiniBand. Exit status 1 if there is an error, 2 if the ranks do not meet.
+    """
+    from lightning_commopt.doctor.facts import collect_facts
+    from lightning_commopt.doctor.findings import find
+    from lightning_commopt.doctor.meeting import MeetingError, meet
+    from lightning_commopt.doctor.terminal import print_findings
+
+    facts = collect_facts()
+    try:
+        everybody = meet(facts, limit_s=limit_s) if "RANK" in os.environ else [facts]
+    except MeetingError as error:
+        typer.echo(f"commopt: {error}", err=True)
+        raise typer.Exit(2) from None
+    found = find(everybody)
+    if facts.rank == 0 and json:
+        plain = {"ranks": [asdict(each) for each in everybody], "findings": [each._asdict() for each in found]}
+        typer.echo(json_text.dumps(plain, indent=2))
+    elif facts.rank == 0:
+        print_findings(found, everybody, Console())
+    raise typer.Exit(any(each.severity == "error" for each in found))
 
 
 @app.command()
@@ -72,8 +116,8 @@ def trace(
     for notice in written.notices:
         typer.echo(f"commopt: {notice}", err=True)
     typer.echo(
-        f"{written.path}: steps {written.first_step} to {written.last_step} of {written.num_ranks} rank(s);"
-        f" {written.num_steps_recorded} steps were saved. Open it in https://ui.perfetto.dev"
+        f"{written.path}: steps {written.first_step} to {written.last_step} of {count(written.num_ranks, 'rank')};"
+        f" {count(written.num_steps_recorded, 'step')} saved. Open it in https://ui.perfetto.dev"
     )
 
 
@@ -116,7 +160,7 @@ def nsys(
 ) -> None:
     """Runs COMMAND on every rank under Nsight Systems, from cudaProfilerStart to cudaProfilerStop.
 
-    An nsys older than 2026.1 may not know the trace nccl: --nsys-args=--trace=cuda,nvtx,osrt leaves it out.
+    Traces CUDA, NVTX, the system's calls and, where this nsys can, NCCL; --nsys-args=--trace=cuda,nvtx for less.
     Several windows: --nsys-args=--capture-range-end=repeat:2.
     """
     from lightning_commopt.launch import nsys as nsight
@@ -190,6 +234,32 @@ def report(
     raise typer.Exit(1 if regressions is not None and regressions.is_worse else 0)
 
 
+@app.command()
+def nccl_log(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Logs of NCCL_DEBUG=INFO: one for each rank, or all ranks in one."),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Says how the ranks of a job talk, what is slow, wrong or unequal, and which setting or hardware is behind it.
+
+    Files may be cut, mixed, and of NCCL 2.4 to 2.30. Exit status 2 if there is no line of NCCL in them.
+    """
+    from lightning_commopt.links.nccl_log.findings import find_all
+    from lightning_commopt.links.nccl_log.reader import read_log
+    from lightning_commopt.links.nccl_log.summary import to_plain
+    from lightning_commopt.links.nccl_log.terminal import print_log
+
+    with _errors_in_a_line(status=2):
+        log = read_log(files)
+    findings = find_all(log)
+    if json:
+        typer.echo(json_text.dumps(to_plain(log, findings), indent=2))
+    else:
+        print_log(log, findings, Console())
+
+
 @contextmanager
 def _errors_in_a_line(status: int = 1) -> Iterator[None]:
     """Turns a user's mistake into one line and an exit status; other errors keep their traceback."""
@@ -198,45 +268,3 @@ def _errors_in_a_line(status: int = 1) -> Iterator[None]:
     except (OSError, ValueError) as error:
         typer.echo(f"commopt: {error}", err=True)
         raise typer.Exit(status) from None
-
-
-def _versions_table(found: "Info") -> Table:
-    table = _table("versions", "")
-    for name, version in found.versions.items():
-        table.add_row(name, version)
-    table.add_row("platform", found.platform)
-    return table
-
-
-def _devices_table(found: "Info") -> Table:
-    table = _table("devices", "name", "memory", "cores")
-    for device in found.devices:
-        table.add_row(device.kind, device.name, f"{device.memory_bytes / 2**30:.1f} GiB", str(device.num_cores))
-    return table
-
-
-def _backends_table(found: "Info") -> Table:
-    table = _table("backends", "in this torch")
-    for name, available in found.backends.items():
-        shown = f"yes, {found.nccl_version}" if name == "nccl" and available else _yes_or_no(available)
-        table.add_row(name, shown)
-    return table
-
-
-def _options_table(found: "Info") -> Table:
-    table = _table("DDP options", "in this torch", "since torch")
-    for option in found.ddp_options:
-        table.add_row(option.name, _yes_or_no(option.available), option.since)
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(*columns, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for column in table.columns:
-        column.overflow = "fold"  # where the output is narrow nothing is cut off
-    table.columns[0].no_wrap = True
-    return table
-
-
-def _yes_or_no(value: bool) -> str:
-    return "yes" if value else "no"

@@ -17,13 +17,15 @@ from lightning.fabric.strategies import DDPStrategy
 from torch.nn import Module
 from typing_extensions import Self
 
-from lightning_commopt.compat.lightning import DDPBackwardSyncControl, StrategyRegistry
+from lightning_commopt.compat.fabric import DDPBackwardSyncControl, StrategyRegistry
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
+from lightning_commopt.ddp.attach import attach_bucket_hook
+from lightning_commopt.ddp.hook import BucketHook
+from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
-from lightning_commopt.strategy.base import check_group, explain_one_rank, strategy_from_plan
+from lightning_commopt.strategy.base import check_group, explain_one_rank, prepare_nccl, strategy_from_plan
 
 
 class CommOptDDP(DDPStrategy):
@@ -52,6 +54,7 @@ class CommOptDDP(DDPStrategy):
         skip_all_reduce_unused_params: see `CommPlan`.
         batched_grad_copy: see `CommPlan`.
         lazy_bucket_allocation: see `CommPlan`.
+        nccl: see `lightning_commopt.CommOptDDP`.
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
@@ -83,6 +86,7 @@ class CommOptDDP(DDPStrategy):
         skip_all_reduce_unused_params: bool | None = None,
         batched_grad_copy: bool | None = None,
         lazy_bucket_allocation: bool | None = None,
+        nccl: str | dict[str, Any] | NcclOptions | None = None,
         **kwargs: Any,
     ) -> None:
         self._plan, ddp_kwargs = plan_from_arguments(locals())
@@ -97,6 +101,7 @@ class CommOptDDP(DDPStrategy):
             start_method=start_method,
             **ddp_kwargs,
         )
+        self._nccl = NcclOptions.from_config(nccl)
         self._hooks: set[BucketHook] = set()
         self._earlier_bytes = 0
         self._backward_sync_control = _SyncControl()
@@ -120,7 +125,8 @@ class CommOptDDP(DDPStrategy):
         """Returns what a Trainer shows in its error for a strategy that is not its own."""
         return (
             f"<lightning_commopt.fabric.CommOptDDP for Fabric, {self.plan.name};"
-            " for lightning.pytorch.Trainer there is lightning_commopt.CommOptDDP>"
+            " for a Trainer there are lightning_commopt.lightning.CommOptDDP and"
+            " lightning_commopt.pytorch_lightning.CommOptDDP>"
         )
 
     @property
@@ -136,7 +142,7 @@ class CommOptDDP(DDPStrategy):
             return module
         wrapped = super().setup_module(module)
         if self._plan.comm_hook is not None:
-            hook = attach_bucket_hook(wrapped, self._plan.comm_hook, self._timeout, local_world_size=self.num_processes)
+            hook = attach_bucket_hook(wrapped, self._plan.comm_hook, self._timeout, ranks_per_node=self.num_processes)
             self._hooks.add(hook)
             weakref.finalize(wrapped, self._close, hook).atexit = False
         return wrapped
@@ -147,6 +153,7 @@ class CommOptDDP(DDPStrategy):
         hook.close()
 
     def _setup_distributed(self) -> None:
+        prepare_nccl(self._nccl, self.process_group_backend, self.root_device)
         super()._setup_distributed()
         check_group(self.world_size, type(self).__name__)
 

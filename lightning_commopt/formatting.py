@@ -56,6 +56,24 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if math.isfinite(share) else "-"
 
 
+def short_percent(share: float) -> str:
+    """Returns a share, or a relative change without its sign, with two digits that mean something.
+
+    >>> short_percent(0.4286), short_percent(-0.0123), short_percent(0.00012)
+    ('43 %', '1.2 %', '0.01 %')
+    """
+    return f"{number(100 * abs(share), digits=2, most_decimals=2)} %"
+
+
+def count(num: int, thing: str) -> str:
+    """Returns a number of things.
+
+    >>> count(1, "rank"), count(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{num} {thing}" if num == 1 else f"{num} {thing}s"
+
+
 def megabytes(num_bytes: float) -> str:
     """Returns a number of MB.
 
@@ -65,9 +83,12 @@ def megabytes(num_bytes: float) -> str:
     return number(num_bytes / 1e6)
 
 
+MILLISECONDS = Unit("ms", 1e-3)
+
+
 def time_unit(longest_s: float) -> Unit:
     """Returns seconds or milliseconds, whichever suits the longest of some times."""
-    return Unit("s", 1.0) if longest_s >= 2 else Unit("ms", 1e-3)
+    return Unit("s", 1.0) if longest_s >= 2 else MILLISECONDS
 
 
 def byte_unit(most_bytes: float) -> Unit:

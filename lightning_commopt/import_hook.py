@@ -30,7 +30,9 @@ def call_after_import(module: str, function: AfterImport) -> None:
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-    _finder.functions[module] = function
+    functions = _finder.functions.setdefault(module, [])
+    if function not in functions:  # this package may be reloaded
+        functions.append(function)
     if module in sys.modules:
         # Not from sys.modules, where it may be half imported by another thread: this waits for that.
         _call(function, importlib.import_module(module))
@@ -40,30 +42,30 @@ class _Finder(MetaPathFinder):
     """Finds what the other finders find, with a loader that calls a function."""
 
     def __init__(self) -> None:
-        self.functions: dict[str, AfterImport] = {}
+        self.functions: dict[str, list[AfterImport]] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        function = self.functions.get(fullname)
-        if function is None:
+        functions = self.functions.get(fullname)
+        if functions is None:
             return None
         for finder in list(sys.meta_path):
             find_spec = None if finder is self else getattr(finder, "find_spec", None)
             spec = None if find_spec is None else find_spec(fullname, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _CallingLoader(spec.loader, function)
+                    spec.loader = _CallingLoader(spec.loader, functions)
                 return spec
         return None
 
 
 class _CallingLoader(Loader):
-    """Loads as another loader does, and then calls a function."""
+    """Loads as another loader does, and then calls functions."""
 
-    def __init__(self, loader: Any, function: AfterImport) -> None:
+    def __init__(self, loader: Any, functions: list[AfterImport]) -> None:
         self._loader = loader
-        self._function = function
+        self._functions = functions
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self._loader.create_module(spec)
@@ -74,7 +76,8 @@ class _CallingLoader(Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        _call(self._function, module)
+        for function in self._functions:
+            _call(function, module)
 
     def __getattr__(self, name: str) -> Any:
         # For whoever has found the module and does not import it, such as pkgutil.

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compressors import Compressor, compressor_from_config, compressor_to_config
 from lightning_commopt.compressors.naming import say_option, short_name
 from lightning_commopt.validation import did_you_mean
@@ -104,7 +104,7 @@ class CommPlan:
                 raise OptionError(f"{name} must be true, false or None, got {value!r}")
             object.__setattr__(self, name, bool(value))
             _check_available(name, name)
-        object.__setattr__(self, "bucket_cap_mb", _checked_bucket_cap(self.bucket_cap_mb))
+        object.__setattr__(self, "bucket_cap_mb", _check_bucket_cap(self.bucket_cap_mb))
         if isinstance(self.bucket_cap_mb, tuple):
             _check_available("bucket_cap_mb_list", "a list as bucket_cap_mb")
         try:
@@ -235,17 +235,17 @@ def _check_available(ddp_option: str, asked: str) -> None:
         raise OptionError(f"{asked} needs torch >= {since}, but torch {torch.__version__} is installed")
 
 
-def _checked_bucket_cap(value: Any) -> float | tuple[float, ...] | None:
+def _check_bucket_cap(value: Any) -> float | tuple[float, ...] | None:
     if value is None:
         return None
     if isinstance(value, Sequence) and not isinstance(value, str):
         if not value:
             raise OptionError("bucket_cap_mb must not be an empty list")
-        return tuple(_checked_mib(item) for item in value)
-    return _checked_mib(value)
+        return tuple(_check_mib(item) for item in value)
+    return _check_mib(value)
 
 
-def _checked_mib(value: Any) -> float:
+def _check_mib(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not (0 < float(value) < math.inf):
         raise OptionError(f"bucket_cap_mb must be a number of MiB above 0, or a list of such, got {value!r}")
     return int(value) if isinstance(value, Integral) else float(value)

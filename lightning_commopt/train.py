@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -16,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_commopt.callbacks import RunRecorder
-from lightning_commopt.compat.hydra import get_args_parser
+from lightning_commopt.compat.hydra import VERSION_BASE, allow_targets, get_args_parser, packages_of_targets
+from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.launch.environment import is_first_rank, is_lab_rank
 from lightning_commopt.launch.fork_server import preload
 from lightning_commopt.launch.hydra_command import config_flags
@@ -24,8 +26,7 @@ from lightning_commopt.runs.files import CONFIG_FILE
 from lightning_commopt.runs.table import run_table
 from lightning_commopt.runs.writer import fail_rank, finish_record, write_record
 from lightning_commopt.sweep.composing import SweepSettings
-from lightning_commopt.sweep.conf_path import conf_dir
-from lightning_commopt.sweep.config import as_trained, begun_record, check_config, link_note
+from lightning_commopt.sweep.config import ConfigError, check_config, link_note, spread_over_hosts, start_record
 from lightning_commopt.sweep.continuing import continue_command
 from lightning_commopt.sweep.display import SweepDisplay
 from lightning_commopt.sweep.hints import hint
@@ -56,7 +57,8 @@ def main() -> None:
     with SweepDisplay(console) as display:
         register_with_hydra(display)
         try:
-            hydra.main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(train)()
+            with allow_targets(["lightning_commopt"]):
+                hydra.main(config_path=str(conf_dir()), config_name="train", **VERSION_BASE)(_train_or_explain)()
         except InterruptedRun as interrupted:
             status, was_interrupted = 128 + interrupted.signal, True
         except SystemExit as stop:
@@ -92,6 +94,17 @@ def register_with_hydra(observer: SweepObserver) -> None:
     register_launcher(SweepSettings(command=command, observer=observer))
 
 
+def _train_or_explain(config: DictConfig) -> float | None:
+    """Trains; a single run that cannot begin ends with the reason alone: Hydra 1.4 would print a traceback."""
+    try:
+        return train(config)
+    except ConfigError as error:
+        if HydraConfig.get().mode != RunMode.RUN:
+            raise
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
 def train(config: DictConfig) -> float | None:
     """Makes one run: fits, validates, and leaves ``config.yaml`` and ``run.json`` in the run's directory.
 
@@ -112,13 +125,14 @@ def train(config: DictConfig) -> float | None:
         Console().print(note, soft_wrap=True, markup=False, highlight=False)
     if config.link is not None and not is_lab_rank():
         return train_in_lab(config, folder).val_loss
-    config = as_trained(config)
+    config = spread_over_hosts(config)
     started = time.perf_counter()
     if is_first:
         OmegaConf.save(config, folder / CONFIG_FILE, resolve=True)
-        write_record(folder, begun_record(config, folder))
+        write_record(folder, start_record(config, folder))
     try:
-        metrics = _fit(config, folder)
+        with allow_targets(packages_of_targets(OmegaConf.to_container(config, resolve=True))):
+            metrics = _fit(config, folder)
     except BaseException as error:
         if is_first:
             fail_rank(folder, error, rank=0, seconds=time.perf_counter() - started)

@@ -108,9 +108,7 @@ def warn(message: str, *, on_every_rank: bool = False) -> None:
         message: what to say.
         on_every_rank: warn on the other ranks too, where each may have another reason.
     """
-    from lightning.fabric.utilities.rank_zero import rank_zero_only  # here: light commands import this module
-
-    if on_every_rank or getattr(rank_zero_only, "rank", 0) == 0:
+    if on_every_rank or _is_rank_0():
         warnings.warn(message, stacklevel=_users_stacklevel())
 
 
@@ -119,6 +117,20 @@ def warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         warn(message)
+
+
+def info(message: str) -> None:
+    """Logs on rank 0, with Lightning's logger."""
+    from lightning_utilities.core import rank_zero
+
+    if _is_rank_0():
+        rank_zero.log.info(message)
+
+
+def _is_rank_0() -> bool:
+    from lightning_utilities.core.rank_zero import rank_zero_only  # here: light commands import this module
+
+    return getattr(rank_zero_only, "rank", 0) == 0  # Lightning sets it, when imported
 
 
 def _users_stacklevel() -> int:

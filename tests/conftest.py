@@ -2,11 +2,14 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
+from lightning_commopt.launch.environment import RANK_VARIABLES
 from lightning_commopt.netlab import why_not
 
 # Else each process that a test starts compiles the modules of this checkout anew.
@@ -52,6 +55,15 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config: pytest.Config) -> None:
     if left_out := config.stash.get(_LEFT_OUT, 0):
         terminalreporter.write_line(f"a cross-section: {left_out} more of the same run with --all")
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_rank_and_no_job() -> Iterator[None]:
+    """Fails a test that leaves this process as a rank: later ones would take it for one. Ends a job of Hydra's."""
+    before = os.environ.keys() & set(RANK_VARIABLES)
+    yield
+    assert os.environ.keys() & set(RANK_VARIABLES) == before, "run it in processes of its own, with run_ranks"
+    HydraConfig.instance().cfg = None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,5 +45,5 @@ def are_empty(namespaces: set[str], limit_s: float = 30) -> bool:
 def machine_traces() -> dict[str, list[str]]:
     """Returns the devices, named namespaces and mounts of this machine, as seen from outside of labs."""
     commands = {"devices": ["ip", "-o", "-brief", "link"], "names": ["ip", "netns", "list"]}
-    said = {what: subprocess.check_output(command, text=True).splitlines() for what, command in commands.items()}
-    return {**said, "mounts": Path("/proc/self/mounts").read_text().splitlines()}
+    listings = {what: subprocess.check_output(command, text=True).splitlines() for what, command in commands.items()}
+    return {**listings, "mounts": Path("/proc/self/mounts").read_text().splitlines()}

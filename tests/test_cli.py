@@ -14,7 +14,7 @@ from lightning_commopt.cli import app
 from lightning_commopt.compressors import compressor_names
 from lightning_commopt.kernels import c_library
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
-from lightning_commopt.runs import info
+from lightning_commopt.runs import advisories, info
 
 
 def _run(*arguments: str) -> str:
@@ -42,6 +42,14 @@ def test_info_json_says_which_ddp_options_this_torch_has() -> None:
         assert option["available"] == (name in ddp_options())
 
 
+def test_info_warns_of_published_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a user of a release with malware is not told."""
+    assert _run("info").count("warning: ") == len(advisories.warnings())
+    monkeypatch.setattr(advisories, "installed_version", {"lightning": "2.6.5", "hydra-core": "1.3.8"}.get)
+    assert "warning: lightning 2.6.5: " in _run("info")
+    assert "CVE-2026-58659" in _run("info", "--json")
+
+
 def test_first_releases_agree_with_the_installed_torch() -> None:
     """A wrong release in the table would send a user to a torch that lacks the option too."""
     installed = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -66,11 +74,11 @@ def test_info_shows_the_nccl_version_where_there_is_nccl() -> None:
 
 def test_no_command_shows_the_commands() -> None:
     result = CliRunner().invoke(app, [])
-    for name in ("info", "nsys", "report", "summary", "trace", "commopt-train"):
+    for name in ("doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace", "commopt-train"):
         assert name in result.output
 
 
-@pytest.mark.parametrize("command", ["info", "nsys", "report", "summary", "trace"])
+@pytest.mark.parametrize("command", ["doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace"])
 def test_every_command_explains_itself(command: str) -> None:
     assert "Usage: " in _run(command, "--help")
 
@@ -100,6 +108,12 @@ def _imported_by(*arguments: str) -> set[str]:
 def test_help_imports_nothing_that_is_slow(arguments: list[str]) -> None:
     """If it fails, whoever asks which commands there are waits for seconds."""
     assert _imported_by(*arguments) == set()
+
+
+def test_nccl_log_does_not_import_torch(tmp_path: Path) -> None:
+    """If it fails, a log on a laptop or a login node takes seconds and a torch to read."""
+    (tmp_path / "log").write_text("node-a:1:2 [0] NCCL INFO Connected all rings\n")
+    assert _imported_by("nccl-log", str(tmp_path / "log")) == set()
 
 
 @pytest.mark.parametrize("command", ["report", "summary", "trace"])

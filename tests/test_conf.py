@@ -12,11 +12,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, open_dict
 
-import lightning_commopt.sweep.conf_path
+import lightning_commopt.conf_path
 from lightning_commopt import CommOptDDP, PowerSGD
+from lightning_commopt.compat.hydra import VERSION_BASE, allow_targets
 from lightning_commopt.compressors import compressor_from_config
+from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.plan import ddp_options, plan_options
-from lightning_commopt.sweep.conf_path import conf_dir
 from lightning_commopt.sweep.config import ConfigError, check_config, sync_method
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.train import register_with_hydra
@@ -29,12 +30,13 @@ def options(group):
 @pytest.fixture(autouse=True)
 def hydra_knows_us(monkeypatch):
     monkeypatch.setattr("sys.argv", ["commopt-train"])
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # which `composed` sets
     register_with_hydra(SweepObserver())
+    with allow_targets(["lightning_commopt", "lightning"]):
+        yield
 
 
 def composed(*overrides: str, output_dir: Path | None = None) -> DictConfig:
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
         config = compose("train", [*overrides], return_hydra_config=True)
     with open_dict(config):
         config.hydra.runtime.output_dir = str(output_dir or "somewhere")
@@ -144,7 +146,7 @@ def test_a_name_that_is_unknown_is_refused(override, message):
 def test_conf_dir_in_a_wheel_comes_first(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "lightning_commopt"
     (package / "conf").mkdir(parents=True)
-    monkeypatch.setattr(lightning_commopt.sweep.conf_path, "__file__", str(package / "sweep" / "conf_path.py"))
+    monkeypatch.setattr(lightning_commopt.conf_path, "__file__", str(package / "sweep" / "conf_path.py"))
     with pytest.raises(FileNotFoundError, match="reinstall"):
         conf_dir()
     (package / "conf" / "train.yaml").touch()

@@ -35,5 +35,5 @@ def test_what_runs(
     pytester.makeini("[pytest]\nmarkers =\n    exhaustive: more cases")
     result = pytester.runpytest_inprocess(workers, "-p", "no:cacheprovider", *arguments)
     result.assert_outcomes(passed=num_run, deselected=num_left_out if workers == "-n=0" else 0)
-    said = "a cross-section: 1 more of the same run with --all" in result.stdout.str()
-    assert said == ("--all" not in arguments and num_left_out > 0)
+    is_told = "a cross-section: 1 more of the same run with --all" in result.stdout.str()
+    assert is_told == ("--all" not in arguments and num_left_out > 0)

@@ -43,12 +43,21 @@ class ForeignProject:
     Args:
         python: of the environment that it runs in.
         folder: of the copy.
+        package: the name by which it imports Lightning.
     """
 
-    def __init__(self, python: Path, folder: Path) -> None:
+    def __init__(self, python: Path, folder: Path, package: str = "lightning") -> None:
         self.python = python
         self.folder = folder
         shutil.copytree(REPOSITORY / "tests" / "foreign_project", folder)
+        if package == "pytorch_lightning":
+            self._import_pytorch_lightning()
+
+    def _import_pytorch_lightning(self) -> None:
+        for path in (*self.folder.glob("src/**/*.py"), *self.folder.glob("configs/trainer/*.yaml")):
+            text = path.read_text().replace("import lightning\n", "import pytorch_lightning as lightning\n")
+            text = text.replace("from lightning import", "from pytorch_lightning import")
+            path.write_text(text.replace("lightning.pytorch.", "pytorch_lightning."))
 
     def run(self, *arguments: str) -> None:
         """Runs its training script."""
@@ -135,7 +144,21 @@ def test_an_option_that_is_unknown_is_an_error_of_hydras_and_a_hint(project: For
 def test_a_strategy_by_name_needs_no_import(project: ForeignProject) -> None:
     """If it fails, trainer.strategy=commopt_ddp_bf16 is an unknown name in a project that does not import us."""
     project.run("trainer.max_steps=1", "+trainer.strategy=commopt_ddp_bf16", "hydra.run.dir=job")
-    assert project.record("job")["strategy"] == "lightning_commopt.strategy.ddp.CommOptDDP"
+    assert project.record("job")["strategy"] == "lightning_commopt.lightning.CommOptDDP"
+
+
+@pytest.mark.exhaustive
+def test_a_project_of_pytorch_lightning(environment: Path, tmp_path: Path) -> None:
+    """If it fails, +commopt does not work where the Trainer is pytorch_lightning's."""
+    project = ForeignProject(environment / "python", tmp_path / "project", "pytorch_lightning")
+    project.run("-m", "trainer=ddp", "+commopt=none,bf16", "+commopt_record=trainer", "hydra.sweep.dir=sweep")
+    for job, comm_hook in enumerate((None, "bf16")):
+        record = project.record(f"sweep/{job}")
+        assert record["strategy"] == "lightning_commopt.pytorch_lightning.CommOptDDP"
+        assert record["plan"] == CommPlan.from_dict({"comm_hook": comm_hook}).to_dict()
+        assert record["world_size"] == 2
+        assert record["same_on_all_ranks"]
+        assert RunRecord.load(project.folder / "sweep" / str(job)).status == "finished"
 
 
 def test_adds_two_groups_to_a_project_and_no_other(project: ForeignProject) -> None:
@@ -178,7 +201,7 @@ def trained(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Fore
 def _assert_trained(
     record: dict[str, Any], environment: Path, plan: CommPlan, world_size: int = 2, num_steps: int = 3
 ) -> None:
-    assert record["strategy"] == "lightning_commopt.strategy.ddp.CommOptDDP"
+    assert record["strategy"] == "lightning_commopt.lightning.CommOptDDP"
     assert Path(record["package_file"]).is_relative_to(environment.parent)
     assert record["plan"] == plan.to_dict()
     assert record["world_size"] == world_size

@@ -143,8 +143,8 @@ def test_measure(example: tuple[Path, str]) -> None:
     folder, output = example
     assert "of the step" in output
     assert "steps/s" in output
-    said = CliRunner().invoke(app, ["trace", str(folder / "measured")], catch_exceptions=False).output
-    assert "87 steps were saved" in said
+    printed = CliRunner().invoke(app, ["trace", str(folder / "measured")], catch_exceptions=False).output
+    assert "87 steps saved" in printed
     assert (folder / "measured" / "comm_time" / "trace.json").stat().st_size > 10_000
 
 

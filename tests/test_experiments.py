@@ -9,9 +9,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from test_conf import composed
 
+from lightning_commopt.compat.hydra import allow_targets
+from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.plan import DDP_OPTION_SINCE
-from lightning_commopt.sweep.conf_path import conf_dir
-from lightning_commopt.sweep.config import ConfigError, as_trained, check_config
+from lightning_commopt.sweep.config import ConfigError, check_config, spread_over_hosts
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.sweep.resolvers import divide, multiply
 from lightning_commopt.train import register_with_hydra
@@ -46,7 +47,8 @@ def test_every_job_of_an_experiment_can_be_run(experiment):
     for overrides in jobs(experiment):
         config = composed(*overrides)
         check_config(config)
-        instantiate(config.strategy, _convert_="all")
+        with allow_targets(["lightning_commopt", "lightning"]):
+            instantiate(config.strategy, _convert_="all")
     assert len(jobs(experiment)) > 1
 
 
@@ -73,7 +75,7 @@ def test_what_fsdp_is_to_shard_is_left_to_who_makes_it_where_it_is_no_class(targ
 def test_fsdp_shards_over_the_ranks_of_all_nodes(options, monkeypatch):
     monkeypatch.setattr("lightning_commopt.sweep.resolvers.why_no_lab", lambda: None)
     config = composed("strategy=fsdp", "ranks=4", "trainer.accelerator=cpu", *options)
-    assert as_trained(config).strategy.data_parallel_size == 4
+    assert spread_over_hosts(config).strategy.data_parallel_size == 4
 
 
 def test_every_variant_of_the_ladder_adds_to_the_one_before():

@@ -72,7 +72,7 @@ def test_compression_sends_less_and_ranks_agree() -> None:
 
 
 def test_accumulating_steps_send_nothing() -> None:
-    """If it fails, no_backward_sync exchanges all the same."""
+    """If it fails, no_backward_sync synchronizes all the same."""
     (_, every), _ = run_ranks(_train, {"comm_hook": "all_reduce"}, 1, 2)
     (_, accumulated), _ = run_ranks(_train, {"comm_hook": "all_reduce"}, 3, 2)
     assert accumulated == every
@@ -96,11 +96,13 @@ def test_bad_option() -> None:
     """If it fails, Fabric users find a mistake late."""
     with pytest.raises(OptionError, match="matrix_rank must be an integer of at least 1, got 0"):
         CommOptDDP(comm_hook={"name": "powersgd", "matrix_rank": 0})
+    with pytest.raises(OptionError, match="NCCL_ALGO must be a list of"):
+        CommOptDDP(nccl={"algo": "Rnig"})
 
 
 def test_the_other_class_of_the_same_name_is_refused_with_the_right_import() -> None:
     """If it fails, the Trainer's strategy in Fabric, or the reverse, is called an invalid name and nothing more."""
     with pytest.raises(ValueError, match=r"for Fabric there is lightning_commopt\.fabric\.CommOptDDP"):
         Fabric(accelerator="cpu", strategy=TrainerCommOptDDP())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"for lightning\.pytorch\.Trainer there is lightning_commopt\.CommOptDDP"):
+    with pytest.raises(ValueError, match=r"for a Trainer there are lightning_commopt\.lightning\.CommOptDDP"):
         Trainer(accelerator="cpu", strategy=CommOptDDP(comm_hook="bf16"))  # type: ignore[arg-type]

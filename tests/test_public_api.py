@@ -9,17 +9,20 @@ from pathlib import Path
 import lightning.fabric.strategies
 import lightning.pytorch.strategies
 import pytest
+import pytorch_lightning.strategies
 from typer.main import get_command
 
-import lightning_commopt
 import lightning_commopt.fabric
+import lightning_commopt.lightning
+import lightning_commopt.pytorch_lightning
 from lightning_commopt import callbacks, compressors
 from lightning_commopt.cli import app
 from lightning_commopt.compressors import Compressor, compressor_names
 from lightning_commopt.plan import plan_options
 
 STRATEGIES = [
-    (lightning_commopt.CommOptDDP, lightning.pytorch.strategies.DDPStrategy),
+    (lightning_commopt.lightning.CommOptDDP, lightning.pytorch.strategies.DDPStrategy),
+    (lightning_commopt.pytorch_lightning.CommOptDDP, pytorch_lightning.strategies.DDPStrategy),
     (lightning_commopt.fabric.CommOptDDP, lightning.fabric.strategies.DDPStrategy),
 ]
 
@@ -38,6 +41,7 @@ def test_names() -> None:
         "ErrorFeedback",
         "Hierarchical",
         "Int8",
+        "NcclOptions",
         "OptionError",
         "PowerSGD",
         "register_compressor",
@@ -73,7 +77,8 @@ def test_callbacks() -> None:
 
 def test_commands() -> None:
     """If it fails, a command of ``commopt`` has come or gone."""
-    assert sorted(get_command(app).commands) == ["info", "nsys", "report", "summary", "trace"]  # type: ignore[attr-defined]
+    commands = ["doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace"]
+    assert sorted(get_command(app).commands) == commands  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("ours", "stock"), STRATEGIES)
@@ -93,7 +98,7 @@ def test_every_option_of_a_plan_is_a_documented_keyword(ours: type) -> None:
     for option in plan_options():
         assert keywords[option].default is None
         assert keywords[option].kind is inspect.Parameter.KEYWORD_ONLY
-        assert f"        {option}: " in (ours.__doc__ or "")
+        assert f"    {option}: " in (inspect.getdoc(ours) or "")
 
 
 def test_compressors_are_frozen_and_keyword_only() -> None:

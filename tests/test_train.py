@@ -129,9 +129,9 @@ def test_a_sweep_trains_with_as_many_ranks_as_each_job_says_and_goes_on_after_a_
         assert record.wire_bytes_per_step == (4 * TINY_NUMEL if world_size == 2 else 0)
         assert f"devices: {world_size}\n" in (folder / "config.yaml").read_text()
     assert "sources has too few Python sources" in str(records[1].error)
-    said = " ".join(sweep.stdout.split())
-    assert "failed: FileNotFoundError: sources has too few" in said
-    assert str(folders[1] / "job.log") in said
+    output = " ".join(sweep.stdout.split())
+    assert "failed: FileNotFoundError: sources has too few" in output
+    assert str(folders[1] / "job.log") in output
     assert "FileNotFoundError" in (folders[1] / "job.log").read_text()
     summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert [job["run"]["world_size"] for job in summary if job["run"]["status"] == "finished"] == [2, 1]

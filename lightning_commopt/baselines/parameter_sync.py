@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.futures import Future
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compat.torch import ignored_names
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, Observers
 

@@ -213,7 +213,8 @@ def _all_ranks() -> dist.ProcessGroup:
 
 
 def _refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
-    of_ddp = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_OPTIONS_OF_LIGHTNINGS_DDP, "save_comm_state"}
+    ours = ("save_comm_state", "uneven_batches")
+    of_ddp = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_OPTIONS_OF_LIGHTNINGS_DDP, *ours}
     for name in options:
         if name in of_ddp:
             raise OptionError(

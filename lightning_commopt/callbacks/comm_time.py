@@ -6,20 +6,17 @@ import contextlib
 import math
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 from rich.console import Console
 
 from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends, samples_in, step_of_loggers
 from lightning_commopt.callbacks.publisher import MetricPublisher
-from lightning_commopt.callbacks.run_header import describe_hook, run_header
+from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
 from lightning_commopt.collectives.groups import BorrowedGroups, borrow_host_group
 from lightning_commopt.ddp.observed import observe, stop_observing
 from lightning_commopt.measure.all_ranks import AllRanks
@@ -29,7 +26,10 @@ from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, StepStatistics, row
 from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
 from lightning_commopt.measure.verdict import Verdict
-from lightning_commopt.validation import check_choice, check_integer, check_switch, warn
+from lightning_commopt.validation import check_choice, check_integer, check_switch, info, warn
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 _LAST_WINDOW_LIMIT_S = 10.0
 _INTERRUPTED_LIMIT_S = 1.0
@@ -133,7 +133,7 @@ class CommTimeMonitor(PhaseCallback):
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
         if self._save_records and not getattr(trainer, "fast_dev_run", False):
             assert self._recorder is not None
-            header = run_header(trainer) | {
+            header = describe_rank(trainer) | {
                 "origin_unix_s": self._recorder.origin_unix_s,
                 "num_warmup_steps": self._num_warmup_steps,
             }
@@ -142,7 +142,7 @@ class CommTimeMonitor(PhaseCallback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publishes what there is, for callbacks that look at the end of the validation."""
         super().on_validation_start(trainer, pl_module)
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._catch_up(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -159,7 +159,7 @@ class CommTimeMonitor(PhaseCallback):
             self._send(self._every_n_steps)
         self._conclude(trainer)
         if not self.summary and self._print_summary:
-            rank_zero_info(
+            info(
                 f"CommTimeMonitor: no summary, as the fit had {self._num_gathered} steps"
                 f" and num_warmup_steps={self._num_warmup_steps} are left out."
             )
@@ -169,23 +169,25 @@ class CommTimeMonitor(PhaseCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves the steps of this rank, and summarizes what there is: other ranks may be gone."""
-        super().on_exception(trainer, pl_module, exception)
-        with contextlib.suppress(RuntimeError):  # the device may be what failed
-            self._receive(trainer, _INTERRUPTED_LIMIT_S)
-            while self._recorder is not None and self._recorder.has(1):
-                self._own_rows += self._take(1)
-        if self._of_fit.num_ranks <= 1 and self._own_rows:  # else the steps of all ranks say more
-            self._add(np.array([self._own_rows]))
-        if self.verdict is None:
-            self._conclude(trainer)
-        self.teardown(trainer, pl_module, "fit")  # which Lightning does not call then
+        try:
+            with contextlib.suppress(RuntimeError):  # the device may be what failed: then it gives no mark any more
+                super().on_exception(trainer, pl_module, exception)
+                self._receive(trainer, _INTERRUPTED_LIMIT_S)
+                while self._recorder is not None and self._recorder.has(1):
+                    self._own_rows += self._take(1)
+            if self._of_fit.num_ranks <= 1 and self._own_rows:  # else the steps of all ranks say more
+                self._add(np.array([self._own_rows]))
+            if self.verdict is None:
+                self._conclude(trainer)
+        finally:
+            self.teardown(trainer, pl_module, "fit")  # which Lightning does not call then
 
     def _enter(self, phase: str | None) -> None:
         if self._recorder is not None:
             self._recorder.enter(phase)
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
-        self._num_samples += samples_in(batch) or 0
+        self._num_samples += samples_in(trainer, batch) or 0
         if self._recorder is None:
             return
         if has_stepped:
@@ -210,7 +212,7 @@ class CommTimeMonitor(PhaseCallback):
         rows = self._take(num_steps)
         if rows and self._all_ranks is not None:
             self._own_rows = rows
-            self._all_ranks.send(torch.tensor(rows, dtype=torch.float64))
+            self._all_ranks.send(torch.tensor(rows, dtype=torch.float64, device="cpu"))
 
     def _take(self, num_steps: int) -> list[list[float]]:
         """Saves the oldest steps, at most so many, and returns their numbers."""
@@ -283,8 +285,8 @@ def _borrow_group() -> BorrowedGroups | None:
         return borrow_host_group()
     except RuntimeError as error:
         warn(
-            f"CommTimeMonitor: the ranks cannot be gathered over gloo ({error}), so each logs its own times; perhaps"
-            " GLOO_SOCKET_IFNAME must name the network device.",
+            f"CommTimeMonitor: the ranks cannot reach each other over gloo ({error}), so each logs its own times;"
+            " perhaps GLOO_SOCKET_IFNAME must name the network device.",
             on_every_rank=True,
         )
         return None

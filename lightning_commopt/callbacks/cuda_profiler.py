@@ -6,17 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_commopt.callbacks.phases import batch_follows, samples_in, step_of_loggers
-from lightning_commopt.compat.lightning import will_accumulate
-from lightning_commopt.validation import check_integer, warn, warn_once
+from lightning_commopt.compat.lightning import Callback, MisconfigurationException, will_accumulate
+from lightning_commopt.validation import check_integer, info, warn, warn_once
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +81,8 @@ class CUDAProfilerWindow(Callback):
     ) -> None:
         check_integer("num_steps", num_steps, at_least=1)
         self._num_steps = num_steps
-        self._start_steps = _checked_starts(start_step, num_steps)
-        self._ranks = None if ranks is None else _checked_ranks(ranks)
+        self._start_steps = _check_starts(start_step, num_steps)
+        self._ranks = None if ranks is None else _check_ranks(ranks)
         self._captured: set[int] = set()
         self.results: list[ProfiledWindow] = []
         self._open: _OpenWindow | None = None
@@ -133,7 +132,7 @@ class CUDAProfilerWindow(Callback):
             return
         step = _steps_after_batch(trainer)
         if self._open is not None:
-            self._open.add(batch, trainer.world_size)
+            self._open.add(samples_in(trainer, batch), trainer.world_size)
             self._open.num_steps = step - self._open.start_step
             if self._open.num_steps == self._num_steps:
                 self._stop(trainer)
@@ -142,7 +141,7 @@ class CUDAProfilerWindow(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the profiler if a window begins after a validation."""
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and batch_follows(trainer):
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and batch_follows(trainer):
             self._start(trainer, _steps_after_batch(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -192,7 +191,7 @@ class CUDAProfilerWindow(Callback):
         self._stop_profiler()
         if window is not None:
             self.results.append(window)
-            rank_zero_info(f"CUDA profiler: {window}")
+            info(f"CUDA profiler: {window}")
 
     def _stop_profiler(self) -> None:
         if self._profiles:
@@ -212,8 +211,7 @@ class _OpenWindow:
         self._num_samples: int | None = 0
         self._started = time.perf_counter()
 
-    def add(self, batch: Any, world_size: int) -> None:
-        num_samples = samples_in(batch)
+    def add(self, num_samples: int | None, world_size: int) -> None:
         if self._num_samples is None or num_samples is None:
             self._num_samples = None
         else:
@@ -239,7 +237,7 @@ def _steps_after_batch(trainer: Trainer) -> int:
     return step_of_loggers(trainer) + (not will_accumulate(trainer))
 
 
-def _checked_starts(start_step: int | Sequence[int], num_steps: int) -> tuple[int, ...]:
+def _check_starts(start_step: int | Sequence[int], num_steps: int) -> tuple[int, ...]:
     is_several = isinstance(start_step, Sequence) and not isinstance(start_step, str)
     starts: list[Any] = list(start_step) if is_several else [start_step]  # type: ignore[arg-type]
     for start in starts:
@@ -256,7 +254,7 @@ def _checked_starts(start_step: int | Sequence[int], num_steps: int) -> tuple[in
     return tuple(map(int, starts))
 
 
-def _checked_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+def _check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
         raise ValueError(f"ranks must be a list of at least one rank, or None for all, got {ranks!r}")
     for rank in ranks:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import Any
-
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.callbacks.phases import PhaseCallback, batch_follows
+from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.ddp.observed import observe, stop_observing
 from lightning_commopt.measure.nvtx_timeline import SyncRanges, Timeline, profiled_domain
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 COLORS = {
     "blue": 0x0000FF,
@@ -72,7 +73,7 @@ class NVTXRanges(PhaseCallback):
         if not isinstance(domain, str) or not domain:
             raise ValueError(f"domain must be a text that is not empty, got {domain!r}")
         self._domain = domain
-        self._colors = {**{name: COLORS[color] for name, color in RANGES.items()}, **_checked_colors(colors)}
+        self._colors = {**{name: COLORS[color] for name, color in RANGES.items()}, **_check_colors(colors)}
         self._timeline: Timeline | None = None
         self._bucket_ranges: SyncRanges | None = None
         self._opener: _BatchOpener | None = None
@@ -85,7 +86,7 @@ class NVTXRanges(PhaseCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Looks whether a profiler is there, and prepares the ranges if so."""
         self._close(trainer)
-        domain = profiled_domain(self._domain) if stage == TrainerFn.FITTING else None
+        domain = profiled_domain(self._domain) if stage == "fit" else None
         if domain is None:
             return
         self._timeline = Timeline(domain, self._colors)
@@ -207,7 +208,7 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined]
 
 
-def _checked_colors(colors: Mapping[str, str | int] | None) -> dict[str, int]:
+def _check_colors(colors: Mapping[str, str | int] | None) -> dict[str, int]:
     if not isinstance(colors, Mapping | None):
         raise ValueError(f"colors must be a mapping from ranges to colours, or None, got {colors!r}")
     checked = {}

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commopt.compat.lightning import batches_that_stepped, is_validation_next
+from lightning_commopt.compat.lightning import Callback, batches_that_stepped, count_samples, is_validation_next
 from lightning_commopt.ddp.observed import before_backward, observe_wrapped
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class PhaseCallback(Callback):
@@ -96,7 +95,7 @@ class PhaseCallback(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Goes on waiting for the next batch."""
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._enter("data")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -119,10 +118,10 @@ class PhaseCallback(Callback):
         self._enter(self._between)
 
     def _release(self) -> None:
-        self._enter(None)
         for handle in self._handles:
             handle.remove()
         self._handles = ()
+        self._enter(None)
 
 
 def step_of_loggers(trainer: Trainer) -> int:
@@ -145,11 +144,6 @@ def epoch_ends(trainer: Trainer) -> bool:
     return trainer.is_last_batch or trainer.global_step == trainer.max_steps
 
 
-def samples_in(batch: Any) -> int | None:
+def samples_in(trainer: Trainer, batch: Any) -> int | None:
     """Returns how many samples a batch holds; None if it does not show that. Lightning skips a batch that is None."""
-    if batch is None:
-        return 0
-    try:
-        return extract_batch_size(batch)
-    except (MisconfigurationException, RecursionError):  # it holds no tensor, or itself
-        return None
+    return 0 if batch is None else count_samples(trainer, batch)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
 
 from lightning_commopt.validation import warn
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import Logger
 
 PREFIX = "comm_time/"
 
@@ -35,8 +38,10 @@ class MetricPublisher:
     def share(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Puts metrics where callbacks look for them."""
         if self._is_shared:
-            named = self._named(metrics)
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
+            prefixed = self._with_prefix(metrics)
+            trainer.callback_metrics.update(
+                {name: torch.tensor(value, device="cpu") for name, value in prefixed.items()}
+            )
 
     def log(self, trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
         """Hands metrics to all loggers; one that fails gets no more of them."""
@@ -44,15 +49,15 @@ class MetricPublisher:
             if logger in self._failed_loggers:
                 continue
             try:
-                logger.log_metrics(self._named(metrics), step=step)
+                logger.log_metrics(self._with_prefix(metrics), step=step)
             except Exception as error:
                 self._failed_loggers.append(logger)
                 warn(
-                    f"CommTimeMonitor: {type(logger).__name__} cannot take the times ({type(error).__name__}: {error});"
-                    " it gets no more of them, and training goes on."
+                    f"CommTimeMonitor: {type(logger).__name__} failed to log ({type(error).__name__}: {error});"
+                    " it gets no further metrics, and training goes on."
                 )
 
-    def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _with_prefix(self, metrics: Mapping[str, float]) -> dict[str, float]:
         return {
             PREFIX + name: value for name, value in metrics.items() if self._publishes_all or name in LOGGED_BY_DEFAULT
         }

@@ -1,36 +1,77 @@
-"""The part of a record that is known before training: strategy, plan, device, model."""
+"""What is known of a run before it trains: strategy, plan, device, model; for its record and its files of steps."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.collectives.groups import backends_of
+from lightning_commopt.compat.lightning import comm_hook_of
+from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.registry import compressor_from_config, compressor_name, compressor_to_config
+from lightning_commopt.links.nccl_variables import PREFIX, nccl_variables
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.runs.settings import flat
 from lightning_commopt.strategy.base import plan_of
 
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy
 
-def describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Returns the fields of the record that are known before the fit."""
-    strategy = trainer.strategy
-    device = strategy.root_device
-    plan = plan_of(strategy)
+_LOSSLESS_HOOK_OF_TORCH = "allreduce_hook"
+
+
+def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Returns the fields of the run's record that are known before the fit."""
+    plan = plan_of(trainer.strategy)
+    hook = None if plan is None else plan.comm_hook
     return {
-        "sync_method": type(strategy).__name__ if plan is None else _sync_method(plan),
+        **_describe_ranks(trainer),
+        "sync_method": type(trainer.strategy).__name__ if plan is None else _name(hook),
         "plan_name": None if plan is None else plan.name,
-        "strategy": type(strategy).__name__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "plan": None if plan is None else _plan_options(plan, is_short=True),
-        "is_lossy": None if plan is None else plan.comm_hook is not None and plan.comm_hook.is_lossy,
-        "world_size": trainer.world_size,
+        "is_lossy": None if plan is None else hook is not None and hook.is_lossy,
         "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
+
+
+def describe_rank(trainer: Trainer) -> dict[str, Any]:
+    """Returns what the first line of a rank's file of steps says of the run."""
+    backend = dist.get_backend() if dist.is_available() and dist.is_initialized() else None
+    return {
+        "rank": trainer.global_rank,
+        **_describe_ranks(trainer),
+        "backend": backend,
+        **describe_hook(trainer.strategy),
+    }
+
+
+def describe_hook(strategy: Strategy) -> dict[str, Any]:
+    """Returns the name of what averages the gradients as ``comm_hook``, and whether it changes them as ``is_lossy``."""
+    plan = plan_of(strategy)
+    if plan is not None and plan.comm_hook is not None:
+        return {"comm_hook": compressor_name(plan.comm_hook), "is_lossy": plan.comm_hook.is_lossy}
+    if getattr(strategy, "world_size", 1) > 1 and not isinstance(strategy.model, DistributedDataParallel):
+        return {"comm_hook": type(strategy).__name__, "is_lossy": False}
+    hook = comm_hook_of(strategy)
+    if hook is None:
+        return {"comm_hook": "none", "is_lossy": False}
+    name = str(getattr(hook, "__name__", type(hook).__name__))
+    return {"comm_hook": name, "is_lossy": name != _LOSSLESS_HOOK_OF_TORCH}
+
+
+def nccl_settings() -> dict[str, str]:
+    """Returns NCCL's variables in the environment, by short name; empty where no rank uses NCCL."""
+    if not dist.is_available() or not dist.is_initialized() or "nccl" not in backends_of().values():
+        return {}
+    variables = {name: value for name, value in os.environ.items() if name in nccl_variables()}
+    return {f"nccl.{name.removeprefix(PREFIX).lower()}": value for name, value in sorted(variables.items())}
 
 
 def plan_settings(strategy: Strategy) -> dict[str, Any]:
@@ -69,5 +110,14 @@ def _without_defaults(hook: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in short.items() if name in needed or value != defaults.get(name)}
 
 
-def _sync_method(plan: CommPlan) -> str:
-    return "none" if plan.comm_hook is None else compressor_name(plan.comm_hook)
+def _describe_ranks(trainer: Trainer) -> dict[str, Any]:
+    device = trainer.strategy.root_device
+    return {
+        "world_size": trainer.world_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "strategy": type(trainer.strategy).__name__,
+    }
+
+
+def _name(hook: Compressor | None) -> str:
+    return "none" if hook is None else compressor_name(hook)

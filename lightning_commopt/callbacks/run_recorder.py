@@ -7,19 +7,18 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_commopt.callbacks.comm_time import CommTimeMonitor
-from lightning_commopt.callbacks.run_description import describe, plan_settings
+from lightning_commopt.callbacks.publisher import PREFIX
+from lightning_commopt.callbacks.run_description import describe_run, nccl_settings, plan_settings
 from lightning_commopt.callbacks.speed import SpeedMonitor
+from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.measure.peak_memory import PeakMemory
 from lightning_commopt.runs.loss_curve import LossCurve
 from lightning_commopt.runs.losses import LossPoint, read_losses, write_losses
@@ -27,7 +26,10 @@ from lightning_commopt.runs.metric_names import find_metric, how_to_name_loss
 from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.runs.settings import hydra_settings
 from lightning_commopt.runs.writer import fail_rank, new_record, write_record
-from lightning_commopt.validation import check_switch, warn
+from lightning_commopt.validation import check_switch, info, warn
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class RunRecorder(Callback):
@@ -88,9 +90,9 @@ class RunRecorder(Callback):
         self._reset()
         self._memory = PeakMemory(trainer.strategy.root_device)
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
-            known = describe(trainer, pl_module)
+            known = describe_run(trainer, pl_module)
             record = self._begun(self._folder(trainer), known["sync_method"])
-            settings = {**record.settings, **plan_settings(trainer.strategy)}
+            settings = {**record.settings, **plan_settings(trainer.strategy), **nccl_settings()}
             self._record = dataclasses.replace(record, **known, settings=settings)
             self._save(self._folder(trainer))
 
@@ -129,7 +131,7 @@ class RunRecorder(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes in the loss of the validation, and goes on."""
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         self._has_validated = True
         name = self._metric_name("val_loss", trainer.callback_metrics)
@@ -190,13 +192,17 @@ class RunRecorder(Callback):
         name = record.metric_names.get("val_loss")
         if name is None and self._has_validated:
             hint = how_to_name_loss(record.metrics, record.settings.get("commopt_record"))
-            rank_zero_info(f"RunRecorder: no final loss is recorded: {hint}.")
+            info(f"RunRecorder: no final loss is recorded: {hint}.")
         elif name is not None and self._names["val_loss"] is None and name != "val_loss":
-            rank_zero_info(f"RunRecorder: the final loss is the metric {name!r}.")
+            info(f"RunRecorder: the final loss is the metric {name!r}.")
 
     def _results(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the fields of the record that are known after the fit, on this rank."""
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        metrics = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if value.numel() == 1 and not name.startswith(PREFIX)  # those are in ``comm_time``
+        }
         found = {field: self._metric_name(field, metrics) for field in self._names}
         names = {field: name for field, name in found.items() if name in metrics}
         results: dict[str, Any] = {

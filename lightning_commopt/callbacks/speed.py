@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commopt.callbacks.phases import samples_in
-from lightning_commopt.compat.lightning import comm_hook_of
+from lightning_commopt.compat.lightning import Callback, comm_hook_of, is_lightnings_ddp
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class SpeedMonitor(Callback):
@@ -89,7 +90,7 @@ class SpeedMonitor(Callback):
         if self._started is None:
             self._num_warmed_up += has_stepped
             return
-        num_samples = samples_in(batch)
+        num_samples = samples_in(trainer, batch)
         if self._num_samples is None or num_samples is None:
             self._num_samples = None
         else:
@@ -131,7 +132,7 @@ def _gradient_bytes_of_ddp(trainer: Trainer) -> int | None:
     if trainer.world_size == 1:
         return 0
     strategy = trainer.strategy
-    if type(strategy) is not DDPStrategy or comm_hook_of(strategy) is not None:
+    if not is_lightnings_ddp(strategy) or comm_hook_of(strategy) is not None:
         return None
     parameters = strategy.model.parameters() if strategy.model is not None else ()
     return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_commopt.collectives.groups import backends_of
 from lightning_commopt.compat.torch import sparse_values
 
 
@@ -82,7 +83,7 @@ class Channel:
         self._traffic = _Traffic()
         self._scratch: dict[str, Tensor] = {}
         self._lanes: tuple[Channel, Channel] | None = None
-        self._is_gloo = dist.get_backend(group) == "gloo"
+        self._backends = backends_of(group)
         self._global_ranks = dist.get_process_group_ranks(group)
 
     @property
@@ -118,7 +119,7 @@ class Channel:
             return torch.empty(shape, dtype=dtype, device=device)
         num_bytes = math.prod(shape) * dtype.itemsize
         if name not in self._scratch or self._scratch[name].numel() < num_bytes:
-            self._scratch[name] = torch.empty(num_bytes, dtype=torch.uint8)
+            self._scratch[name] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._scratch[name][:num_bytes].view(dtype).view(shape)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
@@ -136,7 +137,7 @@ class Channel:
         Args:
             message: ``(W, s)`` of a dtype that the group's backend sums, contiguous.
         """
-        if self._is_gloo:  # which has no such collective in all versions
+        if self._is_gloo(message):  # which has no such collective in all versions
             pending = self.all_to_all(message)
             return Pending(pending._tensor, pending._works, lambda received: received.sum(0))
         self._traffic.half_bytes += message.nbytes
@@ -154,7 +155,7 @@ class Channel:
         """
         self._traffic.half_bytes += message.nbytes
         received = self.scratch("all_to_all", tuple(message.shape), message.dtype, message.device)
-        if self._is_gloo and not message.is_cuda:
+        if self._is_gloo(message) and not message.is_cuda:
             return Pending(received, self._swap(list(message), list(received)))
         work = dist.all_to_all_single(_as_bytes(received), _as_bytes(message), group=self._group, async_op=True)
         return Pending(received, [work])
@@ -170,10 +171,13 @@ class Channel:
         """
         gathered = self.scratch("all_gather", (self.size, part.numel()), part.dtype, part.device)
         self._traffic.half_bytes += gathered.nbytes
-        if self._is_gloo and not part.is_cuda:
+        if self._is_gloo(part) and not part.is_cuda:
             return Pending(gathered, self._swap([part] * self.size, list(gathered)))
         work = dist.all_gather_into_tensor(_as_bytes(gathered), _as_bytes(part), group=self._group, async_op=True)
         return Pending(gathered, [work])
+
+    def _is_gloo(self, tensor: Tensor) -> bool:
+        return self._backends.get(tensor.device.type) == "gloo"
 
     def _lane(self) -> Channel:
         lane = copy.copy(self)

@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_commopt.compat.torch import default_store
 
 _PIECE_BYTES = 2**23
+_ALL_PIECES_BYTES = 2**26  # of the receiver's device memory, however many ranks send
+_SHORTEST_PIECE_BYTES = 2**16
 _FIRST_POLL_S = 0.001
 _LAST_POLL_S = 0.1
 
@@ -90,7 +92,7 @@ def _await(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
 def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
     """Gathers nested dicts and lists of tensors and numbers over the default group. All ranks must call it.
 
-    The tensors travel in pieces, so that a device needs memory for one piece of each rank only.
+    The tensors travel in pieces, of 8 MiB or, from 8 ranks on, of what makes 64 MiB on the receiver's device.
 
     Args:
         value: of this rank; its tensors may be on any device.
@@ -117,20 +119,21 @@ def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
     longest = torch.tensor(sum(len(part) for part in own), device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     num_bytes = int(longest.item())
-    for start in range(0, num_bytes, _PIECE_BYTES):
-        piece = torch.empty(min(_PIECE_BYTES, num_bytes - start), dtype=torch.uint8, device=device)
+    piece_bytes = min(_PIECE_BYTES, max(_SHORTEST_PIECE_BYTES, _ALL_PIECES_BYTES // world_size))
+    memory = torch.empty(1 + world_size * is_receiver, min(piece_bytes, num_bytes), dtype=torch.uint8, device=device)
+    for start in range(0, num_bytes, piece_bytes):
+        piece, *pieces = memory[:, : num_bytes - start]
         for part, where in _overlaps(own, start, start + len(piece)):
             piece[where].copy_(part)
-        pieces = [torch.empty_like(piece) for _ in range(world_size)] if is_receiver else None
-        dist.gather(piece, pieces)
-        for parts, came in zip(places, pieces or (), strict=True):
+        dist.gather(piece, pieces if is_receiver else None)
+        for parts, came in zip(places, pieces, strict=True):
             for part, where in _overlaps(parts, start, start + len(came)):
                 part.copy_(came[where])
     return received if is_receiver else None
 
 
 def _empty(spec: _Spec) -> Tensor:
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
 
 
 def _memory(value: Any) -> list[Tensor]:

@@ -119,6 +119,18 @@ def shared_node_groups(
     return shared[key]
 
 
+def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """Returns the backend that a group has for each kind of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
+
+    ``dist.get_backend`` returns what the group was made with: a name, or pairs such as "cuda:nccl".
+
+    Args:
+        group: None for the default group.
+    """
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
 def leave_process_group() -> None:
     """Destroys the default group, so that another can be made."""
     if dist.is_initialized():

@@ -1,9 +1,75 @@
-"""Private names of Hydra; see `lightning_commopt.compat`."""
+"""Private names of Hydra, and what Hydra 1.3 and 1.4 want said differently; see `lightning_commopt.compat`."""
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import hydra.utils
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 __all__ = [
+    "VERSION_BASE",
     "FileConfigSource",  # a folder of configs; ours adds a hint to the error for an option that it does not have
+    "allow_targets",
     "get_args_parser",  # which words of a command line are overrides, and which are flags, only Hydra knows
+    "packages_of_targets",
+    "register_resolver",
+    "store_config",
 ]
+
+_HAS_WHITELIST = hasattr(hydra.utils, "execution_whitelist")  # since 1.4
+
+VERSION_BASE: Mapping[str, str] = {} if _HAS_WHITELIST else {"version_base": "1.3"}
+"""A keyword of ``hydra.main`` and ``initialize``: 1.3 warns where it is missing, 1.4 where it is not."""
+
+
+def allow_targets(packages: Sequence[str]) -> AbstractContextManager[object]:
+    """Lets ``instantiate`` and Hydra's logging make what some packages have; Hydra before 1.4 asks for no permission.
+
+    Args:
+        packages: their names. What is allowed already stays so.
+    """
+    if not _HAS_WHITELIST:
+        return nullcontext()
+    return hydra.utils.execution_whitelist([f"{package}.*" for package in packages])  # type: ignore[attr-defined]
+
+
+def packages_of_targets(config: object) -> list[str]:
+    """Returns the packages of all ``_target_`` in a configuration, without those of Python's standard library.
+
+    Args:
+        config: resolved, of plain lists and dictionaries.
+
+    >>> packages_of_targets({"a": {"_target_": "torch.optim.SGD", "b": [{"_target_": "os.system"}]}})
+    ['torch']
+    """
+    packages = (target.partition(".")[0] for target in _targets(config) if isinstance(target, str))
+    return sorted(set(packages) - sys.stdlib_module_names)
+
+
+def _targets(config: object) -> Iterator[object]:
+    if isinstance(config, Mapping):
+        if "_target_" in config:
+            yield config["_target_"]
+        config = list(config.values())
+    if isinstance(config, list):
+        for value in config:
+            yield from _targets(value)
+
+
+def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
+    """Makes a resolver known to OmegaConf, in place of one that has the name."""
+    register = getattr(OmegaConf, "register_resolver" if _HAS_WHITELIST else "register_new_resolver")
+    register(name, resolver, replace=True)
+
+
+def store_config(*, group: str, name: str, node: object) -> None:
+    """Makes a config known to Hydra, in place of one that has the name."""
+    replace: dict[str, Any] = {"replace": True} if _HAS_WHITELIST else {}
+    ConfigStore.instance().store(group=group, name=name, node=node, **replace)

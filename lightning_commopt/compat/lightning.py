@@ -1,41 +1,106 @@
-"""Private names of Lightning; see `lightning_commopt.compat`.
+"""The packages ``lightning`` and ``pytorch_lightning``, and their private names; see `lightning_commopt.compat`.
+
+They have the same code and different classes: a Trainer takes strategies and callbacks of its own package only.
+Importing this module imports neither: its classes follow what the program imports.
 
 Of ``DDPStrategy`` our strategies override ``_configure_launcher``, ``_register_ddp_hooks`` and ``_setup_distributed``
-(Fabric), and read or set ``_ddp_kwargs``, ``_timeout``, ``_start_method``, ``_launcher``, ``_backward_sync_control``
-(Fabric) and ``_pl_static_graph_delay_done``: they are what the class is made of, and have no public form. Our launcher
-overrides ``_call_children_scripts`` and calls ``_check_can_spawn_children``.
+(Fabric), and read or set ``_accelerator``, ``_ddp_kwargs``, ``_timeout``, ``_start_method``, ``_launcher``,
+``_backward_sync_control`` (Fabric) and ``_pl_static_graph_delay_done``: they are what the class is made of, and have no
+public form. Our launcher overrides ``_call_children_scripts`` and calls ``_check_can_spawn_children``.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.strategies import _StrategyRegistry as StrategyRegistry
-from lightning.fabric.strategies.ddp import _DDPBackwardSyncControl as DDPBackwardSyncControl
-from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
-from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
-from lightning.pytorch.utilities.exceptions import _augment_message as augment_message
+from lightning_commopt.import_hook import call_after_import
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
-__all__ = [
-    "DDPBackwardSyncControl",  # Fabric asks it for the context of no_backward_sync
-    "StrategyRegistry",  # for annotations only
-    "SubprocessScriptLauncher",  # starts the other ranks; ours starts them with another command line
-    "augment_message",  # adds to the message of an exception, as Lightning does to DDP's
-    "batches_that_stepped",
-    "comm_hook_of",
-    "has_trainer",
-    "is_validation_next",
-    "optimizer_is_toggled",
-    "renew_rank",
-    "sync_module_states",  # DDP's own way to send parameters, for baselines
-    "will_accumulate",
-    "wrap_comm_hook",
-]
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+"""The packages that have a Trainer; the first is meant where a program has imported neither."""
+
+_FABRICS = ("lightning.fabric", "lightning_fabric")
+
+if not TYPE_CHECKING:
+
+    class _NoCallback:
+        """Stands for the first base, as Python exchanges only classes for classes that Python code has defined."""
+
+    class _NoException(Exception):  # noqa: N818
+        """The same."""
+
+    class Callback(_NoCallback):
+        """A callback for the Trainer of every package that the program imports.
+
+        Each package's own ``Callback`` becomes a base of this class once the program has imported it.
+        """
+
+    class MisconfigurationException(_NoException):
+        """The ``MisconfigurationException`` of every package that the program imports, as `Callback` is."""
+
+
+def _add_base(ours: type, name: str) -> Callable[[ModuleType], None]:
+    def add(module: ModuleType) -> None:
+        known = tuple(base for base in ours.__bases__ if base.__name__ == name)
+        if getattr(module, name) not in known:
+            ours.__bases__ = (*known, getattr(module, name))
+
+    return add
+
+
+for _package in PACKAGES:
+    call_after_import(f"{_package}.callbacks.callback", _add_base(Callback, "Callback"))
+for _package in _FABRICS:
+    call_after_import(
+        f"{_package}.utilities.exceptions", _add_base(MisconfigurationException, "MisconfigurationException")
+    )
+
+
+def package_of(instance: object) -> str:
+    """Returns which of `PACKAGES` made an object, or the class that it is derived from; the first one if none did.
+
+    Args:
+        instance: a Trainer, an accelerator, a strategy.
+    """
+    for cls in type(instance).__mro__:
+        for package in PACKAGES:
+            if cls.__module__.startswith(f"{package}."):
+                return package
+    return PACKAGES[0]
+
+
+def package_in_use() -> str:
+    """Returns which of `PACKAGES` this program has imported; if both or neither, the first one that is installed."""
+    imported = [package for package in PACKAGES if package in sys.modules]
+    if len(imported) == 1:
+        return imported[0]
+    for package in PACKAGES:
+        try:
+            import_module(package)
+        except ModuleNotFoundError as error:
+            if error.name not in (package, package.partition(".")[0]):
+                raise
+        else:
+            return package
+    raise ModuleNotFoundError("lightning_commopt needs lightning or pytorch-lightning, and neither is installed")
+
+
+def count_samples(trainer: Trainer, batch: Any) -> int | None:
+    """Returns how many samples Lightning finds in a batch; None if it finds no tensor."""
+    package = package_of(trainer)
+    misconfiguration = import_module(f"{package}.utilities.exceptions").MisconfigurationException
+    try:
+        size: int = import_module(f"{package}.utilities.data").extract_batch_size(batch)
+    except (misconfiguration, RecursionError):  # the latter where it holds itself
+        return None
+    return size
 
 
 def batches_that_stepped(trainer: Trainer) -> int:
@@ -67,7 +132,16 @@ def has_trainer(module: LightningModule) -> bool:
 
 def renew_rank() -> None:
     """Has messages that are for rank 0 follow the environment as it is now: Lightning reads it once, when imported."""
-    rank_zero_only.rank = _get_rank() or 0  # type: ignore[attr-defined]
+    for fabric in _FABRICS:
+        module = sys.modules.get(f"{fabric}.utilities.rank_zero")
+        if module is not None:
+            module.rank_zero_only.rank = module._get_rank() or 0
+
+
+def is_lightnings_ddp(strategy: object) -> bool:
+    """Returns whether a strategy is Lightning's ``DDPStrategy`` itself, not of a class that is derived from it."""
+    cls = type(strategy)
+    return cls.__name__ == "DDPStrategy" and cls.__module__ in {f"{package}.strategies.ddp" for package in PACKAGES}
 
 
 def comm_hook_of(strategy: object) -> Callable[..., Any] | None:
@@ -85,3 +159,8 @@ def wrap_comm_hook(strategy: Any, wrap: Callable[[Any], Any]) -> None:
     if hasattr(strategy, "_ddp_comm_wrapper"):
         inner = strategy._ddp_comm_wrapper
         strategy._ddp_comm_wrapper = wrap if inner is None else lambda hook: wrap(inner(hook))
+
+
+def sync_module_states(module: Any) -> None:
+    """Sends parameters and buffers of rank 0 to the others, in DDP's own way, for baselines."""
+    import_module(f"{package_in_use()}.overrides.distributed")._sync_module_states(module)

@@ -20,6 +20,7 @@ __all__ = [
     "registered_hooks",
     "sparse_values",
     "stop_reducing",
+    "uses_python_reducer",
     "verify_shapes",  # DDP's own check of parameters, with its message
 ]
 
@@ -35,6 +36,11 @@ def registered_hooks(model: DistributedDataParallel) -> list[object]:
 def stop_reducing(model: DistributedDataParallel) -> None:
     """Takes DDP's hooks off the parameters, so that another wrapper can have them: its destructor may come later."""
     model.reducer._remove_autograd_hooks()
+
+
+def uses_python_reducer(model: DistributedDataParallel) -> bool:
+    """Returns whether DDP has no buckets, as ``torch._dynamo.config.optimize_ddp`` asked for when it was made."""
+    return bool(model._use_python_reducer)
 
 
 def flush_static_graph(model: DistributedDataParallel) -> None:

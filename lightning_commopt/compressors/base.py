@@ -112,6 +112,11 @@ class Compressor(ABC):
         """
         return True
 
+    @property
+    def has_c_kernels(self) -> bool:
+        """Whether its arithmetic has a C form for CPU, which is compiled when gradient sync is set up."""
+        return False
+
     @abstractmethod
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the state for one bucket, equal on every rank.

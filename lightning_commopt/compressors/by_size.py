@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
-from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.base import Layout, Rounds, State
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.compressors.wrappers import check_inner
+from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.validation import check_integer
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @register_compressor("by_size")
 @final
 @dataclass(frozen=True, kw_only=True)
-class BySize(Compressor):
+class BySize(Wrapper):
     """Compresses only the gradients of at least ``min_numel`` elements; the others are averaged as they are.
 
     Attributes:
@@ -32,17 +32,11 @@ class BySize(Compressor):
         ValueError: ``inner`` is not a compressor, or ``min_numel`` is below 1.
     """
 
-    inner: Compressor
     min_numel: int
 
     def __post_init__(self) -> None:
-        check_inner(self.inner)
+        super().__post_init__()
         check_integer("min_numel", self.min_numel, at_least=1)
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether ``inner`` is lossy."""
-        return self.inner.is_lossy
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the state of ``inner`` for the large gradients."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.compressors.wrappers import check_inner
+from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.validation import check_integer, warn_once
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @register_compressor("hierarchical")
 @final
 @dataclass(frozen=True, kw_only=True)
-class Hierarchical(Compressor):
+class Hierarchical(Wrapper):
     """Averages within each node without loss, and then with ``inner`` across nodes, each rank a part of the bucket.
 
     A reduce-scatter within the node, ``inner`` among the ranks that have the same place in their nodes, and an
@@ -43,18 +43,12 @@ class Hierarchical(Compressor):
     uncompressed sums across nodes.
     """
 
-    inner: Compressor
     ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
-        check_inner(self.inner)
+        super().__post_init__()
         if self.ranks_per_node is not None:
             check_integer("ranks_per_node", self.ranks_per_node, at_least=1)
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether ``inner`` is lossy."""
-        return self.inner.is_lossy
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns an empty state: which part is this rank's, only the channel knows."""
@@ -116,17 +110,17 @@ class Hierarchical(Compressor):
 
     def _known_ranks_per_node(self) -> int:
         if self.ranks_per_node is None:
-            raise ValueError("ranks_per_node must be given to know what crosses nodes without a running training")
+            raise ValueError("ranks_per_node must be given to compute what crosses nodes, as no training runs")
         return self.ranks_per_node
 
 
-def placed_on_nodes(compressor: Compressor, world_size: int, local_world_size: int) -> tuple[Compressor, int | None]:
+def place_on_nodes(compressor: Compressor, world_size: int, ranks_per_node: int) -> tuple[Compressor, int | None]:
     """Sets ``ranks_per_node`` of a `Hierarchical`, wherever it stands in the composition.
 
     Args:
         compressor: perhaps with a `Hierarchical` in it.
         world_size: number of ranks.
-        local_world_size: ranks that the launcher started on each node.
+        ranks_per_node: that the launcher started, for one that does not say.
 
     Returns:
         The compressor, and the ranks per node, None if there is no `Hierarchical` in it.
@@ -135,7 +129,7 @@ def placed_on_nodes(compressor: Compressor, world_size: int, local_world_size: i
         ValueError: nodes of that many ranks cannot be made of all ranks.
     """
     if isinstance(compressor, Hierarchical):
-        ranks_per_node = compressor.ranks_per_node or local_world_size
+        ranks_per_node = compressor.ranks_per_node or ranks_per_node
         if world_size % ranks_per_node:
             raise ValueError(
                 f"ranks_per_node must divide the number of ranks, {world_size}, got {ranks_per_node}"
@@ -147,7 +141,7 @@ def placed_on_nodes(compressor: Compressor, world_size: int, local_world_size: i
     inner = getattr(compressor, "inner", None)
     if not isinstance(inner, Compressor):
         return compressor, None
-    placed, found = placed_on_nodes(inner, world_size, local_world_size)
+    placed, found = place_on_nodes(inner, world_size, ranks_per_node)
     return (dataclasses.replace(compressor, inner=placed) if found else compressor), found  # type: ignore[type-var]
 
 

@@ -45,6 +45,11 @@ class BlockInt8(Compressor):
     def __post_init__(self) -> None:
         check_power_of_two("block_size", self.block_size, at_least=16, at_most=256)
 
+    @property
+    def has_c_kernels(self) -> bool:
+        """True."""
+        return True
+
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns an empty state."""
         return {}

@@ -23,7 +23,7 @@ def in_pieces(flat: Tensor, residual: Tensor | None, channel: Channel, multiple:
     """Runs the rounds of one piece after another, two pieces at a time.
 
     For compressors that treat every piece as they treat the whole. All ranks start the same collectives in the same
-    order. On CUDA a bucket stays whole: there a stream runs what was enqueued one after another.
+    order. On CUDA a bucket stays whole: there whole buckets overlap, on two streams.
 
     Args:
         flat: ``(n,)`` this rank's gradients.

@@ -61,6 +61,11 @@ class PowerIteration(Compressor):
         if self.matrix_rank > 1 and self.epsilon != DEFAULT_EPSILON:
             warn(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}")
 
+    @property
+    def has_c_kernels(self) -> bool:
+        """True."""
+        return True
+
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the count of steps and random factors for every matrix."""
         self._warn_of_clamped_rank(layout)
@@ -100,17 +105,17 @@ class PowerIteration(Compressor):
         shortest = min((min(sides) for sides in layout.matrix_sides if min(sides) > 1), default=self.matrix_rank)
         if shortest < self.matrix_rank:
             warn_once(
-                f"matrix_rank={self.matrix_rank} is larger than the shorter side of some matrices: they count as ones"
-                " of full rank, and are sent as they are where that is cheaper."
+                f"matrix_rank={self.matrix_rank} is larger than the shorter side of some matrices: those are"
+                " compressed at full rank, or sent uncompressed where that is cheaper."
             )
 
     def _random_factors(self, shapes: Shapes, device: torch.device, dtype: torch.dtype, step: int) -> Tensor:
         """Returns factors with orthonormal columns, one behind another; the same on every rank."""
         # Drawn on the CPU, whose generator gives the same numbers on every kind of machine.
         generator = torch.Generator().manual_seed(self.seed + step)
-        drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+        drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
         columns = [orthonormal(x, x, self.epsilon).flatten() for x in drawn]
-        factors = torch.cat([torch.empty(0), *columns]).to(dtype)
+        factors = torch.cat([torch.empty(0, device="cpu"), *columns]).to(dtype)
         if device.type != "cuda":
             return factors.to(device)
         return factors.pin_memory().to(device, non_blocking=True)  # no wait for the device

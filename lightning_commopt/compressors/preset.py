@@ -22,7 +22,7 @@ def with_feedback(inner: Compressor, error_feedback: bool, residual_dtype: str) 
     """Returns ``inner`` in `ErrorFeedback`, or as it is where no ``error_feedback`` is wanted.
 
     Raises:
-        ValueError: ``error_feedback`` is no truth value, or ``residual_dtype`` is out of range.
+        ValueError: ``error_feedback`` is not a boolean, or ``residual_dtype`` is out of range.
     """
     check_switch("error_feedback", error_feedback)
     return ErrorFeedback(inner=inner, residual_dtype=residual_dtype) if error_feedback else inner
@@ -51,6 +51,11 @@ class Preset(Compressor):
     def is_lossy(self) -> bool:
         """Whether that compressor is lossy."""
         return self.compressor.is_lossy
+
+    @property
+    def has_c_kernels(self) -> bool:
+        """Whether that compressor has."""
+        return self.compressor.has_c_kernels
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns its state."""

@@ -127,11 +127,11 @@ def compressor_to_config(compressor: Compressor) -> dict[str, Any]:
     """
     cls = type(compressor)
     if not dataclasses.is_dataclass(compressor):
-        raise ValueError(f"{cls.__qualname__} is no dataclass, so that its options are not known")
+        raise ValueError(f"{cls.__qualname__} must be a dataclass, as its fields are the options")
     values = {field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor) if field.init}
     entry = _entry_of(compressor)
     if entry is None and "<locals>" in cls.__qualname__:
-        raise ValueError(f"{cls.__qualname__} has no import path; @register_compressor gives it a name")
+        raise ValueError(f"{cls.__qualname__} has no import path: give it a name with @register_compressor")
     entry = entry or _Entry(_path(cls), cls, {})
     options = {key: value for key, value in values.items() if key not in entry.fixed}
     if isinstance(options.get("inner"), Compressor):
@@ -174,7 +174,7 @@ def _entry_of(compressor: Compressor) -> _Entry | None:
 
 def _entry(name: Any, may_import: bool) -> _Entry:
     if isinstance(name, str) and "." in name:
-        return _Entry(name, _imported(name, may_import), {})
+        return _Entry(name, _import_compressor(name, may_import), {})
     entry = _BY_FOLDED_NAME.get(fold(name)) if isinstance(name, str) else None
     if entry is None:
         known = compressor_names()
@@ -183,7 +183,7 @@ def _entry(name: Any, may_import: bool) -> _Entry:
     return entry
 
 
-def _imported(path: str, may_import: bool) -> type[Compressor]:
+def _import_compressor(path: str, may_import: bool) -> type[Compressor]:
     module_name, _, class_name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name) if may_import else sys.modules[module_name]

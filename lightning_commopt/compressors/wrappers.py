@@ -18,20 +18,42 @@ if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel
 
 
-def check_inner(inner: Compressor) -> None:
-    """Checks that a compressor is one.
+@dataclass(frozen=True, kw_only=True)
+class Wrapper(Compressor):
+    """A compressor around another one, as lossy as that is.
+
+    Attributes:
+        inner: what it wraps; its state is ``state["inner"]``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``inner`` is not a compressor.
     """
-    if not isinstance(inner, Compressor):
-        raise ValueError(f"inner must be a compressor, got {inner!r}")
+
+    inner: Compressor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Compressor):
+            raise ValueError(f"inner must be a compressor, got {self.inner!r}")
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether ``inner`` is."""
+        return self.inner.is_lossy
+
+    @property
+    def has_c_kernels(self) -> bool:
+        """Whether ``inner`` has."""
+        return self.inner.has_c_kernels
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns what ``inner`` sends."""
+        return self.inner.wire_bytes(layout, world_size)
 
 
 @register_compressor("error_feedback")
 @final
 @dataclass(frozen=True, kw_only=True)
-class ErrorFeedback(Compressor):
+class ErrorFeedback(Wrapper):
     """Adds what ``inner`` dropped in the last step to what it sends in this one.
 
     Where the average of a bucket, or of a piece of it, is not finite, the residual stays as it was, on every rank: a
@@ -51,17 +73,11 @@ class ErrorFeedback(Compressor):
     algorithm 2, before the optimizer instead of after it (as in PowerSGD's algorithm 2).
     """
 
-    inner: Compressor
     residual_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        check_inner(self.inner)
+        super().__post_init__()
         check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether ``inner`` is."""
-        return self.inner.is_lossy
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns a residual of zero and the state of ``inner``."""
@@ -78,10 +94,6 @@ class ErrorFeedback(Compressor):
             residual.zero_()
         yield from self.inner.rounds(flat, layout, state["inner"], channel, state["residual"])
 
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns what ``inner`` sends."""
-        return self.inner.wire_bytes(layout, world_size)
-
     def residual(self, layout: Layout, state: State) -> Tensor | None:
         """Returns the residual."""
         self.inner.flush(layout, state["inner"], state["residual"])
@@ -96,7 +108,7 @@ class ErrorFeedback(Compressor):
 @register_compressor("after_steps")
 @final
 @dataclass(frozen=True, kw_only=True)
-class AfterSteps(Compressor):
+class AfterSteps(Wrapper):
     """Averages without compression in the first ``start_step`` steps, then as ``inner`` does.
 
     Attributes:
@@ -107,17 +119,11 @@ class AfterSteps(Compressor):
         ValueError: ``inner`` is not a compressor, or ``start_step`` is negative.
     """
 
-    inner: Compressor
     start_step: int
 
     def __post_init__(self) -> None:
-        check_inner(self.inner)
+        super().__post_init__()
         check_integer("start_step", self.start_step, at_least=0)
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether ``inner`` is."""
-        return self.inner.is_lossy
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the count of steps and the state of ``inner``."""
@@ -137,10 +143,6 @@ class AfterSteps(Compressor):
     def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
         """Flushes ``inner``."""
         self.inner.flush(layout, state["inner"], residual)
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns what ``inner`` sends."""
-        return self.inner.wire_bytes(layout, world_size)
 
     def residual(self, layout: Layout, state: State) -> Tensor | None:
         """Returns the residual of ``inner``."""

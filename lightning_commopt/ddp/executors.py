@@ -1,17 +1,21 @@
-"""Where gradient sync runs while backward goes on: a thread for CPU tensors, a stream for CUDA tensors."""
+"""Where gradient sync runs while backward goes on: a thread for CPU tensors, streams for CUDA tensors."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
+
+from lightning_commopt.collectives.gather import map_tensors
 
 _JOIN_TIMEOUT_S = 5.0
 
@@ -52,12 +56,30 @@ class Executor(ABC):
         """Returns the future of ``flat``, for a task that is submitted now or later."""
 
     @abstractmethod
-    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture]) -> None:
-        """Starts a task, or queues it; its end completes these futures."""
+    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
+        """Starts a task, or queues it; its end completes these futures.
+
+        Args:
+            task: what to run.
+            futures: of the buckets that it averages.
+            lane: tasks of one lane run one after another; those of different lanes may overlap on the device.
+        """
 
     @abstractmethod
     def close(self) -> bool:
         """Takes no more tasks; returns whether all that were submitted have succeeded."""
+
+    def protect(self, value: Any) -> None:  # noqa: B027 - on CPU memory is freed when nobody uses it
+        """Keeps the memory of tensors for tasks of any lane, until they are done with it.
+
+        Args:
+            value: nested dicts and lists of tensors that were made outside of tasks, or in another lane.
+        """
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Runs a part of a task behind all tasks before, and before all that follow, whatever their lanes."""
+        yield
 
     def _run(self, task: Callable[[], None], futures: Sequence[BucketFuture]) -> None:
         if self._error is None:
@@ -87,7 +109,7 @@ class WorkerThread(Executor):
         # DDP waits in C++, which sees the error of a callback but not one set from Python.
         return BucketFuture(flat, done.then(lambda finished: finished.value()), done)
 
-    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture]) -> None:
+    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
         """Queues a task."""
         self._tasks.put((task, futures))
 
@@ -103,44 +125,68 @@ class WorkerThread(Executor):
             del task  # else its bucket would stay in memory until the next one comes
 
 
-class SideStream(Executor):
-    """Enqueues tasks on CUDA tensors on a stream beside the current one, in the caller's thread.
+class SideStreams(Executor):
+    """Enqueues tasks on CUDA tensors on streams beside the current one, in the caller's thread.
 
-    All of a device share one stream, so that the collectives of several modules reach it in one order: that in which
-    backward calls their hooks.
+    Lanes take the streams in turn: while one bucket is on the wire, the next one is compressed and the one before is
+    decompressed. Collectives are issued in the order of tasks, and NCCL runs those of one group in that order. Their
+    priority is high, so that a bucket need not wait for a kernel of backward to have run on the whole device.
+
+    All hooks of a device share the streams.
 
     Args:
         device: of the tensors.
+        num_streams: 1 for tasks whose collectives are over several groups: only what is in one stream orders those.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_streams: int = 2) -> None:
         super().__init__()
         self._device = device
-        self._stream = _side_stream(device)
+        self._streams = _side_streams(device)[:num_streams]
 
     def future(self, flat: Tensor) -> BucketFuture:
         """Returns the future of ``flat``, which what is now in the current stream has filled."""
         done: Future[Tensor] = Future(devices=[self._device])
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
         return BucketFuture(flat, done, done)
 
-    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture]) -> None:
+    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
         """Enqueues a task behind what the current stream had to do when its futures were made.
 
         Raises:
             Exception: what this task, or an earlier one, raised.
         """
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._streams[lane % len(self._streams)]):
             self._run(task, futures)  # completing a future records the stream, for whoever waits on it
         if self._error is not None:
             raise self._error
 
     def close(self) -> bool:
-        """Makes the current stream wait for this one."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        """Makes the current stream wait for the others."""
+        for stream in self._streams:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
         return self._error is None
+
+    def protect(self, value: Any) -> None:
+        """Tells the allocator which streams use the tensors: the host frees them before the device has read them."""
+        tensors: list[Tensor] = []
+        map_tensors(tensors.append, value)
+        for tensor in tensors:
+            for stream in self._streams if tensor.is_cuda else ():
+                tensor.record_stream(stream)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Makes the current stream wait for the others, and then the others for it."""
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._streams:
+            current.wait_stream(stream)
+        yield
+        for stream in self._streams:
+            stream.wait_stream(current)
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)

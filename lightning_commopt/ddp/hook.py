@@ -5,26 +5,20 @@ DDP compares the annotations of a hook by identity and reads its ``__qualname__`
 """
 
 import contextlib
-import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.collectives.channel import Channel
-from lightning_commopt.collectives.groups import BorrowedGroups, borrow_groups, shared_node_groups
+from lightning_commopt.collectives.groups import BorrowedGroups
 from lightning_commopt.compat.torch import sparse_values
 from lightning_commopt.compressors import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.hierarchical import placed_on_nodes
-from lightning_commopt.ddp.buckets import BucketOrder, synced_parameters
-from lightning_commopt.ddp.executors import Executor, SideStream, WorkerThread
-from lightning_commopt.ddp.resumed_layout import Bucket, Kept, Relayout
+from lightning_commopt.ddp.buckets import BucketOrder
+from lightning_commopt.ddp.executors import Executor
+from lightning_commopt.ddp.resumed_layout import Bucket, HeldBuckets, Relayout
 from lightning_commopt.ddp.state import BucketStates, CommState, residuals_by_name
-from lightning_commopt.kernels import c_library
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, Observers
-from lightning_commopt.plan import OptionError
 from lightning_commopt.validation import warn_once
 
 _NAMES_IN_MESSAGE = 8
@@ -98,8 +92,8 @@ class BucketHook:
         sync = self._observers.ready(BucketInfo(index, sparse_values(flat).nbytes, names, is_last))
         job = Bucket(index, flat, self._layouts[index][1], names, self._step, sync)
         future = self._executor.future(flat)
-        if self._relayout is None or not self._relayout.keeps(job, future):
-            self._executor.submit(lambda: self._sync_or_explain(job), [future])
+        if self._relayout is None or not self._relayout.hold(job, future):
+            self._executor.submit(lambda: self._sync_or_explain(job), [future], lane=index)
         if is_last:
             self._step += 1
             self._sync_kept()
@@ -124,6 +118,8 @@ class BucketHook:
             step: gradient syncs that were made before.
         """
         self._states, self._residuals, self._step = dict(buckets), dict(residuals), step
+        self._protect_states()
+        self._executor.protect(self._residuals)
         layouts = {index: (names, layout) for index, (names, layout, _) in buckets.items()}
         self._relayout = Relayout(layouts) if layouts else None
 
@@ -134,6 +130,7 @@ class BucketHook:
             residuals: by parameter name, as `close` gave them.
         """
         self._residuals.update(residuals)
+        self._executor.protect(self._residuals)
 
     def close(self) -> dict[str, Tensor]:
         """Ends the executor, drops all states, and returns borrowed groups unless ranks may be out of step.
@@ -153,26 +150,30 @@ class BucketHook:
     def _sync_kept(self) -> None:
         if self._relayout is None:
             return
-        kept = self._relayout.end_backward()
+        held = self._relayout.end_backward()
         if self._relayout.is_over:
             self._relayout = None
-        if kept.buckets:
-            self._executor.submit(lambda: self._sync_as_saved(kept), kept.futures)
+        if held.buckets:
+            self._executor.submit(lambda: self._sync_all(held), held.futures)
 
-    def _sync_as_saved(self, kept: Kept) -> None:
-        if not kept.saved:
-            self._retire_states()
-            for bucket in kept.buckets:
+    def _sync_all(self, held: HeldBuckets) -> None:
+        if held.saved:
+            self._sync_as_saved(held)
+        else:
+            self._retire_states_alone()
+            for bucket in held.buckets:
                 self._sync_or_explain(bucket)
-            return
+        self._protect_states()  # each will be used in the lane of its own bucket
+
+    def _sync_as_saved(self, held: HeldBuckets) -> None:
         bytes_before = self._channel.bytes_sent
-        together = BucketSyncs([bucket.sync for bucket in kept.buckets])
+        together = BucketSyncs([bucket.sync for bucket in held.buckets])
         together.start()
         together.send()
-        for bucket in kept.laid_out_as_saved():
+        for bucket in held.laid_out_as_saved():
             self._sync_or_explain(bucket)
         together.arrive()
-        for bucket in kept.buckets:
+        for bucket in held.buckets:
             bucket.sync.end(self._channel.bytes_sent - bytes_before)
             bytes_before = self._channel.bytes_sent
 
@@ -199,10 +200,10 @@ class BucketHook:
         if bucket.is_compressible:
             return self._compressor.rounds(bucket.flat, bucket.layout, self._state_of(bucket), self._channel)
         kind = "sparse" if bucket.flat.is_sparse else str(bucket.flat.dtype).removeprefix("torch.")
-        warn_once(f"comm_hook averages {kind} gradients as they are: it compresses dense floating-point ones.")
-        return self._rounds_as_they_are(bucket.flat)
+        warn_once(f"comm_hook sends {kind} gradients uncompressed: it compresses dense floating-point ones only.")
+        return self._uncompressed_rounds(bucket.flat)
 
-    def _rounds_as_they_are(self, flat: Tensor) -> Rounds:
+    def _uncompressed_rounds(self, flat: Tensor) -> Rounds:
         yield self._channel.all_reduce(flat.div_(self._channel.size))
 
     def _state_of(self, bucket: Bucket) -> State:
@@ -210,7 +211,7 @@ class BucketHook:
             names, layout, state = self._states[bucket.index]
             if names == bucket.names and layout == bucket.layout:
                 return state
-            self._retire_states()  # DDP has laid out its buckets anew
+            self._retire_states_alone()  # DDP has laid out its buckets anew
         state = self._compressor.init(bucket.layout, bucket.flat.device, bucket.step)
         self._states[bucket.index] = bucket.names, bucket.layout, state
         self._add_residuals(bucket, state)
@@ -220,6 +221,15 @@ class BucketHook:
         """Keeps of all states the residuals, by parameter."""
         self._residuals = residuals_by_name(self._compressor, self._states, self._residuals)
         self._states.clear()
+
+    def _retire_states_alone(self) -> None:
+        """Retires states in a task: those of other lanes too."""
+        with self._executor.alone():
+            self._retire_states()
+        self._executor.protect(self._residuals)
+
+    def _protect_states(self) -> None:
+        self._executor.protect([state for _, _, state in self._states.values()])
 
     def _add_residuals(self, bucket: Bucket, state: State) -> None:
         """Adds the residuals of dropped states to the new one, or to the gradients if the compressor keeps none."""
@@ -231,59 +241,6 @@ class BucketHook:
                 part.copy_(self._residuals.pop(name))
         if not self._compressor.add_residual(bucket.layout, state, residual):
             bucket.flat.add_(residual)
-
-
-def attach_bucket_hook(
-    model: DistributedDataParallel,
-    compressor: Compressor,
-    timeout: timedelta | None,
-    step: int = 0,
-    local_world_size: int | None = None,
-    observers: Observers | None = None,
-) -> BucketHook:
-    """Makes DDP average its gradients by ``compressor``. All ranks must call it.
-
-    On CPU a thread runs the compressor on one bucket after another while backward goes on, so that all ranks issue the
-    same collectives in the same order. It has process groups of its own: the main thread may issue collectives
-    meanwhile (SyncBatchNorm, metrics), and so do the hooks of other modules, whose backwards may come in another order
-    on another rank. On CUDA everything is enqueued by the thread that runs backward, on one side stream for all hooks,
-    over DDP's own group.
-
-    Args:
-        model: freshly wrapped; DDP takes one hook in its life.
-        compressor: averages the buckets.
-        timeout: after which a collective of the thread's group raises; None for the backend's default.
-        step: gradient syncs that were made before.
-        local_world_size: ranks on each node; None for what torchrun says, else all ranks.
-        observers: notified of every bucket.
-
-    Raises:
-        OptionError: the model is on another kind of device, or nodes cannot be made of the ranks.
-    """
-    if model.device_type not in ("cpu", "cuda"):
-        raise OptionError(f"comm_hook works on cpu and cuda, but the model is on {model.device_type}")
-    group: dist.ProcessGroup = model.process_group
-    world_size = dist.get_world_size(group)
-    if local_world_size is None:
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    try:
-        compressor, ranks_per_node = placed_on_nodes(compressor, world_size, local_world_size)
-    except ValueError as error:
-        raise OptionError(f"comm_hook: {error}") from error
-    groups = None
-    executor: Executor
-    if model.device_type == "cpu":
-        c_library.load()  # here, so that no backward waits for a compiler
-        groups = borrow_groups(group, ranks_per_node=ranks_per_node, timeout=timeout)
-        channel, executor = Channel(groups.all_ranks, groups.within, groups.across), WorkerThread()
-    else:
-        nodes = () if ranks_per_node is None else shared_node_groups(group, ranks_per_node, timeout)
-        channel, executor = Channel(group, *nodes), SideStream(model.device)
-    synced = {id(parameter) for parameter in synced_parameters(model)}
-    names = {id(x): name for name, x in model.module.named_parameters() if id(x) in synced}
-    hook = BucketHook(compressor, channel, names, executor, step, observers, groups)
-    model.register_comm_hook(None, hook.reduce)
-    return hook
 
 
 def _run(rounds: Rounds, sync: BucketSync) -> None:

@@ -50,7 +50,7 @@ class Bucket:
 
 
 class Relayout:
-    """Keeps those of DDP's buckets that a checkpoint has otherwise until the last one has come.
+    """Holds those of DDP's buckets that a checkpoint has otherwise until the last one has come.
 
     Args:
         saved: names and layouts of the checkpoint's buckets, by index.
@@ -58,12 +58,12 @@ class Relayout:
 
     def __init__(self, saved: dict[int, tuple[tuple[str, ...], Layout]]) -> None:
         self._saved = saved
-        self._kept = Kept([], [], {})
+        self._held = HeldBuckets([], [], {})
         self._in_place: set[int] = set()
         self._num_backwards = 0
 
-    def keeps(self, bucket: Bucket, future: BucketFuture) -> bool:
-        """Keeps a bucket, unless it can be synchronized as it is; returns whether it is kept."""
+    def hold(self, bucket: Bucket, future: BucketFuture) -> bool:
+        """Holds a bucket back, unless it can be synchronized as it is; returns whether it does."""
         if bucket.index == 0:  # an earlier backward may have broken off
             self._start_backward()
         if not bucket.is_compressible:
@@ -71,21 +71,21 @@ class Relayout:
         if self._saved.get(bucket.index) == (bucket.names, bucket.layout):
             self._in_place.add(bucket.index)
             return False
-        self._kept.buckets.append(bucket)
-        self._kept.futures.append(future)
+        self._held.buckets.append(bucket)
+        self._held.futures.append(future)
         return True
 
-    def end_backward(self) -> Kept:
-        """Gives out what was kept in this backward."""
-        kept = self._kept
+    def end_backward(self) -> HeldBuckets:
+        """Returns the buckets that were held back in this backward."""
+        held = self._held
         missing = {index: self._saved[index] for index in sorted(self._saved) if index not in self._in_place}
         self._num_backwards += 1
-        if kept.buckets and kept.has_gradients_of(missing):
-            kept.saved.update(missing)
+        if held.buckets and held.has_gradients_of(missing):
+            held.saved.update(missing)
         else:
             self._num_backwards = _MAX_BACKWARDS
         self._start_backward()
-        return kept
+        return held
 
     @property
     def is_unused(self) -> bool:
@@ -98,12 +98,12 @@ class Relayout:
         return self._num_backwards >= _MAX_BACKWARDS
 
     def _start_backward(self) -> None:
-        self._kept, self._in_place = Kept([], [], {}), set()
+        self._held, self._in_place = HeldBuckets([], [], {}), set()
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The buckets of one backward that DDP has laid out in its own way.
+class HeldBuckets:
+    """The buckets of one backward that DDP has laid out otherwise than the checkpoint.
 
     Attributes:
         buckets: DDP's.
@@ -123,7 +123,7 @@ class Kept:
         return sorted(here) == sorted(there)
 
     def laid_out_as_saved(self) -> Iterator[Bucket]:
-        """Gives the checkpoint's buckets one by one; what one holds when the next is asked for goes back into DDP's."""
+        """Yields the checkpoint's buckets; what one contains when the next is taken goes back into DDP's."""
         gradients = {name: part for bucket in self.buckets for name, part in bucket.parts().items()}
         for index, (names, layout) in self.saved.items():
             bucket = replace(

@@ -99,7 +99,7 @@ def to_checkpoint(compressor: Compressor | None, num_syncs: int, ranks: list[Any
     """Returns what a checkpoint holds: the parts of all ranks, as `to_plain` gives them, and what they share."""
     return {
         "version": _VERSION,
-        "compressor": _described(compressor),
+        "compressor": _to_description(compressor),
         "num_syncs": num_syncs,
         "ranks": ranks,
     }
@@ -124,7 +124,7 @@ def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compress
         version = saved.get("version") if isinstance(saved, dict) else None
         raise CheckpointError(f"its version is {version!r}, and this is version {_VERSION}")
     with _as_checkpoint_error():
-        its_compressor = _recognised(saved["compressor"], compressor)
+        its_compressor = _from_description(saved["compressor"], compressor)
         num_syncs = int(saved["num_syncs"])
         parts = saved["ranks"]
         if len(parts) in (0, world_size):
@@ -137,7 +137,7 @@ def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compress
     return CommState(its_compressor, num_syncs, {}, mean)
 
 
-def adopted(state: CommState, compressor: Compressor, module: Module) -> BucketStates:
+def adopt_states(state: CommState, compressor: Compressor, module: Module) -> BucketStates:
     """Returns saved states on the device of the parameters, if the compressor can go on with them.
 
     Raises:
@@ -155,7 +155,7 @@ def adopted(state: CommState, compressor: Compressor, module: Module) -> BucketS
             raise CheckpointError("it was saved with other parameters")
         device = parameters[names[0]].device
         with _as_checkpoint_error():
-            buckets[index] = names, layout, _fitted(saved, compressor.init(layout, device, state.num_syncs), device)
+            buckets[index] = names, layout, _fit_to(saved, compressor.init(layout, device, state.num_syncs), device)
     return buckets
 
 
@@ -170,7 +170,7 @@ def _as_checkpoint_error() -> Generator[None, None, None]:
         raise CheckpointError(f"it is damaged ({type(error).__name__}: {error})") from error
 
 
-def _described(compressor: Compressor | None) -> str:
+def _to_description(compressor: Compressor | None) -> str:
     if compressor is None:
         return "null"
     try:
@@ -179,8 +179,8 @@ def _described(compressor: Compressor | None) -> str:
         return repr(compressor)
 
 
-def _recognised(description: str, candidate: Compressor | None) -> Compressor | None:
-    if description == _described(candidate):
+def _from_description(description: str, candidate: Compressor | None) -> Compressor | None:
+    if description == _to_description(candidate):
         return candidate
     try:
         return compressor_from_config(json.loads(description), may_import=False)
@@ -203,7 +203,7 @@ def _from_plain(part: dict[str, Any], compressor: Compressor | None, num_syncs: 
     return CommState(compressor, num_syncs, buckets, dict(part["residuals"]))
 
 
-def _fitted(saved: Any, fresh: Any, device: torch.device) -> Any:
+def _fit_to(saved: Any, fresh: Any, device: torch.device) -> Any:
     """Returns ``saved`` on the devices that ``fresh`` has, after a look at whether it is built in the same way.
 
     A dict may hold more than the fresh one, on ``device``: states may grow in their first gradient sync.
@@ -214,11 +214,11 @@ def _fitted(saved: Any, fresh: Any, device: torch.device) -> Any:
         return saved.to(fresh.device)
     if isinstance(fresh, dict) and isinstance(saved, dict) and fresh.keys() <= saved.keys():
         return {
-            key: _fitted(value, fresh[key], device) if key in fresh else map_tensors(lambda x: x.to(device), value)
+            key: _fit_to(value, fresh[key], device) if key in fresh else map_tensors(lambda x: x.to(device), value)
             for key, value in saved.items()
         }
     if isinstance(fresh, list) and isinstance(saved, list) and len(fresh) == len(saved):
-        return [_fitted(*pair, device) for pair in zip(saved, fresh, strict=True)]
+        return [_fit_to(*pair, device) for pair in zip(saved, fresh, strict=True)]
     if isinstance(fresh, dict | list) or type(saved) is not type(fresh):
         raise CheckpointError(f"a state has {_kind(saved)} where {_kind(fresh)} is expected")
     return saved

@@ -98,13 +98,35 @@ def _read(codes, scales, row, blocks, num_blocks, B: tl.constexpr):
 
 
 @triton.jit
+def _inverse(x, SHAPE: tl.constexpr):
+    """Returns ``1 / x`` rounded as float32 rounds: an estimate, and two steps of Newton's method in float64.
+
+    ``tl.div_rn`` flushes subnormal numbers in some versions of Triton, and a division in float64 spills registers.
+    """
+    estimate = 1.0 / x
+    wide, one, inverse = x.to(tl.float64), tl.full(SHAPE, 1.0, tl.float64), estimate.to(tl.float64)
+    for _ in tl.static_range(2):
+        inverse = tl.fma(tl.fma(-wide, inverse, one), inverse, inverse)
+    return tl.where(x < float("inf"), inverse.to(tl.float32), estimate)
+
+
+@triton.jit
+def _over_ranks(x, WORLD_SIZE: tl.constexpr, SHAPE: tl.constexpr):
+    """Returns ``x / WORLD_SIZE`` rounded as float32 rounds: a product with the inverse, corrected in float64."""
+    wide, inverse = x.to(tl.float64), tl.full(SHAPE, 1 / WORLD_SIZE, tl.float64)
+    quotient = wide * inverse
+    rest = tl.fma(-quotient, tl.full(SHAPE, WORLD_SIZE, tl.float64), wide)
+    return tl.where(x < float("inf"), tl.fma(rest, inverse, quotient).to(tl.float32), x)
+
+
+@triton.jit
 def _average(codes, scales, blocks, num_blocks, WORLD_SIZE: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr):
     """Returns the mean ``(TILE, B)`` over the rows of a message."""
     mean = tl.zeros((TILE, B), tl.float32)
-    num_ranks = tl.full((TILE, 1), WORLD_SIZE, tl.float32)
     for rank in range(WORLD_SIZE):
         code, scale = _read(codes, scales, tl.program_id(1) + rank, blocks, num_blocks, B)
-        mean = tl.fma(code, tl.broadcast_to(tl.div_rn(scale, num_ranks), (TILE, B)), mean)
+        weight = _over_ranks(scale, WORLD_SIZE, (TILE, 1))
+        mean = tl.fma(code, tl.broadcast_to(weight, (TILE, B)), mean)
     return mean
 
 
@@ -115,7 +137,7 @@ def _quantize(c, codes, scales, blocks, num_blocks, TILE: tl.constexpr, B: tl.co
     top = tl.max(c.to(tl.int32, bitcast=True) & _MAGNITUDE, 1).to(tl.float32, bitcast=True)
     wanted = top * _SCALE_OF_TOP
     scale = tl.where(wanted < _SMALLEST_SCALE, _SMALLEST_SCALE, wanted)
-    inverse = tl.div_rn(tl.full((TILE,), 1.0, tl.float32), scale)
+    inverse = _inverse(scale, (TILE,))
     scale = tl.where(top == 0, 0.0, scale)
     magic = tl.full((TILE, B), _MAGIC, tl.float32)
     rounded = tl.fma(c, tl.broadcast_to(inverse[:, None], (TILE, B)), magic)

@@ -21,8 +21,9 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+
+from lightning_commopt.validation import info
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
@@ -49,7 +50,7 @@ def load() -> ctypes.CDLL | None:
             return None
         return ctypes.CDLL(str(_compile(compiler)))
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        _logger.info("The kernels in C cannot be used, plain torch does their work: %s", _describe(error))
+        _logger.info("The C kernels cannot be used, so compressors use plain torch on CPU: %s", _describe(error))
         return None
 
 
@@ -78,7 +79,7 @@ def _compile(compiler: list[str]) -> Path:
     file = _folder() / f"kernels-{digest[:16]}.so"
     if file.exists():
         return file
-    rank_zero_info(f"Compiling the CPU kernels with {compiler[0]}, once for this machine (about 2 s).")
+    info(f"Compiling the CPU kernels with {compiler[0]}, once for this machine (about 2 s).")
     with _lock(file.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=file.parent) as folder:
         if not file.exists():
             made = Path(folder) / file.name

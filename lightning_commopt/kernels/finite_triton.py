@@ -20,7 +20,9 @@ def all_finite(values: Tensor) -> Tensor:
     if values.numel():
         with torch.cuda.device_of(values):
             grid = (triton.cdiv(values.numel(), _BLOCK),)
-            _find_bad[grid](values, values.numel(), finite.view(torch.uint8), BLOCK=_BLOCK, num_warps=8)
+            _find_bad[grid](
+                values, values.numel(), finite.view(torch.uint8), BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False
+            )
     return finite
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import accumulate, product
 from math import gcd
 from typing import NamedTuple
@@ -40,8 +40,9 @@ class Plan(NamedTuple):
     sums: Tensor
 
 
-# Tables are made once for each bucket layout. Only then the host waits for the device.
-@lru_cache(maxsize=1024)
+# Tables are made once for each bucket layout, as only then the host waits for the device. They stay, as kernels of
+# several streams read them.
+@cache
 def product_plan(matrices: tuple[Matrix, ...], device: torch.device, by_rows: bool) -> Plan:
     """Returns the plan of a product; the partial sums of a matrix are ``(splits, r, m)`` or ``(splits, r, k)``."""
     tile = _ROWS_TILE if by_rows else _COLUMNS_TILE
@@ -63,7 +64,7 @@ def product_plan(matrices: tuple[Matrix, ...], device: torch.device, by_rows: bo
     return Plan(tile, _table(tiles, device), _alignment(matrices), num_partials, _table(sums, device))
 
 
-@lru_cache(maxsize=1024)
+@cache
 def tiles_plan(matrices: tuple[Matrix, ...], device: torch.device) -> Plan:
     """Returns the plan of what is done with every element."""
     tiles = [

@@ -5,6 +5,8 @@ Sums over more than one tile are written apart and added up in a fixed order by 
 which program comes first. Where the tiles are, the device reads from a table that stays on it, one row of integers for
 each.
 
+Multiplications and additions are fused, on every rank whatever its Triton does by default.
+
 Source: tiles as in Triton's tutorials; the products are sums of float32 (float64) products, never TF32.
 """
 
@@ -87,11 +89,12 @@ def _multiply(
             plan.tiles, flat, *(folded or (flat, factor, factor)), factor, partials, **constants
         )
         if plan.num_partials:
-            _add_up[(len(plan.sums),)](plan.sums, partials, out, SPLITS=_SUM_SPLITS, BLOCK=SUM_BLOCK, num_warps=4)
+            constants = {"SPLITS": _SUM_SPLITS, "BLOCK": SUM_BLOCK, "num_warps": 4, "enable_fp_fusion": True}
+            _add_up[(len(plan.sums),)](plan.sums, partials, out, **constants)
 
 
 def _shape(tile: tuple[int, int]) -> dict[str, int]:
-    return {"TILE_M": tile[0], "TILE_K": tile[1], "num_warps": tile[0] * tile[1] // 1024}
+    return {"TILE_M": tile[0], "TILE_K": tile[1], "num_warps": tile[0] * tile[1] // 1024, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -103,7 +106,8 @@ def _load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.co
 
     Returns:
         m, k and r; the rows ``(TILE_M,)`` and columns ``(TILE_K,)``; where their elements are in the bucket and which
-        of them there are, both ``(TILE_M, TILE_K)``; the three places.
+        of them there are, both ``(TILE_M, TILE_K)``; the three places. Not as tuples within the tuple, which Triton
+        3.2 does not compile.
     """
     tile = tiles + tl.program_id(0) * 9
     start = tl.multiple_of(tl.load(tile), ALIGNED)
@@ -113,8 +117,8 @@ def _load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.co
     columns = tl.multiple_of(tl.load(tile + 5), TILE_K) + tl.arange(0, TILE_K)
     elements = start + rows[:, None] * k + columns[None, :]
     inside = (rows < m)[:, None] & (columns < k)[None, :]
-    places = tl.load(tile + 6), tl.load(tile + 7), tl.load(tile + 8)
-    return m, k, tl.load(tile + 3), rows, columns, elements, inside, places
+    r, p, q, share = tl.load(tile + 3), tl.load(tile + 6), tl.load(tile + 7), tl.load(tile + 8)
+    return m, k, r, rows, columns, elements, inside, p, q, share
 
 
 @triton.jit
@@ -144,8 +148,7 @@ def _multiply_tile(
     TILE_K: tl.constexpr,
 ):
     """Folds one tile into ``residual`` if asked to, and multiplies it with its part of ``Q`` (``BY_ROWS``) or ``P``."""
-    m, k, r, rows, columns, elements, inside, places = _load_tile(tiles, ALIGNED, TILE_M, TILE_K)
-    p, q, out = places
+    m, k, r, rows, columns, elements, inside, p, q, out = _load_tile(tiles, ALIGNED, TILE_M, TILE_K)
     values = tl.load(flat + elements, inside, 0)
     if FOLD:
         gradients = values
@@ -187,8 +190,7 @@ def _subtract_product(
 ):
     """Subtracts from one tile."""
     if tl.load(finite) != 0:
-        m, k, r, rows, columns, elements, inside, places = _load_tile(tiles, ALIGNED, TILE_M, TILE_K)
-        p, q, _ = places
+        m, k, r, rows, columns, elements, inside, p, q, _ = _load_tile(tiles, ALIGNED, TILE_M, TILE_K)
         rest = tl.load(flat + elements, inside, 0)
         rest -= _product(factor_p + p, factor_q + q, m, k, r, rows, columns, tl.zeros_like(rest))
         tl.store(out + elements, rounded_for(out, rest), inside)
@@ -208,8 +210,7 @@ def _write_product(
     TILE_K: tl.constexpr,
 ):
     """Writes one tile."""
-    m, k, r, rows, columns, elements, inside, places = _load_tile(tiles, ALIGNED, TILE_M, TILE_K)
-    p, q, _ = places
+    m, k, r, rows, columns, elements, inside, p, q, _ = _load_tile(tiles, ALIGNED, TILE_M, TILE_K)
     mean = tl.zeros((TILE_M, TILE_K), flat.dtype.element_ty)
     if tl.load(finite) != 0:
         mean = _product(factor_p + p, factor_q + q, m, k, r, rows, columns, mean)

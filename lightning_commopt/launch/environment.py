@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
@@ -40,6 +41,16 @@ def num_started_ranks() -> int:
 def has_external_launcher() -> bool:
     """Returns whether this process is a rank that torchrun, srun or Lightning has started."""
     return "RANK" in os.environ or "LOCAL_RANK" in os.environ or num_started_ranks() > 1
+
+
+def launcher_pid(start_method: str) -> int | None:
+    """Returns the process that has started this rank and stays until all ranks have ended; None if there is none.
+
+    Args:
+        start_method: of the strategy. With "popen" Lightning's other ranks are children of rank 0, which may end first.
+    """
+    is_forked = start_method != "popen" and multiprocessing.parent_process() is not None
+    return os.getppid() if is_forked or "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _integer_in_environment(name: str, default: int) -> int:

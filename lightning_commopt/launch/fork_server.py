@@ -6,25 +6,24 @@ and has done nothing else; what it starts is a copy of the server, which runs a 
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import io
 import json
 import os
 import random
-import runpy
 import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from lightning_commopt.compat.lightning import renew_rank
 from lightning_commopt.launch.forked_process import ForkedProcess
+from lightning_commopt.launch.module_run import run_to_exit
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SEED_OF_EVERY_PROCESS = 67280421310721  # of older torch; newer ones draw one
@@ -77,7 +76,6 @@ class ForkServer:
         folder: str | None = None,
         place: Place | None = None,
         is_session: bool = False,
-        has_pipe: bool = False,
         is_server: bool = False,
     ) -> ForkedProcess:
         """Starts a process, as ``subprocess.Popen`` does.
@@ -87,49 +85,56 @@ class ForkServer:
             env: the whole environment.
             folder: to start in; None for ours, or that of ``place``.
             place: where it runs; None for beside us.
-            is_session: whether it leads a session of its own.
-            has_pipe: whether its output is to be read from ``stdout``, and its input is empty; else it has ours.
+            is_session: whether it leads a session of its own, without input and with its output in ``stdout``; else it
+                has our input and output.
             is_server: whether it has a server of its own, for processes that are to be its children.
 
         Raises:
             RuntimeError: the server is gone.
         """
         assert self.runs(command), command
-        ours, theirs = os.pipe() if has_pipe else (-1, -1)
+        request = {
+            "arguments": list(command[3:]),
+            "env": dict(env),
+            "folder": folder or os.getcwd(),
+            "place": None if place is None else asdict(place),
+            "is_session": is_session,
+            "is_server": is_server,
+        }
+        if not is_session:
+            return ForkedProcess(self._ask(request, (0, 1, 2)), None)
+        ours, theirs = os.pipe()
         empty = os.open(os.devnull, os.O_RDONLY)
-        request = os.memfd_create("request")
         try:
-            content = {
-                "arguments": list(command[3:]),
-                "env": dict(env),
-                "folder": folder or os.getcwd(),
-                "place": None if place is None else asdict(place),
-                "is_session": is_session,
-                "is_server": is_server,
-            }
-            os.pwrite(request, json.dumps(content).encode(), 0)
-            streams = [empty, theirs, theirs] if has_pipe else [0, 1, 2]
+            pid = self._ask(request, (empty, theirs, theirs))
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(empty)
+            os.close(theirs)
+        return ForkedProcess(pid, open(ours, "rb", buffering=0))
+
+    def _ask(self, request: Mapping[str, Any], streams: Sequence[int]) -> int:
+        """Sends a request, with what becomes standard input, output and error; returns the number of the process."""
+        content = os.memfd_create("request")
+        try:
+            os.pwrite(content, json.dumps(request).encode(), 0)
             # The server's child is nobody's once its parent has ended: the kernel gives it to us.
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            socket.send_fds(self._socket, [b"request"], [request, *streams])
+            socket.send_fds(self._socket, [b"request"], [content, *streams])
             answer = self._socket.recv(32)
         except BaseException as error:
             self._socket.close()  # else an answer that comes later would be taken for that of the next request
-            if ours >= 0:
-                os.close(ours)
             if isinstance(error, OSError):
                 raise RuntimeError(f"no process could be forked from the server: {error}") from error
             raise
         finally:
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
-            for descriptor in (empty, request, theirs):
-                if descriptor >= 0:
-                    os.close(descriptor)
+            os.close(content)
         if not answer:
-            if ours >= 0:
-                os.close(ours)
             raise RuntimeError("the server that processes are forked from is gone")
-        return ForkedProcess(int(answer), open(ours, "rb", buffering=0) if has_pipe else None)
+        return int(answer)
 
 
 def preload(module: str) -> None:
@@ -144,7 +149,7 @@ def is_preloaded() -> bool:
     return _preloaded is not None
 
 
-def preloaded(command: Sequence[str]) -> ForkServer | None:
+def server_for(command: Sequence[str]) -> ForkServer | None:
     """Returns the server of this process that can start a command; None without."""
     return _preloaded if _preloaded is not None and _preloaded.runs(command) else None
 
@@ -153,10 +158,10 @@ def start_in_place(
     command: Sequence[str], env: Mapping[str, str], namespaces: Sequence[str], folder: str, cores: Sequence[int]
 ) -> ForkedProcess:
     """Starts a command from the server of this process in a `Place`; its output comes from ``stdout``."""
-    server = preloaded(command)
+    server = server_for(command)
     assert server is not None, command
     place = Place(namespaces=tuple(namespaces), folder=folder, cores=tuple(cores))
-    return server.start(command, env=env, place=place, is_session=True, has_pipe=True)
+    return server.start(command, env=env, place=place, is_session=True)
 
 
 def _serve(requests: socket.socket, module: str) -> NoReturn:
@@ -167,7 +172,7 @@ def _serve(requests: socket.socket, module: str) -> NoReturn:
         message, descriptors, _, _ = socket.recv_fds(requests, 16, 4)
         if not message:
             os._exit(0)
-        answer, said = os.pipe()
+        answer, number = os.pipe()
         child = os.fork()
         if child == 0:
             between = os.getpid()
@@ -178,8 +183,8 @@ def _serve(requests: socket.socket, module: str) -> NoReturn:
             signal.signal(signal.SIGINT, on_interrupt)
             requests.close()
             os.close(answer)
-            _become(descriptors, said, module)
-        os.close(said)
+            _become(descriptors, number, module)
+        os.close(number)
         for descriptor in descriptors:
             os.close(descriptor)
         os.waitpid(child, 0)
@@ -187,7 +192,7 @@ def _serve(requests: socket.socket, module: str) -> NoReturn:
         os.close(answer)
 
 
-def _become(descriptors: Sequence[int], said: int, module: str) -> NoReturn:
+def _become(descriptors: Sequence[int], number: int, module: str) -> NoReturn:
     """Makes this process what a request asks for, and runs the module to the end of the process."""
     global _preloaded
     _preloaded = None  # that of the process which we are a copy of
@@ -195,10 +200,10 @@ def _become(descriptors: Sequence[int], said: int, module: str) -> NoReturn:
     content = json.loads(os.pread(request, os.fstat(request).st_size, 0))
     if content["is_session"]:
         os.setsid()
-    os.write(said, str(os.getpid()).encode())
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-    for descriptor in (*descriptors, said):
+    os.write(number, str(os.getpid()).encode())
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
+    for descriptor in (*descriptors, number):
         os.close(descriptor)
     if content["place"] is None:
         os.chdir(content["folder"])
@@ -210,11 +215,9 @@ def _become(descriptors: Sequence[int], said: int, module: str) -> NoReturn:
     if content["is_server"]:
         preload(module)
     _renew(threads_before)
-    atexit.register(gc.unfreeze)  # else bindings report as leaks what the interpreter does not collect at its end
     sys.argv = [module, *content["arguments"]]
     sys.modules.pop(module, None)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    raise SystemExit
+    run_to_exit(module)
 
 
 def _renew(threads_before: str | None) -> None:
@@ -227,8 +230,7 @@ def _renew(threads_before: str | None) -> None:
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-    if "lightning.pytorch" in sys.modules:
-        import_module("lightning_commopt.compat.lightning").renew_rank()
+    renew_rank()
     if (torch := sys.modules.get("torch")) is not None:
         threads = os.environ.get("OMP_NUM_THREADS")
         if threads is not None and threads != threads_before:

@@ -12,14 +12,14 @@ from omegaconf import OmegaConf
 from lightning_commopt.compat.hydra import get_args_parser
 
 
-def quoted(value: object, *, is_literal: bool = True) -> object:
+def quote(value: object, *, is_literal: bool = True) -> object:
     r"""Returns a value as an override has to have it, for Hydra to read it back; only text needs quotes.
 
     Args:
         value: of the override.
         is_literal: whether ``${...}`` in it means itself, and not the value of something else.
 
-    >>> print(quoted('a, "b" and ${c}'))
+    >>> print(quote('a, "b" and ${c}'))
     "a, \"b\" and \${c}"
     """
     if not isinstance(value, str):
@@ -58,13 +58,13 @@ def single_run_command(rank: int | str) -> tuple[list[str], str]:
         *hydra.overrides.task,
         *(override for override in hydra.overrides.hydra if "hydra.mode=" not in override),
         "hydra.mode=RUN",
-        f"hydra.run.dir={quoted(hydra.runtime.output_dir)}",
+        f"hydra.run.dir={quote(hydra.runtime.output_dir)}",
         *(
-            f"hydra.job.{key}={quoted(OmegaConf.select(hydra.job, key))}"  # type: ignore[arg-type]
+            f"hydra.job.{key}={quote(OmegaConf.select(hydra.job, key))}"  # type: ignore[arg-type]
             for key in ("num", "id")
             if not OmegaConf.is_missing(hydra.job, key)
         ),
-        f"hydra.job.name={quoted(f'{hydra.job.name}_rank_{rank}', is_literal=False)}",
+        f"hydra.job.name={quote(f'{hydra.job.name}_rank_{rank}', is_literal=False)}",
         "hydra.output_subdir=null",
     ]
     return [*program, *config_flags(), *overrides], get_original_cwd()

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 import subprocess
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commopt.collectives.groups import leave_process_group
-from lightning_commopt.compat.lightning import SubprocessScriptLauncher
 from lightning_commopt.launch.environment import RANK_VARIABLES
-from lightning_commopt.launch.fork_server import is_preloaded, preloaded
+from lightning_commopt.launch.fork_server import is_preloaded, server_for
 from lightning_commopt.launch.hydra_command import single_run_command
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+else:
+    _SubprocessScriptLauncher = object
 
 _launched_job_dir: str | None = None
 _variables_before_launch: dict[str, str | None] = {}
@@ -47,7 +51,7 @@ def forget_previous_job() -> None:
     _launched_job_dir = None
 
 
-class MultirunLauncher(SubprocessScriptLauncher):
+class _MultirunLauncher(_SubprocessScriptLauncher):
     """Starts each child as a single run of the job that this process is at, in the job's directory."""
 
     def _call_children_scripts(self) -> None:
@@ -63,7 +67,7 @@ class MultirunLauncher(SubprocessScriptLauncher):
         for local_rank in range(1, self.num_processes):
             command, folder = single_run_command(local_rank)
             environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
-            server = preloaded(command)
+            server = server_for(command)
             process = (
                 subprocess.Popen(command, env=environment, cwd=folder)
                 if server is None
@@ -72,12 +76,15 @@ class MultirunLauncher(SubprocessScriptLauncher):
             self.procs.append(process)  # type: ignore[arg-type]
 
 
-def configure_multirun_launcher(strategy: DDPStrategy) -> None:
+def configure_multirun_launcher(strategy: Any) -> None:
     """Gives a strategy the launcher for the job of a Hydra multirun, if it runs in one and starts its own processes.
 
     Args:
-        strategy: whose own launcher is configured.
+        strategy: Lightning's ``DDPStrategy``, whose own launcher is configured.
     """
-    if strategy._start_method == "popen" and (multirun_job_dir() is not None or is_preloaded()):
-        assert strategy.cluster_environment is not None
-        strategy._launcher = MultirunLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+    launcher = strategy.launcher  # of the strategy's own package; None where somebody else starts the processes
+    if launcher is None or strategy._start_method != "popen":
+        return
+    if multirun_job_dir() is not None or is_preloaded():
+        launcher_class = type("MultirunLauncher", (_MultirunLauncher, type(launcher)), {})
+        strategy._launcher = launcher_class(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -23,8 +24,9 @@ import torch
 _OPTIONS = {
     "--capture-range": "cudaProfilerApi",
     "--capture-range-end": "stop",
-    "--trace": "cuda,nvtx,osrt,nccl",
+    "--trace": "cuda,nvtx,osrt",
 }
+_NCCL_TRACE = "nccl"  # nsys knows it from 2026.1 on, and refuses what it does not know
 _LONG_NAMES = {"-c": "--capture-range", "-t": "--trace", "-o": "--output", "-f": "--force-overwrite"}
 
 _MISSING = (
@@ -136,9 +138,18 @@ def _nsys_options(output_dir: str | Path, nsys_args: str) -> list[str]:
     names = _option_names(given)
     if "--output" in names:
         raise ValueError(f"--nsys-args={nsys_args!r}: the reports of the ranks go to --output-dir, leave --output out")
-    ours = [f"{name}={value}" for name, value in _OPTIONS.items() if name not in names]
+    options = _OPTIONS | {"--trace": f"{_OPTIONS['--trace']},{_NCCL_TRACE}"} if _traces_nccl() else _OPTIONS
+    ours = [f"{name}={value}" for name, value in options.items() if name not in names]
     folder = str(output_dir).replace("%", "%%")
     return [*ours, f"--output={folder}/rank_%q{{RANK}}", *given]
+
+
+def _traces_nccl() -> bool:
+    """Returns whether the nsys on PATH can trace NCCL, as its help says; true where there is no nsys to ask."""
+    if shutil.which("nsys") is None:
+        return True
+    options = subprocess.run(["nsys", "profile", "--help"], capture_output=True, text=True).stdout
+    return re.search(rf"\b{_NCCL_TRACE}\b", options) is not None
 
 
 def _option_names(words: Sequence[str]) -> set[str]:

@@ -37,7 +37,7 @@ class AllRanks:
             rows: ``(n, num_quantities)`` float64; with fewer rows than the shape has, the last ones count as missing.
         """
         assert self.is_free
-        matrix = torch.full(self._shape, torch.nan, dtype=torch.float64)
+        matrix = torch.full(self._shape, torch.nan, dtype=torch.float64, device="cpu")
         matrix[: len(rows)] = rows
         if self._group is None:
             self._gathered = [matrix]

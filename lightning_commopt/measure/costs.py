@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_commopt.formatting import short_percent
 from lightning_commopt.measure.exposed_share import share_of_step
 
 _WORTH_IT = 0.05
@@ -91,24 +92,10 @@ class Costs:
 
     def share(self, seconds: float) -> str:
         """Returns a time as a share of the step."""
-        return percent(share_of_step(seconds, self.step_s))
+        return short_percent(share_of_step(seconds, self.step_s))
 
     def at_most(self, saved_s: float) -> str:
         """Returns how much faster training would be if steps were shorter by a time."""
         if not saved_s < self.step_s:
             return "faster by an unknown factor"
         return f"at most {self.step_s / (self.step_s - saved_s):.2f} times as fast"
-
-
-def percent(share: float) -> str:
-    """Returns a share with two digits.
-
-    >>> percent(0.4286), percent(0.0286)
-    ('43 %', '2.9 %')
-    """
-    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
-
-
-def milliseconds(seconds: float) -> str:
-    """Returns a time in milliseconds, with three digits or more."""
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{1e3 * seconds:.0f} ms"

@@ -1,7 +1,7 @@
 """The files of a run: every rank's steps as lines of JSON, which survive a process that is killed.
 
 ``<run_dir>/comm_time/rank_<rank>.jsonl`` holds, for each fit, a line of type "run" (who wrote it), a line of type
-"layout" whenever the buckets changed, and a line of type "step" for every step: `StepRecord.to_dict`.
+"layout" whenever the buckets changed, and a line of type "step" for every step: `StepRecord.to_json`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_commopt.formatting import count
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import StepRecord
 
@@ -79,7 +80,7 @@ class RankRecords:
         path: of the file that they are from.
         rank: who wrote it.
         world_size: number of ranks that trained.
-        origin_unix_s: second 0 of the records' times, in seconds since 1970 on the rank's host; None if nobody said.
+        origin_unix_s: second 0 of the records' times, in seconds since 1970 on the rank's host; None if unknown.
         header: the whole first line.
         steps: in the order in which they were made.
         layouts: for each of the steps, its buckets by index; empty where nobody saw any. `BucketInfo.is_last` is that
@@ -95,6 +96,12 @@ class RankRecords:
     steps: tuple[StepRecord, ...]
     layouts: tuple[Mapping[int, BucketInfo], ...]
     num_broken_lines: int
+
+    def origin_shift_s(self, first: RankRecords) -> float | None:
+        """Returns what to add to the times to have them on the first rank's clock, as far as hosts' clocks agree."""
+        if self.origin_unix_s is None or first.origin_unix_s is None:
+            return None
+        return self.origin_unix_s - first.origin_unix_s
 
 
 def read_run(run_dir: str | Path, *, fit: int = -1) -> list[RankRecords]:
@@ -124,7 +131,9 @@ def read_run(run_dir: str | Path, *, fit: int = -1) -> list[RankRecords]:
         raise ValueError(f"{folder}: none of its files ({len(paths)}) begins with a line of type 'run'")
     found = [fits[fit] for fits in fits_of_files if -len(fits) <= fit < len(fits)]
     if not found:
-        raise ValueError(f"fit={fit}: the files in {folder} hold {max(map(len, fits_of_files))}, counted from 0")
+        raise ValueError(
+            f"fit={fit}: the files in {folder} hold {count(max(map(len, fits_of_files)), 'fit')}, counted from 0"
+        )
     newest = max(found, key=lambda records: records.origin_unix_s or 0.0)
     found = [records for records in found if records.world_size == newest.world_size]
     return sorted(found, key=lambda records: records.rank)
@@ -132,16 +141,16 @@ def read_run(run_dir: str | Path, *, fit: int = -1) -> list[RankRecords]:
 
 def notices(ranks: Sequence[RankRecords]) -> list[str]:
     """Returns what a reader of these records should know: lines and ranks that are missing."""
-    said = [
-        f"{records.path}: {records.num_broken_lines} broken line(s) left out; killing a process cuts its last one"
+    lines = [
+        f"{records.path}: {count(records.num_broken_lines, 'broken line')} left out; a killed process cuts off its last"
         for records in ranks
         if records.num_broken_lines
     ]
     world_size = max((records.world_size for records in ranks), default=0)
     missing = sorted(set(range(world_size)) - {records.rank for records in ranks})
     if missing:
-        said.append(f"no records of rank(s) {', '.join(map(str, missing))}, of {world_size} ranks")
-    return said
+        lines.append(f"ranks without records: {', '.join(map(str, missing))} (of {world_size} ranks)")
+    return lines
 
 
 @dataclass

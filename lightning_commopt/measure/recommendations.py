@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from lightning_commopt.measure.costs import Costs, milliseconds, percent
+from lightning_commopt.formatting import MILLISECONDS, short_percent
+from lightning_commopt.measure.costs import Costs
 from lightning_commopt.measure.verdict_texts import RECOMMENDATIONS
 
 # Names of ours, then those of torch's hooks.
@@ -44,7 +45,7 @@ def for_hidden_communication(costs: Costs) -> list[str]:
         return []
     text = RECOMMENDATIONS["no compression"].format(
         comm_hook=costs.comm_hook,
-        compression=milliseconds(costs.compression_s),
+        compression=MILLISECONDS.text(costs.compression_s),
         compression_share=costs.share(costs.compression_s),
         ratio=f"{costs.compression_ratio:.1f}",
     )
@@ -55,7 +56,7 @@ def _for_uneven_steps(costs: Costs) -> list[str]:
     """For exposed time that is mostly waiting, now for one rank and now for another."""
     if costs.exposed_wait_s <= costs.exposed_s / 2 or not costs.is_worth(costs.exposed_wait_s):
         return []
-    wait, bound = percent(costs.exposed_wait_s / costs.exposed_s), costs.at_most(costs.exposed_wait_s)
+    wait, bound = short_percent(costs.exposed_wait_s / costs.exposed_s), costs.at_most(costs.exposed_wait_s)
     return [RECOMMENDATIONS["uneven steps"].format(wait=wait, bound=bound)]
 
 
@@ -81,7 +82,7 @@ def _for_buckets(costs: Costs) -> list[str]:
         num_buckets=costs.num_buckets,
         num_with_cap=max(2, math.ceil(num_with_cap)),
         mib=f"{num_mib / costs.num_buckets:.2g}",
-        hideable=milliseconds(costs.hideable_s),
+        hideable=MILLISECONDS.text(costs.hideable_s),
         bound=costs.at_most(costs.hideable_s),
     )
     return [text]
@@ -103,7 +104,7 @@ def _for_compression(costs: Costs) -> list[str]:
         saved_s["int8 after a cast"] = half_s
     if costs.comm_hook not in _LOW_RANK and costs.transfer_s > 2 * costs.backward_s:
         saved_s["powersgd"] = costs.sending_s
-    times = {"transfer": milliseconds(costs.transfer_s), "backward": milliseconds(costs.backward_s)}
+    times = {"transfer": MILLISECONDS.text(costs.transfer_s), "backward": MILLISECONDS.text(costs.backward_s)}
     return [RECOMMENDATIONS[name].format(bound=costs.at_most(saved), **times) for name, saved in saved_s.items()]
 
 
@@ -112,7 +113,7 @@ def _cheaper_compression(costs: Costs) -> str:
         text = RECOMMENDATIONS["cheaper than a cast"]
     else:
         text = RECOMMENDATIONS["cheaper than low rank" if costs.comm_hook in _LOW_RANK else "cheaper"]
-    return text.format(comm=milliseconds(costs.comm_s), compression=milliseconds(costs.compression_s))
+    return text.format(comm=MILLISECONDS.text(costs.comm_s), compression=MILLISECONDS.text(costs.compression_s))
 
 
 def _for_accumulation(costs: Costs) -> list[str]:

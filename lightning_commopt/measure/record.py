@@ -1,8 +1,8 @@
-"""StepRecord: what one step cost on one rank; frozen, JSON both ways.
+"""StepRecord: what one step cost on one rank, to JSON and back.
 
 All times are seconds on the rank's own clock, from the clock's origin.
 
-Example: two buckets, ready at 3 and at 5 s, were on their way from 3 to 6 and from 5 to 8 s. Communication took 5 s.
+Example: two buckets, ready at 3 and at 5 s, were under way from 3 to 6 and from 5 to 8 s. Communication took 5 s.
 Backward hid the first two of them; when the last bucket was ready it had nothing left to compute: 3 s were exposed.
 
 >>> both = [
@@ -12,18 +12,18 @@ Backward hid the first two of them; when the last bucket was ready it had nothin
 ...     for i, s in enumerate([3, 5])
 ... ]
 >>> record = StepRecord(step=0, num_samples=4, phases=(Phase("backward", 2, 8),), buckets=tuple(both))
->>> record.comm_s, record.exposed_s, record.overlapped_share
+>>> record.totals.comm_s, record.totals.exposed_s, record.totals.overlapped_share
 (5.0, 3.0, 0.4)
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
+from statistics import median
 from typing import Any, NamedTuple
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
@@ -47,7 +47,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpan:
-    """One bucket's way.
+    """One bucket from being ready to holding the average.
 
     Attributes:
         index: of the bucket.
@@ -71,7 +71,20 @@ class BucketSpan:
 
 
 class Totals(NamedTuple):
-    """A step in numbers: all phases, each of `PHASES`, and what `StepRecord` describes under the same names."""
+    """A step in single numbers. Parts are sums of different terms than the whole, and may round apart.
+
+    Attributes:
+        step_s: sum of all phases; validation between two batches is none of them.
+        data_s: in the phase of this name, as the next four.
+        comm_s: in which at least one bucket was ready and not yet averaged: the sum of the next three.
+        queue_s: in which buckets were ready, and none was being worked on.
+        compression_s: in which buckets were being worked on, and no collective was under way.
+        wire_s: in which at least one collective was under way. What a rank waits for its peers is in it.
+        exposed_s: from a backward's last bucket being ready to all its buckets being averaged, summed over backwards.
+            Nothing is left to compute then: it is what the step waits for. A part of `comm_s`.
+        gradient_bytes: of all gradients that were synchronized.
+        wire_bytes: payload that this rank handed to collectives, in terms of an all-reduce.
+    """
 
     step_s: float
     data_s: float
@@ -86,6 +99,11 @@ class Totals(NamedTuple):
     exposed_s: float
     gradient_bytes: int
     wire_bytes: int
+
+    @property
+    def overlapped_share(self) -> float | None:
+        """The part of `comm_s` that backward hides, 0 to 1; None without communication."""
+        return 1 - self.exposed_s / self.comm_s if self.comm_s > 0 else None
 
 
 # Formatting by % takes half as long as f-strings do for floats.
@@ -130,7 +148,7 @@ class StepRecord:
 
     @cached_property
     def totals(self) -> Totals:
-        """The step's quantities that are single numbers."""
+        """The step in single numbers."""
         seconds = dict.fromkeys(PHASES, 0.0)
         for name, start_s, end_s in self.phases:
             seconds[name] = seconds.get(name, 0.0) + (end_s - start_s)
@@ -144,7 +162,6 @@ class StepRecord:
             backward_s=seconds["backward"],
             optimizer_s=seconds["optimizer"],
             other_s=seconds["other"],
-            # Parts are sums of different terms than the whole, and rounded apart.
             comm_s=comm_s,
             queue_s=max(0.0, comm_s - worked_s),
             compression_s=max(0.0, worked_s - wire_s),
@@ -154,70 +171,13 @@ class StepRecord:
             wire_bytes=sum([bucket.wire_bytes for bucket in self.buckets]),
         )
 
-    @property
-    def step_s(self) -> float:
-        """The sum of all phases; validation between two batches is none of them."""
-        return self.totals.step_s
-
-    def phase_s(self, name: str) -> float:
-        """Returns the seconds in one of `PHASES`."""
-        return sum(phase.end_s - phase.start_s for phase in self.phases if phase.name == name)
-
-    @property
-    def comm_s(self) -> float:
-        """Time in which at least one bucket was ready and not yet averaged: `queue_s`, `compression_s` and `wire_s`."""
-        return self.totals.comm_s
-
-    @property
-    def queue_s(self) -> float:
-        """Time in which buckets were ready, and none was being worked on."""
-        return self.totals.queue_s
-
-    @property
-    def compression_s(self) -> float:
-        """Time in which buckets were being worked on, and no collective was under way."""
-        return self.totals.compression_s
-
-    @property
-    def wire_s(self) -> float:
-        """Time in which at least one collective was under way. What a rank waits for its peers is in it."""
-        return self.totals.wire_s
-
-    @property
-    def exposed_s(self) -> float:
-        """From a backward's last bucket being ready to all its buckets being averaged, summed over backwards.
-
-        Nothing is left to compute then: it is what the step waits for. It is a part of `comm_s`.
-        """
-        return self.totals.exposed_s
-
-    @property
-    def overlapped_share(self) -> float | None:
-        """The part of `comm_s` that backward hides, 0 to 1; None without communication."""
-        comm_s = self.totals.comm_s
-        return 1 - self.totals.exposed_s / comm_s if comm_s > 0 else None
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of all gradients that were synchronized."""
-        return self.totals.gradient_bytes
-
-    @property
-    def wire_bytes(self) -> int:
-        """Payload that this rank handed to collectives, in terms of an all-reduce."""
-        return self.totals.wire_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns what a line of JSON holds: phases and buckets, and in front of them what is derived."""
-        values: dict[str, Any] = json.loads(self.to_json())
-        return values
-
     def to_json(self) -> str:
-        """Returns the same as one line of JSON, times to a tenth of a microsecond.
+        """Returns one line of JSON: phases and buckets, and in front of them what is derived.
 
-        It is written while training runs, and takes a fraction of what `json.dumps` of a dict does.
+        Times are to a tenth of a microsecond. It is written while training runs, and takes a fraction of what
+        `json.dumps` of a dict does.
         """
-        totals, share = self.totals, self.overlapped_share
+        totals, share = self.totals, self.totals.overlapped_share
         return _STEP_JSON % (
             self.step,
             self.num_samples,
@@ -231,7 +191,7 @@ class StepRecord:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StepRecord:
-        """Makes a record from what `to_dict` returned.
+        """Makes a record from a line of `to_json`, read.
 
         Raises:
             KeyError: something is missing.
@@ -258,6 +218,30 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
             covered += end - (start if start > reached else reached)
             reached = end
     return covered
+
+
+def clock_shift_s(steps: Sequence[StepRecord], first: Sequence[StepRecord]) -> float | None:
+    """Returns what to add to the times of a rank's steps to have them on the clock of another rank.
+
+    A bucket's last collective ends at nearly the same moment on all ranks, more nearly than hosts' clocks agree. It is
+    the median difference between these ends; None where the two have synchronized no bucket together.
+
+    Args:
+        steps: of a rank.
+        first: the same steps on the other rank.
+    """
+    ends_s, first_ends_s = _ends_s(steps), _ends_s(first)
+    differences = [first_ends_s[key] - ends_s[key] for key in first_ends_s.keys() & ends_s.keys()]
+    return median(differences) if differences else None
+
+
+def _ends_s(steps: Sequence[StepRecord]) -> dict[tuple[int, int, int], float]:
+    return {
+        (record.step, bucket.backward, bucket.index): bucket.wire[-1][1]
+        for record in steps
+        for bucket in record.buckets
+        if bucket.wire
+    }
 
 
 def _exposed_s(buckets: Iterable[BucketSpan]) -> float:

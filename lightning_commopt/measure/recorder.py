@@ -45,7 +45,7 @@ class StepRecorder(SyncObserver):
         return self._clock.origin_unix_s
 
     def enter(self, phase: str | None) -> None:
-        """Ends the phase before, and begins another; None for what is no part of a step."""
+        """Ends the phase before, and begins another; None for what is not part of a step."""
         self._phases.append((phase, self._mark()))
 
     def ready(self, bucket: BucketInfo) -> BucketSync:

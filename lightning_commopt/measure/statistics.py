@@ -21,7 +21,7 @@ TIMES = (
 )
 """Reported as a mean under their own names, and with ``_p50``, ``_p95`` and ``_max`` behind them."""
 
-_MIN_KEPT_STEPS = 64
+_MIN_SAMPLED_STEPS = 64
 _SUFFIXES = ("", "_p50", "_p95", "_max")
 _WAITS = ("wait_s", "exposed_wait_s")
 _COLUMNS = (*QUANTITIES, *_WAITS)
@@ -48,39 +48,39 @@ class StepStatistics:
     """Aggregates steps over ranks and time.
 
     Means, sums and maxima are exact. Percentiles and the straggler are exact as long as no more than
-    ``max_kept_values`` numbers have come, 16 for each step and rank; after that they are taken from a uniform random
+    ``max_sampled_values`` numbers have come, 16 for each step and rank; after that they are taken from a uniform random
     sample of so many steps, always with all ranks of a step. Which ones depends on their number alone, so that all
     ranks that see the same values compute the same.
 
     Args:
         world_size: number of ranks that train; None if values of all of them come.
-        max_kept_values: bounds the memory, 8 bytes each; but 64 steps are always kept. The default is 8 MiB, or all
+        max_sampled_values: bounds the memory, 8 bytes each; but 64 steps are always kept. The default is 8 MiB, or all
             of 32,000 steps on 2 ranks.
 
     Attributes:
         num_steps: that have come.
     """
 
-    def __init__(self, *, world_size: int | None = None, max_kept_values: int = 2**20) -> None:
-        if max_kept_values < 1:
-            raise ValueError(f"max_kept_values must be at least 1, got {max_kept_values!r}")
+    def __init__(self, *, world_size: int | None = None, max_sampled_values: int = 2**20) -> None:
+        if max_sampled_values < 1:
+            raise ValueError(f"max_sampled_values must be at least 1, got {max_sampled_values!r}")
         self._world_size = world_size
-        self._max_kept_values = max_kept_values
+        self._max_sampled_values = max_sampled_values
         self.num_steps = 0
         self._sums = np.zeros(len(_COLUMNS))
         self._maxima = np.full(len(_COLUMNS), -math.inf)
         self._least_wire_s = 0.0
-        self._places = np.empty((0, 0, len(_COLUMNS)))
+        self._reservoir = np.empty((0, 0, len(_COLUMNS)))
 
     @property
     def num_ranks(self) -> int:
         """Ranks whose steps have come; 0 before the first."""
-        return self._places.shape[0]
+        return self._reservoir.shape[0]
 
     @property
-    def kept(self) -> NDArray[np.float64]:
+    def sample(self) -> NDArray[np.float64]:
         """The steps that percentiles are taken from, ``(num_ranks, n, 16)``: `QUANTITIES`, then the two waits."""
-        return self._places[:, : self.num_steps]
+        return self._reservoir[:, : self.num_steps]
 
     def update(self, values: ArrayLike) -> None:
         """Takes in some steps of all ranks.
@@ -104,7 +104,7 @@ class StepStatistics:
         least_wire_s = wire_s.min(axis=0)
         waits = np.stack([wire_s - least_wire_s, exposed_s - exposed_s.min(axis=0)], axis=2)
         steps = np.concatenate([values, waits], axis=2)
-        self._keep(steps)
+        self._add_to_sample(steps)
         self.num_steps += steps.shape[1]
         self._sums += steps.sum(axis=(0, 1))
         self._maxima = np.maximum(self._maxima, steps.max(axis=(0, 1)))
@@ -133,10 +133,10 @@ class StepStatistics:
 
     def _of_times(self) -> dict[str, float]:
         columns = [_AT[name] for name in TIMES]
-        kept = self.kept[:, :, columns].reshape(-1, len(columns))
-        if len(kept):
+        sample = self.sample[:, :, columns].reshape(-1, len(columns))
+        if len(sample):
             means = self._sums[columns] / (self.num_steps * self.num_ranks)
-            statistics = np.stack([means, *np.quantile(kept, [0.5, 0.95], axis=0), self._maxima[columns]])
+            statistics = np.stack([means, *np.quantile(sample, [0.5, 0.95], axis=0), self._maxima[columns]])
             if self._num_trained > self.num_ranks:
                 statistics[:, [TIMES.index(name) for name in _WAITS]] = math.nan
         else:
@@ -169,24 +169,24 @@ class StepStatistics:
         }
 
     def _of_straggler(self) -> dict[str, float]:
-        wire_s, step_s, exposed_s = (self.kept[:, :, _AT[name]] for name in ("wire_s", "step_s", "exposed_s"))
+        wire_s, step_s, exposed_s = (self.sample[:, :, _AT[name]] for name in ("wire_s", "step_s", "exposed_s"))
         straggler = find_straggler(wire_s=wire_s, step_s=step_s, exposed_s=exposed_s)
         rank, slowdown = (-1, 0.0) if straggler is None else (straggler.rank, straggler.slowdown)
         return {"straggler_rank": float(rank), "straggler_slowdown": slowdown}
 
-    def _keep(self, steps: NDArray[np.float64]) -> None:
+    def _add_to_sample(self, steps: NDArray[np.float64]) -> None:
         """Keeps the first steps as they come, and of all that have come an even sample when there are too many."""
         num_before, (num_ranks, num_new, num_columns) = self.num_steps, steps.shape
         if not num_before:
-            capacity = max(_MIN_KEPT_STEPS, self._max_kept_values // (num_ranks * num_columns))
-            self._places = np.empty((num_ranks, capacity, num_columns))
-        capacity = self._places.shape[1]
+            capacity = max(_MIN_SAMPLED_STEPS, self._max_sampled_values // (num_ranks * num_columns))
+            self._reservoir = np.empty((num_ranks, capacity, num_columns))
+        capacity = self._reservoir.shape[1]
         num_fitting = max(0, min(num_new, capacity - num_before))
-        self._places[:, num_before : num_before + num_fitting] = steps[:, :num_fitting]
+        self._reservoir[:, num_before : num_before + num_fitting] = steps[:, :num_fitting]
         for index in range(num_fitting, num_new):
             place = _draw(num_before + index)
             if place < capacity:
-                self._places[:, place] = steps[:, index]
+                self._reservoir[:, place] = steps[:, index]
 
 
 def _draw(index: int) -> int:

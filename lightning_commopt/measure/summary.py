@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Group
 
+from lightning_commopt.formatting import count
 from lightning_commopt.measure.files import RankRecords, notices, read_run
 from lightning_commopt.measure.statistics import StepStatistics, row
 from lightning_commopt.measure.summary_table import summary_table
@@ -38,13 +39,13 @@ class FitSummary:
         """Summarizes a fit; for the arguments see `verdict`."""
         metrics = statistics.compute()
         num_seen = statistics.num_ranks
-        ranks = _count(world_size, "rank") if num_seen == world_size else f"{num_seen} of {world_size} ranks"
+        ranks = count(world_size, "rank") if num_seen == world_size else f"{num_seen} of {world_size} ranks"
         return cls(
             metrics=metrics,
             verdict=verdict(
                 metrics, world_size=world_size, num_buckets=num_buckets, comm_hook=comm_hook, is_lossy=is_lossy
             ),
-            scope=f"{_count(statistics.num_steps, 'step')} and {ranks}",
+            scope=f"{count(statistics.num_steps, 'step')} and {ranks}",
         )
 
     def table(self) -> Group:
@@ -75,7 +76,7 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
     common = sorted(set.intersection(*({record.step for record in records.steps} for records in ranks)))
     steps = common[num_warmup_steps:]
     if not steps:
-        recorded = f"{run_dir} has {_count(len(common), 'step')} that all ranks have recorded"
+        recorded = f"{run_dir} has {count(len(common), 'step')} that all ranks have recorded"
         raise ValueError(f"{recorded}, and num_warmup_steps={num_warmup_steps} are left out")
     statistics = StepStatistics(world_size=ranks[0].world_size)
     statistics.update([_rows(records, steps) for records in ranks])
@@ -96,7 +97,3 @@ def _rows(records: RankRecords, steps: Sequence[int]) -> list[list[float]]:
 def _method(header: Mapping[str, Any]) -> dict[str, Any]:
     comm_hook = str(header.get("comm_hook", "none"))
     return {"comm_hook": comm_hook, "is_lossy": bool(header.get("is_lossy", comm_hook != "none"))}
-
-
-def _count(num: int, thing: str) -> str:
-    return f"{num} {thing}" if num == 1 else f"{num} {thing}s"

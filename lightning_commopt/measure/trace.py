@@ -12,12 +12,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from lightning_commopt.measure.files import FOLDER, RankRecords, notices, read_run
 from lightning_commopt.measure.observer import BucketInfo
-from lightning_commopt.measure.record import BucketSpan, StepRecord
+from lightning_commopt.measure.record import BucketSpan, StepRecord, clock_shift_s
 
 DEFAULT_NUM_STEPS = 100
 _NAMES_SHOWN = 8
@@ -96,7 +95,7 @@ def write_trace(
 
 def _window(recorded: set[int], first_step: int | None, num_steps: int, run_dir: str | Path) -> range:
     if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps}: must be at least 1")
+        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
     if not recorded:
         raise ValueError(f"{run_dir} has records of ranks, but no complete step")
     first = min(recorded) if first_step is None else first_step
@@ -166,26 +165,15 @@ class _Chosen:
         pairs = zip(records.steps, records.layouts, strict=True)
         return cls(records, [(record, layout) for record, layout in pairs if record.step in steps])
 
-    def arrivals_s(self) -> dict[tuple[int, int, int], float]:
-        """Returns when each bucket's last collective was over, by step, backward and bucket."""
-        return {
-            (record.step, bucket.backward, bucket.index): bucket.wire[-1][1]
-            for record, _ in self.steps
-            for bucket in record.buckets
-            if bucket.wire
-        }
-
 
 def _shift_s(first: _Chosen, rank: _Chosen) -> float:
     """Returns what to add to a rank's times to have them on the first rank's clock."""
-    of_first, of_rank = first.arrivals_s(), rank.arrivals_s()
-    differences = [of_first[key] - of_rank[key] for key in of_first.keys() & of_rank.keys()]
-    return median(differences) if differences else _origin_shift_s(first, rank)
+    shift_s = clock_shift_s(*([record for record, _ in each.steps] for each in (rank, first)))
+    return _origin_shift_s(first, rank) if shift_s is None else shift_s
 
 
 def _origin_shift_s(first: _Chosen, rank: _Chosen) -> float:
-    origins = (rank.records.origin_unix_s, first.records.origin_unix_s)
-    return 0.0 if origins[0] is None or origins[1] is None else origins[0] - origins[1]
+    return rank.records.origin_shift_s(first.records) or 0.0
 
 
 def _rows(rank: _Chosen, shift_s: float) -> list[_Row]:
@@ -211,14 +199,15 @@ def _rows(rank: _Chosen, shift_s: float) -> list[_Row]:
 
 
 def _step_args(record: StepRecord) -> dict[str, Any]:
-    times_s = {"step": record.step_s, "comm": record.comm_s, "wire": record.wire_s, "exposed": record.exposed_s}
+    totals = record.totals
+    times_s = {"step": totals.step_s, "comm": totals.comm_s, "wire": totals.wire_s, "exposed": totals.exposed_s}
     return {
         "step": record.step,
         "num_samples": record.num_samples,
         **{f"{name}_ms": round(time_s * 1e3, 4) for name, time_s in times_s.items()},
-        "overlapped_share": record.overlapped_share,
-        "gradient_bytes": record.gradient_bytes,
-        "wire_bytes": record.wire_bytes,
+        "overlapped_share": totals.overlapped_share,
+        "gradient_bytes": totals.gradient_bytes,
+        "wire_bytes": totals.wire_bytes,
     }
 
 

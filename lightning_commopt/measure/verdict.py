@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_commopt.measure.costs import Costs, percent
+from lightning_commopt.formatting import short_percent
+from lightning_commopt.measure.costs import Costs
 from lightning_commopt.measure.recommendations import (
     for_communication,
     for_data,
@@ -68,7 +69,7 @@ def verdict(
     headline = HEADLINES[situation].format(
         world_size=world_size,
         rank=costs.straggler_rank,
-        slowdown=percent(costs.straggler_slowdown),
+        slowdown=short_percent(costs.straggler_slowdown),
         data=costs.share(costs.data_s),
         exposed=costs.share(costs.exposed_s),
         bound=costs.at_most(costs.exposed_s),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from lightning_commopt.netlab.namespaces import Keeper, LabError, find_way, program, run_program
+from lightning_commopt.netlab.namespaces import Keeper, LabError, find_unshare_options, program, run_program
 from lightning_commopt.netlab.ranks import RankProcess, StartRank, error_of, start_program, watch
 
 DEVICE = "eth0"
@@ -24,6 +24,7 @@ _MIN_RATE, _MAX_RATE = 10**5, 10**11
 _MIN_BURST_BYTES = 256 * 1024  # several of the 64 KiB that the kernel segments in one go
 _BURST_S = 0.0005  # a timer of the kernel that is late by less costs no throughput
 _QUEUE = "50ms"
+_ADD_NAMES = 'cp /etc/hosts /run/hosts && printf %s "$1" >> /run/hosts && mount --bind /run/hosts /etc/hosts || true'
 
 
 def parse_rate(rate: str | None) -> int | None:
@@ -76,7 +77,7 @@ class NetLab:
         self.num_hosts = num_hosts
         self.rate = rate
         self._bits_per_s = parse_rate(rate)
-        self._way: tuple[str, ...] = ()
+        self._unshare_options: tuple[str, ...] = ()
         self._keeper: Keeper | None = None
 
     @property
@@ -86,8 +87,8 @@ class NetLab:
 
     def __enter__(self) -> NetLab:
         assert self._keeper is None, "a lab is opened once at a time"
-        self._way = find_way()
-        self._keeper = Keeper(self._way)
+        self._unshare_options = find_unshare_options()
+        self._keeper = Keeper(self._unshare_options)
         try:
             self._connect()
         except BaseException:
@@ -130,7 +131,7 @@ class NetLab:
             start: starts the command in another way than as a new program, in the namespaces that it is given.
 
         Returns:
-            What each rank said, in the order of ranks.
+            The output of each rank, in their order.
 
         Raises:
             RankError: a rank failed, or time was up.
@@ -144,14 +145,14 @@ class NetLab:
         if self._keeper is None:
             raise LabError("the network lab is not open: use it in a with statement")
         ranks: list[RankProcess] = []
-        with ExitStack() as closing, Keeper(self._way, within=self._keeper) as tree:
+        with ExitStack() as closing, Keeper(self._unshare_options, within=self._keeper) as tree:
             for rank in range(self.num_hosts * ranks_per_host):
                 host = f"host{rank // ranks_per_host}"
                 cores = _core_of(rank) if pin_to_cores else ()
                 variables = self._variables(rank, ranks_per_host, pin_to_cores)
                 env = {**os.environ, **variables, **(environment or {})}
                 if start is None:
-                    started = start_program((*tree.enter(host, os.getcwd()), *_pinned(cores), *command), env)
+                    started = start_program((*tree.enter(host, os.getcwd()), *_taskset(cores), *command), env)
                 else:
                     started = start(command, env, tree.files(host), f"/proc/{tree.pid}/root{os.getcwd()}", cores)
                 process = RankProcess(rank, started, on_output)
@@ -196,6 +197,16 @@ class NetLab:
             self._do("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
                 self._do("ip", "-n", name, "link", "set", device, "up")
+        self._name_addresses()
+
+    def _name_addresses(self) -> None:
+        """Gives addresses names: torch warns of each peer that has none, which it looks up in its IPv6 form."""
+        names = "".join(
+            f"{prefix}{address} host{host}\n"
+            for host, address in enumerate(self.addresses)
+            for prefix in ("", "::ffff:")
+        )
+        self._do("sh", "-c", _ADD_NAMES, "sh", names)
 
     def _add_bridge(self) -> None:
         self._do("ip", "link", "add", "bridge0", "type", "bridge")
@@ -224,7 +235,7 @@ def _core_of(rank: int) -> tuple[int, ...]:
     return (cores[rank % len(cores)],)
 
 
-def _pinned(cores: Sequence[int]) -> tuple[str, ...]:
+def _taskset(cores: Sequence[int]) -> tuple[str, ...]:
     taskset = program("taskset")
     assert taskset is not None, "taskset was there when the lab was opened"
     return (taskset, "--cpu-list", ",".join(map(str, cores))) if cores else ()

@@ -18,7 +18,7 @@ _PACKAGES = {
     "coreutils": ("cat", "true"),
 }
 # Root needs no user namespace; others are root in one of their own, where the kernel lets them.
-_WAYS: tuple[tuple[str, ...], ...] = ((), ("--user", "--map-root-user"))
+_UNSHARE_OPTIONS: tuple[tuple[str, ...], ...] = ((), ("--user", "--map-root-user"))
 _NETWORK = ("--mount", "--net")
 _PROCESSES = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _DEVICES = {
@@ -36,20 +36,20 @@ class LabError(RuntimeError):
 def why_not() -> str | None:
     """Returns why the network lab does not work on this machine, None where it does."""
     try:
-        find_way()
+        find_unshare_options()
     except LabError as error:
         return str(error)
     return None
 
 
-def find_way() -> tuple[str, ...]:
+def find_unshare_options() -> tuple[str, ...]:
     """Finds out how namespaces can be made here, by making some.
 
     Returns:
         Options for ``unshare``: none for root, those for a user namespace otherwise.
 
     Raises:
-        LabError: there is no way.
+        LabError: namespaces cannot be made here.
     """
     if sys.platform != "linux":
         raise LabError(f"the network lab needs Linux, this is {sys.platform}")
@@ -58,8 +58,8 @@ def find_way() -> tuple[str, ...]:
             if program(name) is None:
                 raise LabError(f"the network lab needs the program {name!r}: install the package {package}")
     refusals = []
-    for way in _WAYS:
-        refusal = _refusal(way, ("true",))
+    for unshare_options in _UNSHARE_OPTIONS:
+        refusal = _why_refused(unshare_options, ("true",))
         if refusal is None:
             break
         refusals.append(refusal)
@@ -69,10 +69,10 @@ def find_way() -> tuple[str, ...]:
             f"user namespaces; both are refused: {'; '.join(refusals)}"
         )
     for what, command in _DEVICES.items():
-        refusal = _refusal(way, command.split())
+        refusal = _why_refused(unshare_options, command.split())
         if refusal is not None:
             raise LabError(f"the network lab needs {what}, which is refused here: {refusal}")
-    return way
+    return unshare_options
 
 
 def program(name: str) -> str | None:
@@ -84,9 +84,9 @@ def run_program(*command: str) -> None:
     """Runs a short command to its end.
 
     Raises:
-        LabError: it failed; the message has what it said.
+        LabError: it failed; the message has its error.
     """
-    refusal = _said_in_failing(command)
+    refusal = _error_of_command(command)
     if refusal is not None:
         raise LabError(f"could not set up the network lab: {' '.join(command)}: {refusal}")
 
@@ -99,7 +99,7 @@ class Keeper:
     namespaces have no name outside and go with their last process.
 
     Args:
-        way: how namespaces are made, from `find_way`.
+        unshare_options: from `find_unshare_options`.
         within: the keeper whose namespaces the new ones lie in, if any.
 
     Attributes:
@@ -109,10 +109,10 @@ class Keeper:
         LabError: the namespaces could not be made.
     """
 
-    def __init__(self, way: Sequence[str], within: Keeper | None = None) -> None:
-        self._way = tuple(way)
+    def __init__(self, unshare_options: Sequence[str], within: Keeper | None = None) -> None:
+        self._unshare_options = tuple(unshare_options)
         self._has_processes = within is not None
-        make = (*way, *_NETWORK) if within is None else (*within.enter(), *_path("unshare"), *_PROCESSES)
+        make = (*unshare_options, *_NETWORK) if within is None else (*within.enter(), *_path("unshare"), *_PROCESSES)
         prefix = () if within is not None else _path("unshare")
         command = (*_path("setpriv"), "--pdeathsig", "KILL", *prefix, *make, *_path("cat"))
         self._process = subprocess.Popen(
@@ -138,7 +138,7 @@ class Keeper:
         """
         root = f"/proc/{self.pid}/root"
         network = "--net" if host is None else f"--net={root}/run/netns/{host}"
-        user = ("--user", "--preserve-credentials") if self._way else ()
+        user = ("--user", "--preserve-credentials") if self._unshare_options else ()
         processes = (f"--pid=/proc/{self.pid}/ns/pid_for_children",) if self._has_processes else ()
         where = () if folder is None else (f"--wd={root}{folder}",)
         return (*_path("nsenter"), "--target", str(self.pid), *user, "--mount", *processes, network, *where, "--")
@@ -150,7 +150,7 @@ class Keeper:
         """
         of_ours = f"/proc/{self.pid}/ns"
         return (
-            *((f"{of_ours}/user",) if self._way else ()),
+            *((f"{of_ours}/user",) if self._unshare_options else ()),
             f"/proc/{self.pid}/root/run/netns/{host}",
             *((f"{of_ours}/pid_for_children",) if self._has_processes else ()),
             f"{of_ours}/mnt",
@@ -184,17 +184,17 @@ class Keeper:
             process.stdin.write(b"\n")
             process.stdin.flush()
         if process.stdout.readline() != b"\n":
-            said = process.stderr.read().decode(errors="replace").strip()
-            raise LabError(f"could not set up the network lab: {said or 'its first process ended at once'}")
+            error = process.stderr.read().decode(errors="replace").strip()
+            raise LabError(f"could not set up the network lab: {error or 'its first process ended at once'}")
 
 
-def _refusal(way: Sequence[str], command: Sequence[str]) -> str | None:
+def _why_refused(unshare_options: Sequence[str], command: Sequence[str]) -> str | None:
     """Returns the error of a command that failed in new namespaces of every kind, None if it worked."""
     namespaces = tuple(dict.fromkeys((*_NETWORK, *_PROCESSES)))
-    return _said_in_failing((*_path("unshare"), *way, *namespaces, "--", *_path(command[0]), *command[1:]))
+    return _error_of_command((*_path("unshare"), *unshare_options, *namespaces, "--", *_path(command[0]), *command[1:]))
 
 
-def _said_in_failing(command: Sequence[str]) -> str | None:
+def _error_of_command(command: Sequence[str]) -> str | None:
     try:
         answer = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=False

@@ -20,7 +20,7 @@ class RankError(RuntimeError):
     Attributes:
         rank: the first that failed, or the lowest that still ran.
         status: its exit status, negative for the signal that ended it; None when time was up.
-        outputs: what every rank said, in the order of ranks.
+        outputs: of every rank, in their order.
     """
 
     def __init__(self, message: str, rank: int, status: int | None, outputs: list[str]) -> None:
@@ -76,7 +76,7 @@ class RankProcess:
         self.rank = rank
         self.process = process
         self._on_output = on_output
-        self._said = bytearray()
+        self._output = bytearray()
 
     @property
     def pipe(self) -> int:
@@ -87,12 +87,12 @@ class RankProcess:
     @property
     def output(self) -> str:
         """Its output so far."""
-        return self._said.decode(errors="replace")
+        return self._output.decode(errors="replace")
 
     def read(self) -> bool:
         """Waits for output and takes it in; returns whether there can be more."""
         chunk = os.read(self.pipe, _CHUNK_BYTES)
-        self._said += chunk
+        self._output += chunk
         if chunk and self._on_output is not None:
             self._on_output(self.rank, chunk)
         return bool(chunk)

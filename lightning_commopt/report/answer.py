@@ -11,7 +11,7 @@ from lightning_commopt.report.baseline import compare_settings
 from lightning_commopt.report.conditions import link_of
 from lightning_commopt.report.final_loss import is_lossless, loss_sentence, loss_verdict
 from lightning_commopt.report.model import Interval, Setting
-from lightning_commopt.report.phrases import compared, in_quotes, listed, times
+from lightning_commopt.report.phrases import in_quotes, join_names, speedup_in_words, times
 from lightning_commopt.report.settings import is_seed
 
 
@@ -39,7 +39,7 @@ def answer_for(settings: Sequence[Setting], baseline: Setting) -> Answer:
         return Answer((ANSWERS["no throughput"],), None)
     if len(settings) == 1 or baseline.samples_per_s is None:
         text = ANSWERS["only one" if len(settings) == 1 else "baseline without rate"]
-        return Answer((text.format(**_named(ranked[0], baseline), loss=_loss(ranked[0])),), None)
+        return Answer((text.format(**_texts_of(ranked[0], baseline), loss=_loss(ranked[0])),), None)
     link = link_of(baseline.runs[0])
     over_link = f" over a link of {link}" if link else ""
     if baseline.world_size == 1:
@@ -69,7 +69,7 @@ def _choice(ranked: Sequence[Setting], baseline: Setting, where: str = "") -> An
 
 def _beyond_limit(setting: Setting, baseline: Setting) -> str:
     assert setting.speedup_limit is not None
-    return ANSWERS["beyond limit"].format(**_named(setting, baseline), limit=times(setting.speedup_limit))
+    return ANSWERS["beyond limit"].format(**_texts_of(setting, baseline), limit=times(setting.speedup_limit))
 
 
 def _choice_of_possible(ranked: Sequence[Setting], baseline: Setting, where: str) -> Answer:
@@ -104,7 +104,7 @@ def _uncertain(higher: Sequence[Setting]) -> list[str]:
     if not higher:
         return []
     text = ANSWERS["one uncertain" if len(higher) == 1 else "several uncertain"]
-    return [text.format(names=listed([setting.name for setting in higher]), rate=_shown_rate(higher[0]))]
+    return [text.format(names=join_names([setting.name for setting in higher]), rate=_rate_text(higher[0]))]
 
 
 def _without_a_winner(first: Setting, others: Sequence[Setting], baseline: Setting, where: str) -> Answer:
@@ -117,12 +117,12 @@ def _without_a_winner(first: Setting, others: Sequence[Setting], baseline: Setti
         return Answer((lead, *loss, *_too_few(uncertain)), None)
     if first is baseline:
         what = ("has the highest throughput" if uncertain else "is the fastest") + where
-        sentences = [ANSWERS["baseline leads"].format(**_named(baseline, baseline), what=what, rest=_rest(baseline))]
+        sentences = [ANSWERS["baseline leads"].format(**_texts_of(baseline, baseline), what=what, rest=_rest(baseline))]
     else:
         sentences = [ANSWERS["none faster"].format(than=in_quotes(baseline.name), rest=_rest(baseline))]
     if others:
         text = ANSWERS["nearest within noise" if others[0].difference == "no difference" else "nearest"]
-        sentences.append(text.format(**_named(others[0], baseline)))
+        sentences.append(text.format(**_texts_of(others[0], baseline)))
     return Answer((*sentences, *_too_few(uncertain)), baseline)
 
 
@@ -149,11 +149,11 @@ def _repeat(setting: Setting, num_runs: int) -> str:
     return text.format(num=num_runs, seed=seed, seeds=",".join(map(str, range(1, num_runs + 1))))
 
 
-def _named(setting: Setting, baseline: Setting, ratio: Interval | None = None) -> dict[str, str]:
+def _texts_of(setting: Setting, baseline: Setting, ratio: Interval | None = None) -> dict[str, str]:
     """Returns what texts name of a setting beside another, by default with its speed-up over the baseline."""
     than, ratio = in_quotes(baseline.name), ratio or setting.speedup
-    shown = "" if ratio is None else compared(ratio, than)
-    return {"name": in_quotes(setting.name), "than": than, "rate": _shown_rate(setting), "compared": shown}
+    shown = "" if ratio is None else speedup_in_words(ratio, than)
+    return {"name": in_quotes(setting.name), "than": than, "rate": _rate_text(setting), "compared": shown}
 
 
 def _rate(setting: Setting) -> float:
@@ -161,7 +161,7 @@ def _rate(setting: Setting) -> float:
     return setting.samples_per_s.median
 
 
-def _shown_rate(setting: Setting) -> str:
+def _rate_text(setting: Setting) -> str:
     return f"{number(_rate(setting))} samples/s"
 
 
@@ -173,14 +173,14 @@ def _lead(fastest: Setting, baseline: Setting, what: str) -> str:
     of_ideal = ""
     if baseline.world_size == 1 and fastest.world_size > 1 and fastest.efficiency is not None:
         of_ideal = ANSWERS["of ideal"].format(share=100 * fastest.efficiency, num_ranks=fastest.world_size)
-    named = {**_named(fastest, baseline), "rate": number(_rate(fastest)), "other_rate": _shown_rate(baseline)}
+    named = {**_texts_of(fastest, baseline), "rate": number(_rate(fastest)), "other_rate": _rate_text(baseline)}
     return ANSWERS["lead"].format(**named, what=what, of_ideal=of_ideal)
 
 
 def _instead(setting: Setting, baseline: Setting) -> list[str]:
     if setting is baseline:
         return [ANSWERS["none else faster"].format(than=in_quotes(baseline.name), rest=_rest(baseline))]
-    return [ANSWERS["use instead"].format(**_named(setting, baseline)), *loss_sentence(setting, baseline)]
+    return [ANSWERS["use instead"].format(**_texts_of(setting, baseline)), *loss_sentence(setting, baseline)]
 
 
 def _among_equals(fastest: Setting, usable: Sequence[Setting], baseline: Setting) -> tuple[Setting, list[str]]:
@@ -189,9 +189,9 @@ def _among_equals(fastest: Setting, usable: Sequence[Setting], baseline: Setting
     lossless = [setting for setting in usable if is_lossless(setting, baseline)]
     if fastest.is_lossy and lossless and lossless[0] in equals:
         return lossless[0], [ANSWERS["use lossless"].format(name=in_quotes(lossless[0].name))]
-    sentences = [ANSWERS["equals"].format(names=listed([setting.name for setting in equals]))] if equals else []
+    sentences = [ANSWERS["equals"].format(names=join_names([setting.name for setting in equals]))] if equals else []
     if fastest.is_lossy and loss_verdict(fastest, baseline) == "unknown":
-        named = _named(lossless[0] if lossless else fastest, baseline)
+        named = _texts_of(lossless[0] if lossless else fastest, baseline)
         sentences.append(ANSWERS["fastest lossless" if lossless else "no lossless"].format(**named))
     return fastest, sentences
 
@@ -210,7 +210,7 @@ def _on_most_ranks(ranked: Sequence[Setting], baseline: Setting) -> list[str]:
     comparison = compare_settings(on_most, fastest)
     if comparison is None or comparison.difference != "slower":
         return []
-    return [ANSWERS["most ranks"].format(**_named(on_most, fastest, comparison.ratio), num_ranks=most)]
+    return [ANSWERS["most ranks"].format(**_texts_of(on_most, fastest, comparison.ratio), num_ranks=most)]
 
 
 def _one_process(on_one: Sequence[Setting], recommended: Setting | None) -> list[str]:
@@ -218,4 +218,4 @@ def _one_process(on_one: Sequence[Setting], recommended: Setting | None) -> list
     comparison = compare_settings(on_one[0], recommended) if on_one and recommended is not None else None
     if comparison is None or comparison.difference != "faster" or recommended is None:
         return []
-    return [ANSWERS["one process"].format(**_named(on_one[0], recommended, comparison.ratio))]
+    return [ANSWERS["one process"].format(**_texts_of(on_one[0], recommended, comparison.ratio))]

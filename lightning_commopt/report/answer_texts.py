@@ -6,8 +6,8 @@ from typing import Final
 
 ANSWERS: Final = {
     "no throughput": "No run has a throughput: without the callback SpeedMonitor nothing can be compared.",
-    "only one": "{name} made {rate}{loss}; there is nothing to compare it with.",
-    "baseline without rate": "{name} made {rate}{loss}; {than} has none.",
+    "only one": "{name} reached {rate}{loss}; there is nothing to compare it with.",
+    "baseline without rate": "{name} reached {rate}{loss}; {than} has no throughput to compare it with.",
     "lead": "{name} {what}: {compared}, {rate} against {other_rate}{of_ideal}.",
     "of ideal": ", {share:.0f} % of what {num_ranks} ranks could give",
     "beyond limit": (
@@ -15,8 +15,8 @@ ANSWERS: Final = {
         " when {than} ran, or something else differs. Run both again."
     ),
     "baseline diverged": "In {num} of the {of} runs of {name}, the baseline, the loss became NaN; do not use it.",
-    "one uncertain": "{names} has a higher median, up to {rate}, but uncertain.",
-    "several uncertain": "{names} have higher medians, up to {rate}, but uncertain.",
+    "one uncertain": "{names} has a higher median, up to {rate}, but the difference is uncertain.",
+    "several uncertain": "{names} have higher medians, up to {rate}, but the differences are uncertain.",
     "baseline leads": "{name} {what}, at {rate}{rest}.",
     "none faster": "Nothing is faster than {than} beyond noise{rest}.",
     "none else faster": "Nothing else is faster than {than} beyond noise{rest}.",
@@ -31,7 +31,7 @@ ANSWERS: Final = {
     "fastest lossless": "The fastest lossless one is {name}: {compared}.",
     "no lossless": "No lossless one is faster than {than} beyond noise.",
     "most ranks": "On {num_ranks} ranks the fastest is {name}: {compared}.",
-    "one process": "{name} alone is {compared}: more ranks do not pay here.",
+    "one process": "{name} alone is {compared}: more ranks do not pay off here.",
 }
 
 REPEAT: Final = {

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from lightning_commopt.report.intervals import Comparison, compare
 from lightning_commopt.report.medians import bucket_cap, exposed_share_of, throughput
 from lightning_commopt.report.model import Setting
+from lightning_commopt.report.names import OFF, canonical, is_of_plan, is_ranks
 from lightning_commopt.report.settings import turn
-from lightning_commopt.report.words import OFF, canonical, is_of_plan, is_ranks
 
 _UNCOMPRESSED_DDP = ("none", "DDPStrategy")
 _FIRST_VARIANT = "one_bucket"
@@ -17,19 +17,19 @@ _DEFAULT_BUCKET_MB = 25
 _NEUTRAL = {"strategy": ("ddp", "commopt"), "trainer.accumulate_grad_batches": ("1",)}
 
 
-def choose_baseline(settings: Sequence[Setting], asked: str | None = None) -> Setting:
+def choose_baseline(settings: Sequence[Setting], name: str | None = None) -> Setting:
     """Returns the setting that a group's others are compared with.
 
     Args:
         settings: of the group, at least one.
-        asked: name of one; where the group has none of this name, the choice is ours.
+        name: of the one to take; where the group has none of this name, the choice is ours.
 
     Returns:
         One process, where methods of using more of them are compared, or nothing but their number. Else DDP without
         compression on the most ranks, with the fewest options, as near to DDP's own size of buckets as there is. Else
         the first.
     """
-    named = [setting for setting in settings if asked is not None and setting.name.lower() == asked.lower()]
+    named = [setting for setting in settings if name is not None and setting.name.lower() == name.lower()]
     if named:
         return named[0]
     on_one = [setting for setting in settings if setting.world_size == 1]

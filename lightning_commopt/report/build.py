@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lightning_commopt.report.answer import answer_for
 from lightning_commopt.report.baseline import choose_baseline, compare_settings, speedup_limit
-from lightning_commopt.report.conditions import conditions_of, mixed_conditions, title_of
-from lightning_commopt.report.medians import measured_setting
+from lightning_commopt.report.conditions import conditions_of, find_mixed_conditions, title_of
+from lightning_commopt.report.medians import measure_setting
 from lightning_commopt.report.model import Group, Report, Setting
 from lightning_commopt.report.published import published_figures
 from lightning_commopt.report.runs import read_runs
@@ -40,16 +40,16 @@ def build_report(folders: Sequence[Path], *, baseline: str | None = None) -> Rep
         title=title_of(found, folders),
         groups=groups,
         failed=tuple(run for group in of_groups for run in group.failed),
-        problems=(*found.problems, *mixed_conditions(groups)),
+        problems=(*found.problems, *find_mixed_conditions(groups)),
         conditions=conditions_of(found),
     )
 
 
-def _group(found: RunsOfGroup, asked: str | None) -> Group:
-    measured = [measured_setting(setting) for setting in found.settings]
+def _group(found: RunsOfGroup, baseline_name: str | None) -> Group:
+    measured = [measure_setting(setting) for setting in found.settings]
     timed = [setting for setting in measured if setting.samples_per_s is not None]
-    baseline = choose_baseline(measured if asked or not timed else timed, asked)
-    settings = tuple(_compared(setting, baseline, measured) for setting in measured)
+    baseline = choose_baseline(measured if baseline_name or not timed else timed, baseline_name)
+    settings = tuple(_compare_setting(setting, baseline, measured) for setting in measured)
     by_name = {setting.name: setting for setting in settings}
     baseline = by_name[baseline.name]
     timed = [each for each in settings if each.samples_per_s is not None and not each.is_beyond_limit]
@@ -66,7 +66,7 @@ def _group(found: RunsOfGroup, asked: str | None) -> Group:
     )
 
 
-def _compared(setting: Setting, baseline: Setting, settings: Sequence[Setting]) -> Setting:
+def _compare_setting(setting: Setting, baseline: Setting, settings: Sequence[Setting]) -> Setting:
     """Returns the setting with what others make of it."""
     comparison = None if setting is baseline else compare_settings(setting, baseline)
     one_process = one_process_for(setting, settings)

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from lightning_commopt.report.model import Group, Run
+from lightning_commopt.report.names import display_name, setting_name
 from lightning_commopt.report.runs import FoundRuns
-from lightning_commopt.report.words import setting_name, spelled
 from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.runs.settings import text_of
 
@@ -19,14 +19,14 @@ _NUM_COMMIT_DIGITS = 10
 def title_of(found: FoundRuns, folders: Sequence[Path]) -> str:
     """Returns the experiments' names, or where there are none that of the directories."""
     names = dict.fromkeys(run.settings.get("experiment") for run in (*found.finished, *found.failed))
-    named = [spelled(name) for name in names if isinstance(name, str)]
+    named = [display_name(name) for name in names if isinstance(name, str)]
     return ", ".join(named or dict.fromkeys(folder.resolve().name for folder in folders))
 
 
 def conditions_of(found: FoundRuns) -> dict[str, str]:
     """Returns what a reader must know to judge the numbers, name to value."""
     runs = [*found.finished, *found.failed]
-    said = {
+    conditions = {
         "runs": _num_runs(found),
         "hardware": _all(runs, lambda run: _hardware(run.record)),
         "trained on": _all(runs, lambda run: run.record.device),
@@ -39,7 +39,7 @@ def conditions_of(found: FoundRuns) -> dict[str, str]:
         "git": _all(runs, lambda run: _commit(run.record)),
         "date": _dates(runs),
     }
-    return {name: value for name, value in said.items() if value}
+    return {name: value for name, value in conditions.items() if value}
 
 
 def link_of(run: Run) -> str | None:
@@ -48,27 +48,27 @@ def link_of(run: Run) -> str | None:
     return None if link is None else setting_name({"link": text_of(link)})[0] or None
 
 
-def mixed_conditions(groups: Iterable[Group]) -> list[str]:
+def find_mixed_conditions(groups: Iterable[Group]) -> list[str]:
     """Returns a line for each condition that was not the same for all runs of a group."""
     lines: dict[str, list[str]] = {}
     groups = list(groups)
     for group in groups:
         runs = [run for setting in group.settings for run in setting.runs]
-        for line in _mixed(runs):
+        for line in _find_mixed(runs):
             lines.setdefault(line, []).append(group.name)
     return [f"{'' if len(names) == len(groups) else ', '.join(names) + ': '}{line}" for line, names in lines.items()]
 
 
-def _mixed(runs: Sequence[Run]) -> list[str]:
+def _find_mixed(runs: Sequence[Run]) -> list[str]:
     packages = dict.fromkeys(name for run in runs for name in run.record.versions)
-    asked: dict[str, Callable[[Run], str | None]] = {
+    readers: dict[str, Callable[[Run], str | None]] = {
         **{f"versions of {name}": partial(_version, name=name) for name in packages},
         "hardware": lambda run: _hardware(run.record),
         "devices": lambda run: run.record.device,
         "git commits": lambda run: _commit(run.record),
         "numbers of parameters": lambda run: _num_parameters(run.record),
     }
-    found = {what: [value for run in runs if (value := read(run))] for what, read in asked.items()}
+    found = {what: [value for run in runs if (value := read(run))] for what, read in readers.items()}
     return [
         f"runs with different {what} are compared: {' and '.join(dict.fromkeys(values))}"
         for what, values in found.items()

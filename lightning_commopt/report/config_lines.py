@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from lightning_commopt.report.model import Run
+from lightning_commopt.report.names import is_ranks
 from lightning_commopt.report.settings import changes_training
-from lightning_commopt.report.words import is_ranks
 
 _TARGET = "lightning_commopt.CommOptDDP"
 _NOT_VALUES = re.compile(

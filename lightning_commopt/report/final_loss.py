@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from lightning_commopt.formatting import number
+from lightning_commopt.formatting import number, short_percent
 from lightning_commopt.report.answer_texts import LOSSES
 from lightning_commopt.report.model import Setting
-from lightning_commopt.report.phrases import percent_change
-from lightning_commopt.report.words import is_of_plan
+from lightning_commopt.report.names import is_of_plan
 from lightning_commopt.runs.metric_names import how_to_name_loss
 
 LossVerdict = Literal["worse", "fine", "unknown"]
@@ -65,7 +64,7 @@ def loss_sentence(setting: Setting, baseline: Setting) -> list[str]:
     ours, theirs = setting.val_loss.median, baseline.val_loss.median
     if abs(ours - theirs) <= _SAME * abs(theirs):
         return [_sentence(kind, "; ", "same", loss=number(ours, _DIGITS))]
-    by = percent_change((ours - theirs) / abs(theirs)) if theirs else number(abs(ours - theirs))
+    by = short_percent((ours - theirs) / abs(theirs)) if theirs else number(abs(ours - theirs))
     says = {
         "both": f"{number(ours, _DIGITS)} against {number(theirs, _DIGITS)}",
         "by": f"{by} {'above' if ours > theirs else 'below'}",
@@ -77,8 +76,8 @@ def loss_sentence(setting: Setting, baseline: Setting) -> list[str]:
 
 
 def _sentence(kind: str, between: str, text: str, **values: object) -> str:
-    said = LOSSES[text].format(**values)
-    return f"{kind}{between}{said}." if kind else f"{said[0].upper()}{said[1:]}."
+    sentence = LOSSES[text].format(**values)
+    return f"{kind}{between}{sentence}." if kind else f"{sentence[0].upper()}{sentence[1:]}."
 
 
 def _why(setting: Setting) -> str:

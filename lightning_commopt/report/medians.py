@@ -21,7 +21,7 @@ def throughput(run: Run) -> float | None:
     return rate if rate is not None and math.isfinite(rate) and rate > 0 else None
 
 
-def measured_setting(found: RunsOfSetting) -> Setting:
+def measure_setting(found: RunsOfSetting) -> Setting:
     """Returns a setting with the numbers of its own runs, before any comparison with others."""
     records = [run.record for run in found.runs]
     first = records[0]

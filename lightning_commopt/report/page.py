@@ -75,17 +75,17 @@ def sections(group: Group, styles: Mapping[str, PlanStyle]) -> list[Section]:
     """Returns the charts that a group has numbers for."""
     steps = timelines(group)
     found = [
-        Section("Speed", _made(throughput(group, styles), bucket_sizes(group, styles))),
-        Section("More ranks", _made(speedup(group, styles), efficiency(group, styles))),
-        Section("Communication", _made(step_parts(group), overlap(group, styles))),
+        Section("Speed", _without_none(throughput(group, styles), bucket_sizes(group, styles))),
+        Section("More ranks", _without_none(speedup(group, styles), efficiency(group, styles))),
+        Section("Communication", _without_none(step_parts(group), overlap(group, styles))),
         Section("Loss", loss_curves(group, styles)),
-        Section("Memory", _made(peak_memory(group, styles))),
+        Section("Memory", _without_none(peak_memory(group, styles))),
         Section("One step of each plan" if len(steps) > 1 else "One step", steps, _TIMELINE_NOTE, KEYS, is_wide=True),
     ]
     return [section for section in found if section.charts]
 
 
-_TIMELINE_NOTE = "All on one time axis. Below what a rank computes is a row for each bucket of gradients."
+_TIMELINE_NOTE = "One time axis for all. Below the phases of each rank is a row for each of its buckets."
 
 
 def chart_json(chart: Chart) -> Markup:
@@ -100,7 +100,7 @@ def _styles(report: Report) -> dict[str, PlanStyle]:
     return plan_styles(setting.sync_method for group in report.groups for setting in group.settings)
 
 
-def _made(*charts: Chart | None) -> list[Chart]:
+def _without_none(*charts: Chart | None) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 

@@ -18,10 +18,10 @@ def in_quotes(name: str) -> str:
     return f'"{name}"'
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """Returns the first few of some names, and how many more there are.
 
-    >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])
+    >>> join_names(["a", "b"]), join_names(["a", "b", "c", "d", "e"])
     ('"a" and "b"', '"a", "b" and 3 more')
     """
     shown = [in_quotes(name) for name in (names if len(names) <= _MAX_NAMES else names[: _MAX_NAMES - 1])]
@@ -30,12 +30,12 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
-def compared(ratio: Interval, than: str) -> str:
+def speedup_in_words(ratio: Interval, than: str) -> str:
     """Returns how much faster or slower a ratio of throughputs is.
 
-    >>> compared(Interval(median=1.654, low=1.58, high=1.71, num_values=3), "it")
+    >>> speedup_in_words(Interval(median=1.654, low=1.58, high=1.71, num_values=3), "it")
     '65 % faster than it (58 to 71 % in 3 repetitions)'
-    >>> compared(Interval(median=2.31, low=None, high=None, num_values=1), "it")
+    >>> speedup_in_words(Interval(median=2.31, low=None, high=None, num_values=1), "it")
     '2.3 times as fast as it'
     """
     if ratio.median >= _TIMES_FROM:
@@ -89,16 +89,6 @@ def spread_text(interval: Interval, scale: float = 1.0, digits: int = 3) -> str:
     if interval.low is None or interval.high is None:
         return ""
     return f"{number(interval.low * scale, digits)} to {number(interval.high * scale, digits)}"
-
-
-def percent_change(change: float) -> str:
-    """Returns a relative change with two digits that say something.
-
-    >>> percent_change(0.1234), percent_change(-0.0123), percent_change(0.00012)
-    ('12 %', '1.2 %', '0.01 %')
-    """
-    value = abs(100 * change)
-    return f"{value:.{0 if value >= 10 else 1 if value >= 1 else 2}f} %"
 
 
 def _decimals(ratio: Interval) -> int:

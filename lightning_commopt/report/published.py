@@ -13,12 +13,12 @@ _METHODS_SOURCE = "write-up on four ways of data parallelism on 4x A100 (PCIe)"
 _BUCKETS_SOURCE = "write-up on a GPT of about 120 M parameters on A100"
 
 
-def _on_l40s(said: str, speedup: float | None = None, *, where: str = "8x L40S (PCIe)") -> Published:
-    return Published(label=f"{said} on {where}", source=_LADDER_SOURCE, speedup=speedup)
+def _on_l40s(label: str, speedup: float | None = None, *, where: str = "8x L40S (PCIe)") -> Published:
+    return Published(label=f"{label} on {where}", source=_LADDER_SOURCE, speedup=speedup)
 
 
-def _on_a100(said: str, speedup: float | None = None, *, where: str = "8x A100 (NVLink)") -> Published:
-    return Published(label=f"{said} on {where}", source=_LADDER_SOURCE, speedup=speedup)
+def _on_a100(label: str, speedup: float | None = None, *, where: str = "8x A100 (NVLink)") -> Published:
+    return Published(label=f"{label} on {where}", source=_LADDER_SOURCE, speedup=speedup)
 
 
 # The speed-ups are over eight GPUs with one bucket, as far as the write-up says them.
@@ -81,12 +81,12 @@ def published_figures(
     elif method is not None:
         speedup = _OF_METHODS.get((settings.get("model.size", ""), method, world_size))
         if speedup is not None:
-            said = f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)"
-            figures = (Published(label=said, source=_METHODS_SOURCE, speedup=speedup),)
+            label = f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)"
+            figures = (Published(label=label, source=_METHODS_SOURCE, speedup=speedup),)
         is_same_baseline = baseline.get("method") == "one_process"
     elif settings.get("experiment") == "buckets":
-        said = _OF_BUCKETS.get(text_of(settings.get("strategy.bucket_cap_mb")), "")
-        figures = (Published(label=said, source=_BUCKETS_SOURCE),) if said else ()
+        label = _OF_BUCKETS.get(text_of(settings.get("strategy.bucket_cap_mb")), "")
+        figures = (Published(label=label, source=_BUCKETS_SOURCE),) if label else ()
     if is_same_baseline:
         return figures
     return tuple(Published(label=figure.label, source=figure.source) for figure in figures)

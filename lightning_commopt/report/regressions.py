@@ -86,7 +86,7 @@ def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else, the two have no setting in common, or the tolerance is no share.
+        ValueError: it holds something else, the two have no setting in common, or the tolerance is not a share.
     """
     if not 0 <= tolerance < 1:
         raise ValueError(f"tolerance must be a share, from 0 to below 1, got {tolerance!r}")
@@ -216,7 +216,7 @@ def _errors(setting: _Place, report: Mapping[str, Any]) -> list[str]:
 def _conditions(report: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, ...]:
     now, then = report.get("conditions", {}), before.get("conditions", {})
     return tuple(
-        f"{name}: {now.get(name, 'not known')}; before: {then.get(name, 'not known')}"
+        f"{name}: {now.get(name, 'unknown')}; before: {then.get(name, 'unknown')}"
         for name in _CONDITIONS
         if now.get(name) != then.get(name)
     )
@@ -225,13 +225,13 @@ def _conditions(report: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[s
 def _other_settings(pairs: Sequence[tuple[_Place | None, _Place | None]]) -> list[str]:
     """Returns a line for each setting that has its name in common with an earlier one, and other choices."""
     return [
-        f"{now['name']}: {_said(now, then)}; before: {_said(then, now)}"
+        f"{now['name']}: {_differing(now, then)}; before: {_differing(then, now)}"
         for now, then in pairs
         if now is not None and then is not None and now["settings"] != then["settings"]
     ]
 
 
-def _said(setting: _Place, other: _Place) -> str:
-    """Returns what another setting does not have."""
+def _differing(setting: _Place, other: _Place) -> str:
+    """Returns the choices that another setting does not have."""
     own, others = setting["settings"], other["settings"]
-    return " ".join(f"{name}={value}" for name, value in own.items() if others.get(name) != value) or "nothing of that"
+    return " ".join(f"{name}={value}" for name, value in own.items() if others.get(name) != value) or "unset"

@@ -46,7 +46,7 @@ def read_runs(folders: Sequence[Path]) -> FoundRuns:
         ValueError: there is neither a finished run nor a failed one; the message has the directories as they were
             given.
     """
-    reader = _read(_shown_names(folders))
+    reader = _read(_names_to_show(folders))
     if not reader.finished and not reader.failed:
         # An error is read where it was asked for, not in a page that is shared: it has the whole paths.
         as_asked = _read({folder: str(folder) for folder in folders})
@@ -69,13 +69,13 @@ class _Reader:
 
     def read_folder(self, folder: Path, shown: str) -> None:
         if not folder.is_dir():
-            what = "is no directory" if folder.exists() else "does not exist"
+            what = "is not a directory" if folder.exists() else "does not exist"
             self.problems.append(f"{shown or folder.name} {what}")
             return
         run_folders = list(_run_folders(folder))
         if not run_folders:
             called = shown or folder.resolve().name
-            self.problems.append(f"{called} is no sweep: there is no {RUN_FILE} in it, nor in its subdirectories")
+            self.problems.append(f"{called} is not a sweep: there is no {RUN_FILE} in it or its subdirectories")
         for run_folder in run_folders:
             if run_folder.resolve() in self.seen:  # one directory was asked for within another
                 continue
@@ -85,13 +85,15 @@ class _Reader:
 
     def all_problems(self) -> list[str]:
         """Returns a line for everything that is wrong, at last for what runs lack, with their names."""
-        return [*self.problems, *(f"{what}: {_listed(names)}" for what, names in self.lacking.items())]
+        return [*self.problems, *(f"{what}: {_join_names(names)}" for what, names in self.lacking.items())]
 
     def _read_run(self, folder: Path, root: Path, name: str) -> None:
         try:
             record = RunRecord.load(folder)
         except (OSError, ValueError) as error:
-            self.problems.append(f"{name}/{RUN_FILE} cannot be read, the run is left out: {_in_a_line(error, folder)}")
+            self.problems.append(
+                f"{name}/{RUN_FILE} cannot be read, so the run is left out: {_in_a_line(error, folder)}"
+            )
             return
         if record.status == "running":
             self._lacks("still running or killed, left out", name)
@@ -104,10 +106,8 @@ class _Reader:
         losses, has_steps = self._losses(run), self._has_steps(run)
         if record.samples_per_s is None or not math.isfinite(record.samples_per_s) or record.samples_per_s <= 0:
             is_short = record.num_timed_steps == 0
-            why = (
-                "as the run had no steps after its warm-up" if is_short else "which the callback SpeedMonitor measures"
-            )
-            self._lacks(f"no throughput, {why}", name)
+            why = "no steps came after the warm-up" if is_short else "SpeedMonitor was not among the callbacks"
+            self._lacks(f"no throughput, as {why}", name)
         self.finished.append(dataclasses.replace(run, losses=losses, has_steps=has_steps))
 
     def _losses(self, run: Run) -> tuple[LossPoint, ...]:
@@ -117,7 +117,7 @@ class _Reader:
             self.problems.append(f"{run.name}/{LOSS_FILE} cannot be read: {_in_a_line(error, run.folder)}")
             return ()
         if not losses:
-            self._lacks(f"no {LOSS_FILE}, hence no curve of the loss", run.name)
+            self._lacks(f"no loss curve, as there is no {LOSS_FILE}", run.name)
         return losses
 
     def _has_steps(self, run: Run) -> bool:
@@ -125,21 +125,21 @@ class _Reader:
         try:
             sizes = [path.stat().st_size for path in (run.folder / FOLDER).glob("*.jsonl")]
             if not sizes:
-                self._lacks(f"no steps in {FOLDER}, which CommTimeMonitor saves, hence no timeline", run.name)
+                self._lacks(f"no timeline, as CommTimeMonitor has saved no steps in {FOLDER}", run.name)
                 return False
             if sum(sizes) > _MAX_STEPS_BYTES:
                 most = f"{_MAX_STEPS_BYTES / 1e6:.0f} MB"
-                self._lacks(f"more than {most} of steps in {FOLDER}, hence no timeline", run.name)
+                self._lacks(f"no timeline, as there are more than {most} of steps in {FOLDER}", run.name)
                 return False
             self.steps_bytes += sum(sizes)
             if self.steps_bytes > _MAX_STEPS_BYTES:
-                self._lacks(f"steps in {FOLDER} not checked for lines that are cut off, as there are many", run.name)
+                self._lacks(f"steps in {FOLDER} not checked for broken lines, as there are many", run.name)
                 return True
-            said = notices(read_run(run.folder))
+            lines = notices(read_run(run.folder))
         except (OSError, ValueError) as error:
             self.problems.append(f"{run.name}/{FOLDER} cannot be read: {_in_a_line(error, run.folder)}")
             return False
-        self.problems += [f"{run.name}: {_relative(line, run.folder)}" for line in said]
+        self.problems += [f"{run.name}: {_relative(line, run.folder)}" for line in lines]
         return True
 
     def _lacks(self, what: str, name: str) -> None:
@@ -153,7 +153,7 @@ def _read(shown_names: Mapping[Path, str]) -> _Reader:
     return reader
 
 
-def _shown_names(folders: Sequence[Path]) -> dict[Path, str]:
+def _names_to_show(folders: Sequence[Path]) -> dict[Path, str]:
     """Returns how to call each directory: not at all if it is the only one, else by as much as tells it apart."""
     distinct = list(dict.fromkeys(folders))
     if len(distinct) == 1:
@@ -188,7 +188,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     if len(names) <= _MAX_NAMES:
         return ", ".join(names)
     return f"{', '.join(names[: _MAX_NAMES - 1])} and {len(names) - _MAX_NAMES + 1} more"

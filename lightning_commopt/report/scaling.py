@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_commopt.report.baseline import compare_settings, without_ranks
 from lightning_commopt.report.model import Interval, Scaling, Setting
-from lightning_commopt.report.words import distinct_name, is_of_plan
+from lightning_commopt.report.names import distinct_name, is_of_plan
 
 
 def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
@@ -115,5 +115,5 @@ def _key(setting: Setting) -> str:
 
 
 def _num_nodes(setting: Setting) -> int:
-    said = setting.values.get("trainer.num_nodes", "1")
-    return int(said) if said.isdecimal() else 1
+    num_nodes = setting.values.get("trainer.num_nodes", "1")
+    return int(num_nodes) if num_nodes.isdecimal() else 1

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_commopt.report.model import Run
+from lightning_commopt.report.names import OFF, canonical, is_ranks, setting_name
 from lightning_commopt.report.runs import FoundRuns
-from lightning_commopt.report.words import OFF, canonical, is_ranks, setting_name
 from lightning_commopt.runs.settings import text_of
 
 _WITHOUT_EFFECT = (
@@ -180,7 +180,7 @@ def _group(
     for setting, (own, runs) in zip(names, settings.items(), strict=True):
         named = [dataclasses.replace(run, group=name, setting=setting) for run in runs]
         failed += [run for run in named if run.record.status == "failed"]
-        of_setting = _numbered([run for run in named if run.record.status == "finished"])
+        of_setting = _number_repetitions([run for run in named if run.record.status == "finished"])
         if of_setting:
             finished.append(RunsOfSetting(name=setting, values={**split, **dict(own)}, runs=of_setting))
     return RunsOfGroup(name=name, settings=tuple(finished), failed=tuple(failed))
@@ -220,9 +220,9 @@ def _name_of_the_only_one(run: Run) -> str:
     return setting_name(values)[0]
 
 
-def _numbered(runs: Sequence[Run]) -> tuple[Run, ...]:
+def _number_repetitions(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Returns the runs of a setting by repetition, each with a number of its own."""
     values = [text_of(run.settings.get("repetition", 0)) for run in runs]
-    said = [int(value) if value.isdecimal() else 0 for value in values]
-    order = sorted(range(len(runs)), key=lambda index: said[index])
+    repetitions = [int(value) if value.isdecimal() else 0 for value in values]
+    order = sorted(range(len(runs)), key=repetitions.__getitem__)
     return tuple(dataclasses.replace(runs[index], repetition=place) for place, index in enumerate(order))

@@ -22,8 +22,8 @@ _WITH_ENDS = ("samples_per_s", "speedup")
 _ANY_WIDTH = 10_000
 _HEADINGS: dict[Outcome, str] = {
     "slower": "slower",
-    "failed": "failed, and did not before",
-    "unknown": "unknown with so few runs: it takes at least 3 repetitions on both sides",
+    "failed": "failed, worked before",
+    "unknown": "unknown: it takes at least 3 repetitions on both sides",
     "missing": "missing here",
     "faster": "faster",
     "new": "not there before",
@@ -62,9 +62,9 @@ def print_regressions(found: Regressions, console: Console) -> None:
             style = "red" if outcome in ("slower", "failed") else ""
             _print(f"{heading} ({len(changes)})", console, style=style)
         for change in changes:
-            _print(f"  {_shown_change(change)}", console)
+            _print(f"  {_change_text(change)}", console)
     for condition in found.conditions:
-        _print(f"warning: not the same conditions: {condition}", console, style="yellow")
+        _print(f"warning: different conditions: {condition}", console, style="yellow")
 
 
 def settings_table(group: Group) -> Table:
@@ -125,7 +125,7 @@ def _print(text: str, console: Console, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
 
-def _shown_change(change: Change) -> str:
+def _change_text(change: Change) -> str:
     name = f"{change.group}: {change.setting}" if change.group else change.setting
     if change.error is not None:
         return f"{name}: {change.error}"

@@ -1,4 +1,4 @@
-"""The names of the files in the directories of runs and sweeps, each said once."""
+"""The names of the files in the directories of runs and sweeps, each defined once."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 import os
 import platform
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,13 @@ from lightning_commopt.compressors import compressor_names
 from lightning_commopt.kernels import c_library
 from lightning_commopt.kernels.dispatch import has_triton
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
+from lightning_commopt.runs import advisories
 
 _DISTRIBUTIONS = {
     "lightning_commopt": "lightning-commopt",
     "torch": "torch",
     "lightning": "lightning",
+    "pytorch_lightning": "pytorch-lightning",
     "hydra": "hydra-core",
 }
 
@@ -69,6 +70,7 @@ class Info:
         comm_hooks: the names that ``comm_hook`` takes.
         kernels: by kind of device, what the arithmetic of compressors is in: "c" on CPU, where there is a compiler,
             "triton" on CUDA, where that is installed, else "torch".
+        warnings: a line for each published fault of an installed package.
     """
 
     versions: dict[str, str]
@@ -79,6 +81,7 @@ class Info:
     ddp_options: list[DDPOption]
     comm_hooks: list[str]
     kernels: dict[str, str]
+    warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything in types that JSON has."""
@@ -103,17 +106,19 @@ def collect() -> Info:
         ],
         comm_hooks=compressor_names(),
         kernels=kernels(),
+        warnings=advisories.warnings(),
     )
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, of this package and of those that it stands on.
+    """Returns the versions of Python, of this package and of those that it stands on, as far as they are installed.
 
     >>> list(versions())
-    ['python', 'lightning_commopt', 'torch', 'lightning', 'hydra']
+    ['python', 'lightning_commopt', 'torch', 'lightning', 'pytorch_lightning', 'hydra']
     """
+    found = {name: advisories.installed_version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
+    installed = {name: version for name, version in found.items() if version is not None}
     # torch's own string has the build in it, as in 2.6.0+cpu; the metadata of some builds lacks that.
-    installed = {name: version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
     return {"python": platform.python_version(), **installed, "torch": str(torch.__version__)}
 
 

@@ -41,7 +41,7 @@ def read_losses(folder: Path) -> list[LossPoint]:
         The points in the order of time; none where there is no file.
 
     Raises:
-        ValueError: a line is no point.
+        ValueError: a line is not a point.
     """
     path = folder / LOSS_FILE
     if not path.is_file():
@@ -49,7 +49,7 @@ def read_losses(folder: Path) -> list[LossPoint]:
     try:
         return [_point(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: a line is no point of a loss curve ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{path}: a line is not a point of a loss curve ({type(error).__name__}: {error})") from error
 
 
 def _point(line: str) -> LossPoint:

@@ -105,7 +105,7 @@ class RunRecord:
         }
         for name, value in kept.items():
             if not _is_a(value, types[name]):
-                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is no {cls.__annotations__[name]}")
+                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is not {cls.__annotations__[name]}")
         return cls(**kept)
 
 

@@ -17,11 +17,11 @@ def run_table(record: RunRecord) -> Table:
     cells = {
         "plan": record.plan_name or record.sync_method,
         "ranks": str(record.world_size or "-"),
-        "steps/s": _shown(record.steps_per_s, number),
-        "samples/s": _shown(record.samples_per_s, number),
-        "MB on the wire\nper step": _shown(record.wire_bytes_per_step, megabytes),
-        "exposed": _shown(record.exposed_share, percent),
-        "final\nvalidation loss": _shown(record.val_loss, partial(number, digits=4)),
+        "steps/s": _text(record.steps_per_s, number),
+        "samples/s": _text(record.samples_per_s, number),
+        "MB on the wire\nper step": _text(record.wire_bytes_per_step, megabytes),
+        "exposed": _text(record.exposed_share, percent),
+        "final\nvalidation loss": _text(record.val_loss, partial(number, digits=4)),
     }
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in cells:
@@ -31,5 +31,5 @@ def run_table(record: RunRecord) -> Table:
     return table
 
 
-def _shown(value: float | None, show: Callable[[float], str]) -> str:
+def _text(value: float | None, show: Callable[[float], str]) -> str:
     return "-" if value is None else show(value)

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from itertools import product
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lightning_commopt.compat.lightning import StrategyRegistry
+from typing import Any
 
 REGISTRIES: Mapping[str, tuple[str, str]] = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_commopt.strategy.ddp"),
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_commopt.lightning"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "lightning_commopt.pytorch_lightning"),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_commopt.fabric"),
 }
 """For each module that has a registry: the registry's name in it, and the module of ours that has its `CommOptDDP`."""
@@ -41,11 +39,11 @@ def aliases() -> dict[str, dict[str, Any]]:
     }
 
 
-def register_aliases(registry: StrategyRegistry, strategy: Callable[..., Any]) -> None:
+def register_aliases(registry: Any, strategy: Callable[..., Any]) -> None:
     """Makes all names known to a registry, but for those that it knows.
 
     Args:
-        registry: of Lightning's Trainer or of Fabric.
+        registry: a ``_StrategyRegistry``, of a Trainer or of Fabric.
         strategy: makes a strategy from the arguments that a name stands for.
     """
     for name, arguments in aliases().items():

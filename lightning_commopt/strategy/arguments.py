@@ -17,9 +17,11 @@ from lightning_commopt.plan import (
     ddp_keywords,
     plan_options,
 )
+from lightning_commopt.strategy.uneven_batches import POLICIES
 from lightning_commopt.validation import did_you_mean
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_CHOICES = {"start_method": START_METHODS, "uneven_batches": POLICIES}
 _NO_ARGUMENTS = ("self", "__class__", "kwargs")
 _EXAMPLES = ("powersgd", "int8")
 
@@ -71,7 +73,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name, (is_allowed, allowed) in _ALLOWED.items():
         value = arguments.get(name)
         if name in arguments and not is_allowed(value):
-            hint = did_you_mean(value, START_METHODS) if name == "start_method" else ""
+            hint = did_you_mean(value, _CHOICES.get(name, ()))
             raise OptionError(f"{name} must be {allowed}, got {value!r}{hint}")
 
 
@@ -95,7 +97,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
         _optional(lambda value: isinstance(value, timedelta) and value > timedelta()),
         "a timedelta above 0, such as timedelta(seconds=30), or None",
     ),
-    "start_method": (lambda value: value in START_METHODS, f"one of {', '.join(START_METHODS)}"),
+    **{name: (choices.__contains__, f"one of {', '.join(choices)}") for name, choices in _CHOICES.items()},
     "ddp_comm_hook": _CALLABLE,
     "ddp_comm_wrapper": _CALLABLE,
     "model_averaging_period": (

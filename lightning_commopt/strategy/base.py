@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_commopt.collectives.groups import let_gloo_finish_at_exit
+from lightning_commopt.compat.lightning import MisconfigurationException
+from lightning_commopt.links.nccl_environment import find_mistakes
+from lightning_commopt.links.nccl_options import NcclOptions
+from lightning_commopt.links.nccl_variables import names_in_library
 from lightning_commopt.plan import CommPlan, plan_options
+from lightning_commopt.validation import info, warn_once
 
 _Strategy = TypeVar("_Strategy")
 
@@ -56,13 +61,35 @@ def check_group(world_size: int, strategy: str) -> None:
     let_gloo_finish_at_exit()
 
 
+def prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch.device) -> None:
+    """Sets NCCL's variables, and warns of mistakes in those of the environment. Before the process group is made.
+
+    Args:
+        options: of the strategy.
+        backend: of the process group; None for the one of the device.
+        device: that this rank trains on.
+    """
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    if "nccl" not in backend:
+        if options is not None:
+            warn_once(f"nccl has no effect: the process group's backend is {backend}.")
+        return
+    if options is not None:
+        options.apply()
+    version = torch.cuda.nccl.version() if dist.is_nccl_available() else None
+    if find_mistakes(os.environ, version=version):
+        # Only now, as it reads the whole library.
+        for mistake in find_mistakes(os.environ, version=version, known=names_in_library()):
+            warn_once(f"NCCL: {mistake.message}")
+
+
 def explain_one_rank(unused_hook: str | None) -> None:
     """Says on one rank why there is no wrapper.
 
     Args:
         unused_hook: the option whose hook has therefore nothing to do; None if there is no hook.
     """
-    rank_zero_info(
+    info(
         "CommOptDDP: one process, so there are no gradients to synchronize: the model is trained without the"
         f" DistributedDataParallel wrapper{f'; {unused_hook} is not used' if unused_hook else ''}."
     )

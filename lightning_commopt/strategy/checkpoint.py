@@ -7,15 +7,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_commopt.collectives.gather import all_come, gather_on_rank_0
+from lightning_commopt.collectives.groups import backends_of
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.base import as_real
-from lightning_commopt.ddp.state import CheckpointError, CommState, adopted, from_checkpoint, to_checkpoint, to_plain
-from lightning_commopt.validation import warn
+from lightning_commopt.ddp.state import (
+    CheckpointError,
+    CommState,
+    adopt_states,
+    from_checkpoint,
+    to_checkpoint,
+    to_plain,
+)
+from lightning_commopt.validation import info, warn
 
 _PATIENCE = timedelta(seconds=60)
 _NAMES_IN_MESSAGE = 8
@@ -50,7 +57,7 @@ def gather_state(
             " batches."
         )
         return None
-    ranks = gather_on_rank_0(to_plain(state), device if dist.get_backend() == "nccl" else torch.device("cpu"))
+    ranks = gather_on_rank_0(to_plain(state), torch.device("cpu") if "cpu" in backends_of() else device)
     return None if ranks is None else to_checkpoint(state.compressor, state.num_syncs, ranks)
 
 
@@ -86,12 +93,12 @@ def usable_state(state: CommState, compressor: Compressor | None, module: Module
     buckets, obstacle = {}, None
     try:
         if compressor is not None:
-            buckets = adopted(state, compressor, module)
+            buckets = adopt_states(state, compressor, module)
     except CheckpointError as error:
         obstacle = str(error)
     is_exact, num_syncs = _agree(state.num_syncs, obstacle, sorted(buckets))
     if obstacle is not None:
-        rank_zero_info(f"Only the residuals of the checkpoint's state of comm_hook are used, as {obstacle}.")
+        info(f"Only the residuals of the checkpoint's state of comm_hook are used, as {obstacle}.")
     residuals = state.residuals if is_exact and compressor is not None else _readable_residuals(state)
     return CommState(compressor, num_syncs, buckets if is_exact else {}, _select_known(residuals, module))
 

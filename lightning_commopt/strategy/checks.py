@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 
-from lightning_commopt.compat.lightning import augment_message, optimizer_is_toggled
+from lightning_commopt.compat.lightning import MisconfigurationException, optimizer_is_toggled
 from lightning_commopt.compressors import Cast, Compressor, Layout
 from lightning_commopt.ddp.rewrap import Trainable
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.validation import warn
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+_UNUSED_PARAMETERS = (
+    "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
+    " training_step. If that is intended (two optimizers that are toggled, for instance), use"
+    " strategy=CommOptDDP(find_unused_parameters=True)."
+)
+_COMPILED_BUCKETS = (
+    "torch.compile cuts a module's graph at DDP's buckets, the first time after 1 MiB, and takes no smaller"
+    " bucket_cap_mb: use at least 1, or torch._dynamo.config.optimize_ddp = 'no_optimization', which leaves the graph"
+    " whole, so that all its gradients are ready at the same time."
+)
 
 
 def check_graph_is_static(module: LightningModule) -> None:
@@ -89,17 +101,16 @@ def warn_if_never_compressed(comm_hook: Compressor | None, num_steps: int) -> No
     """Warns if training was over before a compressor that starts late began."""
     start_step = getattr(comm_hook, "start_step", 0)
     if 0 < num_steps <= start_step:
-        warn(f"comm_hook never compressed: {num_steps} steps, and start_step={start_step}.")
+        warn(f"comm_hook never compressed: training took {num_steps} steps, and start_step={start_step}.")
+
+
+def explain_compiled_buckets(exception: BaseException) -> None:
+    """Says what to do instead of torch's message about a compiled module that it cannot cut at small buckets."""
+    message = "First bucket should be smaller/equal to other buckets"
+    exception.args = tuple(_COMPILED_BUCKETS if message in str(each) else each for each in exception.args)
 
 
 def explain_unused_parameters(exception: BaseException) -> None:
-    """Adds to DDP's message about parameters without a gradient what to do."""
-    augment_message(
-        exception,
-        pattern=".*Expected to have finished reduction in the prior iteration.*",
-        new_message=(
-            "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
-            " training_step. If that is intended (two optimizers that are toggled, for instance), use"
-            " strategy=CommOptDDP(find_unused_parameters=True)."
-        ),
-    )
+    """Says what to do instead of DDP's message about parameters without a gradient."""
+    message = "Expected to have finished reduction in the prior iteration"
+    exception.args = tuple(_UNUSED_PARAMETERS if message in str(each) else each for each in exception.args)

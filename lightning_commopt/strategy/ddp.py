@@ -1,4 +1,4 @@
-"""CommOptDDP: Lightning's DDPStrategy, made from a CommPlan."""
+"""The options of CommOptDDP for a Trainer, whichever package the Trainer is from."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import Self
 
-from lightning_commopt.compat.lightning import StrategyRegistry
+from lightning_commopt.compat.lightning import MisconfigurationException, package_of
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.lightning_launcher import forget_previous_job
+from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.strategy.adapters import adapter_for
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
 from lightning_commopt.strategy.base import strategy_from_plan
@@ -26,7 +24,7 @@ from lightning_commopt.strategy.gradient_sync import GradientSync, TorchHook
 from lightning_commopt.strategy.trainer import GradientSyncStrategy
 
 
-class CommOptDDP(GradientSyncStrategy, DDPStrategy):
+class CommOptStrategy(GradientSyncStrategy):
     """Lightning's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
     Takes all that ``DDPStrategy`` takes, in the same order, so that its name can be replaced in any project. The
@@ -62,6 +60,13 @@ class CommOptDDP(GradientSyncStrategy, DDPStrategy):
         lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
         save_comm_state: keep in checkpoints, for all ranks, what ``comm_hook`` needs to go on exactly: with error
             feedback 4 bytes a parameter and rank. No option of a plan.
+        uneven_batches: what to do where ranks have different numbers of training batches, which makes DDP hang:
+            "error"; "drop" to end epochs after the smallest number; "pad" to repeat batches up to the largest; "allow"
+            to compare nothing, for training in which ranks need not step together. "drop" and "pad" need dataloaders
+            with a length. No option of a plan.
+        nccl: settings of NCCL: the name of a profile ("debug", "pcie", "ethernet", "infiniband"), or a mapping such as
+            ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. What the environment has counts first. No
+            option of a plan.
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
@@ -73,15 +78,13 @@ class CommOptDDP(GradientSyncStrategy, DDPStrategy):
             torch. It is both a ``ValueError`` and Lightning's ``MisconfigurationException``.
     """
 
-    _flushes_static_graph = "post_backward" in vars(DDPStrategy)  # Lightning 2.5 does not, under manual optimization
-
     def __init__(
         self,
-        accelerator: Accelerator | None = None,
+        accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -102,15 +105,18 @@ class CommOptDDP(GradientSyncStrategy, DDPStrategy):
         batched_grad_copy: bool | None = None,
         lazy_bucket_allocation: bool | None = None,
         save_comm_state: bool = True,
+        uneven_batches: Literal["error", "drop", "pad", "allow"] = "error",
+        nccl: str | dict[str, Any] | NcclOptions | None = None,
         **kwargs: Any,
     ) -> None:
         plan, ddp_kwargs = plan_from_arguments(locals())
+        nccl_options = NcclOptions.from_config(nccl)
         torch_hook = None
         if ddp_comm_hook is not None:
             torch_hook = TorchHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.gradient_sync = GradientSync(plan, torch_hook)
         forget_previous_job()
-        super().__init__(
+        self._lightnings_arguments = dict(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -125,7 +131,10 @@ class CommOptDDP(GradientSyncStrategy, DDPStrategy):
             start_method=start_method,
             **ddp_kwargs,
         )
+        super().__init__(**self._lightnings_arguments)
         self._save_comm_state = save_comm_state
+        self._uneven_batches = uneven_batches
+        self._nccl = nccl_options
 
     @classmethod
     def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
@@ -133,13 +142,42 @@ class CommOptDDP(GradientSyncStrategy, DDPStrategy):
         return strategy_from_plan(cls, plan, **kwargs)
 
     @classmethod
-    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers ``commopt_ddp`` and its variants, so that ``strategy="commopt_ddp_bf16"`` works."""
         register_aliases(strategy_registry, cls)
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator of the Trainer."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        # The first that a Trainer does with a strategy.
+        if package_of(accelerator) != package_of(self):
+            self._move_to(package_of(accelerator))
+        self._accelerator = accelerator
+
+    def _move_to(self, package: str) -> None:
+        """Becomes the strategy for the Trainer of another package.
+
+        Raises:
+            MisconfigurationException: it is of a class that is derived from one package's `CommOptDDP`.
+        """
+        adapter = adapter_for(package)
+        if type(self) is not adapter_for(package_of(self)):
+            raise MisconfigurationException(
+                f"{type(self).__name__} is a strategy for {package_of(self)}.Trainer. For {package}.Trainer it must be"
+                f" derived from {adapter.__module__}.CommOptDDP."
+            )
+        ddp_kwargs = self._ddp_kwargs
+        self.__class__ = adapter
+        super().__init__(**self._lightnings_arguments)
+        self._ddp_kwargs = ddp_kwargs  # of the present plan
 
     def __repr__(self) -> str:
         """Returns what Fabric shows in its error for a strategy that is not its own."""
         return (
-            f"<lightning_commopt.CommOptDDP for lightning.pytorch.Trainer, {self.plan.name};"
+            f"<{type(self).__module__}.CommOptDDP for {package_of(self)}.Trainer, {self.plan.name};"
             " for Fabric there is lightning_commopt.fabric.CommOptDDP>"
         )

@@ -12,7 +12,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.torch import flush_static_graph
-from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
+from lightning_commopt.ddp.attach import attach_bucket_hook, place_compressor
+from lightning_commopt.ddp.hook import BucketHook
 from lightning_commopt.ddp.observed import ObservedHook, observe_all_reduce
 from lightning_commopt.ddp.rewrap import ResidualAdder, Trainable, gradient_bytes, kept_buffers, unwrap
 from lightning_commopt.ddp.state import CommState
@@ -56,11 +57,12 @@ class GradientSync:
 
     def __init__(self, plan: CommPlan, torch_hook: TorchHook | None = None) -> None:
         self._torch_hook = torch_hook
+        self._model: DistributedDataParallel | None = None
+        self._ranks_per_node: int | None = None
         self.check_plan(plan)
         self.plan = plan
         self.observers = Observers()
         self.num_syncs = 0
-        self._model: DistributedDataParallel | None = None
         self._hook: BucketHook | None = None
         self._residual_adder: ResidualAdder | None = None
         self._trainable: Trainable | None = None
@@ -71,13 +73,17 @@ class GradientSync:
         self._of_last_fit: CommState | None = None
 
     def check_plan(self, plan: CommPlan) -> None:
-        """Checks that a plan leaves DDP with one hook.
+        """Checks that a plan leaves DDP with one hook and, while attached, that the ranks and the device fit it.
 
         Raises:
-            OptionError: it has a compressor, and there is a ``ddp_comm_hook`` too.
+            OptionError: it has a compressor, and there is a ``ddp_comm_hook`` too; or see `place_compressor`.
         """
-        if plan.comm_hook is not None and self._torch_hook is not None:
+        if plan.comm_hook is None:
+            return
+        if self._torch_hook is not None:
             raise OptionError(f"comm_hook={plan.comm_hook!r} and ddp_comm_hook exclude each other: DDP takes one hook")
+        if self._model is not None:
+            place_compressor(self._model, plan.comm_hook, self._ranks_per_node)
 
     def check_agreement(self, plan: CommPlan) -> None:
         """Checks while attached that all ranks have the same plan. All ranks must call it.
@@ -128,6 +134,7 @@ class GradientSync:
             OptionError: see `attach_bucket_hook`.
         """
         self._model = model
+        self._ranks_per_node = ranks_per_node
         self._gradient_bytes = gradient_bytes(model)
         self._trainable = Trainable(model)
         self._is_graph_recorded = False

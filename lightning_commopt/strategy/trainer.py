@@ -7,24 +7,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import has_trainer, optimizer_is_toggled
 from lightning_commopt.ddp.state import KEY
+from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.launch.lightning_launcher import configure_multirun_launcher
+from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.base import check_group, explain_one_rank
+from lightning_commopt.strategy.base import check_group, explain_one_rank, prepare_nccl
 from lightning_commopt.strategy.checkpoint import gather_state, read_state
 from lightning_commopt.strategy.checks import (
     check_graph_is_static,
     check_none_unfrozen,
+    explain_compiled_buckets,
     explain_unused_parameters,
     warn_of_fp16_under_scaler,
 )
+from lightning_commopt.strategy.fit_watch import FitWatch
 from lightning_commopt.strategy.gradient_sync import GradientSync
 
 if TYPE_CHECKING:
@@ -61,8 +65,12 @@ class GradientSyncStrategy(OwnGroupStrategy):
     """
 
     gradient_sync: GradientSync
-    _flushes_static_graph: ClassVar[bool]  # whether Lightning's own class ends the first backward of a static graph
+    # Whether Lightning's own class ends the first backward of a static graph under manual optimization: 2.5 does not.
+    _flushes_static_graph: ClassVar[bool]
     _save_comm_state = True
+    _uneven_batches = "error"
+    _nccl: NcclOptions | None = None
+    _fit_watch: FitWatch | None = None
     _next_plan: CommPlan | None = None
 
     @property
@@ -83,6 +91,26 @@ class GradientSyncStrategy(OwnGroupStrategy):
         is the size of the gradients, once for each backward that was synchronized.
         """
         return self.gradient_sync.wire_bytes
+
+    def setup_distributed(self) -> None:
+        """Sets NCCL's variables before it joins the process group."""
+        prepare_nccl(self._nccl, self.process_group_backend, self.root_device)
+        super().setup_distributed()
+
+    def setup_environment(self) -> None:
+        """Joins the process group, and guards a fit against ranks that do not come."""
+        super().setup_environment()
+        module = self.lightning_module
+        if self.world_size > 1 and module is not None and has_trainer(module) and module.trainer.state.fn == "fit":
+            first = self.node_rank * self.num_processes
+            self._fit_watch = FitWatch(
+                module.trainer,
+                self._uneven_batches,
+                self.root_device,
+                ranks_here=range(first, first + self.num_processes),
+                launcher_pid=launcher_pid(self._start_method),
+                timeout=self._timeout or default_pg_timeout,
+            )
 
     def configure_ddp(self) -> None:
         """Wraps the model, unless there is only one rank."""
@@ -141,7 +169,8 @@ class GradientSyncStrategy(OwnGroupStrategy):
             plan: the new plan.
 
         Raises:
-            OptionError: the strategy has a ``ddp_comm_hook`` too, or the ranks' plans differ.
+            OptionError: the strategy has a ``ddp_comm_hook`` too, nodes cannot be made of the ranks as the plan asks,
+                or the ranks' plans differ. The old plan stays.
         """
         self.gradient_sync.check_plan(plan)
         if self._is_in_batch:
@@ -216,8 +245,11 @@ class GradientSyncStrategy(OwnGroupStrategy):
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        """Says what to do about parameters without a gradient."""
+        """Says what to do about compiled modules and unused parameters, and tells the other ranks."""
+        explain_compiled_buckets(exception)
         explain_unused_parameters(exception)
+        if self._fit_watch is not None:
+            self._fit_watch.fail(exception)
 
     def teardown(self) -> None:
         """Removes the wrapper, and ends the hook."""
@@ -228,5 +260,8 @@ class GradientSyncStrategy(OwnGroupStrategy):
             super().teardown()
         finally:
             self.gradient_sync.end_fit()
+            if self._fit_watch is not None:
+                self._fit_watch.close()
+                self._fit_watch = None
         if self._next_plan is not None:
             self._change_plan(self._next_plan)

@@ -12,13 +12,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_commopt.launch.hydra_command import quoted
+from lightning_commopt.launch.hydra_command import quote
 from lightning_commopt.sweep.config import (
     ConfigError,
-    as_trained,
     check_config,
     link_note,
     num_repetitions,
+    spread_over_hosts,
     sync_method,
 )
 from lightning_commopt.sweep.job import Job, SweepObserver
@@ -67,7 +67,7 @@ class JobComposer:
         Raises:
             ConfigError: a job cannot be run, or not as often as others.
         """
-        configs = [self._composed(list(own)) for own in job_overrides]
+        configs = [self._compose(list(own)) for own in job_overrides]
         repeat = _repeat(configs)
         num_jobs = len(configs)
         return [
@@ -78,7 +78,7 @@ class JobComposer:
             for round_number, repetition in enumerate(range(repeat) if repeat > 1 else [None])
         ]
 
-    def _composed(self, overrides: list[str]) -> DictConfig:
+    def _compose(self, overrides: list[str]) -> DictConfig:
         return self.context.config_loader.load_sweep_config(self.sweep_config, overrides)
 
     def _job(self, overrides: list[str], config: DictConfig, number: int, repetition: int | None) -> Job:
@@ -86,14 +86,14 @@ class JobComposer:
         if repetition is not None:
             others = (o for o in overrides if not o.startswith(("repeat=", "repetition=")))
             overrides = [*others, f"repetition={repetition}"]
-            config = self._composed(overrides)
+            config = self._compose(overrides)
             if config.repeat != 1:  # a file says so
                 config.repeat, further = 1, ["repeat=1"]
         run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         with _as_job(config, number, folder=None) as folder:
             check_config(run_config)
             name, note = sync_method(run_config), link_note(run_config)
-            config_yaml = OmegaConf.to_yaml(as_trained(run_config), resolve=True)
+            config_yaml = OmegaConf.to_yaml(spread_over_hosts(run_config), resolve=True)
         with _as_job(config, 0, folder=Path("/")):  # equal in all jobs
             content = _content(run_config)
         as_single_run = [
@@ -101,9 +101,9 @@ class JobComposer:
             *overrides,
             *further,
             "hydra.mode=RUN",
-            f"hydra.run.dir={quoted(str(folder))}",
+            f"hydra.run.dir={quote(str(folder))}",
             f"hydra.job.num={number}",
-            f"hydra.job.id={quoted(str(number))}",
+            f"hydra.job.id={quote(str(number))}",
         ]
         return Job(
             number=number,
@@ -146,7 +146,7 @@ def _repeat(configs: Sequence[DictConfig]) -> int:
 
 
 def _content(run_config: DictConfig) -> str:
-    values = OmegaConf.to_container(as_trained(run_config), resolve=True)
+    values = OmegaConf.to_container(spread_over_hosts(run_config), resolve=True)
     assert isinstance(values, dict)
     return json.dumps({name: value for name, value in values.items() if name not in _NOT_TRAINED}, default=str)
 

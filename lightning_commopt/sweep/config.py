@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,18 +13,19 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from hydra.utils import get_class, get_object, get_original_cwd
-from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_commopt.compat.lightning import PACKAGES
 from lightning_commopt.launch.environment import is_lab_rank, num_started_ranks
 from lightning_commopt.netlab import NetLab, parse_rate
-from lightning_commopt.plan import CommPlan, OptionError, plan_options
+from lightning_commopt.plan import CommPlan, plan_options
 from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.runs.settings import hydra_settings
 from lightning_commopt.runs.writer import new_record
-from lightning_commopt.strategy.ddp import CommOptDDP
+from lightning_commopt.strategy.ddp import CommOptStrategy
 from lightning_commopt.sweep import resolvers
+from lightning_commopt.validation import check_integer
 
 
 class ConfigError(CompactHydraException):
@@ -55,8 +58,9 @@ def check_config(config: DictConfig) -> None:
         OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error)) from error
-    _check_repetition(config)
-    _check_warmup(config)
+    with _as_config_error():
+        _check_repetition(config)
+        _check_warmup(config)
     _check_devices(config)
     _check_plan(config)
     _check_link(config)
@@ -71,8 +75,7 @@ def _check_repetition(config: DictConfig) -> None:
                 f"{repetitions} does the same"
             )
         raise ConfigError(f"repeat is for sweeps: add -m, or leave out repeat={repeat}")
-    if not _is_integer(config.repetition) or config.repetition < 0:
-        raise ConfigError(f"repetition must be an integer of at least 0, got {config.repetition!r}")
+    check_integer("repetition", config.repetition, at_least=0)
 
 
 def _check_warmup(config: DictConfig) -> None:
@@ -80,10 +83,9 @@ def _check_warmup(config: DictConfig) -> None:
     num_warmup_steps = OmegaConf.select(config, "callbacks.speed.num_warmup_steps")
     if num_warmup_steps is None:
         return
-    if not _is_integer(num_warmup_steps) or num_warmup_steps < 0:
-        raise ConfigError(f"num_warmup_steps must be an integer of at least 0, got {num_warmup_steps!r}")
+    check_integer("num_warmup_steps", num_warmup_steps, at_least=0)
     max_steps = OmegaConf.select(config, "trainer.max_steps")
-    if _is_integer(max_steps) and 0 < max_steps <= num_warmup_steps:
+    if isinstance(max_steps, int) and 0 < max_steps <= num_warmup_steps:
         raise ConfigError(
             f"steps after the first num_warmup_steps are timed, and none would be left of trainer.max_steps="
             f"{max_steps}: num_warmup_steps must be from 0 to {max_steps - 1}, got {num_warmup_steps}"
@@ -111,9 +113,9 @@ def _shards_itself(model: str) -> bool:
     try:
         found = get_object(model)
     except (ValueError, ImportError):
-        return True  # what is wrong is said when the model is made
-    is_module = isinstance(found, type) and issubclass(found, LightningModule)
-    return not is_module or found.configure_model is not LightningModule.configure_model
+        return True  # the error comes when the model is made
+    configure_model = getattr(found, "configure_model", None)
+    return configure_model is None or not configure_model.__module__.startswith(PACKAGES)
 
 
 def num_repetitions(config: DictConfig) -> int:
@@ -122,10 +124,9 @@ def num_repetitions(config: DictConfig) -> int:
     Raises:
         ConfigError: ``repeat`` is not a number above 0.
     """
-    repeat = config.repeat
-    if not _is_integer(repeat) or repeat < 1:
-        raise ConfigError(f"repeat must be an integer of at least 1, got {repeat!r}")
-    return repeat
+    with _as_config_error():
+        check_integer("repeat", config.repeat, at_least=1)
+    return int(config.repeat)
 
 
 def lab_shape(config: DictConfig) -> LabShape:
@@ -142,10 +143,8 @@ def lab_shape(config: DictConfig) -> LabShape:
         sizes.append(int(value))
     num_ranks = sizes[0] * sizes[1]
     hosts = num_ranks if config.hosts is None else config.hosts
-    try:
+    with _as_config_error("hosts: "):  # the rate has been checked
         NetLab(hosts, config.link)
-    except ValueError as error:  # the rate has been checked
-        raise ConfigError(f"hosts: {error}") from error
     hosts = 1 if num_ranks == 1 else hosts
     if num_ranks % hosts:
         raise ConfigError(
@@ -170,14 +169,14 @@ def link_note(config: DictConfig) -> str | None:
     if config.link is not None:
         shape = lab_shape(config)
         return (
-            f"link={config.link}: {shape.num_hosts} hosts of the network lab, on this machine, with a link of this "
-            "rate to each; link=null leaves it out"
+            f"link={config.link}: the ranks run on {shape.num_hosts} hosts of the network lab, on this machine; "
+            "link=null turns that off"
         )
     reason = resolvers.why_no_lab()
-    return reason and f"no link between the ranks, which are processes of this machine: {reason}"
+    return reason and f"no slow link between the ranks: {reason}"
 
 
-def as_trained(config: DictConfig) -> DictConfig:
+def spread_over_hosts(config: DictConfig) -> DictConfig:
     """Returns the configuration that the ranks train with: with a link the hosts are the Trainer's nodes.
 
     Args:
@@ -200,7 +199,7 @@ def sync_method(config: DictConfig) -> str:
     return str(comm_hook.get("name") if isinstance(comm_hook, DictConfig) else comm_hook or "none")
 
 
-def begun_record(config: DictConfig, folder: Path) -> RunRecord:
+def start_record(config: DictConfig, folder: Path) -> RunRecord:
     """Returns a new record for the Hydra job that this process runs.
 
     Args:
@@ -215,19 +214,13 @@ def begun_record(config: DictConfig, folder: Path) -> RunRecord:
     return new_record(sync_method(config), started_in, settings=settings, overrides=overrides, chosen=chosen)
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_plan(config: DictConfig) -> None:
     if not _is_commopt(config):
         return
     options = OmegaConf.to_container(config.strategy, resolve=True)
     assert isinstance(options, dict)
-    try:
+    with _as_config_error("strategy: "):
         CommPlan.from_dict({str(name): value for name, value in options.items() if name in plan_options()})
-    except OptionError as error:
-        raise ConfigError(f"strategy: {error}") from error
 
 
 def _check_link(config: DictConfig) -> None:
@@ -235,10 +228,8 @@ def _check_link(config: DictConfig) -> None:
         if config.hosts is not None:
             raise ConfigError(f"hosts={config.hosts} needs a link between them, such as link=1gbit; link is null")
         return
-    try:
+    with _as_config_error("link: "):
         parse_rate(config.link)
-    except ValueError as error:
-        raise ConfigError(f"link: {error}") from error
     lab_shape(config)
     if config.trainer.accelerator != "cpu":
         raise ConfigError(
@@ -256,6 +247,14 @@ def _check_link(config: DictConfig) -> None:
         raise ConfigError(f"link={config.link}: {reason}")
 
 
+@contextmanager
+def _as_config_error(prefix: str = "") -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from error
+
+
 def _is_commopt(config: DictConfig) -> bool:
     target = config.strategy.get("_target_")
-    return target is not None and issubclass(get_class(target), CommOptDDP)
+    return target is not None and issubclass(get_class(target), CommOptStrategy)

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from lightning_commopt.launch.hydra_command import quoted
+from lightning_commopt.launch.hydra_command import quote
 from lightning_commopt.runs.files import CONFIG_FILE, EARLIER_FOLDER, RUN_FILE
 from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.sweep.job import Job
@@ -20,17 +20,17 @@ _SWEEP_DIR = "hydra.sweep.dir="
 _PLAIN_PATH = re.compile(r"[\w./-]+", re.ASCII)  # without quotes the same to a shell and to Hydra
 
 
-def finished_before(job: Job) -> RunRecord | None:
+def find_finished_run(job: Job) -> RunRecord | None:
     """Returns the record of a finished run in a job's folder that is the one the job would make; None without."""
     try:
         record = RunRecord.load(job.folder)
     except (FileNotFoundError, ValueError):
         return None
     is_known = record.status == "finished" and (job.folder / CONFIG_FILE).exists()
-    return record if is_known and not changed_keys(job) else None
+    return record if is_known and not find_changed_keys(job) else None
 
 
-def changed_keys(job: Job) -> list[str]:
+def find_changed_keys(job: Job) -> list[str]:
     """Returns where the configuration of the run in a job's folder differs from the job's, in dotted keys.
 
     Empty if they are the same, or there is no run.
@@ -77,7 +77,7 @@ def continue_command(arguments: Sequence[str], sweep_dir: Path) -> str:
     here = Path.cwd()
     shown = sweep_dir.relative_to(here) if sweep_dir.is_relative_to(here) else sweep_dir
     others = [argument for argument in arguments if not argument.startswith(_SWEEP_DIR)]
-    value = shown if _PLAIN_PATH.fullmatch(str(shown)) else quoted(str(shown))
+    value = shown if _PLAIN_PATH.fullmatch(str(shown)) else quote(str(shown))
     return shlex.join(["commopt-train", *others, f"{_SWEEP_DIR}{value}"])
 
 

@@ -69,35 +69,35 @@ class SweepDisplay(SweepObserver):
         """Removes the bar."""
         self._live.stop()
 
-    def planned(self, folder: Path, num_jobs: int) -> None:
+    def on_plan(self, folder: Path, num_jobs: int) -> None:
         """Keeps the sweep's directory, and makes the bar as long as there are jobs."""
         self.sweep_dir = folder
         self._num_jobs = num_jobs
         self._bar.update(self._task, total=num_jobs)
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         """Prints it."""
         self._console.print(Text(text, style="yellow"), soft_wrap=True)
 
-    def started(self, job: Job) -> None:
+    def on_start(self, job: Job) -> None:
         """Names the job."""
         self._started_at = time.monotonic()
         if self._console.is_terminal and not self._live.is_started:
             self._live.start()
-        title = f"job {job.number} ({len(self.results) + 1} of {self._num_jobs}): {_said_of(job)}"
+        title = f"job {job.number} ({len(self.results) + 1} of {self._num_jobs}): {_overrides_text(job)}"
         self._console.rule(Text(title), align="left")
 
-    def said(self, text: str, is_final: bool) -> None:
+    def on_output(self, text: str, is_final: bool) -> None:
         """Prints a line that stays; shows another one above the bar."""
         self._line = Text("" if is_final else text, no_wrap=True, overflow="ellipsis")
         if is_final:
             self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
         self._live.update(self._picture())
 
-    def ended(self, result: JobResult) -> None:
+    def on_end(self, result: JobResult) -> None:
         """Moves the bar, and keeps the result."""
         if result.is_kept:
-            self._console.print(Text(f"job {result.job.number} is kept: {_said_of(result.job)}"), soft_wrap=True)
+            self._console.print(Text(f"job {result.job.number} is kept: {_overrides_text(result.job)}"), soft_wrap=True)
         else:
             self._seconds_of_jobs.append(time.monotonic() - self._started_at)
             self._started_at = time.monotonic()
@@ -128,5 +128,5 @@ class _Remaining(ProgressColumn):
         return Text(f"{hours}:{minutes_left:02d}:{seconds_left:02d} left", style="progress.remaining")
 
 
-def _said_of(job: Job) -> str:
+def _overrides_text(job: Job) -> str:
     return " ".join(job.overrides) or "no overrides"

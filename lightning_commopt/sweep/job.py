@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from lightning_commopt.launch.fork_server import preloaded
+from lightning_commopt.launch.fork_server import server_for
 from lightning_commopt.runs.files import LOG_FILE, RUN_FILE, SUMMARY_FILE
 from lightning_commopt.runs.record import RunRecord, write_json
 from lightning_commopt.runs.settings import settings_of
@@ -70,19 +70,19 @@ class JobResult:
 class SweepObserver:
     """Gets the events of a sweep; this base class ignores them."""
 
-    def planned(self, folder: Path, num_jobs: int) -> None:
+    def on_plan(self, folder: Path, num_jobs: int) -> None:
         """The sweep in ``folder`` has ``num_jobs`` jobs so far, those that have ended included."""
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         """A note for the user."""
 
-    def started(self, job: Job) -> None:
+    def on_start(self, job: Job) -> None:
         """A job starts."""
 
-    def said(self, text: str, is_final: bool) -> None:
+    def on_output(self, text: str, is_final: bool) -> None:
         """The job wrote a line; unless ``is_final`` the next one replaces it, as with progress bars."""
 
-    def ended(self, result: JobResult) -> None:
+    def on_end(self, result: JobResult) -> None:
         """A job has finished or failed, or its earlier run is kept."""
 
 
@@ -111,18 +111,18 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
             if is_final:
                 log.write(text + "\n")
                 last_lines.append(text)
-            observer.said(text, is_final)
+            observer.on_output(text, is_final)
 
         reader = LineReader(on_line)
-        server = preloaded(job.command) if job.is_on_cpu else None
+        server = server_for(job.command) if job.is_on_cpu else None
         try:
             reason = _reason(run_in_group(job.command, env, reader.feed, server=server))
         except InterruptedRun as error:
             interrupted, reason = error, str(error)
         reader.close()
-    said = None if interrupted else list(last_lines)
-    result = JobResult(job=job, record=_final_record(job, reason, said))
-    observer.ended(result)
+    lines = None if interrupted else list(last_lines)
+    result = JobResult(job=job, record=_final_record(job, reason, lines))
+    observer.on_end(result)
     if interrupted is not None:
         raise interrupted
     return result
@@ -165,26 +165,26 @@ def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) ->
     Args:
         job: that has ended.
         reason: for which its processes have failed, if they have.
-        last_lines: that they said; None if the reason explains it all.
+        last_lines: of their output; None if the reason explains it all.
     """
     try:
         record = RunRecord.load(job.folder)
     except (FileNotFoundError, ValueError):
-        record = _unfinished(job)
+        record = _unfinished_record(job)
     if record.status == "finished" and reason is None:
         return record
     error = reason or "ended without a result"
     if last_lines is not None:
         own = record.error if record.status == "failed" else None
-        error = own or _joined(last_exception(last_lines), error)
-        error = _joined(error, cause_in_another_rank(error, last_lines))
+        error = own or _join(last_exception(last_lines), error)
+        error = _join(error, cause_in_another_rank(error, last_lines))
     failed = fail_record(job.folder, error, unfinished=record, is_final=True)
     assert failed is not None
     return failed
 
 
-def _unfinished(job: Job) -> RunRecord:
-    """Returns the record of a job that has written none."""
+def _unfinished_record(job: Job) -> RunRecord:
+    """Returns a record for a job that has written none."""
     config = yaml.safe_load(job.config_yaml)
     settings, chosen = settings_of(job.folder, config if isinstance(config, dict) else {}, job.overrides)
     return RunRecord(
@@ -192,5 +192,5 @@ def _unfinished(job: Job) -> RunRecord:
     )
 
 
-def _joined(*parts: str | None) -> str:
+def _join(*parts: str | None) -> str:
     return "; ".join(part for part in parts if part)

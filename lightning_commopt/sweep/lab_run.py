@@ -12,15 +12,15 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
-from lightning_commopt.launch.fork_server import preloaded, start_in_place
+from lightning_commopt.launch.fork_server import server_for, start_in_place
 from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.netlab import NetLab, RankError
 from lightning_commopt.runs.files import RUN_FILE
 from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.runs.writer import fail_record
-from lightning_commopt.sweep.config import LabShape, begun_record, lab_shape
+from lightning_commopt.sweep.config import LabShape, lab_shape, start_record
 from lightning_commopt.sweep.output import last_exception, lines_that_stay
-from lightning_commopt.sweep.process import InterruptedRun, raised_signals
+from lightning_commopt.sweep.process import InterruptedRun, raise_signals
 
 _LINES_IN_MESSAGE = 40
 
@@ -44,11 +44,11 @@ def train_in_lab(config: DictConfig, folder: Path) -> RunRecord:
     """
     command, original_folder = single_run_command("${oc.env:RANK}")
     os.chdir(original_folder)  # the ranks start where we are
-    return run_in_lab(command, config.link, lab_shape(config), begun_record(config, folder), folder)
+    return run_in_lab(command, config.link, lab_shape(config), start_record(config, folder), folder)
 
 
 def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: RunRecord, folder: Path) -> RunRecord:
-    """Runs a command as every rank of a run, each pinned to one core, and passes on what rank 0 says as it comes.
+    """Runs a command as every rank of a run, each pinned to one core, and passes on rank 0's output as it comes.
 
     Args:
         command: trains one rank, whose number and peers it finds in its environment; rank 0 records the run.
@@ -69,21 +69,21 @@ def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: R
     if sys.stdout.isatty():
         environment["COLUMNS"] = str(shutil.get_terminal_size().columns)  # ranks see a pipe
     try:
-        with raised_signals(), NetLab(shape.num_hosts, link) as lab:
+        with raise_signals(), NetLab(shape.num_hosts, link) as lab:
             lab.run(
                 command,
                 ranks_per_host=shape.ranks_per_host,
                 environment=environment,
                 pin_to_cores=True,
                 on_output=_show_first_rank,
-                start=start_in_place if preloaded(command) else None,
+                start=start_in_place if server_for(command) else None,
             )
     except RankError as error:
         lines = lines_that_stay(error.outputs[error.rank])
         how = f"rank {error.rank} ended with status {error.status}"
-        said = last_exception(lines)
+        exception = last_exception(lines)
         # Rank 0 knows best what ended itself.
-        reason = f"{how}: {said}" if said else how
+        reason = f"{how}: {exception}" if exception else how
         fail_record(folder, reason, unfinished=unfinished, is_final=error.rank != 0)
         raise RankFailed(_message(error.rank, how, lines)) from None
     except InterruptedRun as error:
@@ -103,5 +103,5 @@ def _show_first_rank(rank: int, output: bytes) -> None:
 
 def _message(rank: int, how: str, lines: Sequence[str]) -> str:
     if rank == 0:
-        return f"{how}; what it said is above"
-    return "\n".join([f"{how}; it said last:", *(f"  {line}" for line in lines[-_LINES_IN_MESSAGE:])])
+        return f"{how}; its output is above"
+    return "\n".join([f"{how}; its last lines:", *(f"  {line}" for line in lines[-_LINES_IN_MESSAGE:])])

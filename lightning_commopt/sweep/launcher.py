@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.errors import HydraException
@@ -22,10 +21,11 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from lightning_commopt.compat.hydra import store_config
 from lightning_commopt.launch.environment import RANK_VARIABLES, num_started_ranks
 from lightning_commopt.runs.record import RunRecord
 from lightning_commopt.sweep.composing import JobComposer, SweepSettings, check_folders
-from lightning_commopt.sweep.continuing import changed_keys, finished_before, set_aside
+from lightning_commopt.sweep.continuing import find_changed_keys, find_finished_run, set_aside
 from lightning_commopt.sweep.job import Job, JobResult, run_job, save_summary
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
@@ -93,15 +93,15 @@ class FreshProcessLauncher(Launcher):
         rounds = self._composer.rounds(job_overrides, initial_job_idx)
         to_run = self._without_equals([job for jobs in rounds for job in jobs])
         check_folders(self._first_jobs.values())
-        self._observer.planned(sweep_dir, len(self._first_jobs))
+        self._observer.on_plan(sweep_dir, len(self._first_jobs))
         for note in dict.fromkeys(job.note for job in to_run if job.note is not None and job.note not in self._notes):
-            self._observer.noted(note)
+            self._observer.on_note(note)
             self._notes.add(note)
         self._keep_finished(to_run, sweep_dir)
         for job in to_run:
             if job.content not in self._results:
                 self._make_room(job, sweep_dir)
-                self._observer.started(job)
+                self._observer.on_start(job)
                 self._remember(run_job(job, _environment(), self._observer), sweep_dir)
         return [
             _job_return(own, [self._results[job.content].record for job in repetitions])
@@ -119,24 +119,24 @@ class FreshProcessLauncher(Launcher):
                 left_out.append((job, first))
         if left_out:
             pairs = ", ".join(f"{job.number} as {first.number}" for job, first in left_out)
-            self._observer.noted(f"left out, as they train the same as another job: {pairs}")
+            self._observer.on_note(f"left out, as they train the same as another job: {pairs}")
             self._left_out += left_out
         return to_run
 
     def _keep_finished(self, jobs: Sequence[Job], sweep_dir: Path) -> None:
         for job in jobs:
-            record = finished_before(job)
+            record = find_finished_run(job)
             if record is not None:
                 result = JobResult(job=job, record=record, is_kept=True)
-                self._observer.ended(result)
+                self._observer.on_end(result)
                 self._remember(result, sweep_dir)
 
     def _make_room(self, job: Job, sweep_dir: Path) -> None:
-        changed = changed_keys(job)
+        changed = find_changed_keys(job)
         moved_to = set_aside(job.folder, sweep_dir)
         if changed:
-            where = f"; what was there is in {moved_to}" if moved_to else ""
-            self._observer.noted(f"job {job.number} is run again, as its settings changed: {', '.join(changed)}{where}")
+            where = f"; the earlier run is in {moved_to}" if moved_to else ""
+            self._observer.on_note(f"job {job.number} runs again, as its settings changed: {', '.join(changed)}{where}")
 
     def _remember(self, result: JobResult, sweep_dir: Path) -> None:
         self._results[result.job.content] = result
@@ -152,7 +152,7 @@ def register_launcher(settings: SweepSettings) -> None:
     """
     FreshProcessLauncher.settings = settings
     Plugins.instance().register(FreshProcessLauncher)
-    ConfigStore.instance().store(group="hydra/launcher", name="fresh_processes", node=FreshProcessesConf)
+    store_config(group="hydra/launcher", name="fresh_processes", node=FreshProcessesConf)
 
 
 def _environment() -> dict[str, str]:

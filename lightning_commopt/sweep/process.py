@@ -59,7 +59,7 @@ def run_in_group(
     Raises:
         InterruptedRun: we received one of the signals.
     """
-    with _noted_signals() as received:
+    with _collect_signals() as received:
         process = _start(command, env, server)
         try:
             _follow(process, on_output, received, grace_s)
@@ -75,7 +75,7 @@ def run_in_group(
 
 
 @contextmanager
-def raised_signals() -> Iterator[None]:
+def raise_signals() -> Iterator[None]:
     """Raises `InterruptedRun` for the first signal that asks us to stop; later ones find us at cleaning up.
 
     For code that loses nothing when an exception comes at any place. Signals that we ignore stay ignored.
@@ -87,13 +87,13 @@ def raised_signals() -> Iterator[None]:
         if len(received) == 1:
             raise InterruptedRun(signal.Signals(number))
 
-    with _handled_signals(interrupt):
+    with _handle_signals(interrupt):
         yield
 
 
 def _start(command: Sequence[str], env: Mapping[str, str], server: ForkServer | None) -> Process:
     if server is not None:
-        return server.start(command, env=env, is_session=True, has_pipe=True, is_server=True)
+        return server.start(command, env=env, is_session=True, is_server=True)
     return start_program(command, env)
 
 
@@ -145,15 +145,15 @@ def _has_ended(pid: int) -> bool:
 
 
 @contextmanager
-def _noted_signals() -> Iterator[list[signal.Signals]]:
+def _collect_signals() -> Iterator[list[signal.Signals]]:
     """Collects the signals that ask to stop; an exception from a handler could lose a process just started."""
     received: list[signal.Signals] = []
-    with _handled_signals(lambda number, _: received.append(signal.Signals(number))):
+    with _handle_signals(lambda number, _: received.append(signal.Signals(number))):
         yield received
 
 
 @contextmanager
-def _handled_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+def _handle_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
+from lightning_commopt.compat.hydra import register_resolver
 from lightning_commopt.launch.environment import has_external_launcher, is_lab_rank
 from lightning_commopt.netlab import why_not
 
@@ -40,7 +40,7 @@ def register_resolvers() -> None:
         "commopt.multiply": multiply,
     }
     for name, resolver in resolvers.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+        register_resolver(name, resolver)
 
 
 def _has_gpu() -> bool:
@@ -67,7 +67,7 @@ def divide(number: int, *divisors: int) -> int:
         divisors: by which, one after another.
 
     Raises:
-        ValueError: something remains, or an argument is no integer above 0.
+        ValueError: something remains, or an argument is not an integer above 0.
 
     >>> divide(1024, 4, 2)
     128
@@ -86,7 +86,7 @@ def multiply(*factors: int) -> int:
         factors: which there are.
 
     Raises:
-        ValueError: a factor is no integer above 0.
+        ValueError: a factor is not an integer above 0.
 
     >>> multiply(8, 2)
     16

@@ -32,7 +32,7 @@ class VisionModel(Classifier):
         try:
             from torchvision.models import get_model
         except ImportError as error:
-            raise ImportError("models of torchvision need it: pip install 'lightning-commopt[vision]'") from error
+            raise ImportError(f"{name} needs torchvision: pip install 'lightning-commopt[vision]'") from error
         self.save_hyperparameters()
         self.net = get_model(name, weights=None, **(options or {}))
 

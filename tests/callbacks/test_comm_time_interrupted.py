@@ -7,11 +7,11 @@ import signal
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
 from small_fit import fit
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
+from lightnings import Callback, LightningModule, Trainer
 from ranks import run_ranks
 
 SIGINT_AT = 11
@@ -88,6 +88,35 @@ def test_what_was_measured_before_a_failure() -> None:
     (raised, printed, *_), _ = run_ranks(interrupted, Failure(), {"every_n_steps": 4, "num_warmup_steps": 3}, {})
     assert raised == "ArithmeticError"
     assert "over 5 steps and 2 ranks" in printed
+
+
+class DeadDevice(Callback):
+    """After a CUDA error that sticks every call on the device raises, so no mark can be made any more."""
+
+    def __init__(self, monitor: CommTimeMonitor) -> None:
+        self._monitor = monitor
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == SIGINT_AT:
+            assert self._monitor._recorder is not None
+            self._monitor._recorder._mark = self.fail
+            raise ArithmeticError("broken on purpose")
+
+    @staticmethod
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def _fail_with_the_device() -> None:
+    monitor, strategy = CommTimeMonitor(save_records=False, num_warmup_steps=3), CommOptDDP()
+    with pytest.raises(ArithmeticError, match="broken on purpose"):
+        fit(monitor, strategy, devices=1, callbacks=[DeadDevice(monitor)], max_steps=100)
+    assert not strategy.sync_observers
+
+
+def test_a_device_that_failed_hides_no_exception() -> None:
+    """If it fails, the user sees an error of ours instead of theirs, and the next fit is observed twice."""
+    run_ranks(_fail_with_the_device, world_size=1)
 
 
 def test_no_table_before_the_warm_up_is_over() -> None:

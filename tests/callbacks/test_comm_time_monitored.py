@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from small_fit import fit
 
 from lightning_commopt import CommOptDDP
@@ -14,6 +12,7 @@ from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.callbacks import comm_time as comm_time_module
 from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT
 from lightning_commopt.measure.all_ranks import AllRanks
+from lightnings import Callback, EarlyStopping, LightningModule, ModelCheckpoint, Trainer
 from ranks import run_ranks
 
 MONITOR = "comm_time/exposed_share"

@@ -8,11 +8,6 @@ from typing import Any
 import nvtx  # type: ignore[import-untyped]
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy
 from recorded_domain import RecordedDomain
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +16,15 @@ from lightning_commopt.callbacks import cuda_profiler
 from lightning_commopt.callbacks.cuda_profiler import CUDAProfilerWindow, ProfiledWindow
 from lightning_commopt.callbacks.nvtx_ranges import NVTXRanges
 from lightning_commopt.callbacks.phases import step_of_loggers
+from lightnings import (
+    Callback,
+    DDPStrategy,
+    LightningModule,
+    LightningOptimizer,
+    MisconfigurationException,
+    ModelCheckpoint,
+    Trainer,
+)
 from ranks import run_ranks
 
 START, STOP = ["wait", "start"], ["wait", "stop"]
@@ -167,8 +171,8 @@ def test_what_a_window_reports(events, caplog, monkeypatch):
         fit(callback, events, data=loader(6), accumulate_grad_batches=2)
     assert callback.results == [ProfiledWindow(start_step=1, num_steps=2, num_samples=16, seconds=2.0)]
     assert (callback.results[0].steps_per_s, callback.results[0].samples_per_s) == (1.0, 8.0)
-    said = [record.getMessage() for record in caplog.records if "CUDA profiler" in record.getMessage()]
-    assert said == ["CUDA profiler: steps 1 to 2 took 2 s: 1 steps/s, 8 samples/s"]
+    messages = [record.getMessage() for record in caplog.records if "CUDA profiler" in record.getMessage()]
+    assert messages == ["CUDA profiler: steps 1 to 2 took 2 s: 1 steps/s, 8 samples/s"]
 
 
 def test_batches_that_do_not_show_their_size(events):
@@ -211,13 +215,13 @@ def test_an_exception_inside_a_window_stops_the_profiler_and_waits_for_nothing(e
 
 def test_windows_that_training_does_not_reach(events):
     window = CUDAProfilerWindow(start_step=[1, 4, 9])
-    said = []
+    messages = []
     for num_steps in (4, 1):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer_for([window], max_steps=num_steps).fit(Line(), loader())
-        said += [str(warning.message) for warning in caught if "start_step" in str(warning.message)]
-    assert said == [
+        messages += [str(warning.message) for warning in caught if "start_step" in str(warning.message)]
+    assert messages == [
         "start_step: training ended after 4 steps; the CUDA profiler was never started at 4, 9.",
         "start_step: training ended after 1 steps; the CUDA profiler was never started at 1, 4, 9.",
     ]

@@ -5,10 +5,6 @@ import warnings
 import nvtx  # type: ignore[import-untyped]
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy
 from recorded_domain import RecordedDomain
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -16,6 +12,7 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks.nvtx_ranges import COLORS, RANGES, NVTXRanges
 from lightning_commopt.measure.nvtx_timeline import SyncRanges
 from lightning_commopt.measure.observer import BucketInfo
+from lightnings import Callback, DDPStrategy, LightningModule, LightningOptimizer, ModelCheckpoint, Trainer
 from ranks import run_ranks
 
 STEP = ["get batch", "forward", "backward", "optimizer step"]

@@ -1,10 +1,10 @@
 import warnings
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt.callbacks.phases import PhaseCallback
+from lightnings import LightningModule, Trainer
 
 
 class Phases(PhaseCallback):

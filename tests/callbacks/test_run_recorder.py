@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
@@ -15,6 +14,7 @@ from lightning_commopt.report.build import build_report
 from lightning_commopt.runs.files import LOSS_FILE, RUN_FILE
 from lightning_commopt.runs.losses import read_losses
 from lightning_commopt.runs.record import RunRecord
+from lightnings import LightningModule, Trainer
 from ranks import run_ranks, run_ranks_or_raise
 
 BATCH_SIZE = 4
@@ -83,6 +83,7 @@ def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
     assert record.comm_time["exposed_share"] == record.exposed_share
     assert record.val_loss == 5.0 + 6
     assert record.metrics["val/acc"] == 0.25
+    assert not any(name.startswith("comm_time/") for name in record.metrics), "those are in comm_time already"
     assert record.peak_memory_bytes is not None
     assert record.peak_memory_bytes > 1e7  # no Python with torch in it holds less
     assert record.seconds is not None
@@ -140,13 +141,13 @@ def test_a_validation_loss_of_another_spelling_is_found(tmp_path, name):
 
 def test_without_a_final_loss_the_option_is_named(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr(run_recorder, "rank_zero_info", said.append)
+        messages: list[str] = []
+        patch.setattr(run_recorder, "info", messages.append)
         fit(tmp_path, model=RankLoss(loss_name="val/nll"))
     assert RunRecord.load(tmp_path).val_loss is None
-    assert len(said) == 1
-    assert "val/nll" in said[0]
-    assert "RunRecorder(val_loss=NAME)" in said[0]
+    assert len(messages) == 1
+    assert "val/nll" in messages[0]
+    assert "RunRecorder(val_loss=NAME)" in messages[0]
 
 
 def test_without_a_place_it_is_the_trainers(tmp_path):
@@ -211,12 +212,12 @@ def test_a_place_that_cannot_be_written_does_not_end_training(tmp_path):
     (tmp_path / "file").write_text("")
     model = RankLoss()
     with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr(run_recorder, "warn", said.append)
+        messages: list[str] = []
+        patch.setattr(run_recorder, "warn", messages.append)
         fit(tmp_path / "file", model=model)
     assert model.trainer.global_step == 6
-    assert len(said) == 2
-    assert "the run cannot be recorded" in said[0]
+    assert len(messages) == 2
+    assert "the run cannot be recorded" in messages[0]
 
 
 def test_files_are_json(tmp_path):

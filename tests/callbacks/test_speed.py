@@ -3,14 +3,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, SpeedMonitor
+from lightnings import CSVLogger, DDPStrategy, LightningModule, ThroughputMonitor, Trainer
 from ranks import run_ranks
 
 NUMEL = 3 * 2 + 2

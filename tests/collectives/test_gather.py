@@ -2,6 +2,7 @@
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -50,6 +51,26 @@ def _gather(piece_bytes: int) -> int | None:
 def test_gather(piece_bytes: int) -> None:
     """If it fails, a checkpoint holds other values than the ranks have."""
     assert run_ranks(_gather, piece_bytes, world_size=3) == [3, None, None]
+
+
+def _count_bytes(num_bytes: int) -> list[int]:
+    lengths: list[int] = []
+    gather = dist.gather
+
+    def count(piece: Tensor, pieces: list[Tensor] | None) -> None:
+        lengths.append(sum(len(each) for each in pieces or ()))
+        gather(piece, pieces)
+
+    gathering._ALL_PIECES_BYTES, gathering._SHORTEST_PIECE_BYTES = 3000, 100
+    with mock.patch.object(gathering.dist, "gather", count):
+        gather_on_rank_0(torch.ones(num_bytes, dtype=torch.uint8), torch.device("cpu"))
+    return lengths
+
+
+def test_the_receivers_memory_does_not_grow_with_the_ranks() -> None:
+    """If it fails, saving a checkpoint on hundreds of GPUs runs out of device memory on rank 0."""
+    lengths, *_ = run_ranks(_count_bytes, 5000, world_size=3)
+    assert lengths == [3000] * 5
 
 
 def test_other_values_are_refused() -> None:

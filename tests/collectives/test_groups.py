@@ -1,4 +1,4 @@
-"""The end of a process that has exchanged gradients over gloo."""
+"""The end of a process that has synchronized gradients over gloo."""
 
 import atexit
 import os
@@ -16,9 +16,26 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.collectives.groups import let_gloo_finish_at_exit
+from lightning_commopt.collectives.channel import Channel
+from lightning_commopt.collectives.groups import backends_of, let_gloo_finish_at_exit
+from ranks import run_ranks
 
 NUM_RANKS = 2
+
+
+def _sum_shards() -> tuple[dict[str, str], list[float]]:
+    group = dist.new_group(backend="cpu:gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    message = torch.arange(4.0).view(2, 2) * (dist.get_rank() + 1)
+    return backends_of(group), Channel(group).reduce_scatter(message).wait().tolist()
+
+
+def test_the_backend_is_known_however_it_is_spelled() -> None:
+    """If it fails, a group that was made for one device by name counts as another backend's."""
+    assert run_ranks(_sum_shards) == [({"cpu": "gloo"}, [0, 3]), ({"cpu": "gloo"}, [6, 9])]
+    for config, backends in {"cuda:nccl": ["cuda"], "cpu:gloo,cuda:nccl2": ["cpu", "cuda"]}.items():
+        with mock.patch.object(dist, "get_backend_config", return_value=config):
+            assert list(backends_of()) == backends
 
 
 def test_one_wait_is_registered_however_often_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +55,7 @@ def test_one_wait_is_registered_however_often_it_is_asked_for(monkeypatch: pytes
 @pytest.mark.exhaustive
 def test_processes_that_trained_end_with_status_0(tmp_path: Path) -> None:
     """If it fails, a training that went well counts as failed, or the processes never end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     commands = [[sys.executable, __file__, str(rank), str(tmp_path / "store")] for rank in range(NUM_RANKS)]
     ranks = [
         subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, PowerSGD
-from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
+from lightning_commopt.ddp.attach import attach_bucket_hook
+from lightning_commopt.ddp.hook import BucketHook
 from lightning_commopt.kernels import c_library
+from lightning_commopt.selftest.gradients import Net, random_gradients, send
 from ranks import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,46 +38,12 @@ TELESCOPING_TOLERANCE = {
 }
 
 
-class Net(nn.Module):
-    """Matrices, vectors, convolutions and a scalar, mixed; some are not contiguous, as DDP then lays them out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv1d(4, 16, 3)
-        self.first = nn.Linear(32, 24)
-        self.second = nn.Linear(24, 40)
-        self.scalar = nn.Parameter(torch.ones(()))
-        self.image = nn.Conv2d(4, 16, 3).to(memory_format=torch.channels_last)
-        self.transposed = nn.Parameter(torch.randn(24, 32).t())
-
-
 def _ddp(compressor: Compressor | None, options: dict[str, Any]) -> tuple[DistributedDataParallel, BucketHook | None]:
     model = DistributedDataParallel(Net(), **options)
-    local_world_size = 2 if dist.get_world_size() == 4 else 1
+    ranks_per_node = 2 if dist.get_world_size() == 4 else 1
     if compressor is None:
         return model, None
-    return model, attach_bucket_hook(model, compressor, None, local_world_size=local_world_size)
-
-
-def _gradients(step: int, rank: int, scale: float = 1.0) -> dict[str, Tensor]:
-    """Random gradients, different on every rank and step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return {
-        name: scale * torch.randn(parameter.shape, generator=generator) for name, parameter in Net().named_parameters()
-    }
-
-
-def _backward(model: DistributedDataParallel, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sends chosen gradients through DDP: those of the loss ``sum(parameter * gradient)``."""
-    model.zero_grad()
-    original, model.module.forward = (
-        model.module.forward,
-        lambda: sum((parameter * gradients[name]).sum() for name, parameter in model.module.named_parameters()),
-    )
-    model().backward()
-    model.module.forward = original
-    return {name: parameter.grad.clone() for name, parameter in model.module.named_parameters()}
+    return model, attach_bucket_hook(model, compressor, None, ranks_per_node=ranks_per_node)
 
 
 def _flat(tensors: dict[str, Tensor]) -> np.ndarray:
@@ -87,8 +55,8 @@ def _run_steps(name: str, options: dict[str, Any], num_steps: int, scale: float 
     model, hook = _ddp(COMPRESSORS.get(name), options)
     rank, sent, received, byte_counts = dist.get_rank(), [], [], [0]
     for step in range(num_steps):
-        gradients = _gradients(step, rank, scale)
-        received.append(_flat(_backward(model, gradients)))
+        gradients = random_gradients(step, rank, scale)
+        received.append(_flat(send(model, gradients)))
         sent.append(_flat(gradients))
         byte_counts.append(hook.bytes_sent if hook else 0)
     layouts = [layout for _, layout, _ in hook._states.values()] if hook else []
@@ -184,7 +152,7 @@ def _bytes_of_even_parts(inner: Compressor) -> tuple[float, float]:
     byte_counts = []
     for compressor in (inner, Hierarchical(inner=inner)):
         model = DistributedDataParallel(nn.Linear(64, 64, bias=False))
-        hook = attach_bucket_hook(model, compressor, None, local_world_size=2)
+        hook = attach_bucket_hook(model, compressor, None, ranks_per_node=2)
         model(torch.randn(4, 64)).sum().backward()
         byte_counts.append(hook.bytes_sent)
         hook.close()
@@ -251,7 +219,7 @@ def test_small_and_unused_parameters(name: str) -> None:
     """If it fails, vectors, one-element tensors or unused parameters break a compressor, or no_sync sends something."""
     x = torch.arange(7.0)
     for rank, outcome in enumerate(ranks[name] for ranks in _small_outcomes()):
-        mean, own = 1.5, rank + 1  # the last backward was not exchanged
+        mean, own = 1.5, rank + 1  # the last backward was not synchronized
         gradients = outcome["gradients"]
         np.testing.assert_allclose(gradients["bias"], (mean + own) * x, rtol=0.02, atol=0.1)
         np.testing.assert_allclose(gradients["one"], (mean + own) * x.sum()[None], rtol=0.02)
@@ -285,11 +253,11 @@ def _exact_recovery(matrix_rank: int) -> tuple[np.ndarray, np.ndarray]:
     left = {name: torch.randn(p.shape[0], 1) for name, p in Net().named_parameters() if p.dim() > 1}
     for value in left.values():
         dist.broadcast(value, 0)
-    gradients = _gradients(0, dist.get_rank())
+    gradients = random_gradients(0, dist.get_rank())
     for name, column in left.items():
         row = torch.randn(1, gradients[name][0].numel(), generator=generator)
         gradients[name] = (column @ row).view(gradients[name].shape)
-    received = _backward(model, gradients)
+    received = send(model, gradients)
     means = {name: value.clone() for name, value in gradients.items()}
     for value in means.values():
         dist.all_reduce(value)
@@ -328,11 +296,11 @@ def _one_bad_step_of(name: str, bad: float) -> dict[str, Any]:
     assert hook is not None
     outcome = []
     for step in range(6):
-        gradients = _gradients(step, dist.get_rank())
+        gradients = random_gradients(step, dist.get_rank())
         if step == 3 and dist.get_rank() == 1:
             for value in gradients.values():
                 value.view(-1)[0] = bad
-        outcome.append(_flat(_backward(model, gradients)))
+        outcome.append(_flat(send(model, gradients)))
     return {"received": outcome, "residual": {key: value.float().numpy() for key, value in hook.close().items()}}
 
 

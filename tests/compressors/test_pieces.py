@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.collectives.channel import Pending
 from lightning_commopt.compressors import Compressor, ErrorFeedback, Int8, Rounds, pieces
 from lightning_commopt.compressors.pieces import in_pieces
-from lightning_commopt.ddp.hook import attach_bucket_hook
+from lightning_commopt.ddp.attach import attach_bucket_hook
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.recorder import StepRecorder

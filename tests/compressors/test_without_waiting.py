@@ -51,7 +51,7 @@ class Echo:
         return part.repeat(2, 1)
 
 
-def exchange(compressor: Compressor, flat: Tensor, layout: Layout, state: dict[str, Any]) -> None:
+def run_one_sync(compressor: Compressor, flat: Tensor, layout: Layout, state: dict[str, Any]) -> None:
     rounds = compressor.rounds(flat, layout, state, Echo())  # type: ignore[arg-type]
     try:
         message = next(rounds)
@@ -74,7 +74,7 @@ def run_steps(compressor: Compressor, device: str, num_matrices: int = 3) -> lis
         for step, flat in enumerate(flats):
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-            exchange(compressor, flat, layout, state)
+            run_one_sync(compressor, flat, layout, state)
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")

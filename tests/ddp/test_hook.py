@@ -10,16 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt import validation
 from lightning_commopt.collectives.channel import Channel
 from lightning_commopt.compressors import AllReduce, Compressor, Layout, PowerSGD, Rounds, State
-from lightning_commopt.ddp.hook import BucketHook, attach_bucket_hook
+from lightning_commopt.ddp.attach import attach_bucket_hook, warn_of_launch_order
+from lightning_commopt.ddp.hook import BucketHook
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
 from ranks import run_ranks, run_ranks_or_raise
 
-_EXCHANGE_HAS_STARTED = threading.Event()
+_SYNC_HAS_STARTED = threading.Event()
 _BACKWARD_REACHED_THE_INPUT = threading.Event()
 
 
@@ -38,8 +40,8 @@ class _WaitsForBackward(Compressor):
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        _EXCHANGE_HAS_STARTED.set()
-        assert _BACKWARD_REACHED_THE_INPUT.wait(20), "backward stood still while a bucket was exchanged"
+        _SYNC_HAS_STARTED.set()
+        assert _BACKWARD_REACHED_THE_INPUT.wait(20), "backward stood still while a bucket was synchronized"
         yield from AllReduce().rounds(flat, layout, {}, channel)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
@@ -53,15 +55,15 @@ def _overlap() -> StepRecord:
     hook = attach_bucket_hook(model, _WaitsForBackward(), None, observers=observers)
 
     def reach_the_input(gradient: Tensor) -> None:
-        assert _EXCHANGE_HAS_STARTED.wait(20), "no bucket was exchanged before the last one was ready"
+        assert _SYNC_HAS_STARTED.wait(20), "no bucket was synchronized before the last one was ready"
         _BACKWARD_REACHED_THE_INPUT.set()
 
     model.module[0].weight.register_hook(reach_the_input)
     for step in range(2):
         if step == 0:  # DDP makes its buckets after the first step
-            _EXCHANGE_HAS_STARTED.set()
+            _SYNC_HAS_STARTED.set()
         else:
-            _EXCHANGE_HAS_STARTED.clear()
+            _SYNC_HAS_STARTED.clear()
         _BACKWARD_REACHED_THE_INPUT.clear()
         recorder.enter("backward")
         model(torch.randn(4, 32)).sum().backward()
@@ -70,8 +72,8 @@ def _overlap() -> StepRecord:
     return recorder.take(2)[-1].record
 
 
-def test_backward_goes_on_during_an_exchange() -> None:
-    """If it fails, buckets are exchanged while backward waits, and overlap is lost."""
+def test_backward_goes_on_during_a_gradient_sync() -> None:
+    """If it fails, buckets are synchronized while backward waits, and overlap is lost."""
     for record in run_ranks(_overlap):
         first, *others, last = record.buckets
         assert len(others) >= 2
@@ -170,7 +172,7 @@ def test_sparse_gradients_travel_uncompressed() -> None:
 
 
 class _Ignoring(nn.Module):
-    """Has a parameter that DDP ignores, and two that it is asked to but exchanges, which it knows by another name."""
+    """Has a parameter that DDP ignores, and two that it is asked to ignore under names that it does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,11 +202,22 @@ def _gradients_where_some_are_ignored() -> list[list[Tensor]]:
     return found
 
 
-def test_what_ddp_is_to_ignore_stays_out_and_the_rest_is_exchanged() -> None:
+def test_what_ddp_is_to_ignore_stays_out_and_the_rest_is_synchronized() -> None:
     """If it fails, models of other projects that name parameters to ignore end with an error, or are not averaged."""
     for native, hooked in run_ranks(_gradients_where_some_are_ignored):
         assert len(native) == 6
         assert all(torch.equal(one, other) for one, other in zip(native, hooked, strict=True))
+
+
+def test_several_communicators_at_a_time_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a model with SyncBatchNorm deadlocks on CUDA under `hierarchical`, and nobody has been told why."""
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    warn_of_launch_order(nn.Sequential(nn.BatchNorm1d(4)))
+    with pytest.warns(UserWarning, match="set NCCL_LAUNCH_ORDER_IMPLICIT=1"):
+        warn_of_launch_order(nn.Sequential(nn.SyncBatchNorm(4)))
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    validation._warned.clear()
+    warn_of_launch_order(nn.Sequential(nn.SyncBatchNorm(4)))
 
 
 def _closed_groups() -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, PowerSGD
-from lightning_commopt.ddp.hook import attach_bucket_hook
+from lightning_commopt.ddp.attach import attach_bucket_hook
 from lightning_commopt.fabric import CommOptDDP
 from ranks import run_ranks
 
@@ -75,7 +75,7 @@ def test_one_backward_through_several_modules() -> None:
 def _attach(compressor: Compressor) -> tuple[DistributedDataParallel, Any]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(_SIZE, _SIZE))
-    return model, attach_bucket_hook(model, compressor, None, local_world_size=2)
+    return model, attach_bucket_hook(model, compressor, None, ranks_per_node=2)
 
 
 def _backward_in_own_order(compressor: Compressor) -> list[np.ndarray]:

@@ -251,13 +251,14 @@ def results(
     block_size: int,
     dtype: torch.dtype,
     residual_dtype: torch.dtype | None,
+    magnitude: float = 1.0,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """The messages, the mean and the residuals of a step that is not finite if it has 1500 elements."""
-    flats = [flat.to(device) for flat in gradients(numel, world_size, dtype)]
+    flats = [flat.mul(magnitude).to(device) for flat in gradients(numel, world_size, dtype)]
     flats[0][numel // 2] = float("nan") if numel == 1500 else 0
     residuals = None
     if residual_dtype is not None:
-        residuals = [x.mul(0.01).to(device, residual_dtype) for x in gradients(numel, world_size, seed=1)]
+        residuals = [x.mul(0.01 * magnitude).to(device, residual_dtype) for x in gradients(numel, world_size, seed=1)]
     with in_form(form):
         step = Step(flats, residuals, block_size)
         after = [x.clone() for x in residuals or []]
@@ -322,10 +323,21 @@ def test_triton_gives_the_bits_of_plain_torch_in_its_interpreter() -> None:
 @pytest.mark.parametrize("form", ["torch"], indirect=True)
 def test_triton_gives_the_bits_of_plain_torch_on_cuda() -> None:
     forms_agree("triton", "cuda", DTYPES, error=0, bfloat16_error=0)
+    subnormals_agree("cuda")
+
+
+def subnormals_agree(device: str) -> None:
+    """Compares the bits of steps whose scales, divided by the number of ranks, are subnormal."""
+    for world_size, numel in ((3, 300), (7, 2000)):
+        case = (numel, world_size, 16, torch.float32, torch.float32, 2.0**-119)
+        plain, in_triton = results("torch", "cpu", *case), results("triton", device, *case)
+        torch.testing.assert_close(in_triton[:2], plain[:2], rtol=0, atol=0)
 
 
 if __name__ == "__main__":
     # Triton's interpreter rounds twice in an fma before 3.9, and cuts bfloat16 off where devices round to nearest.
     rounds_once = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
     forms_agree("triton", "cpu", DTYPES, error=0 if rounds_once else 2**-22, bfloat16_error=2**-7)
+    if rounds_once:
+        subnormals_agree("cpu")
     print("agree")

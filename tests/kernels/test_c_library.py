@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import PowerSGD
-from lightning_commopt.ddp.hook import attach_bucket_hook
+from lightning_commopt.ddp.attach import attach_bucket_hook
 from lightning_commopt.kernels import c_library
 from ranks import run_ranks
 
@@ -61,7 +61,7 @@ def test_ranks_compile_once_and_before_backward(tmp_path: Path) -> None:
 def test_compiling_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a first run stops for seconds and does not say why, or every run says so."""
     announced: list[str] = []
-    monkeypatch.setattr(c_library, "rank_zero_info", announced.append)
+    monkeypatch.setattr(c_library, "info", announced.append)
     assert c_library.load() is not None
     assert c_library.load() is not None
     (line,) = announced

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from every_compressor import COMPRESSORS
 from forms import needs_triton
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from lightning_commopt.kernels import block_int8, c_library, cast, dispatch, fin
 from lightning_commopt.kernels.matrices import Matrix
 
 FLOAT32 = torch.zeros(1)
+BOTH = ("triton", "c")
 
 
 @pytest.mark.parametrize(
@@ -31,9 +33,17 @@ def test_only_float32_on_cpu_runs_in_c(
 ) -> None:
     """If it fails, other dtypes are read as if they were float32, or C is not used."""
     monkeypatch.setattr(c_library, "load", object)
-    assert dispatch.form_for(*arguments) == form
+    assert dispatch.form_for(BOTH, *arguments) == form
     monkeypatch.setattr(c_library, "load", lambda: None)
-    assert dispatch.form_for(*arguments) == "torch"
+    assert dispatch.form_for(BOTH, *arguments) == "torch"
+
+
+def test_no_compiler_runs_for_an_operation_without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, training with bf16 waits for a library that it does not use."""
+    monkeypatch.setattr(c_library, "load", pytest.fail)
+    assert finite.all_finite(FLOAT32).item()
+    assert not any(COMPRESSORS[name].has_c_kernels for name in ("all_reduce", "bf16"))
+    assert all(COMPRESSORS[name].has_c_kernels for name in ("powersgd_rank_1", "int8", "hierarchical_powersgd"))
 
 
 def functions(module: ModuleType) -> dict[str, list[str]]:

@@ -42,9 +42,9 @@ arguments = json.loads(sys.argv[1])
 started = []
 for env in arguments:
     command = [sys.executable, "-m", "probe", "a=1"]
-    process = server.start(command, env=env, folder="inner", is_session=True, has_pipe=True)
-    said = process.stdout.read().decode()
-    started.append([said, process.wait()])
+    process = server.start(command, env=env, folder="inner", is_session=True)
+    output = process.stdout.read().decode()
+    started.append([output, process.wait()])
 print(json.dumps(started))
 """
 
@@ -76,7 +76,7 @@ def test_a_forked_process_finds_what_a_new_one_finds(folder):
     assert served.returncode == 0, served.stderr
     forked = json.loads(served.stdout)
     draws = []
-    for env, (said, status) in zip(envs, forked, strict=True):
+    for env, (output, status) in zip(envs, forked, strict=True):
         new = subprocess.run(
             [sys.executable, "-m", "probe", "a=1"],
             cwd=folder / "inner",
@@ -87,8 +87,8 @@ def test_a_forked_process_finds_what_a_new_one_finds(folder):
             timeout=LIMIT_S,
             start_new_session=True,
         )
-        assert (status, new.returncode) == (0, 0), said + new.stderr
-        (found, drawn), (expected, drawn_anew) = json.loads(said), json.loads(new.stdout)
+        assert (status, new.returncode) == (0, 0), output + new.stderr
+        (found, drawn), (expected, drawn_anew) = json.loads(output), json.loads(new.stdout)
         assert found.pop("env") == env
         assert expected.pop("env").items() >= env.items(), "importing adds to it, also in the process that asks"
         assert found == expected
@@ -104,6 +104,18 @@ if what == "child":
     os.write(1, str(os.getpid()).encode())
 elif what == "status":
     sys.exit(3)
+elif what == "text":
+    sys.exit("no such thing")
+elif what == "interrupt":
+    os.kill(os.getpid(), 2)
+    time.sleep(600)
+elif what == "last_words":
+    import atexit, threading
+    kept_open = open("last_words.txt", "w")
+    kept_open.write("unflushed")
+    print("out")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+    atexit.register(print, "exit handler")
 elif what == "signal":
     os.kill(os.getpid(), 9)
 elif what == "error":
@@ -112,9 +124,9 @@ elif what == "wait":
     os.write(1, b"%d " % os.getpid())
     time.sleep(600)
 elif what == "rank":
-    from lightning_commopt.launch.fork_server import preloaded
+    from lightning_commopt.launch.fork_server import server_for
     command = [sys.executable, "-m", "probe", "of_rank"]
-    rank = preloaded(command).start(command, env={**os.environ, "LOCAL_RANK": "1"})
+    rank = server_for(command).start(command, env={**os.environ, "LOCAL_RANK": "1"})
     print("rank ended with", rank.wait(), "in our group", os.getpgid(0) == os.getpid())
 elif what == "of_rank":
     print("here", os.environ["LOCAL_RANK"], os.getpgid(0) == os.getppid(), flush=True)
@@ -149,9 +161,9 @@ from lightning_commopt.launch.fork_server import ForkServer
 from lightning_commopt.sweep.process import InterruptedRun, run_in_group
 server = ForkServer("probe")
 what, *signals = sys.argv[1:]
-said = []
+output = []
 def on_output(data):
-    said.append(data)
+    output.append(data)
     for name in signals:
         os.kill(os.getpid(), getattr(signal, name))
     signals.clear()
@@ -159,7 +171,7 @@ try:
     status = run_in_group([sys.executable, "-m", "probe", what], os.environ, on_output, 0.5, server)
 except InterruptedRun as interrupted:
     status = interrupted.signal.name
-print(status, b"".join(said).decode())
+print(status, b"".join(output).decode())
 """
 
 
@@ -176,27 +188,34 @@ def run(jobs: Path, *what: str) -> tuple[str, str]:
     command = [sys.executable, "run.py", *what]
     done = subprocess.run(command, cwd=jobs, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
-    status, _, said = done.stdout.partition(" ")
-    return status, said.strip()
+    status, _, output = done.stdout.partition(" ")
+    return status, output.strip()
 
 
 def test_the_end_of_a_job_is_that_of_a_program(jobs):
+    """If it fails, a job is taken for a finished one, or its last words are lost."""
     assert run(jobs, "status") == ("3", "")
     assert run(jobs, "signal") == ("-9", "")
-    status, said = run(jobs, "error")
+    assert run(jobs, "text") == ("1", "no such thing")
+    status, output = run(jobs, "interrupt")
+    assert status == "-2"
+    assert output.endswith("KeyboardInterrupt")
+    assert run(jobs, "last_words") == ("0", "out\nthread\nexit handler")
+    assert (jobs / "last_words.txt").read_text() == "unflushed"
+    status, output = run(jobs, "error")
     assert status == "1"
-    assert said.endswith("ValueError: this value")
+    assert output.endswith("ValueError: this value")
 
 
 def test_nothing_is_left_of_a_job(jobs):
     """If it fails, a job that ends or is stopped leaves processes that disturb the next one."""
-    status, said = run(jobs, "child")
+    status, output = run(jobs, "child")
     assert status == "0"
-    assert is_group_gone(int(said))
+    assert is_group_gone(int(output))
     for name in ("SIGINT", "SIGTERM"):
-        status, said = run(jobs, "wait", name)
+        status, output = run(jobs, "wait", name)
         assert status == name
-        assert is_group_gone(int(said.split()[0]))
+        assert is_group_gone(int(output.split()[0]))
 
 
 def test_a_job_starts_its_ranks_in_its_own_group(jobs):
@@ -206,8 +225,8 @@ def test_a_job_starts_its_ranks_in_its_own_group(jobs):
 @pytest.mark.usefixtures("lab_machine")
 def test_ranks_are_forked_on_hosts_of_the_lab(jobs):
     before = machine_traces()
-    status, said = run(jobs, "lab")
-    assert status == "0", said
-    assert said.splitlines() == [f"{rank} 1 ['eth0', 'lo'] 1 {jobs} True" for rank in range(2)]
+    status, output = run(jobs, "lab")
+    assert status == "0", output
+    assert output.splitlines() == [f"{rank} 1 ['eth0', 'lo'] 1 {jobs} True" for rank in range(2)]
     assert run(jobs, "lab_fails") == ("0", "1 -9")
     assert machine_traces() == before

@@ -4,7 +4,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from lightning_commopt.launch.hydra_command import quoted
+from lightning_commopt.launch.hydra_command import quote
 
 PLAIN = ["plain", "with space", "a=b,c", 'a "b"', "it's", "ends in \\", 'x\\"y', "a\\b", "12_0", "0", "", "é", "$x", 3]
 
@@ -12,11 +12,11 @@ PLAIN = ["plain", "with space", "a=b,c", 'a "b"', "it's", "ends in \\", 'x\\"y',
 @pytest.mark.parametrize("value", [*PLAIN, "${other}", "a\\${other}", "a\\\\${other}", "\\a\\${b}\\", "x${y"])
 def test_values_survive_hydras_grammar(value: object) -> None:
     """If it fails, a job whose directory or name has such characters cannot start its further ranks."""
-    assert _read(f"key={quoted(value)}") == value
+    assert _read(f"key={quote(value)}") == value
 
 
 def test_an_interpolation_is_followed_where_it_is_none_of_the_text() -> None:
-    assert _read(f"key={quoted('rank_${other}', is_literal=False)}") == "rank_7"
+    assert _read(f"key={quote('rank_${other}', is_literal=False)}") == "rank_7"
 
 
 def _read(override: str) -> object:

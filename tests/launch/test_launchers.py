@@ -15,10 +15,11 @@ from tiny_runs import TINY
 from typer.testing import CliRunner
 
 from lightning_commopt.cli import app
+from lightning_commopt.compat.hydra import VERSION_BASE
+from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.runs.losses import read_losses
 from lightning_commopt.runs.record import RunRecord
-from lightning_commopt.sweep.conf_path import conf_dir
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.train import register_with_hydra
 
@@ -51,12 +52,12 @@ def assert_recorded(folder, name):
 def finish(processes):
     """Waits for processes that run side by side; all of them end well."""
     try:
-        said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert [process.returncode for process in processes] == [0] * len(processes), said
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
 
 
 @pytest.mark.exhaustive
@@ -123,7 +124,7 @@ def test_slurm_launcher_composes(monkeypatch):
         word.split(",")[0] if OverridesParser.create().parse_override(word).is_sweep_override() else word
         for word in words[2:]
     ]
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
         config = compose("train", one_job, return_hydra_config=True)
     launcher = config.hydra.launcher
     assert launcher._target_.endswith("SlurmLauncher")

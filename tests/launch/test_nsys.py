@@ -23,6 +23,10 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run"]
 
 # Writes down its arguments and a report, as nsys names it, and runs what comes after the options.
 FAKE_NSYS = """#!/bin/sh
+if [ "$2" = --help ]; then
+    echo "-t, --trace=  Possible values are 'cuda', 'nvtx', 'osrt'$FAKE_NSYS_ALSO_TRACES or 'none'."
+    exit
+fi
 printf '%s\\n' "$@" > "$FAKE_NSYS_DIR/argv_$RANK"
 shift
 while true; do
@@ -46,6 +50,7 @@ def nsys_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "nsys").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_NSYS_DIR", str(folder))
+    monkeypatch.setenv("FAKE_NSYS_ALSO_TRACES", ", 'nccl'")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     return folder
@@ -67,6 +72,13 @@ def test_every_rank_runs_under_its_own_nsys(nsys_dir, tmp_path):
         argv = (nsys_dir / f"argv_{rank}").read_text().splitlines()
         assert argv == ["profile", *OURS, "--output=deep/reports/rank_%q{RANK}", "sh", "-c", 'echo x > "rank $RANK"']
     assert result.output == "commopt: reports: deep/reports/rank_0.nsys-rep, deep/reports/rank_1.nsys-rep\n"
+
+
+def test_nccl_is_traced_only_where_nsys_can(nsys_dir, monkeypatch):
+    """If it fails, an nsys older than 2026.1 refuses the command."""
+    assert OURS[-1] in nsys_command(["./train"])
+    monkeypatch.setenv("FAKE_NSYS_ALSO_TRACES", "")
+    assert "--trace=cuda,nvtx,osrt" in nsys_command(["./train"])
 
 
 def test_under_the_users_launcher_a_failure_is_passed_on(nsys_dir, tmp_path, monkeypatch):

@@ -55,8 +55,8 @@ def step_record(step: int, since_s: float = 0.0, num_buckets: int = 3, num_round
 
 
 def header(rank: int = 0, world_size: int = 2, origin_unix_s: float | None = 1.7e9, **more: Any) -> dict[str, Any]:
-    said = {"rank": rank, "world_size": world_size, "origin_unix_s": origin_unix_s, "device": "cpu", "backend": "gloo"}
-    return {**said, **more}
+    plain = {"rank": rank, "world_size": world_size, "origin_unix_s": origin_unix_s, "device": "cpu", "backend": "gloo"}
+    return {**plain, **more}
 
 
 def write_run(run_dir: Path, num_steps: int = 5, world_size: int = 2) -> list[list[StepRecord]]:
@@ -64,7 +64,7 @@ def write_run(run_dir: Path, num_steps: int = 5, world_size: int = 2) -> list[li
     ranks = []
     for rank in range(world_size):
         records = [step_record(step, since_s=50.0 - rank) for step in range(num_steps)]
-        said = header(rank, world_size, origin_unix_s=1.7e9 + rank * 3601)
-        StepWriter(rank_file(run_dir, rank), said).write(records, layout())
+        first_line = header(rank, world_size, origin_unix_s=1.7e9 + rank * 3601)
+        StepWriter(rank_file(run_dir, rank), first_line).write(records, layout())
         ranks.append(records)
     return ranks

@@ -39,6 +39,6 @@ def test_hidden_is_what_communication_has_besides() -> None:
 @pytest.mark.parametrize(
     "runs", [[], [{"step_s": 0.0, "comm_s": 0.0, "exposed_s": 0.0}], [dict.fromkeys(RUNS[0], math.nan)]]
 )
-def test_without_steps_it_cannot_be_told(runs: list[dict[str, float]]) -> None:
+def test_without_steps_it_is_unknown(runs: list[dict[str, float]]) -> None:
     assert math.isnan(exposed_share(runs))
     assert all(map(math.isnan, step_parts(runs)))

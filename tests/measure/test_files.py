@@ -56,15 +56,15 @@ def test_a_line_has_what_the_record_derives(num_buckets, num_rounds):
     """Reports read these keys from the lines: a name that changes breaks them."""
     record = step_record(7, num_buckets=num_buckets, num_rounds=num_rounds)
     values = json.loads(record.to_json())
-    assert values == record.to_dict()
     times = ["comm_s", "queue_s", "compression_s", "wire_s", "exposed_s"]
     derived = [*times, "overlapped_share", "gradient_bytes", "wire_bytes"]
     named = ["step", "num_samples", "step_s", *(f"{name}_s" for name in PHASES), *derived, "phases", "buckets"]
     assert list(values) == named
     for name in PHASES:
-        assert values[f"{name}_s"] == pytest.approx(record.phase_s(name), abs=1e-7)
-    for name in ("step", "num_samples", "step_s", *derived):
-        expected = getattr(record, name)
+        assert values[f"{name}_s"] == pytest.approx(getattr(record.totals, f"{name}_s"), abs=1e-7)
+    assert (values["step"], values["num_samples"]) == (record.step, record.num_samples)
+    for name in ("step_s", *derived):
+        expected = getattr(record.totals, name)
         assert values[name] == (None if expected is None else pytest.approx(expected, abs=1e-7))
     _assert_same(StepRecord.from_dict(values), record)
 
@@ -153,7 +153,7 @@ def test_a_broken_line_is_left_out_and_counted(tmp_path, line):
     (found,) = read_run(tmp_path)
     assert [record.step for record in found.steps] == [0, 1]
     assert found.num_broken_lines == 1
-    assert notices([found]) == [f"{path}: 1 broken line(s) left out; killing a process cuts its last one"]
+    assert notices([found]) == [f"{path}: 1 broken line left out; a killed process cuts off its last"]
 
 
 @pytest.mark.parametrize("broken", ['{"type": "run"}', '{"type": "run", "format": 1, "rank": 0, "world_size": "?"}'])
@@ -190,12 +190,12 @@ def test_without_files_the_error_names_what_was_expected(tmp_path):
         read_run(tmp_path / "nowhere")
 
 
-def test_ranks_are_in_order_and_missing_ones_are_told(tmp_path):
+def test_ranks_are_in_order_and_missing_ones_are_reported(tmp_path):
     for rank in (10, 9, 2):
         StepWriter(rank_file(tmp_path, rank), header(rank, world_size=11)).write(STEPS, layout())
     ranks = read_run(tmp_path)
     assert [found.rank for found in ranks] == [2, 9, 10]
-    assert notices(ranks) == ["no records of rank(s) 0, 1, 3, 4, 5, 6, 7, 8, of 11 ranks"]
+    assert notices(ranks) == ["ranks without records: 0, 1, 3, 4, 5, 6, 7, 8 (of 11 ranks)"]
 
 
 def test_files_of_ranks_that_the_last_fit_has_not_are_left_out(tmp_path):

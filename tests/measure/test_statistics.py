@@ -142,11 +142,11 @@ def test_names_are_always_the_same(updates: list[Steps]) -> None:
 
 
 def test_memory_is_bounded_and_means_stay_exact() -> None:
-    statistics = StepStatistics(max_kept_values=2 * 500 * (len(QUANTITIES) + 2))
+    statistics = StepStatistics(max_sampled_values=2 * 500 * (len(QUANTITIES) + 2))
     all_values = [random_steps(2, 70, seed) for seed in range(100)]
     for values in all_values:
         statistics.update(values)
-        assert statistics.kept.shape[1] <= 500
+        assert statistics.sample.shape[1] <= 500
     metrics = statistics.compute()
     values = np.concatenate(all_values, axis=1)
     assert statistics.num_steps == 7000
@@ -159,12 +159,12 @@ def test_memory_is_bounded_and_means_stay_exact() -> None:
 
 def test_the_sample_is_even() -> None:
     """Early and late steps are kept alike, whole, with all ranks of a step."""
-    statistics = StepStatistics(max_kept_values=1)
+    statistics = StepStatistics(max_sampled_values=1)
     values = steps_of(2, 20_000)
     values[:, :, 0] = np.arange(20_000)
     for start in range(0, 20_000, 50):
         statistics.update(values[:, start : start + 50])
-    kept = statistics.kept[:, :, 0]
+    kept = statistics.sample[:, :, 0]
     assert kept.shape == (2, 64)
     assert np.array_equal(kept[0], kept[1])
     assert len(np.unique(kept[0])) == 64
@@ -173,15 +173,15 @@ def test_the_sample_is_even() -> None:
 
 
 def test_all_is_kept_as_long_as_it_fits() -> None:
-    statistics = StepStatistics(max_kept_values=2 * 100 * (len(QUANTITIES) + 2))
+    statistics = StepStatistics(max_sampled_values=2 * 100 * (len(QUANTITIES) + 2))
     values = random_steps(2, 100)
     statistics.update(values[:, :60])
     statistics.update(values[:, 60:])
-    assert np.array_equal(statistics.kept[:, :, : len(QUANTITIES)], values)
+    assert np.array_equal(statistics.sample[:, :, : len(QUANTITIES)], values)
 
 
 def test_what_was_handed_in_is_left_alone() -> None:
-    statistics = StepStatistics(max_kept_values=1)
+    statistics = StepStatistics(max_sampled_values=1)
     values = random_steps(2, 64)
     before = values.copy()
     statistics.update(values)
@@ -191,7 +191,7 @@ def test_what_was_handed_in_is_left_alone() -> None:
 
 
 def test_ranks_agree_whatever_else_draws_random_numbers() -> None:
-    statistics = StepStatistics(max_kept_values=1), StepStatistics(max_kept_values=1)
+    statistics = StepStatistics(max_sampled_values=1), StepStatistics(max_sampled_values=1)
     for index, one in enumerate(statistics):
         random.seed(index)
         for seed in range(30):
@@ -227,8 +227,8 @@ def test_another_number_of_ranks_is_refused() -> None:
 
 
 def test_the_bound_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="max_kept_values must be at least 1, got 0"):
-        StepStatistics(max_kept_values=0)
+    with pytest.raises(ValueError, match="max_sampled_values must be at least 1, got 0"):
+        StepStatistics(max_sampled_values=0)
 
 
 def test_a_row_of_a_record() -> None:

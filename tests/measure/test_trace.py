@@ -47,7 +47,7 @@ def test_the_command_writes_a_trace_that_viewers_open(tmp_path):
     status, output = _command(tmp_path)
     assert status == 0
     path = tmp_path / "comm_time" / "trace.json"
-    assert output.startswith(f"{path}: steps 0 to 4 of 2 rank(s); 5 steps were saved.")
+    assert output.startswith(f"{path}: steps 0 to 4 of 2 ranks; 5 steps saved.")
     trace = json.loads(path.read_text())
     check_trace(trace)
     named = {event["pid"]: event["args"] for event in trace["traceEvents"] if event["name"] == "process_name"}
@@ -93,7 +93,7 @@ def test_slices_say_what_they_are(tmp_path):
     found = rows(_trace(tmp_path))
     (step,) = found[0, "steps"]
     record = step_record(0)
-    assert step["args"]["exposed_ms"] == pytest.approx(record.exposed_s * 1e3, abs=1e-3)
+    assert step["args"]["exposed_ms"] == pytest.approx(record.totals.exposed_s * 1e3, abs=1e-3)
     assert step["args"]["num_samples"] == 32
     bucket = next(piece for piece in found[0, "buckets"] if piece["name"] == "bucket 0")
     assert bucket["args"] == {
@@ -144,8 +144,8 @@ def test_one_late_collective_does_not_move_the_clock(tmp_path):
 def test_without_collectives_the_hosts_clocks_align(tmp_path, has_origin):
     origins = [1.7e9, 1.7e9 + 2] if has_origin else [None, None]
     for rank, origin_unix_s in enumerate(origins):
-        said = header(rank, origin_unix_s=origin_unix_s)
-        StepWriter(rank_file(tmp_path, rank), said).write([step_record(0, num_rounds=0)], layout())
+        first_line = header(rank, origin_unix_s=origin_unix_s)
+        StepWriter(rank_file(tmp_path, rank), first_line).write([step_record(0, num_rounds=0)], layout())
     trace = _trace(tmp_path)
     found = rows(trace)
     apart_us = found[1, "steps"][0]["ts"] - found[0, "steps"][0]["ts"]
@@ -158,7 +158,7 @@ def test_the_counter_has_the_exposed_time_of_every_step(tmp_path):
     trace = _trace(tmp_path)
     steps = rows(trace)[1, "steps"]
     counted = [event for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == 1]
-    exposed_ms = [*(record.exposed_s * 1e3 for record in records), 0]
+    exposed_ms = [*(record.totals.exposed_s * 1e3 for record in records), 0]
     assert [event["args"]["ms"] for event in counted] == pytest.approx(exposed_ms, abs=1e-3)
     assert [event["ts"] for event in counted] == [*(p["ts"] for p in steps), steps[-1]["ts"] + steps[-1]["dur"]]
 
@@ -213,18 +213,18 @@ def test_a_window_of_steps(tmp_path):
     assert sum(piece["dur"] for piece in found[0, "steps"]) == pytest.approx(2 * STEP_S * 1e6, abs=1)
     status, output = _command(tmp_path, "--first-step", 8, "--num-steps", 50, "--output", tmp_path / "t.json")
     assert (status, (tmp_path / "t.json").exists()) == (0, True)
-    assert "steps 8 to 8 of 2 rank(s); 9 steps were saved" in output
+    assert "steps 8 to 8 of 2 ranks; 9 steps saved" in output
 
 
-def test_missing_lines_and_ranks_are_told(tmp_path):
+def test_missing_lines_and_ranks_are_reported(tmp_path):
     write_run(tmp_path, world_size=2)
     rank_file(tmp_path, 0).unlink()
     path = rank_file(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-9])
     status, output = _command(tmp_path)
     assert status == 0
-    assert f"commopt: {path}: 1 broken line(s) left out" in output
-    assert "commopt: no records of rank(s) 0, of 2 ranks" in output
+    assert f"commopt: {path}: 1 broken line left out" in output
+    assert "commopt: ranks without records: 0 (of 2 ranks)" in output
 
 
 def test_mistakes_are_one_line(tmp_path):
@@ -238,7 +238,7 @@ def test_mistakes_are_one_line(tmp_path):
     status, output = _command(tmp_path, "--output", tmp_path)
     assert (status, len(output.splitlines())) == (1, 1)
     assert _command(tmp_path, "--num-steps", 0)[0] == 2
-    with pytest.raises(ValueError, match="num_steps=0: must be at least 1"):
+    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
         write_trace(tmp_path, num_steps=0)
 
 

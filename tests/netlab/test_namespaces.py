@@ -22,7 +22,7 @@ def fork_and_stay():
 
 with NetLab(3, "100mbit") as lab:
     PREPARE
-    lab.run(["sh", "-c", {SAY_NAMESPACES + "; sleep 600"!r}], on_output=lambda rank, said: os.write(1, said))
+    lab.run(["sh", "-c", {SAY_NAMESPACES + "; sleep 600"!r}], on_output=lambda rank, output: os.write(1, output))
 """
 
 
@@ -80,8 +80,8 @@ def test_another_system_is_named(monkeypatch):
 
 
 @pytest.mark.usefixtures("lab_machine")
-def test_what_the_kernel_refuses_is_said(monkeypatch):
-    monkeypatch.setattr(namespaces, "_WAYS", (("--setgroups", "nonsense"), ("--map-user", "nonsense")))
+def test_what_the_kernel_refuses_is_reported(monkeypatch):
+    monkeypatch.setattr(namespaces, "_UNSHARE_OPTIONS", (("--setgroups", "nonsense"), ("--map-user", "nonsense")))
     reason = why_not()
     assert reason is not None
     assert "needs root with CAP_SYS_ADMIN" in reason

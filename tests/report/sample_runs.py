@@ -179,13 +179,13 @@ def write_ladder(folder: Path, num_repetitions: int = 3) -> Path:
 _SIZES = {"small": 1.5e6, "medium": 8.4e6, "large": 35.2e6, "xlarge": 52e6}
 
 
-def write_four_ways(
+def write_four_methods(
     folder: Path,
     sizes: Sequence[str] = ("small", "large"),
     num_ranks: Sequence[int] = (2, 4),
     num_repetitions: int = 3,
 ) -> Path:
-    """Writes the experiment ``four_ways`` with a global batch of 1024; returns the sweep's directory."""
+    """Writes the experiment ``four_methods`` with a global batch of 1024; returns the sweep's directory."""
     jobs = []
     for repetition in range(num_repetitions):
         for size in sizes:
@@ -277,9 +277,9 @@ def ladder_report(folder: Path) -> Report:
     return build_report([sweep])
 
 
-def four_ways_report(folder: Path) -> Report:
-    """Returns the report of `write_four_ways`, two groups with scaling and published figures."""
-    return build_report([write_four_ways(folder / "four_ways")])
+def four_methods_report(folder: Path) -> Report:
+    """Returns the report of `write_four_methods`, two groups with scaling and published figures."""
+    return build_report([write_four_methods(folder / "four_methods")])
 
 
 def _write_jobs(folder: Path, jobs: Sequence[SampleRun]) -> Path:

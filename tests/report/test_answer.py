@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from sample_runs import four_ways_report, ladder_report, sample_report, save_rates, save_run
+from sample_runs import four_methods_report, ladder_report, sample_report, save_rates, save_run
 
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Group
@@ -68,16 +68,16 @@ def test_lossless_is_what_differs_in_the_plan_only(tmp_path, override, plan, kin
     assert answer[1] == f"{kind} final loss is the same, 2.000."
 
 
-def test_a_higher_but_uncertain_median_is_said(tmp_path):
+def test_a_higher_but_uncertain_median_is_reported(tmp_path):
     group = _group(tmp_path, {"none": SLOW, "bf16": FAST, "int8": [160, 320, 99]})
     assert group.answer[:2] == (
         '"bf16" is the fastest beyond noise: 50.5 % faster than "uncompressed" (50.0 to 50.5 % in 3 repetitions),'
         " 150 against 100 samples/s.",
-        '"int8" has a higher median, up to 160 samples/s, but uncertain.',
+        '"int8" has a higher median, up to 160 samples/s, but the difference is uncertain.',
     )
 
 
-def test_the_loss_of_the_recommended_is_said(tmp_path):
+def test_the_loss_of_the_recommended_is_reported(tmp_path):
     """No fixed words: the ranges overlap, but the median is far above."""
     losses = {"none": [2.0, 2.5, 1.9], "powersgd": [3.0, 3.1, 3.2], "bf16": [2.38, 2.39, 2.4]}
     group = _group(tmp_path, {"none": SLOW, "powersgd": FASTER, "bf16": FAST}, losses)
@@ -257,7 +257,7 @@ def test_more_than_communication_explains_is_no_headline(tmp_path, rates, share,
 def test_one_setting_has_nothing_to_be_compared_with(tmp_path):
     group = _group(tmp_path, {"bf16": FAST}, {"bf16": LOW})
     assert group.answer == (
-        '"bf16, 2 ranks" made 150 samples/s with a final loss of 2.000; there is nothing to compare it with.',
+        '"bf16, 2 ranks" reached 150 samples/s with a final loss of 2.000; there is nothing to compare it with.',
     )
     assert group.recommended is None
 
@@ -274,7 +274,7 @@ def test_a_baseline_without_throughput_is_named(tmp_path):
     save_run(tmp_path / "0", "variant=bf16", samples_per_s=1.0)
     save_run(tmp_path / "1", "variant=one_bucket")
     (group,) = build_report([tmp_path], baseline="one bucket").groups
-    assert group.answer == ('"bf16" made 1.00 samples/s; "one bucket" has none.',)
+    assert group.answer == ('"bf16" reached 1.00 samples/s; "one bucket" has no throughput to compare it with.',)
 
 
 def test_ranks_are_said_where_more_of_them_are_slower(tmp_path):
@@ -296,15 +296,15 @@ def test_ranks_are_said_where_more_of_them_are_slower(tmp_path):
     )
 
 
-def test_one_process_that_beats_the_chosen_plan_is_said(tmp_path):
+def test_one_process_that_beats_the_chosen_plan_is_reported(tmp_path):
     (group,) = ladder_report(tmp_path).groups
     assert group.answer[-1].startswith('"one process" alone is 5')
-    assert group.answer[-1].endswith("more ranks do not pay here.")
+    assert group.answer[-1].endswith("more ranks do not pay off here.")
     assert group.recommended is not None
     assert group.recommended.name == "several buckets"
 
 
-@pytest.mark.parametrize("make", [sample_report, ladder_report, four_ways_report])
+@pytest.mark.parametrize("make", [sample_report, ladder_report, four_methods_report])
 def test_an_answer_is_short(tmp_path, make):
     for group in make(tmp_path).groups:
         assert 2 <= len(group.answer) <= 5

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from sample_runs import (
-    four_ways_report,
+    four_methods_report,
     ladder_report,
     plan_run,
     sample_report,
@@ -84,7 +84,7 @@ def test_numbers_of_a_step_are_those_of_the_records(tmp_path):
 
 
 @pytest.mark.parametrize(("world_size", "is_known"), [(1, True), (2, False)])
-def test_an_exchange_that_nobody_sees_is_not_none(tmp_path, world_size, is_known):
+def test_a_gradient_sync_that_nobody_sees_is_not_none(tmp_path, world_size, is_known):
     """If it fails, FSDP is said to hide all of its communication."""
     comm_time = {"step_s": 0.1, "comm_s": 0.0, "exposed_s": 0.0, "wire_bytes": 0.0}
     fields = {"comm_time": comm_time, "exposed_share": 0.0, "wire_bytes_per_step": 0.0, "world_size": world_size}
@@ -267,8 +267,8 @@ def test_published_figures_stand_beside_the_same_settings(tmp_path):
     assert all("write-up" in figure.source for setting in group.settings for figure in setting.published)
 
 
-def test_published_figures_of_the_four_ways(tmp_path):
-    small, large = four_ways_report(tmp_path).groups
+def test_published_figures_of_the_four_methods(tmp_path):
+    small, large = four_methods_report(tmp_path).groups
     assert (small.name, large.name) == ("small", "large")
     figures = {setting.name: [figure.speedup for figure in setting.published] for setting in large.settings}
     assert figures == {

@@ -6,9 +6,10 @@ from hydra import compose, initialize_config_dir
 from sample_runs import save_run
 
 from lightning_commopt import CommOptDDP
+from lightning_commopt.compat.hydra import VERSION_BASE
+from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report
-from lightning_commopt.sweep.conf_path import conf_dir
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.train import register_with_hydra
 
@@ -44,7 +45,7 @@ def test_yaml_is_an_experiment_of_commopt_train(tmp_path, monkeypatch, plan):
     (tmp_path / "experiment" / "pasted.yaml").write_text("\n".join(["# @package _global_", *lines]))
     monkeypatch.setattr("sys.argv", ["commopt-train"])
     register_with_hydra(SweepObserver())
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
         config = compose("train", [f"hydra.searchpath=[file://{tmp_path}]", "experiment=pasted"])
     options = {name: value for name, value in config.strategy.items() if value is not None and name in plan.to_dict()}
     assert CommPlan.from_dict(options) == plan

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from plotly import graph_objects as go
-from sample_runs import SampleRun, four_ways_report, ladder_report, sample_report, save_run, write_run
+from sample_runs import SampleRun, four_methods_report, ladder_report, sample_report, save_run, write_run
 
 from lightning_commopt.measure.files import rank_file
 from lightning_commopt.report.build import build_report
@@ -41,8 +41,8 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 @pytest.fixture(scope="module")
-def four_ways(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return four_ways_report(tmp_path_factory.mktemp("four_ways"))
+def four_methods(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return four_methods_report(tmp_path_factory.mktemp("four_methods"))
 
 
 def _styles(report: Report) -> dict[str, PlanStyle]:
@@ -99,9 +99,9 @@ def test_a_bucket_size_of_none_has_no_place_on_the_axis(tmp_path: Path) -> None:
     assert line["x"] == ["5", "25"]
 
 
-def test_a_plan_looks_the_same_everywhere(four_ways: Report) -> None:
+def test_a_plan_looks_the_same_everywhere(four_methods: Report) -> None:
     """If it fails, a reader takes one plan for another from chart to chart."""
-    group, styles = four_ways.groups[0], _styles(four_ways)
+    group, styles = four_methods.groups[0], _styles(four_methods)
     lines = [line for line in _drawn(speedup(group, styles))["data"] if line["mode"] == "lines+markers"]
     of_scaling = {
         scaling.sync_method: line["line"]["color"] for scaling, line in zip(group.scalings, lines, strict=True)
@@ -121,9 +121,9 @@ def test_lines_of_a_plan_differ_in_more_than_the_colour() -> None:
     assert len({each.dash for each in plan_styles(map(str, range(7))).values()}) == 7
 
 
-def test_speedups_have_the_ideal_and_amdahls_curve(four_ways: Report) -> None:
-    group = four_ways.groups[0]
-    chart = speedup(group, _styles(four_ways))
+def test_speedups_have_the_ideal_and_amdahls_curve(four_methods: Report) -> None:
+    group = four_methods.groups[0]
+    chart = speedup(group, _styles(four_methods))
     ideal, *lines = _drawn(chart)["data"]
     assert (ideal["x"], ideal["y"]) == ([1, 4], [1, 4])
     for scaling, (fit, points) in zip(group.scalings, zip(lines[::2], lines[1::2], strict=True), strict=True):
@@ -148,17 +148,17 @@ def test_a_scaling_without_one_rank_is_drawn_over_the_fewest(tmp_path: Path) -> 
     assert _drawn(efficiency(report.groups[0], _styles(report)))["data"][1]["y"] == [100, 100, 100]
 
 
-def test_efficiency_is_speedup_over_ranks(four_ways: Report) -> None:
-    group = four_ways.groups[0]
-    _, *lines = _drawn(efficiency(group, _styles(four_ways)))["data"]
+def test_efficiency_is_speedup_over_ranks(four_methods: Report) -> None:
+    group = four_methods.groups[0]
+    _, *lines = _drawn(efficiency(group, _styles(four_methods)))["data"]
     for scaling, line in zip(group.scalings, lines, strict=True):
         shares = [100 * each.median / n for n, each in zip(scaling.num_ranks, scaling.speedups, strict=True)]
         assert line["y"] == pytest.approx(shares)
 
 
-def test_a_scaling_that_makes_it_slower_is_said_so(four_ways: Report) -> None:
-    slow = replace(four_ways.groups[0].scalings[0], serial_share=5.0)
-    chart = speedup(replace(four_ways.groups[0], scalings=(slow,)), _styles(four_ways))
+def test_a_scaling_that_makes_it_slower_is_named(four_methods: Report) -> None:
+    slow = replace(four_methods.groups[0].scalings[0], serial_share=5.0)
+    chart = speedup(replace(four_methods.groups[0], scalings=(slow,)), _styles(four_methods))
     assert chart is not None
     assert "more ranks are slower than one" in chart.note
 
@@ -285,8 +285,8 @@ def test_timelines_show_each_plan_on_one_time_axis(sweep: Report) -> None:
         assert _drawn(chart)["layout"]["yaxis"]["ticktext"] == ["rank 0", "rank 1"]
 
 
-def test_timelines_are_of_the_settings_with_most_ranks(four_ways: Report) -> None:
-    titles = [chart.title for chart in timelines(four_ways.groups[0])]
+def test_timelines_are_of_the_settings_with_most_ranks(four_methods: Report) -> None:
+    titles = [chart.title for chart in timelines(four_methods.groups[0])]
     assert titles == ["naive, 4 ranks", "interleaved, 4 ranks", "DDP, 4 ranks"]
 
 
@@ -304,7 +304,7 @@ def test_timelines_are_few(sweep: Report) -> None:
 
 
 def test_a_step_of_ranks_with_different_clocks_is_on_one(tmp_path: Path) -> None:
-    """If it fails, ranks that exchanged a bucket together are drawn apart."""
+    """If it fails, ranks that synchronized a bucket together are drawn apart."""
     write_run(tmp_path, SampleRun())
     path = rank_file(tmp_path, 1)
     path.write_text("\n".join(_later(json.loads(line), 3.5) for line in path.read_text().splitlines()))
@@ -334,7 +334,7 @@ def test_charts_without_numbers_are_left_out(sweep: Report, tmp_path: Path) -> N
     assert sections(group, _styles(sweep)) == []
 
 
-@pytest.mark.parametrize("name", ["sweep", "ladder", "four_ways"])
+@pytest.mark.parametrize("name", ["sweep", "ladder", "four_methods"])
 def test_every_figure_is_calm_on_a_phone(name: str, request: pytest.FixtureRequest) -> None:
     """No drag zoom, which would catch the finger; margins that leave room for the plot."""
     report = request.getfixturevalue(name)

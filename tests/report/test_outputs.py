@@ -3,13 +3,13 @@ import json
 import math
 
 import pytest
-from sample_runs import four_ways_report, ladder_report, sample_report, save_rates
+from sample_runs import four_methods_report, ladder_report, sample_report, save_rates
 
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.outputs import to_plain, write_csv
 
 
-@pytest.mark.parametrize("make", [sample_report, ladder_report, four_ways_report])
+@pytest.mark.parametrize("make", [sample_report, ladder_report, four_methods_report])
 def test_json_has_the_numbers_of_the_report(tmp_path, make):
     report = make(tmp_path)
     plain = json.loads(json.dumps(to_plain(report), allow_nan=False))

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from sample_runs import four_ways_report, ladder_report, sample_report, save_run, write_sweep
+from sample_runs import four_methods_report, ladder_report, sample_report, save_run, write_sweep
 from wheels import REPOSITORY, build_wheel
 
 from lightning_commopt.report.build import build_report
@@ -120,7 +120,7 @@ def test_columns_without_a_value_are_left_out(sweep: Report, tmp_path: Path) -> 
     assert "Peak memory" not in text
 
 
-def test_a_run_that_diverged_is_said_so(sweep: Report, tmp_path: Path) -> None:
+def test_a_run_that_diverged_is_named(sweep: Report, tmp_path: Path) -> None:
     changed = [replace(setting, val_loss=None, num_diverged=2) for setting in sweep.groups[0].settings]
     text = _table(_written(replace(sweep, groups=(_with(sweep.groups[0], changed),)), tmp_path)[1])
     assert "diverged: 2 of 3 runs" in text
@@ -144,7 +144,7 @@ def test_without_throughput_no_median_is_the_highest(tmp_path: Path) -> None:
 
 
 def test_several_groups_have_contents_and_a_table_of_all(tmp_path: Path) -> None:
-    report = four_ways_report(tmp_path)
+    report = four_methods_report(tmp_path)
     page, elements = _written(report, tmp_path)
     ids = {attributes["id"] for _, attributes in elements.elements if "id" in attributes}
     links = [(attributes["href"] or "")[1:] for tag, attributes in elements.elements if tag == "a"]
@@ -163,7 +163,7 @@ def test_a_single_run_has_a_page(tmp_path: Path) -> None:
     assert "speed-up over" not in text
 
 
-def test_without_any_result_the_failures_are_said(tmp_path: Path) -> None:
+def test_without_any_result_the_failures_are_reported(tmp_path: Path) -> None:
     page, elements = _written(_only_failures(), tmp_path)
     assert "No run has finished yet" in elements.text
     assert "ValueError: x" in elements.text

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, NO_CHROMIUM, OpenPage, opened, started_browser
 from playwright.sync_api import Browser, expect
-from sample_runs import four_ways_report, ladder_report, sample_report
+from sample_runs import four_methods_report, ladder_report, sample_report
 
 from lightning_commopt.report.model import Report
 from lightning_commopt.report.page import write_page
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 
-REPORTS = {"sweep": sample_report, "ladder": ladder_report, "four_ways": four_ways_report}
+REPORTS = {"sweep": sample_report, "ladder": ladder_report, "four_methods": four_methods_report}
 
 FONTS = {
     "own": "",

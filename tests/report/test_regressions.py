@@ -180,7 +180,7 @@ def test_nothing_in_common_is_an_error(tmp_path):
         _held(tmp_path, {"powersgd": [1, 2, 3], "fp16": [1, 2, 3]})
 
 
-def test_other_conditions_are_said(tmp_path):
+def test_other_conditions_are_reported(tmp_path):
     for sweep, version in (("before", "2.14"), ("now", "2.15")):
         save_run(tmp_path / sweep / "x", "strategy/comm_hook=fp16", samples_per_s=1.0, versions={"torch": version})
     held = _held(tmp_path, BEFORE)

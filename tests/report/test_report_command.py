@@ -113,7 +113,7 @@ def test_earlier_is_a_gate(tmp_path, now, status, as_file):
     assert json.loads(as_json.stdout)["regressions"]["is_worse"] is bool(status)
 
 
-def test_the_tolerance_is_said(tmp_path):
+def test_the_tolerance_is_reported(tmp_path):
     before, after = save_rates(tmp_path / "before", RATES), save_rates(tmp_path / "after", SLOWER)
     result = _run(after, "--earlier", before, "--tolerance", 0.3)
     assert result.exit_code == 0, result.output
@@ -142,7 +142,7 @@ def test_a_job_that_fails_now_closes_the_gate(tmp_path):
     save_run(after / "bf16_2", "strategy/comm_hook=bf16", "repetition=2", status="failed", error="RuntimeError: no")
     result = _run(after, "--earlier", before)
     assert result.exit_code == 1
-    assert "failed, and did not before (1)\n  bf16: RuntimeError: no" in result.stdout
+    assert "failed, worked before (1)\n  bf16: RuntimeError: no" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def _reported(folder) -> str:  # type: ignore[no-untyped-def]
 
 def test_a_sweep_ends_with_its_answer_and_where_the_page_is(tmp_path):
     ladder_report(tmp_path)
-    said = _reported(tmp_path / "ladder")
-    assert "is the fastest" in said
-    assert said.endswith(f"report: {tmp_path}/ladder/report.html\n")
+    printed = _reported(tmp_path / "ladder")
+    assert "is the fastest" in printed
+    assert printed.endswith(f"report: {tmp_path}/ladder/report.html\n")
     assert (tmp_path / "ladder" / "report.csv").is_file()
 
 

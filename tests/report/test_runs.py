@@ -95,7 +95,7 @@ def test_a_broken_record_is_a_line_and_the_rest_is_read(sweep, text):
     found = read_runs([sweep])
     assert [run.name for run in found.finished] == ["0", "1", "3"]
     assert len(found.problems) == 1
-    assert found.problems[0].startswith("2/run.json cannot be read, the run is left out: ")
+    assert found.problems[0].startswith("2/run.json cannot be read, so the run is left out: ")
 
 
 def test_bytes_that_are_no_text_are_a_line(sweep):
@@ -116,33 +116,33 @@ def test_a_cut_line_of_steps_is_a_line(sweep):
     path = rank_file(sweep / "1", 1)
     path.write_text(path.read_text()[:-30])
     assert read_runs([sweep]).problems == (
-        "1: comm_time/rank_1.jsonl: 1 broken line(s) left out; killing a process cuts its last one",
+        "1: comm_time/rank_1.jsonl: 1 broken line left out; a killed process cuts off its last",
     )
 
 
 def test_a_rank_without_steps_is_a_line(sweep):
     rank_file(sweep / "1", 1).unlink()
-    assert read_runs([sweep]).problems == ("1: no records of rank(s) 1, of 2 ranks",)
+    assert read_runs([sweep]).problems == ("1: ranks without records: 1 (of 2 ranks)",)
 
 
 def test_runs_without_records_are_one_line_each_kind(tmp_path):
     found = read_runs([save_rates(tmp_path, {"none": [1.0] * 6})])
     names = "none_0, none_1, none_2 and 3 more"
     assert found.problems == (
-        f"no loss.jsonl, hence no curve of the loss: {names}",
-        f"no steps in comm_time, which CommTimeMonitor saves, hence no timeline: {names}",
+        f"no loss curve, as there is no loss.jsonl: {names}",
+        f"no timeline, as CommTimeMonitor has saved no steps in comm_time: {names}",
     )
 
 
 @pytest.mark.parametrize("rate", [None, 0.0, float("nan")])
 def test_a_run_without_throughput_is_named(tmp_path, rate):
     save_run(tmp_path / "0", samples_per_s=rate)
-    assert "no throughput, which the callback SpeedMonitor measures: 0" in read_runs([tmp_path]).problems
+    assert "no throughput, as SpeedMonitor was not among the callbacks: 0" in read_runs([tmp_path]).problems
 
 
 def test_a_run_shorter_than_its_warm_up_is_called_so(tmp_path):
     save_run(tmp_path / "0", num_timed_steps=0)
-    assert "no throughput, as the run had no steps after its warm-up: 0" in read_runs([tmp_path]).problems
+    assert "no throughput, as no steps came after the warm-up: 0" in read_runs([tmp_path]).problems
 
 
 def test_a_run_that_still_runs_is_named(sweep):
@@ -158,9 +158,9 @@ def test_other_directories_are_lines_beside_a_sweep(sweep, tmp_path):
     found = read_runs([sweep, tmp_path / "empty", tmp_path / "gone", tmp_path / "file"])
     assert len(found.finished) == 4
     assert found.problems == (
-        "empty is no sweep: there is no run.json in it, nor in its subdirectories",
+        "empty is not a sweep: there is no run.json in it or its subdirectories",
         "gone does not exist",
-        "file is no directory",
+        "file is not a directory",
     )
 
 
@@ -168,9 +168,9 @@ def test_other_directories_are_lines_beside_a_sweep(sweep, tmp_path):
 @pytest.mark.parametrize(
     "message",
     [
-        "{root}a/empty is no sweep: there is no run.json in it",
+        "{root}a/empty is not a sweep: there is no run.json in it",
         "{root}a/gone does not exist",
-        "{root}a/broken/0/run.json cannot be read, the run is left out: ",
+        "{root}a/broken/0/run.json cannot be read, so the run is left out: ",
         "still running or killed, left out: {root}a/running/0",
     ],
 )
@@ -192,7 +192,7 @@ def test_only_failed_runs_can_be_reported(tmp_path):
     assert len(read_runs([tmp_path]).failed) == 1
 
 
-def test_a_loss_that_is_no_number_is_kept(tmp_path):
+def test_a_loss_that_is_not_a_number_is_kept(tmp_path):
     save_run(tmp_path / "0", val_loss=float("nan"))
     assert json.loads((tmp_path / "0" / "run.json").read_text())["val_loss"] != 0
     assert read_runs([tmp_path]).finished[0].record.val_loss != read_runs([tmp_path]).finished[0].record.val_loss
@@ -203,7 +203,7 @@ def test_more_steps_than_can_be_read_are_left_out(sweep, monkeypatch):
     with rank_file(sweep / "1", 0).open("a") as file:
         file.write("\n" * 30_000)
     found = read_runs([sweep])
-    assert found.problems == ("more than 0 MB of steps in comm_time, hence no timeline: 1",)
+    assert found.problems == ("no timeline, as there are more than 0 MB of steps in comm_time: 1",)
     assert [run.has_steps for run in found.finished] == [True, False, True, True]
 
 
@@ -219,5 +219,5 @@ def test_many_runs_are_not_all_checked(sweep, monkeypatch):
     most = sum(path.stat().st_size for number in "01" for path in (sweep / number).glob("comm_time/*"))
     monkeypatch.setattr("lightning_commopt.report.runs._MAX_STEPS_BYTES", most)
     found = read_runs([sweep])
-    assert found.problems == ("steps in comm_time not checked for lines that are cut off, as there are many: 2, 3",)
+    assert found.problems == ("steps in comm_time not checked for broken lines, as there are many: 2, 3",)
     assert all(run.has_steps for run in found.finished)

@@ -5,9 +5,9 @@ import pytest
 from sample_runs import save_run
 
 from lightning_commopt.plan import plan_options
+from lightning_commopt.report.names import PLAN_OPTIONS, setting_name
 from lightning_commopt.report.runs import read_runs
 from lightning_commopt.report.settings import RunsOfGroup, group_runs, turn
-from lightning_commopt.report.words import PLAN_OPTIONS, setting_name
 
 
 def _groups(folder: Path, *jobs: str, **fields: Any) -> list[RunsOfGroup]:

@@ -3,7 +3,7 @@ import re
 
 import pytest
 from rich.console import Console
-from sample_runs import four_ways_report, ladder_report, sample_report, save_run
+from sample_runs import four_methods_report, ladder_report, sample_report, save_run
 
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.terminal import print_report
@@ -17,7 +17,7 @@ def _printed(report, width: int) -> str:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
-@pytest.mark.parametrize("make", [sample_report, ladder_report, four_ways_report])
+@pytest.mark.parametrize("make", [sample_report, ladder_report, four_methods_report])
 def test_nothing_is_cut_off(tmp_path, make, width):
     report = make(tmp_path)
     printed = _printed(report, width)

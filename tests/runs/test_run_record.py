@@ -39,7 +39,7 @@ def test_a_field_of_a_later_version_is_left_out(tmp_path):
     assert RunRecord.load(tmp_path) == FULL
 
 
-def test_a_loss_that_is_no_number_stays_so(tmp_path):
+def test_a_loss_that_is_not_a_number_stays_so(tmp_path):
     dataclasses.replace(FULL, val_loss=math.nan).save(tmp_path)
     assert math.isnan(RunRecord.load(tmp_path).val_loss or 0)
 
@@ -67,7 +67,7 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
 )
 def test_what_no_run_has_written_is_refused(tmp_path, name, value):
     write_json(tmp_path / RUN_FILE, {**dataclasses.asdict(FULL), name: value})
-    with pytest.raises(ValueError, match=f"{RUN_FILE}: {name} is .*, which is no "):
+    with pytest.raises(ValueError, match=f"{RUN_FILE}: {name} is .*, which is not "):
         RunRecord.load(tmp_path)
 
 

@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -15,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_commopt.compressors.base import as_real
+from lightnings import BaseFinetuning, Callback, LightningModule, Trainer
 
 FEATURES = 6
 Params = dict[str, np.ndarray]

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from strategy_models import FEATURES, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commopt import AllReduce, CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
 from lightning_commopt.compressors import LowRank
+from lightning_commopt.plan import OptionError
+from lightnings import Callback, DDPStrategy, LightningModule, Trainer
 from ranks import run_ranks, run_ranks_or_raise
 
 _LOSSLESS: dict[str, dict[str, Any]] = {
@@ -97,7 +97,7 @@ def _fit_manual() -> tuple[Params, Params]:
 
 
 def test_plan_changes_under_manual_optimization() -> None:
-    """If it fails, a static graph that begins in the middle of a fit never exchanges its first gradients."""
+    """If it fails, a static graph that begins in the middle of a fit never synchronizes its first gradients."""
     changed, uninterrupted = run_ranks(_fit_manual)[0]
     assert_same(changed, uninterrupted)
 
@@ -161,6 +161,32 @@ def test_ranks_with_different_plans_are_refused() -> None:
         assert "OptionError: apply_plan must get the same plan on all ranks" in trace
         assert "bucket_cap_mb=2" in trace
         assert "bucket_cap_mb=3" in trace
+
+
+class TryPlan(ChangePlan):
+    """Applies a plan, and goes on when it is refused."""
+
+    def _apply(self, trainer: Trainer) -> None:
+        assert isinstance(trainer.strategy, CommOptDDP)
+        before = trainer.strategy.plan, trainer.strategy.model
+        with pytest.raises(OptionError, match="ranks_per_node must divide the number of ranks, 2, got 3"):
+            super()._apply(trainer)
+        assert (trainer.strategy.plan, trainer.strategy.model) == before
+
+
+def _fit_with_refused_plan() -> tuple[Params, Params]:
+    uninterrupted, interrupted = Tiny(), Tiny()
+    trainer(CommOptDDP(bucket_cap_mb=0.001)).fit(uninterrupted, loader())
+    plan = CommPlan.from_dict({"comm_hook": {"name": "hierarchical", "inner": "bf16", "ranks_per_node": 3}})
+    tries = [TryPlan(plan), TryPlan(plan, within_batch=True)]
+    trainer(CommOptDDP(bucket_cap_mb=0.001), callbacks=tries).fit(interrupted, loader())
+    return numbers(interrupted), numbers(uninterrupted)
+
+
+def test_plan_that_does_not_fit_the_ranks_is_refused_before_anything_changes() -> None:
+    """If it fails, a fit whose callback catches the error goes on without DDP, each rank by itself."""
+    for interrupted, uninterrupted in run_ranks(_fit_with_refused_plan):
+        assert_same(interrupted, uninterrupted)
 
 
 class OwnBuffer(Tiny):

@@ -1,4 +1,4 @@
-"""The state of the exchanges in checkpoints: resumed exactly, or by the rules of docs/state.md."""
+"""The state of gradient sync in checkpoints: resumed exactly, or by the rules of docs/state.md."""
 
 import warnings
 from collections.abc import Callable
@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 from cross_section import sampled
 from every_compressor import COMPRESSORS
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
 from strategy_models import Params, assert_same, numbers, trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +23,7 @@ from lightning_commopt.compressors import Compressor, ErrorFeedback, Hierarchica
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.ddp.state import KEY
 from lightning_commopt.plan import OptionError
+from lightnings import Callback, LightningModule, MixedPrecision, OnExceptionCheckpoint, Trainer
 from ranks import run_ranks, run_ranks_or_raise
 
 HALF = 8
@@ -306,8 +304,8 @@ def _feed(
         warnings.simplefilter("always")
         num_steps = 2 * HALF if resumes else HALF
         look = _fit(module, strategy, Path(path), num_steps, resumes, last_plan)
-    said = [str(warning.message) for warning in caught if "comm_hook" in str(warning.message)]
-    return numbers(module), look.residual, said
+    messages = [str(warning.message) for warning in caught if "comm_hook" in str(warning.message)]
+    return numbers(module), look.residual, messages
 
 
 SMALL: dict[str, Any] = {"bucket_cap_mb": 0.001}
@@ -335,8 +333,8 @@ def test_what_is_owed_outlives_a_change(change: str, tmp_path: Path) -> None:
     first = run_ranks(_feed, False, path, CommOptDDP(**{**SMALL, **before}), world_size=ranks_before)
     second = run_ranks(_feed, True, path, CommOptDDP(**{**SMALL, **after}), world_size=ranks_after)
     fed_before, fed_after = _fed_in_all(range(HALF), ranks_before), _fed_in_all(range(HALF, 2 * HALF), ranks_after)
-    for params, _, said in second:
-        assert not said
+    for params, _, messages in second:
+        assert not messages
         for name, value in params.items():
             residual = np.mean([residual.get(name, np.zeros_like(value)) for _, residual, _ in second], axis=0)
             fed = fed_before[name] + fed_after[name]
@@ -364,8 +362,8 @@ def test_checkpoints_without_the_state(tmp_path: Path) -> None:
     for resumed, residual_is_kept in (("option_off", False), ("after_fit", True)):
         second = run_ranks(_feed, True, str(tmp_path / resumed), CommOptDDP(comm_hook=POWERSGD))
         fed = _fed_in_all(range(2 * HALF), 2)
-        for params, _, said in second:
-            assert not said
+        for params, _, messages in second:
+            assert not messages
             for name, value in params.items():
                 residual = np.mean([residual[name] for _, residual, _ in second], axis=0)
                 assert np.allclose(-value + residual, fed[name], atol=1e-4) == (residual_is_kept or name == "parts.d")

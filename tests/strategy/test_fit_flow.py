@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core import rank_zero
 from strategy_models import (
     FEATURES,
@@ -32,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
 from lightning_commopt.compressors import Compressor, Layout, LowRank, Rounds, State
+from lightnings import Callback, DDPStrategy, LightningModule, MixedPrecision, ModelCheckpoint, Trainer
 from ranks import run_ranks, run_ranks_or_raise
 
 _BYTES = sum(parameter.numel() * 4 for parameter in Tiny().parameters())
@@ -62,7 +59,7 @@ def _fit_twice(module_class: type[Tiny], options: dict[str, Any]) -> tuple[Param
     ids=["native", "all_reduce", "static", "view"],
 )
 def test_fit_twice_with_one_strategy(module_class: type[Tiny], options: dict[str, Any]) -> None:
-    """If it fails, the second fit with a strategy object hangs or is not exchanged."""
+    """If it fails, the second fit with a strategy object hangs, or its gradients are not synchronized."""
     for ours, lightnings in run_ranks(_fit_twice, module_class, options):
         assert_same(ours, lightnings)
 
@@ -80,7 +77,7 @@ def _use_all_loops() -> tuple[float, float, int, bool]:
 
 
 def test_fit_then_validate_test_predict() -> None:
-    """If it fails, the loops that exchange no gradients do not work with the strategy."""
+    """If it fails, the loops that synchronize no gradients do not work with the strategy."""
     first, second = run_ranks(_use_all_loops)
     assert first == second
     assert first[0] == pytest.approx(first[1])
@@ -129,17 +126,17 @@ def _sent(options: dict[str, Any], trainer_options: dict[str, Any]) -> int:
     ],
 )
 def test_wire_bytes(options: dict[str, Any], trainer_options: dict[str, Any], expected: int) -> None:
-    """If it fails, accumulating steps are exchanged (but for a static graph's first), or the count is wrong."""
+    """If it fails, accumulating steps are synchronized (but for a static graph's first), or the count is wrong."""
     assert run_ranks(_sent, options, trainer_options) == [expected] * 2
 
 
 def _fit_alone(strategy: Any) -> tuple[Params, bool, int]:
     wrapped = []
-    said = []
+    messages = []
 
     class Listen(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            messages.append(record.getMessage())
 
     rank_zero.log.addHandler(Listen())
 
@@ -149,7 +146,7 @@ def _fit_alone(strategy: Any) -> tuple[Params, bool, int]:
 
     module = BatchNormed()
     trainer(strategy, callbacks=[Look()]).fit(module, loader())
-    return numbers(module), wrapped[0], sum("CommOptDDP: one process" in message for message in said)
+    return numbers(module), wrapped[0], sum("CommOptDDP: one process" in message for message in messages)
 
 
 def test_one_rank_has_no_wrapper() -> None:
@@ -301,7 +298,7 @@ def test_exception_in_one_rank(options: dict[str, Any]) -> None:
 
 
 class Fails(Compressor):
-    """Averages, but for bucket 1 of the third exchange on rank 1, where it raises."""
+    """Averages, but for bucket 1 of the third gradient sync on rank 1, where it raises."""
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         return {"steps": 0}
@@ -319,15 +316,15 @@ class Fails(Compressor):
         return layout.numel * layout.dtype.itemsize
 
 
-def _break_an_exchange(limits: dict[str, Any]) -> None:
+def _break_a_gradient_sync(limits: dict[str, Any]) -> None:
     strategy = CommOptDDP(comm_hook=Fails(), bucket_cap_mb=0.0005, timeout=_PATIENCE)
     trainer(strategy, **limits).fit(Tiny(), loader())
 
 
-def test_exception_in_an_exchange() -> None:
+def test_exception_in_a_gradient_sync() -> None:
     """If it fails, an error in a compressor is hidden, names no parameters, or its peers hang."""
     waiting, broken = run_ranks_or_raise(
-        _break_an_exchange, {"max_epochs": 2}, world_size=2, group_timeout_s=3, limit_s=60
+        _break_a_gradient_sync, {"max_epochs": 2}, world_size=2, group_timeout_s=3, limit_s=60
     )
     assert broken[1] is not None
     assert "gradient sync of bucket 1 failed (ArithmeticError: broken on purpose)" in broken[1]

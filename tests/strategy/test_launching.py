@@ -27,8 +27,8 @@ _LIMIT_S = 200
 
 def _run(arguments: list[str], folder: Path) -> tuple[int, str]:
     """Runs Python in a session of its own; returns its status and output. No process outlives the call."""
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    environment |= {"PYTHONPATH": f"{_FOLDER}:{_FOLDER.parents[1]}", "OMP_NUM_THREADS": "1"}
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "LIGHTNING_PACKAGE") if name in os.environ}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, (_FOLDER, *_FOLDER.parents[:2]))), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     with (folder / "output.txt").open("w+") as output:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Watching exchanges: everything is seen, and nothing changes."""
+"""Observing gradient sync: everything is seen, and nothing changes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from cross_section import sampled
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from strategy_models import Embedded, Gan, Keeping, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
@@ -21,6 +19,7 @@ from lightning_commopt.ddp.observed import observe, observe_wrapped, stop_observ
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
+from lightnings import DDPStrategy, LightningModule, SingleDeviceStrategy, Trainer
 from ranks import run_ranks
 
 SMALL = 0.001  # MiB: three buckets or more
@@ -140,7 +139,7 @@ def test_every_bucket_is_seen_and_no_bit_changes(strategy: str, model: str, worl
         accumulated = MODELS[model][1].get("accumulate_grad_batches", 1)
         assert len(records) == 2 * -(-num_batches // 2 // accumulated)
         for record in records[1:]:
-            assert record.gradient_bytes == GRADIENT_BYTES
+            assert record.totals.gradient_bytes == GRADIENT_BYTES
             assert_in_order(record)
         assert len(records[-1].buckets) >= (1 if strategy == "torch's PowerSGD" else 2)
 
@@ -173,20 +172,20 @@ def first_step_of_static_graph(strategy: str) -> StepRecord:
 def test_buckets_of_the_first_backward_of_a_static_graph_are_counted(strategy: str) -> None:
     """DDP calls all of them number 0, and none the last."""
     for record in run_ranks(first_step_of_static_graph, strategy):
-        assert record.gradient_bytes == GRADIENT_BYTES + 8
+        assert record.totals.gradient_bytes == GRADIENT_BYTES + 8
         assert [(bucket.backward, bucket.index) for bucket in record.buckets] == [(0, 0), (0, 1)]
 
 
 def assert_in_order(record: StepRecord) -> None:
     """Every bucket is ready, starts, is sent and ends within the step, and is waited for in backward."""
-    assert record.wire_bytes > 0
+    assert record.totals.wire_bytes > 0
     backwards = [phase for phase in record.phases if phase.name == "backward"]
     for bucket in record.buckets:
         times = [bucket.ready_s, bucket.start_s, *np.ravel(bucket.wire), bucket.end_s]
         assert times == sorted(times)
         assert any(phase.start_s <= bucket.ready_s <= bucket.end_s <= phase.end_s for phase in backwards)
-    assert 0 < record.exposed_s <= record.phase_s("backward")
-    assert 0 < record.wire_s <= record.comm_s <= record.phase_s("backward")
+    assert 0 < record.totals.exposed_s <= record.totals.backward_s
+    assert 0 < record.totals.wire_s <= record.totals.comm_s <= record.totals.backward_s
     assert [phase.name for phase in record.phases].count("optimizer") == 1
 
 
@@ -198,7 +197,7 @@ def record_wire_bytes() -> tuple[int, int, list[StepRecord]]:
 
 def test_bytes_are_those_that_the_channel_counted() -> None:
     for counted, num_observers, records in run_ranks(record_wire_bytes):
-        assert sum(record.wire_bytes for record in records) == counted
+        assert sum(record.totals.wire_bytes for record in records) == counted
         assert num_observers == 0, "let go of in teardown"
 
 
@@ -207,7 +206,7 @@ def bytes_of_torchs_hooks() -> list[int]:
     for strategy in ("torch's all-reduce", "torch's, wrapped", "torch's PowerSGD"):
         watch = Watch()
         fit(STRATEGIES[strategy](), Tiny, {}, watch)
-        found.append(watch.records()[-1].wire_bytes)
+        found.append(watch.records()[-1].totals.wire_bytes)
     return found
 
 
@@ -252,7 +251,7 @@ def fit_with_a_change() -> list[StepRecord]:
 
 def test_a_change_of_plan_is_followed() -> None:
     for records in run_ranks(fit_with_a_change):
-        assert [record.wire_bytes for record in records[:4]] == [GRADIENT_BYTES] * 2 + [GRADIENT_BYTES // 2] * 2
+        assert [record.totals.wire_bytes for record in records[:4]] == [GRADIENT_BYTES] * 2 + [GRADIENT_BYTES // 2] * 2
 
 
 def fit_reused() -> tuple[int, int]:

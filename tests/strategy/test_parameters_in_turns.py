@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
+from lightnings import LightningModule, Trainer
 from ranks import run_ranks, run_ranks_or_raise
 
 

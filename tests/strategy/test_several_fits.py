@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import DDPStrategy
 from strategy_models import trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +14,7 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.collectives.channel import Channel
 from lightning_commopt.compressors import AllReduce, Compressor, Layout, Rounds, State
+from lightnings import BoringModel, DDPStrategy
 from ranks import run_ranks
 
 

@@ -1,5 +1,6 @@
 """The strategy as Lightning's registry and its CLI make it."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -8,13 +9,13 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from strategy_models import SelfFed, trainer
 
 from lightning_commopt import Cast, CommOptDDP, Int8, PowerSGD
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan import ddp_options
+from lightning_commopt.strategy.adapters import ADAPTERS
 from ranks import run_ranks
 
 _HOOKS = {
@@ -31,7 +32,8 @@ def test_aliases_are_those_of_ddp() -> None:
     """If it fails, a name that Lightning has for ddp is missing, for the Trainer or for Fabric."""
     assert "ddp_fork_find_unused_parameters_true" in _OF_LIGHTNING
     expected = {name.replace("ddp", f"commopt_ddp{suffix}", 1) for name in _OF_LIGHTNING for suffix in _HOOKS}
-    for registry in (StrategyRegistry, STRATEGY_REGISTRY):
+    registries = [import_module(f"{package}.strategies").StrategyRegistry for package in ADAPTERS]
+    for registry in (*registries, STRATEGY_REGISTRY):
         assert {name for name in registry if name.startswith("commopt")} == expected
 
 
@@ -42,12 +44,16 @@ def test_alias(suffix: str, name: str) -> None:
     alias = name.replace("ddp", f"commopt_ddp{suffix}", 1)
     with catch_warnings():
         simplefilter("ignore")  # Lightning's, of notebooks
-        ours = Trainer(strategy=alias, logger=False, barebones=True, accelerator="cpu", devices=2).strategy
-        in_fabric = Fabric(strategy=alias, accelerator="cpu", devices=2).strategy
-    assert isinstance(ours, CommOptDDP)
-    assert isinstance(in_fabric, FabricCommOptDDP)
+        by_class = {
+            import_module(adapter).CommOptDDP: import_module(package)
+            .Trainer(strategy=alias, logger=False, barebones=True, accelerator="cpu", devices=2)
+            .strategy
+            for package, adapter in ADAPTERS.items()
+        }
+        by_class[FabricCommOptDDP] = Fabric(strategy=alias, accelerator="cpu", devices=2).strategy
     of_lightning = StrategyRegistry.get(name)
-    for strategy in (ours, in_fabric):
+    for cls, strategy in by_class.items():
+        assert type(strategy) is cls
         assert strategy.plan.comm_hook == _HOOKS[suffix]
         assert strategy._start_method == of_lightning._start_method
         assert strategy._ddp_kwargs == of_lightning._ddp_kwargs
@@ -66,9 +72,10 @@ def test_alias_trains() -> None:
     assert run_ranks(_fit_by_alias) == [expected] * 2
 
 
-def _cli(arguments: list[str], run: bool = False) -> Any:
+def _cli(arguments: list[str], run: bool = False, package: str = "lightning.pytorch") -> Any:
     pytest.importorskip("jsonargparse")
-    from lightning.pytorch.cli import LightningCLI
+    cli = import_module(f"{package}.cli")
+    model = SelfFed if package == "lightning.pytorch" else import_module(f"{package}.demos.boring_classes").BoringModel
 
     quiet = {
         "accelerator": "cpu",
@@ -77,8 +84,8 @@ def _cli(arguments: list[str], run: bool = False) -> Any:
         "enable_progress_bar": False,
         "enable_checkpointing": False,
     }
-    return LightningCLI(
-        SelfFed,
+    return cli.LightningCLI(
+        model,
         args=arguments,
         run=run,
         save_config_callback=None,
@@ -94,10 +101,11 @@ _ARGUMENTS = [
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_cli_arguments() -> None:
+@pytest.mark.parametrize("package", ADAPTERS)
+def test_cli_arguments(package: str) -> None:
     """If it fails, LightningCLI cannot set the options of the strategy."""
-    strategy = _cli(_ARGUMENTS).trainer.strategy
-    assert isinstance(strategy, CommOptDDP)
+    strategy = _cli(_ARGUMENTS, package=package).trainer.strategy
+    assert type(strategy) is import_module(ADAPTERS[package]).CommOptDDP
     assert strategy.plan.bucket_cap_mb == 100
     assert strategy.plan.comm_hook == Cast(dtype=torch.bfloat16)
 

@@ -6,13 +6,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import lightning.pytorch.callbacks as callbacks
 import pytest
 import torch
 from cross_section import sampled
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from strategy_models import (
     BatchNormed,
     Checkpointed,
@@ -39,6 +35,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP
+from lightnings import DDPStrategy, LightningModule, MixedPrecision, callbacks
 from ranks import run_ranks
 
 _SMALL_MB = 0.001
@@ -176,7 +173,7 @@ def _trained(name: str) -> list[dict[str, Params]]:
 
 @pytest.mark.parametrize("name", sampled(MODES, BY_DEFAULT))
 def test_ranks_agree(name: str) -> None:
-    """If it fails, some gradients are not exchanged, and the models of the ranks drift apart."""
+    """If it fails, some gradients are not synchronized, and the models of the ranks drift apart."""
     first, second = _trained(name)
     for plan, params in first.items():
         if name == "batch_norm":  # every rank counts its own last batch

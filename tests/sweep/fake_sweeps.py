@@ -6,10 +6,11 @@ from pathlib import Path
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 
+from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.runs.files import CONFIG_FILE
 from lightning_commopt.sweep.composing import SweepSettings
-from lightning_commopt.sweep.conf_path import conf_dir
 from lightning_commopt.sweep.job import Job, JobResult, SweepObserver
 from lightning_commopt.sweep.launcher import register_launcher
 from lightning_commopt.sweep.resolvers import register_resolvers
@@ -41,18 +42,18 @@ class SweepNotes(SweepObserver):
         """Of the jobs that ran, in this order."""
         return [job.number for job in self.started_jobs]
 
-    def planned(self, folder: Path, num_jobs: int) -> None:
+    def on_plan(self, folder: Path, num_jobs: int) -> None:
         self.num_jobs.append(num_jobs)
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
-    def started(self, job: Job) -> None:
+    def on_start(self, job: Job) -> None:
         self.started_jobs.append(job)
         job.folder.mkdir(parents=True, exist_ok=True)
         (job.folder / CONFIG_FILE).write_text(job.config_yaml)
 
-    def ended(self, result: JobResult) -> None:
+    def on_end(self, result: JobResult) -> None:
         self.results.append(result)
 
 
@@ -63,7 +64,7 @@ def fake_sweep(folder: Path, *overrides: str) -> tuple[list[float], SweepNotes]:
     register_launcher(SweepSettings(command=(sys.executable, "-S", "-c", JOB), observer=notes))
     GlobalHydra.instance().clear()
     hydra = Hydra.create_main_hydra2("commopt-train", create_config_search_path(f"file://{conf_dir()}"))
-    quiet = ("hydra/hydra_logging=disabled", "hydra/job_logging=disabled")
+    quiet = ("hydra/hydra_logging=none", "hydra/job_logging=none")
     try:
         batches = hydra.multirun(
             "train",
@@ -71,6 +72,7 @@ def fake_sweep(folder: Path, *overrides: str) -> tuple[list[float], SweepNotes]:
             [*overrides, f"hydra.sweep.dir={folder}", *quiet],
             with_log_configuration=False,
         )
-    finally:
+    finally:  # else later tests of this process would find themselves in a job of Hydra's
         GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = None
     return [returned.return_value for batch in batches for returned in batch], notes

@@ -5,7 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_commopt.runs.files import CONFIG_FILE
 from lightning_commopt.runs.record import RunRecord
-from lightning_commopt.sweep.continuing import changed_keys, continue_command, finished_before, set_aside
+from lightning_commopt.sweep.continuing import continue_command, find_changed_keys, find_finished_run, set_aside
 from lightning_commopt.sweep.job import Job
 
 
@@ -37,24 +37,24 @@ def leave(folder, config_yaml="a: 1\n", status="finished"):
         ("a: {", "a: 1\n", [CONFIG_FILE]),
     ],
 )
-def test_what_changed_is_said_and_then_nothing_is_kept(tmp_path, before, now, changed):
+def test_what_changed_is_named_and_then_nothing_is_kept(tmp_path, before, now, changed):
     record = leave(tmp_path, before)
-    assert changed_keys(job(tmp_path, now)) == changed
-    assert finished_before(job(tmp_path, now)) == (None if changed else record)
+    assert find_changed_keys(job(tmp_path, now)) == changed
+    assert find_finished_run(job(tmp_path, now)) == (None if changed else record)
 
 
 @pytest.mark.parametrize("status", ["running", "failed"])
 def test_a_run_that_did_not_finish_is_not_kept(tmp_path, status):
     leave(tmp_path, status=status)
-    assert finished_before(job(tmp_path)) is None
-    assert changed_keys(job(tmp_path)) == []
+    assert find_finished_run(job(tmp_path)) is None
+    assert find_changed_keys(job(tmp_path)) == []
 
 
 def test_a_record_without_a_configuration_is_not_kept(tmp_path):
     """If it fails, the record of a run that nobody can name counts as this one."""
     leave(tmp_path)
     (tmp_path / CONFIG_FILE).unlink()
-    assert finished_before(job(tmp_path)) is None
+    assert find_finished_run(job(tmp_path)) is None
 
 
 def test_runs_are_set_aside_one_beside_another(tmp_path):

@@ -33,34 +33,34 @@ def test_time_left_is_that_of_the_jobs_that_ran(clock):
     """If it fails, a continued sweep promises to end hours too early."""
     output = io.StringIO()
     display = SweepDisplay(Console(file=output, width=100))
-    display.planned(Path("sweep"), 10)
+    display.on_plan(Path("sweep"), 10)
     assert display.sweep_dir == Path("sweep")
     for number in range(4):
-        display.ended(result(number, is_kept=True))
+        display.on_end(result(number, is_kept=True))
     assert display.remaining_s is None
     for number, seconds in ((4, 3000), (5, 5000)):
-        display.started(job(number))
+        display.on_start(job(number))
         clock[0] += seconds
-        display.ended(result(number))
+        display.on_end(result(number))
     assert display.remaining_s == 4 * 4000
-    display.started(job(6))
+    display.on_start(job(6))
     clock[0] += 1000
     assert display.remaining_s == 4 * 4000 - 1000
     clock[0] += 9000
     assert display.remaining_s == 3 * 4000, "a job that takes longer does not eat up the others' time"
-    display.planned(Path("sweep"), 12)
+    display.on_plan(Path("sweep"), 12)
     assert display.remaining_s == 5 * 4000
-    said = output.getvalue()
-    assert "job 3 is kept: seed=3" in said
-    assert "job 6 (7 of 10): seed=6" in said
-    assert "6/10" in said
-    assert "4:26:40 left" in said
+    shown = output.getvalue()
+    assert "job 3 is kept: seed=3" in shown
+    assert "job 6 (7 of 10): seed=6" in shown
+    assert "6/10" in shown
+    assert "4:26:40 left" in shown
 
 
 def test_a_last_job_leaves_no_time(clock):
     display = SweepDisplay(Console(file=io.StringIO()))
-    display.planned(Path("sweep"), 1)
-    display.started(job(0))
+    display.on_plan(Path("sweep"), 1)
+    display.on_start(job(0))
     clock[0] += 7
-    display.ended(result(0))
+    display.on_end(result(0))
     assert display.remaining_s == 0

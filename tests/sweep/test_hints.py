@@ -4,7 +4,7 @@ import pytest
 from hydra.errors import HydraException
 from test_conf import composed
 
-from lightning_commopt.sweep.conf_path import conf_dir
+from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.sweep.hints import hint
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.train import register_with_hydra

@@ -54,7 +54,7 @@ def test_an_interrupted_run_is_recorded_so(tmp_path):
     """If it fails, a job that was stopped looks as if it had a mistake: SystemExit."""
 
     class Interrupts(SweepObserver):
-        def said(self, text, is_final):
+        def on_output(self, text, is_final):
             if "ready" in text and is_final:
                 os.kill(os.getpid(), signal.SIGINT)
 

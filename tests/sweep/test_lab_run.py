@@ -73,9 +73,10 @@ if rank == 1:
 record("failed", error="RuntimeError: Connection closed by peer")
 time.sleep(600)
 """
-    with pytest.raises(RankFailed, match=r"(?s)rank 1 ended with status 1; it said last:.*almost there.*no such") as e:
+    message = r"(?s)rank 1 ended with status 1; its last lines:.*almost there.*no such"
+    with pytest.raises(RankFailed, match=message) as caught:
         run(code, tmp_path)
-    assert len(str(e.value).splitlines()) == 41
+    assert len(str(caught.value).splitlines()) == 41
     record = RunRecord.load(tmp_path)
     assert (record.status, record.error) == ("failed", "rank 1 ended with status 1: ValueError: no such token")
 
@@ -91,7 +92,7 @@ time.sleep(600)
     ],
 )
 def test_rank_0_is_recorded_with_its_reason(tmp_path, capfd, code, error):
-    with pytest.raises(RankFailed, match=r"rank 0 ended with status .*; what it said is above"):
+    with pytest.raises(RankFailed, match=r"rank 0 ended with status .*; its output is above"):
         run(f"if rank == 0:\n    {code}\ntime.sleep(600)", tmp_path)
     record = RunRecord.load(tmp_path)
     assert (record.status, record.error) == ("failed", error)

@@ -4,11 +4,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_commopt.compat.hydra import VERSION_BASE
+from lightning_commopt.conf_path import conf_dir
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
 from lightning_commopt.sweep import resolvers
 from lightning_commopt.sweep.composing import SweepSettings
-from lightning_commopt.sweep.conf_path import conf_dir
-from lightning_commopt.sweep.config import ConfigError, as_trained, check_config, link_note
+from lightning_commopt.sweep.config import ConfigError, check_config, link_note, spread_over_hosts
 from lightning_commopt.sweep.job import SweepObserver
 from lightning_commopt.sweep.launcher import register_launcher
 from lightning_commopt.sweep.resolvers import register_resolvers
@@ -23,7 +24,7 @@ def composed(*overrides: str) -> DictConfig:
     register_resolvers()
     register_launcher(SweepSettings(command=(), observer=SweepObserver()))
     no_output = ("callbacks=[]", "logger=[]", "trainer.accelerator=cpu")  # they ask Hydra for the run's directory
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
         return compose("train", [*no_output, *overrides])
 
 
@@ -60,7 +61,7 @@ def test_a_rank_of_torchrun_opens_no_lab(monkeypatch, variable):
     check_config(composed("link=1gbit"))
 
 
-def test_a_machine_without_a_lab_is_told(monkeypatch):
+def test_without_a_lab_the_note_has_the_reason(monkeypatch):
     monkeypatch.setattr(resolvers, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")
     check_config(composed())
     with pytest.raises(ConfigError, match="link=1gbit: the network lab needs Linux, this is plan9"):
@@ -84,10 +85,10 @@ def test_hosts_are_the_nodes_of_the_trainer(overrides, devices, num_nodes):
     config = composed(*overrides, "data.batch_size=${trainer.num_nodes}")
     before = OmegaConf.to_yaml(config)
     check_config(config)
-    trained = as_trained(config)
+    trained = spread_over_hosts(config)
     assert (trained.trainer.devices, trained.trainer.num_nodes) == (devices, num_nodes)
     assert trained.data.batch_size == num_nodes, "what depends on them follows"
-    assert as_trained(trained) == trained
+    assert spread_over_hosts(trained) == trained
     assert OmegaConf.to_yaml(config) == before
 
 
@@ -100,8 +101,8 @@ class TestTheQuickstart:
         config = composed(self.QUICKSTART)
         check_config(config)
         assert config.link == "200mbit"
-        assert (as_trained(config).trainer.devices, as_trained(config).trainer.num_nodes) == (1, 2)
-        assert "link=200mbit: 2 hosts" in str(link_note(config))
+        assert (spread_over_hosts(config).trainer.devices, spread_over_hosts(config).trainer.num_nodes) == (1, 2)
+        assert "link=200mbit: the ranks run on 2 hosts" in str(link_note(config))
 
     def test_says_why_where_there_is_no_lab(self, monkeypatch):
         monkeypatch.setattr(resolvers, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")

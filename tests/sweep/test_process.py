@@ -7,7 +7,7 @@ import threading
 import pytest
 from process_groups import is_group_gone, living_members
 
-from lightning_commopt.sweep.process import InterruptedRun, raised_signals, run_in_group
+from lightning_commopt.sweep.process import InterruptedRun, raise_signals, run_in_group
 
 PYTHON = (sys.executable, "-u", "-c")
 
@@ -20,17 +20,17 @@ os.write(1, b"%d\\n" % os.getpgrp())
 
 
 def run(code, grace_s=5, on_output=None):
-    said: list[bytes] = []
+    output: list[bytes] = []
 
     def on_bytes(data: bytes) -> None:
-        said.append(data)
+        output.append(data)
         if on_output is not None:
             on_output(data)
 
     try:
-        return run_in_group((*PYTHON, code), os.environ, on_bytes, grace_s), b"".join(said)
+        return run_in_group((*PYTHON, code), os.environ, on_bytes, grace_s), b"".join(output)
     except InterruptedRun as interrupted:
-        return interrupted, b"".join(said)
+        return interrupted, b"".join(output)
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,15 @@ def test_the_status_is_that_of_the_program(code, status):
 
 def test_all_output_arrives_in_order():
     code = "import sys\nfor i in range(20000): print(i, file=sys.stderr if i % 2 else sys.stdout)"
-    status, said = run(code)
+    status, output = run(code)
     assert status == 0
-    assert said == b"".join(b"%d\n" % i for i in range(20000))
+    assert output == b"".join(b"%d\n" % i for i in range(20000))
 
 
 def test_a_child_that_outlives_the_program_is_killed():
-    status, said = run(WITH_CHILD)
+    status, output = run(WITH_CHILD)
     assert status == 0
-    assert is_group_gone(int(said))
+    assert is_group_gone(int(output))
 
 
 def test_a_child_that_writes_without_end_does_not_keep_us():
@@ -61,28 +61,28 @@ def test_a_child_that_writes_without_end_does_not_keep_us():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_program_and_children(number):
     before = signal.getsignal(number)
-    outcome, said = run(WITH_CHILD + "time.sleep(600)", on_output=lambda _: os.kill(os.getpid(), number))
+    outcome, output = run(WITH_CHILD + "time.sleep(600)", on_output=lambda _: os.kill(os.getpid(), number))
     assert isinstance(outcome, InterruptedRun)
     assert outcome.signal == number
-    assert is_group_gone(int(said.split()[0]))
+    assert is_group_gone(int(output.split()[0]))
     assert signal.getsignal(number) == before
 
 
 def test_a_program_that_ignores_signals_is_killed():
     ignoring = "for n in (2, 15, 1): signal.signal(n, signal.SIG_IGN)\n"
     code = WITH_CHILD.replace("os.write(", ignoring + "os.write(") + "time.sleep(600)"
-    outcome, said = run(code, grace_s=0.2, on_output=lambda _: os.kill(os.getpid(), signal.SIGINT))
+    outcome, output = run(code, grace_s=0.2, on_output=lambda _: os.kill(os.getpid(), signal.SIGINT))
     assert isinstance(outcome, InterruptedRun)
-    assert is_group_gone(int(said.split()[0]))
+    assert is_group_gone(int(output.split()[0]))
 
 
 def test_signals_that_were_ignored_stay_ignored(monkeypatch):
     """If it fails, a sweep under nohup ends when its terminal closes."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        status, said = run("print(1)", on_output=lambda _: os.kill(os.getpid(), signal.SIGHUP))
-        assert (status, said) == (0, b"1\n")
-        with raised_signals():
+        status, output = run("print(1)", on_output=lambda _: os.kill(os.getpid(), signal.SIGHUP))
+        assert (status, output) == (0, b"1\n")
+        with raise_signals():
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
@@ -102,11 +102,13 @@ time.sleep(600)
 """
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        outcome, said = run(code, 600, lambda said: os.kill(os.getpid(), signal.SIGTERM) if b"ready" in said else None)
+        outcome, output = run(
+            code, 600, lambda data: os.kill(os.getpid(), signal.SIGTERM) if b"ready" in data else None
+        )
     finally:
         signal.signal(signal.SIGINT, previous)
     assert isinstance(outcome, InterruptedRun)
-    assert said == b"ready tidy"
+    assert output == b"ready tidy"
 
 
 def test_a_second_signal_does_not_wait():
@@ -117,10 +119,10 @@ def test_a_second_signal_does_not_wait():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    outcome, said = run(code, grace_s=600, on_output=twice)
+    outcome, output = run(code, grace_s=600, on_output=twice)
     assert isinstance(outcome, InterruptedRun)
     assert outcome.signal == signal.SIGINT
-    assert is_group_gone(int(said.split()[0]))
+    assert is_group_gone(int(output.split()[0]))
 
 
 def test_it_runs_beside_the_main_thread_too():
@@ -152,7 +154,7 @@ def test_only_the_first_signal_is_raised():
             os.kill(os.getpid(), signal.SIGINT)
             cleaned.append(True)
 
-    with raised_signals(), pytest.raises(InterruptedRun) as caught:
+    with raise_signals(), pytest.raises(InterruptedRun) as caught:
         stop_twice()
     assert caught.value.signal == signal.SIGTERM
     assert cleaned

@@ -96,14 +96,14 @@ def test_a_sweep_that_was_interrupted_goes_on(tmp_path):
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
         job = next(int(child) for child in children if os.getpgid(int(child)) == int(child))
         running.send_signal(signal.SIGINT)
-        said = running.communicate(timeout=LIMIT_S)[0]
+        output = running.communicate(timeout=LIMIT_S)[0]
     finally:
         running.kill()
         running.wait()
-    assert running.returncode == 128 + signal.SIGINT, said
+    assert running.returncode == 128 + signal.SIGINT, output
     assert is_group_gone(job)
     assert machine_traces() == before
-    assert f"commopt-train -m strategy/comm_hook=bf16,none ranks=1 {' '.join(IN_LAB)} hydra.sweep.dir=sweep\n" in said
+    assert f"commopt-train -m strategy/comm_hook=bf16,none ranks=1 {' '.join(IN_LAB)} hydra.sweep.dir=sweep\n" in output
     assert RunRecord.load(tmp_path / "sweep" / "1").error == "interrupted by SIGINT"
     kept = (tmp_path / "sweep" / "0" / "run.json").read_bytes()
 

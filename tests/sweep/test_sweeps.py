@@ -71,19 +71,19 @@ def test_what_cannot_be_run_in_any_job_starts_none(tmp_path, overrides, message)
 
 @pytest.fixture
 def alone(tmp_path):
-    """The override that finds ``experiment=alone``, one process whatever ``ranks`` says."""
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "conf" / "experiment" / "alone.yaml").write_text(
+    """The override that finds ``experiment=alone``, one process whatever ``ranks`` says, and ``together``."""
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "alone.yaml").write_text(
         "# @package _global_\ndefaults: [{override /strategy: single}]\ntrainer: {devices: 1}\n"
     )
+    (folder / "together.yaml").write_text("# @package _global_\ntrainer: {max_steps: 50}\n")
     return f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
 
 
 def test_jobs_that_train_the_same_run_once(tmp_path, alone):
     """If it fails, the run on one process is repeated for every number of ranks that the others have."""
-    losses, notes = fake_sweep(
-        tmp_path / "s", "experiment=alone,quickstart", "ranks=2,4", "seed=6,7", "repeat=2", alone
-    )
+    losses, notes = fake_sweep(tmp_path / "s", "experiment=alone,together", "ranks=2,4", "seed=6,7", "repeat=2", alone)
     # 0 to 3 are alone, on 2 and 4 ranks with seeds 6 and 7 each; 8 more are the next round.
     assert notes.numbers == numbers_in(tmp_path / "s") == [0, 1, 4, 5, 6, 7, 8, 9, 12, 13, 14, 15]
     assert losses == [56, 57] * 4
@@ -147,10 +147,10 @@ def test_a_job_with_other_settings_is_run_again_and_said(tmp_path):
     losses, notes = fake_sweep(tmp_path, "seed=1,4", "trainer.max_steps=30")
     assert notes.numbers == [0, 1]
     assert losses == [1, 4]
-    moved = [f"; what was there is in {tmp_path}/earlier/{number}.1" for number in notes.numbers]
+    moved = [f"; the earlier run is in {tmp_path}/earlier/{number}.1" for number in notes.numbers]
     assert [note.removesuffix(where) for note, where in zip(notes.notes, moved, strict=True)] == [
-        "job 0 is run again, as its settings changed: trainer.max_steps",
-        "job 1 is run again, as its settings changed: trainer.max_steps, seed",
+        "job 0 runs again, as its settings changed: trainer.max_steps",
+        "job 1 runs again, as its settings changed: trainer.max_steps, seed",
     ]
     assert RunRecord.load(tmp_path / "earlier" / "1.1").val_loss == 2
 

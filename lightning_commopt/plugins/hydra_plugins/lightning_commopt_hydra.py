@@ -4,15 +4,14 @@ Hydra imports this module whenever an application starts. It imports `lightning_
 when Lightning is imported, and by that neither torch nor Lightning.
 """
 
-import importlib.util
 from difflib import get_close_matches
-from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from lightning_commopt.compat.hydra import FileConfigSource
+from lightning_commopt.conf_path import conf_dir
 
 
 class CommOptSearchPath(SearchPathPlugin):
@@ -20,7 +19,7 @@ class CommOptSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Appends the folder, so that the application's own configs come first."""
-        path = f"{CommOptConfigSource.scheme()}://{_conf_dir() / 'downstream'}"
+        path = f"{CommOptConfigSource.scheme()}://{conf_dir() / 'downstream'}"
         search_path.append(provider="lightning-commopt", path=path)
 
 
@@ -51,12 +50,3 @@ class CommOptConfigSource(FileConfigSource):
     def __repr__(self) -> str:
         """Returns what Hydra shows of a source."""
         return super().__repr__() + self._question
-
-
-def _conf_dir() -> Path:
-    spec = importlib.util.find_spec("lightning_commopt")  # finds a top-level package without importing it
-    assert spec is not None
-    assert spec.origin is not None
-    package = Path(spec.origin).parent
-    in_wheel = package / "conf"
-    return in_wheel if in_wheel.is_dir() else package.parent / "conf"

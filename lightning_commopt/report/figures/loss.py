@@ -14,7 +14,7 @@ from lightning_commopt.report.figures.chart import Chart, Line, plain
 from lightning_commopt.report.figures.series import typical_run
 from lightning_commopt.report.figures.style import PlanStyle, line_styles, new_figure
 from lightning_commopt.report.model import Group, Setting
-from lightning_commopt.report.phrases import in_quotes, listed
+from lightning_commopt.report.phrases import in_quotes, join_names
 from lightning_commopt.runs.losses import LossPoint
 
 MOST_CURVES = 8
@@ -62,7 +62,7 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
     drawn = [curve.setting.name for curve in all_curves]
     never = [each.name for each in group.settings if each.name not in drawn and any(run.losses for run in each.runs)]
     if never:
-        note += f" Never finite: the loss of {listed(never)}."
+        note += f" Never finite: the loss of {join_names(never)}."
     for curve in curves:
         if curve.diverged_at is not None:
             note += f" The loss of {in_quotes(curve.setting.name)} is NaN from step {curve.diverged_at:,} on."
@@ -95,7 +95,7 @@ def _curve(setting: Setting) -> _Curve | None:
     points = losses[:end]
     if not points:
         return None
-    train = _smoothed([point for point in points if point.kind == "train"])
+    train = _smooth([point for point in points if point.kind == "train"])
     val = tuple(point for point in points if point.kind == "val")
     return _Curve(setting=setting, train=train, val=val, diverged_at=losses[end].step if end < len(losses) else None)
 
@@ -123,7 +123,7 @@ def _samples_per_s(setting: Setting) -> float:
     return setting.samples_per_s.median if setting.samples_per_s else 0.0
 
 
-def _smoothed(points: Sequence[LossPoint]) -> tuple[LossPoint, ...]:
+def _smooth(points: Sequence[LossPoint]) -> tuple[LossPoint, ...]:
     """Returns each point with the mean loss of those around it, and not more points than a screen can show."""
     reach = round(len(points) * _SMOOTHED_SHARE)
     stride = max(1, math.ceil(len(points) / _MOST_POINTS))

@@ -41,7 +41,7 @@ class _Axis:
 
 def speedup(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     """Returns speed-up against ranks; None where no plan was run on several numbers of ranks."""
-    scalings, base = _shown(group)
+    scalings, base = _common_scalings(group)
     if not scalings:
         return None
     over = "one rank" if base == 1 else f"{base} ranks"
@@ -57,7 +57,7 @@ def speedup(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 def efficiency(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     """Returns what of the ideal speed-up is reached; None where no plan was run on several numbers of ranks."""
-    scalings, base = _shown(group)
+    scalings, base = _common_scalings(group)
     if not scalings:
         return None
     times = "ranks" if base == 1 else f"ranks / {base}"
@@ -71,14 +71,14 @@ def efficiency(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     return _chart("Efficiency against ranks", note, group, styles, axis)
 
 
-def _shown(group: Group) -> tuple[list[Scaling], int]:
+def _common_scalings(group: Group) -> tuple[list[Scaling], int]:
     """Returns the scalings over the fewest ranks, as one axis is over one number of ranks; and that number."""
     base = min((scaling.num_ranks[0] for scaling in group.scalings), default=1)
     return [each for each in group.scalings if each.num_ranks[0] == base and len(each.num_ranks) > 1], base
 
 
 def _chart(title: str, note: str, group: Group, styles: Mapping[str, PlanStyle], axis: _Axis) -> Chart:
-    scalings, _ = _shown(group)
+    scalings, _ = _common_scalings(group)
     sync_methods = {scaling_name(setting, group.settings): setting.sync_method for setting in group.settings}
     looks = line_styles([sync_methods[scaling.sync_method] for scaling in scalings], styles)
     return Chart(

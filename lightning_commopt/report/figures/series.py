@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_commopt.report.model import Run, Setting
-from lightning_commopt.report.words import canonical, distinct_name
+from lightning_commopt.report.names import canonical, distinct_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from lightning_commopt.report.model import Group, Setting
 
 _PARTS = (
     Key("computing", "computing"),
-    Key("hidden", "computing, and gradients travel meanwhile"),
+    Key("hidden", "computing while gradients travel"),
     Key("exposed", "exposed: waiting for gradients"),
 )
 _MEASURED = {"step_s", "comm_s", "exposed_s"}
@@ -87,7 +87,7 @@ def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         bars.append(Bar(step.setting.name, saved, parts))
     return Chart(
         title="Time saved by overlap",
-        note="What backward hides of the communication. The bound is min(Tc/N, Tcomm).",
+        note="How much of the communication backward hides.",
         x_title=f"time saved by overlap, of a step ({unit.name})",
         bars=tuple(bars),
         keys=(Key("bound", "the most that can be saved: the computing, or the communication, whichever is shorter"),),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from lightning_commopt.measure.files import RankRecords, read_run
-from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
+from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord, clock_shift_s
 from lightning_commopt.report.baseline import without_ranks
 from lightning_commopt.report.figures.series import typical_run
 from lightning_commopt.report.model import Group, Run, Setting
@@ -90,48 +89,36 @@ def _typical_step(setting: Setting, run: Run) -> TypicalStep | None:
     timed = timed if len(timed) < len(common) else common[round(len(common) * _WARM_UP_SHARE) :]
     if not timed:
         return None
-    by_length = sorted(timed, key=lambda number: steps[0][number].step_s)
+    by_length = sorted(timed, key=lambda number: steps[0][number].totals.step_s)
     number = by_length[(len(by_length) - 1) // 2]
     return TypicalStep(
         setting=setting,
         number=number,
         rank_numbers=tuple(records.rank for records in ranks),
-        ranks=_aligned([of_rank[number] for of_rank in steps], ranks),
+        ranks=_align([of_rank[number] for of_rank in steps], ranks),
         choice=f"the one of median length among the {len(timed):,} after warm-up",
     )
 
 
-def _aligned(records: Sequence[StepRecord], ranks: Sequence[RankRecords]) -> tuple[StepRecord, ...]:
+def _align(records: Sequence[StepRecord], ranks: Sequence[RankRecords]) -> tuple[StepRecord, ...]:
     """Puts a step's records on the clock of the first rank."""
-    origins = [rank.origin_unix_s for rank in ranks]
     found = []
-    for record, origin_s in zip(records, origins, strict=True):
-        # A bucket's last collective ends at nearly the same moment on all ranks; hosts' clocks agree less well.
-        ends_s, own_ends_s = _ends_s(records[0]), _ends_s(record)
-        differences = [ends_s[key] - own_ends_s[key] for key in ends_s.keys() & own_ends_s.keys()]
-        if differences:
-            shift_s = median(differences)
-        elif origin_s is not None and origins[0] is not None:
-            shift_s = origin_s - origins[0]
-        else:
-            shift_s = records[0].start_s - record.start_s
-        found.append(_shifted(record, shift_s))
+    for record, rank in zip(records, ranks, strict=True):
+        by_buckets, by_origins = clock_shift_s([record], records[:1]), rank.origin_shift_s(ranks[0])
+        by_starts = records[0].start_s - record.start_s
+        found.append(_shift(record, next(s for s in (by_buckets, by_origins, by_starts) if s is not None)))
     return tuple(found)
 
 
-def _ends_s(record: StepRecord) -> dict[tuple[int, int], float]:
-    return {(bucket.backward, bucket.index): bucket.wire[-1][1] for bucket in record.buckets if bucket.wire}
-
-
-def _shifted(record: StepRecord, shift_s: float) -> StepRecord:
+def _shift(record: StepRecord, shift_s: float) -> StepRecord:
     return replace(
         record,
         phases=tuple(Phase(name, start_s + shift_s, end_s + shift_s) for name, start_s, end_s in record.phases),
-        buckets=tuple(_shifted_bucket(bucket, shift_s) for bucket in record.buckets),
+        buckets=tuple(_shift_bucket(bucket, shift_s) for bucket in record.buckets),
     )
 
 
-def _shifted_bucket(bucket: BucketSpan, shift_s: float) -> BucketSpan:
+def _shift_bucket(bucket: BucketSpan, shift_s: float) -> BucketSpan:
     return replace(
         bucket,
         ready_s=bucket.ready_s + shift_s,

@@ -109,5 +109,5 @@ def _hover(setting: Setting, interval: Interval) -> str:
     ends = "a single run, no interval"
     if interval.low is not None:
         ends = f"{kind_of_interval(interval)}: {spread_text(interval)}"
-    said = f"{setting.name}: {number(interval.median, 4)} samples/s; {ends}"
-    return f"{said}; {number(setting.speedup.median)}{TIMES} the baseline" if setting.speedup else said
+    text = f"{setting.name}: {number(interval.median, 4)} samples/s; {ends}"
+    return f"{text}; {number(setting.speedup.median)}{TIMES} the baseline" if setting.speedup else text

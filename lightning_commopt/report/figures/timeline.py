@@ -89,8 +89,8 @@ def _chart(step: TypicalStep, longest_s: float) -> Chart:
 
 
 def _note(step: TypicalStep, num_ranks: int, unit: Unit) -> str:
-    said = f"Step {step.number:,} of the run, {unit.text(step.ranks[0].step_s)}: {step.choice}."
-    return said if num_ranks == len(step.ranks) else f"{said} {num_ranks} of {len(step.ranks)} ranks."
+    text = f"Step {step.number:,} of the run, {unit.text(step.ranks[0].totals.step_s)}: {step.choice}."
+    return text if num_ranks == len(step.ranks) else f"{text} {num_ranks} of {len(step.ranks)} ranks."
 
 
 def _phases(record: StepRecord, origin_s: float, center: float, unit: Unit) -> list[_Span]:

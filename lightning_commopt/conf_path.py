@@ -9,7 +9,7 @@ def conf_dir() -> Path:
     Raises:
         FileNotFoundError: neither is there, so the installation is incomplete.
     """
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parent
     candidates = (package / "conf", package.parent / "conf")
     for folder in candidates:
         if (folder / "train.yaml").is_file():

@@ -1,4 +1,4 @@
-"""The naive and the interleaved strategy: they train as DDP does, and show every exchange."""
+"""The naive and the interleaved strategy: they train as DDP does, and show every gradient sync."""
 
 import pickle
 from collections.abc import Callable
@@ -245,11 +245,11 @@ def test_every_gradient_is_seen_once(model: str, strategy: str) -> None:
     for watched, unwatched, (records, wire_bytes) in run_ranks(fit_watched, strategy, module, options):
         assert_same(watched, unwatched)
         assert len(records) == 2 * BATCHES // num_accumulated
-        assert sum(record.wire_bytes for record in records) == wire_bytes == len(records) * GRADIENT_BYTES
+        assert sum(record.totals.wire_bytes for record in records) == wire_bytes == len(records) * GRADIENT_BYTES
         for record in records:
             assert [bucket.index for bucket in record.buckets] == list(range(len(PARAMETERS)))
             assert sorted(bucket.gradient_bytes for bucket in record.buckets) == sorted(PARAMETERS.values())
-            assert record.gradient_bytes == GRADIENT_BYTES
+            assert record.totals.gradient_bytes == GRADIENT_BYTES
             assert all(bucket.wire_bytes == bucket.gradient_bytes for bucket in record.buckets)
             assert_in_order(record)
             assert_overlap(strategy, record)
@@ -280,7 +280,7 @@ def take_a_while(gradient: Tensor) -> None:
 def overlap_of_slow_backward(strategy: str) -> float:
     watch = Watch()
     fit(BASELINES[strategy](), Mode(module=Slow), callbacks=[watch])
-    return float(np.median([record.overlapped_share or 0 for record in watch.records()[1:]]))
+    return float(np.median([record.totals.overlapped_share or 0 for record in watch.records()[1:]]))
 
 
 def test_communication_is_hidden_behind_backward_by_one_of_them() -> None:
@@ -349,8 +349,8 @@ def fit_once(strategy: str, module: type[Tiny]) -> None:
         (Embedded, "'table.weight' has a sparse gradient"),
     ],
 )
-def test_gradients_that_cannot_be_exchanged_are_refused(module: type[Tiny], message: str, strategy: str) -> None:
-    """If it fails, ranks hang, or train what is not exchanged each by itself."""
+def test_gradients_that_cannot_be_synchronized_are_refused(module: type[Tiny], message: str, strategy: str) -> None:
+    """If it fails, ranks hang, or each trains by itself what is not synchronized."""
     for _, trace in run_ranks_or_raise(fit_once, strategy, module, world_size=2):
         assert f"MisconfigurationException: {message}" in (trace or "")
 
@@ -415,8 +415,8 @@ def fit_alone(strategy: str | None) -> tuple[Params, int]:
     return params, getattr(chosen, "wire_bytes", 0)
 
 
-def test_one_rank_exchanges_nothing() -> None:
-    """If it fails, one process pays for an exchange, or trains otherwise than without."""
+def test_one_rank_sends_nothing() -> None:
+    """If it fails, one process pays for a gradient sync, or trains otherwise than without."""
     ((expected, _),) = run_ranks(fit_alone, None, world_size=1)
     for strategy in BASELINES:
         ((params, wire_bytes),) = run_ranks(fit_alone, strategy, world_size=1)
@@ -456,8 +456,8 @@ def use_all_loops(strategy: str) -> tuple[Params, Params, tuple[float, float, in
         assert predicted is not None
         assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
         results.append((numbers(module), (validated[0]["val_loss"], tested[0]["test_loss"], len(predicted))))
-    (params, said), (of_ddp, _) = results
-    return params, of_ddp, said, ours.wire_bytes
+    (params, messages), (of_ddp, _) = results
+    return params, of_ddp, messages, ours.wire_bytes
 
 
 @pytest.mark.parametrize("strategy", BASELINES)
@@ -485,7 +485,7 @@ def break_a_fit(strategy: str) -> int:
 
 @pytest.mark.parametrize("strategy", BASELINES)
 def test_a_fit_that_breaks_leaves_no_hooks(strategy: str) -> None:
-    """If it fails, a model goes on exchanging when its fit is over."""
+    """If it fails, a model goes on synchronizing when its fit is over."""
     assert run_ranks(break_a_fit, strategy) == [0, 0]
 
 

@@ -1,0 +1,173 @@
+"""Private names of the Trainer's training loops; see `lightning_commopt.compat`.
+
+They are the same in ``lightning`` and ``pytorch_lightning``, of which nothing is imported here. Read or set are
+``max_batches``, ``_combined_loader`` and ``_data_fetcher`` of the fit loop, ``_mode`` of a combined loader, ``length``
+of a data fetcher, and ``val_check_batch`` and ``_val_check_time_interval`` of the Trainer. ``setup_data`` and ``run``
+of the fit loop, and ``advance``, ``on_advance_end`` and ``run`` of its epoch loop are called through `LoopEvents`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import wraps
+from itertools import islice
+from typing import Any
+
+
+class LoopEvents:
+    """Calls back where Lightning has no hook for strategies, until `close`.
+
+    Args:
+        trainer: about to fit.
+        on_data: called on all ranks once the training dataloaders are set up, for the first time or again.
+        on_epoch_start: called before the first batch of an epoch.
+        on_going_on: called when it is decided that another batch is to be fetched.
+        on_epoch_end: called after the last batch of an epoch, before a validation that may follow it, and again when
+            the loop over the batches has been left, other than by an exception.
+        on_error: called with an exception that leaves the fit loop, before Lightning and its callbacks see it.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        on_data: Callable[[], None],
+        on_epoch_start: Callable[[], None],
+        on_going_on: Callable[[], None],
+        on_epoch_end: Callable[[], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._patched: list[tuple[Any, str]] = []
+
+        def setup_data(inner: Callable[..., None], *args: Any) -> None:
+            before = loop._data_fetcher, loop._combined_loader
+            inner(*args)
+            if loop._combined_loader is not None and (loop._data_fetcher, loop._combined_loader) != before:
+                on_data()
+
+        def run_fit(inner: Callable[..., None], *args: Any) -> None:
+            try:
+                inner(*args)
+            except BaseException as error:
+                on_error(error)
+                raise
+
+        def run_epoch(inner: Callable[..., None], *args: Any) -> None:
+            on_epoch_start()
+            inner(*args)
+            on_epoch_end()
+
+        def advance(inner: Callable[..., None], *args: Any) -> None:
+            on_going_on()
+            inner(*args)
+
+        def on_advance_end(inner: Callable[..., None], *args: Any) -> None:
+            if epoch_loop.done:
+                on_epoch_end()
+            inner(*args)
+
+        self._patch(loop, "setup_data", setup_data)
+        self._patch(loop, "run", run_fit)
+        self._patch(epoch_loop, "run", run_epoch)
+        self._patch(epoch_loop, "advance", advance)
+        self._patch(epoch_loop, "on_advance_end", on_advance_end)
+
+    def close(self) -> None:
+        """Leaves the loops as they were."""
+        while self._patched:
+            owner, name = self._patched.pop()
+            delattr(owner, name)
+
+    def _patch(self, owner: Any, name: str, around: Callable[..., None]) -> None:
+        inner = getattr(owner, name)
+        setattr(owner, name, wraps(inner)(lambda *args: around(inner, *args)))
+        self._patched.append((owner, name))
+
+
+def num_batches(trainer: Any) -> int | None:
+    """Returns how many batches an epoch of training has on this rank, with all limits; None if that is unknown."""
+    number = trainer.fit_loop.max_batches
+    return None if math.isinf(number) else int(number)
+
+
+def most_batches_left(trainer: Any) -> float:
+    """Returns after how many batches ``max_steps`` ends the fit at the latest; infinity if that is not known."""
+    if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
+        return math.inf
+    return float((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+
+
+def num_begun(trainer: Any) -> int:
+    """Returns how many batches of this epoch this rank has taken so far."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def limit_batches(trainer: Any, number: int) -> None:
+    """Ends the epochs of this rank after ``number`` batches, which is not above `num_batches`."""
+    limits = trainer.fit_loop._combined_loader.limits
+    limits[:] = [min(limit, number) for limit in limits]  # in place: the iterator has the same list
+    _announce(trainer, number)
+
+
+def repeat_batches(trainer: Any, number: int) -> None:
+    """Has this rank begin anew with its batches until there are ``number``, which is above `num_batches`."""
+    loop = trainer.fit_loop
+    loader = loop._combined_loader
+    own = [min(len(each), limit) for each, limit in zip(loader.flattened, loader.limits, strict=True)]
+    needs_all = loader._mode == "min_size"  # otherwise the longest decides, and the others are cycled through or over
+    loader.flattened = [
+        RepeatedLoader(each, own_number, number)
+        if own_number < number and (needs_all or own_number == max(own))
+        else each
+        for each, own_number in zip(loader.flattened, own, strict=True)
+    ]
+    loader.limits[:] = [max(limit, number) for limit in loader.limits]
+    iter(loop._data_fetcher)
+    _announce(trainer, number)
+
+
+def _announce(trainer: Any, number: int) -> None:
+    """Sets what Lightning has derived from the number of batches."""
+    trainer.fit_loop.max_batches = number
+    trainer.fit_loop._data_fetcher.length = number
+    if isinstance(trainer.val_check_interval, float) and getattr(trainer, "_val_check_time_interval", None) is None:
+        trainer.val_check_batch = max(1, int(number * trainer.val_check_interval))
+
+
+class RepeatedLoader:
+    """A dataloader that begins anew until there are enough batches; otherwise as the one that it is made of.
+
+    Args:
+        loader: has a length.
+        num_own: batches to take from it, before it begins anew.
+        number: of batches.
+    """
+
+    def __init__(self, loader: Any, num_own: int, number: int) -> None:
+        self._loader, self._num_own, self._number = loader, num_own, number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[Any]:
+        missing = self._number
+        while missing:
+            before = missing
+            for batch in islice(self._loader, min(self._num_own, missing)):
+                missing -= 1
+                yield batch
+            if missing == before:
+                return
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_iterator":  # Lightning ends the workers of a loader's own iterator, then takes it away
+            setattr(self._loader, name, value)
+        else:
+            super().__setattr__(name, value)

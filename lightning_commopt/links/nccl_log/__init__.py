@@ -1,0 +1,1 @@
+"""Reads NCCL_DEBUG=INFO logs: how ranks talk, and what is wrong or slow."""

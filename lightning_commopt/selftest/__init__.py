@@ -1,0 +1,1 @@
+"""Checks of gradient sync on the devices of this machine."""

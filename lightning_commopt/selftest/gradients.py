@@ -1,0 +1,54 @@
+"""A small model, and any gradients one likes sent through DDP."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Net(nn.Module):
+    """Matrices, vectors, convolutions and a scalar, mixed; some are not contiguous, as DDP then lays them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.conv = nn.Conv1d(4, 16, 3)
+        self.first = nn.Linear(32, 24)
+        self.second = nn.Linear(24, 40)
+        self.scalar = nn.Parameter(torch.ones(()))
+        self.image = nn.Conv2d(4, 16, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.empty(24, 32).t())
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def random_gradients(step: int, rank: int, scale: float = 1.0) -> dict[str, Tensor]:
+    """Returns normally distributed gradients of `Net` on the CPU, different on every rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {
+        name: scale * torch.randn(parameter.shape, generator=generator) for name, parameter in Net().named_parameters()
+    }
+
+
+def send(model: DistributedDataParallel, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sends gradients through DDP: those of the loss ``sum(parameter * gradient)``.
+
+    Returns:
+        The average, as the optimizer would see it.
+    """
+    module = model.module
+    original, module.forward = (
+        module.forward,
+        lambda: sum((parameter * gradients[name]).sum() for name, parameter in module.named_parameters()),
+    )
+    model.zero_grad()
+    model().backward()
+    module.forward = original
+    return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+
+
+def flatten(tensors: dict[str, Tensor]) -> Tensor:
+    """Returns all tensors in one, ``(n,)`` float64 on the CPU."""
+    return torch.cat([tensor.detach().cpu().double().reshape(-1) for tensor in tensors.values()])

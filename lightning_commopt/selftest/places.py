@@ -1,0 +1,74 @@
+"""Where the ranks of the self-test can run on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEVICES = ("auto", "cpu", "cuda")
+_NCCL_THAT_SHARES_A_GPU = (2, 30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Devices and backend of two ranks.
+
+    Attributes:
+        name: as the table shows it.
+        device_type: "cpu" or "cuda".
+        backend: of the process group.
+        indices: of each rank's CUDA device.
+        environment: variables of each rank, by its number as text, that must be set before the group is made.
+    """
+
+    name: str
+    device_type: str
+    backend: str
+    indices: tuple[int, int] = (0, 0)
+    environment: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def device(self, rank: int) -> torch.device:
+        """Returns the device of a rank."""
+        return torch.device("cpu") if self.device_type == "cpu" else torch.device("cuda", self.indices[rank])
+
+
+def candidates(device: str) -> list[Place]:
+    """Returns where two ranks may run, the best first; whether NCCL takes two ranks on one GPU shows when it is tried.
+
+    Args:
+        device: one of `DEVICES`; "auto" takes CUDA where there is a device.
+
+    Raises:
+        ValueError: the device is unknown, or there is none of its kind.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and num_gpus == 0:
+        raise ValueError("device=cuda: torch finds no CUDA device here")
+    cpu = Place(name="2 ranks on the CPU, gloo", device_type="cpu", backend="gloo")
+    if device == "cpu" or num_gpus == 0:
+        return [cpu]
+    return [*_with_nccl(num_gpus), _cuda("2 ranks on one GPU, gloo", "gloo")]
+
+
+def _with_nccl(num_gpus: int) -> list[Place]:
+    if not dist.is_nccl_available():
+        return []
+    backend = "cpu:gloo,cuda:nccl"
+    if num_gpus > 1:
+        return [_cuda("2 ranks on 2 GPUs, NCCL", backend, indices=(0, 1))]
+    # NCCL refuses two ranks with one GPU of one host, unless it is told to share, or takes them for two hosts.
+    as_hosts = {str(rank): {"NCCL_HOSTID": f"host{rank}"} for rank in range(2)}
+    places = [_cuda("2 ranks on one GPU as 2 hosts, NCCL over sockets", backend, environment=as_hosts)]
+    if torch.cuda.nccl.version() >= _NCCL_THAT_SHARES_A_GPU:
+        shared = {str(rank): {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} for rank in range(2)}
+        places.insert(0, _cuda("2 ranks on one GPU, NCCL", backend, environment=shared))
+    return places
+
+
+def _cuda(name: str, backend: str, **options: Any) -> Place:
+    return Place(name=name, device_type="cuda", backend=backend, **options)

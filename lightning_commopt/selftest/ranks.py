@@ -1,0 +1,160 @@
+"""Runs a function on several real ranks and hands back what each returned."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# Ranks are forked from a server that has imported the slow packages once: two of them take 0.15 s to start, which is
+# why each call has new ones, and none finds what another has left.
+PROCESSES = multiprocessing.get_context("forkserver")
+
+Answer = tuple[Any, str | None]
+"""What a rank returned, and the traceback if it raised instead."""
+
+_SECONDS_AFTER_A_FAILURE = 5
+
+
+class RankError(RuntimeError):
+    """A rank raised (its traceback is in the message), died, or did not answer in time."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    limit_s: float = 240,
+    group_timeout_s: float = 180,
+    backend: str = "gloo",
+    environment: Mapping[str, Mapping[str, str]] | None = None,
+) -> list[Any]:
+    """Calls ``fn(*args)`` on every rank of a process group, in processes of their own.
+
+    Each rank finds ``LOCAL_RANK`` and its group as a Lightning ``Trainer`` would after
+    launching, so that ``Trainer(devices=world_size, accelerator="cpu")`` works inside ``fn``.
+
+    Args:
+        fn: a function at module level; it and what it returns are pickled.
+        args: handed to ``fn`` on every rank.
+        world_size: number of ranks.
+        limit_s: seconds that all of it may take; no measure of speed, only against waiting for ever.
+        group_timeout_s: seconds after which a collective without an answer raises.
+        backend: of the process group.
+        environment: variables of each rank, by its number as text.
+
+    Returns:
+        What each rank returned, in the order of ranks.
+
+    Raises:
+        RankError: a rank raised (its traceback is in the message), died, or said nothing
+            for ``limit_s`` seconds.
+    """
+    job = _Job(fn, args, world_size, group_timeout_s, backend, environment or {})
+    answers = _run(job, limit_s, _SECONDS_AFTER_A_FAILURE)
+    for rank, (_, trace) in answers.items():  # in the order in which they answered: who failed first is named
+        if trace is not None:
+            raise RankError(f"rank {rank} raised\n{trace}")
+    _check_all_answered(answers, world_size, limit_s)
+    return [answers[rank][0] for rank in range(world_size)]
+
+
+def run_ranks_or_raise(
+    fn: Callable[..., Any], *args: Any, world_size: int, limit_s: float = 240, group_timeout_s: float = 180
+) -> list[Answer]:
+    """Like `run_ranks`, where failures are expected: waits for all ranks, each answer is (value, traceback or None)."""
+    answers = _run(_Job(fn, args, world_size, group_timeout_s, "gloo", {}), limit_s, limit_s)
+    _check_all_answered(answers, world_size, limit_s)
+    return [answers[rank] for rank in range(world_size)]
+
+
+class _Job(NamedTuple):
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    group_timeout_s: float
+    backend: str
+    environment: Mapping[str, Mapping[str, str]]
+
+
+def _run(job: _Job, limit_s: float, grace_s: float) -> dict[int, Answer]:
+    """Starts the ranks, collects the answers that come in time, and leaves no process behind."""
+    answers: dict[int, Answer] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [PROCESSES.Pipe(duplex=False) for _ in range(job.world_size)]
+        processes = [
+            PROCESSES.Process(target=_rank, args=(rank, folder, pipe, job), daemon=False)
+            for rank, (_, pipe) in enumerate(pipes)
+        ]
+        try:
+            for process, (_, pipe) in zip(processes, pipes, strict=True):
+                process.start()
+                pipe.close()  # the rank's end is only the rank's now: when it dies, ours is at its end
+            _collect(answers, [pipe for pipe, _ in pipes], limit_s, grace_s)
+        finally:
+            for rank, process in enumerate(processes):
+                if process.pid is not None:
+                    process.join(timeout=5 if rank in answers else 0)
+                    process.kill()
+                    process.join()
+            for pipe, _ in pipes:
+                pipe.close()
+    return answers
+
+
+def _collect(answers: dict[int, Answer], pipes: list[Connection], limit_s: float, grace_s: float) -> None:
+    """Waits for the ranks' answers; ``grace_s`` once one of them has raised, as the others may wait for it."""
+    end = time.monotonic() + limit_s
+    while waiting := {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}:
+        ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            try:
+                answers[waiting[pipe]] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                answers[waiting[pipe]] = None, "it died before it answered"
+        if any(trace is not None for _, trace in answers.values()):
+            end = min(end, time.monotonic() + grace_s)
+
+
+def _check_all_answered(answers: dict[int, Answer], world_size: int, limit_s: float) -> None:
+    if len(answers) < world_size:
+        said = "".join(f"\nrank {rank}: {trace}" for rank, (_, trace) in answers.items() if trace)
+        raise RankError(f"only ranks {sorted(answers)} answered within {limit_s} s{said}")
+
+
+def _rank(rank: int, folder: str, pipe: Connection, job: _Job) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(job.environment.get(str(rank), {}))
+    os.environ.update(
+        LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+    )
+    os.chdir(folder)
+    try:
+        store = dist.FileStore(str(Path(folder) / "store"), job.world_size)  # a file, so that no port can be taken
+        timeout = timedelta(seconds=job.group_timeout_s)
+        dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout)
+        # By plain pickle: multiprocessing's own only lends tensors, and this process may be gone when they are fetched.
+        answer = pickle.dumps((job.fn(*job.args), None))
+    except BaseException:
+        answer = pickle.dumps((None, traceback.format_exc()))
+    try:
+        pipe.send_bytes(answer)
+        pipe.close()
+    finally:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()

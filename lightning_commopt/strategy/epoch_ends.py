@@ -1,0 +1,153 @@
+"""EpochEnds: ranks that end an epoch early wait for the others, and learn that one goes on without them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lightning_commopt.strategy.uneven_batches import UnevenBatchesError, different_ends_message, goes_on_message
+
+_FIRST_POLL_S = 0.001
+_LAST_POLL_S = 0.05
+
+
+@dataclass(kw_only=True)
+class _Epoch:
+    """One pass through the training batches on this rank.
+
+    Attributes:
+        run: its number among all of this fit, from 1; the same on all ranks.
+        number: Lightning's, for messages.
+        num_ended: batches after which this rank has gone on, or left; -1 before the first one.
+        has_left: whether this rank has ended it.
+    """
+
+    run: int = 0
+    number: int = 0
+    num_ended: int = -1
+    has_left: bool = True
+
+
+class EpochEnds:
+    """Keeps ranks from leaving an epoch that others are still in, through the store, as a collective would hang.
+
+    Ranks that end it after the number of batches that all ranks have agreed upon send nothing and wait for nobody.
+
+    Args:
+        store: of the ranks of one fit; keys of ours only.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout_s: how long to wait for others.
+        check_peers: raises if waiting is in vain, as a rank has failed; called now and then.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, timeout_s: float, check_peers: Callable[[], None]
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._check_peers = check_peers
+        self._epoch = self._previous = _Epoch()
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Where this rank is, to compare: the epoch, and the batches that it has ended."""
+        return self._epoch.run, self._epoch.num_ended
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether an epoch has begun and not ended."""
+        return not self._epoch.has_left
+
+    def begin(self, number: int) -> None:
+        """An epoch begins."""
+        self._previous, self._epoch = self._epoch, _Epoch(run=self._epoch.run + 1, number=number, has_left=False)
+
+    def go_on(self, num_batches: int) -> None:
+        """The epoch goes on after so many batches."""
+        self._epoch.num_ended = num_batches
+
+    def leave(self, num_batches: int, agreed: int | None) -> None:
+        """The epoch ends on this rank; returns once that is known to be so on all.
+
+        Args:
+            num_batches: that this rank has begun in it.
+            agreed: that every rank has; None if that is not known.
+
+        Raises:
+            UnevenBatchesError: another rank goes on, or has ended it after another number.
+            TimeoutError: ranks have not come.
+        """
+        epoch = self._epoch
+        if epoch.has_left:
+            return
+        epoch.num_ended, epoch.has_left = num_batches, True
+        if num_batches != agreed and self._world_size > 1:
+            self._meet(epoch)
+
+    def find_leaver(self, num_begun: int, is_in_collective: bool) -> str | None:
+        """Tells ranks that have left an epoch too early that this rank has gone on in it.
+
+        Args:
+            num_begun: batches of this epoch that this rank has begun.
+            is_in_collective: whether it is in a collective now.
+
+        Returns:
+            What is wrong; None if nothing is known to be.
+        """
+        for epoch in (self._epoch, self._previous):
+            if epoch.run == 0 or not self._store.check([f"{epoch.run}/left"]):
+                continue
+            rank, number = json.loads(self._store.get(f"{epoch.run}/left"))
+            own = epoch.num_ended if epoch.has_left else num_begun
+            # One that has gone on may yet find that there is no next batch; it does so outside of collectives.
+            goes_on = not epoch.has_left and epoch.num_ended >= number and is_in_collective
+            if rank != self._rank and (own > number or goes_on):
+                self._store.set(f"{epoch.run}/goes_on", json.dumps([self._rank, own]))
+                return goes_on_message((rank, number), (self._rank, own), epoch.number)
+        return None
+
+    def _meet(self, epoch: _Epoch) -> None:
+        store, run = self._store, epoch.run
+        store.set(f"{run}/rank/{self._rank}", str(epoch.num_ended))
+        num_come = store.add(f"{run}/come", 1)
+        if num_come == 1:
+            store.set(f"{run}/left", json.dumps([self._rank, epoch.num_ended]))
+        if num_come == self._world_size:
+            store.set(f"{run}/all", json.dumps([int(store.get(f"{run}/rank/{rank}")) for rank in self._ranks]))
+        self._await(epoch)
+        numbers = json.loads(store.get(f"{run}/all"))
+        if len(set(numbers)) > 1:
+            raise UnevenBatchesError(different_ends_message(numbers, epoch.number))
+        if self._rank == 0 and run > 1:  # nobody reads what is about the one before this
+            for key in ("left", "come", "all", *(f"rank/{rank}" for rank in self._ranks)):
+                store.delete_key(f"{run - 1}/{key}")
+
+    def _await(self, epoch: _Epoch) -> None:
+        """Waits until all ranks have come. It polls, as a wait would block the store's other users."""
+        deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_POLL_S
+        while True:
+            self._check_peers()
+            if self._store.check([f"{epoch.run}/all"]):
+                return
+            if self._store.check([f"{epoch.run}/goes_on"]):
+                rank, number = json.loads(self._store.get(f"{epoch.run}/goes_on"))
+                raise UnevenBatchesError(goes_on_message((self._rank, epoch.num_ended), (rank, number), epoch.number))
+            if time.monotonic() > deadline:
+                missing = [rank for rank in self._ranks if not self._store.check([f"{epoch.run}/rank/{rank}"])]
+                raise TimeoutError(
+                    f"Rank {self._rank} has ended epoch {epoch.number} after {epoch.num_ended} batches, and ranks"
+                    f" {missing} have not within {self._timeout_s:g} s."
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._world_size)

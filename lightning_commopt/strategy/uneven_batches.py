@@ -1,0 +1,157 @@
+"""Ranks with different numbers of batches: what a strategy does about it before an epoch begins."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_commopt.compat.loops import limit_batches, most_batches_left, num_batches, repeat_batches
+from lightning_commopt.validation import warn_once
+
+POLICIES = ("error", "drop", "pad", "allow")
+
+_WHY = "Gradient sync needs every rank in every step: a rank without a batch would leave the others waiting for it."
+_WHAT_TO_DO = (
+    "Deal the samples out evenly: Trainer(use_distributed_sampler=True), DistributedSampler, or a length that is the"
+    " same on all ranks. Or choose: CommOptDDP(uneven_batches='drop') ends epochs at the smallest number, 'pad' repeats"
+    " batches up to the largest, and Trainer(limit_train_batches=N) sets a number."
+)
+_RANKS_IN_MESSAGE = 8
+
+
+class UnevenBatchesError(RuntimeError):
+    """Ranks have different numbers of training batches; the message says which, and what to do."""
+
+
+def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
+    """Compares the ranks' numbers of batches, and does what the policy says. All ranks must call it.
+
+    Args:
+        trainer: whose training dataloaders have just been set up.
+        policy: one of `POLICIES`.
+        device: whose tensors the default group can gather.
+
+    Returns:
+        The number of batches in an epoch, the same on all ranks; None if a rank does not know it, if ``max_steps`` ends
+        the fit before, or with "allow".
+
+    Raises:
+        UnevenBatchesError: the numbers differ and the policy is "error"; or a rank has none; or the policy needs a
+            number that a rank does not know.
+    """
+    if policy == "allow":
+        return None
+    own = num_batches(trainer)
+    numbers = _gather(own, device)
+    unknown = [rank for rank, number in enumerate(numbers) if number is None]
+    if unknown:
+        if policy != "error":
+            raise UnevenBatchesError(_unknown_message(policy, unknown))
+        return None
+    smallest, largest = min(numbers), max(numbers)  # type: ignore[type-var]
+    assert own is not None
+    assert smallest is not None
+    assert largest is not None
+    if smallest == largest:
+        return own
+    if most_batches_left(trainer) <= smallest:
+        return None
+    found = f"Ranks have different numbers of training batches: {_listed(numbers)}."
+    if policy != "error" and smallest == 0:
+        raise UnevenBatchesError(f"{found} uneven_batches={policy!r} cannot help a rank that has none. {_WHY}")
+    if policy == "error":
+        raise UnevenBatchesError(f"{found} {_WHY} {_WHAT_TO_DO}")
+    if policy == "drop":
+        dropped = sum(number - smallest for number in numbers if number is not None)
+        warn_once(
+            f"{found} uneven_batches='drop': every epoch ends after {smallest} batches on all ranks, and"
+            f" {dropped} in all are left out."
+        )
+        if own > smallest:
+            limit_batches(trainer, smallest)
+        return smallest
+    repeated = sum(largest - number for number in numbers if number is not None)
+    warn_once(
+        f"{found} uneven_batches='pad': every epoch has {largest} batches on all ranks; those with fewer begin anew,"
+        f" and {repeated} batches count twice or more."
+    )
+    if own < largest:
+        repeat_batches(trainer, largest)
+    return largest
+
+
+def different_ends_message(numbers: Sequence[int | None], epoch: int) -> str:
+    """Says that an epoch has ended after different numbers of batches.
+
+    Args:
+        numbers: for each rank its batches; None for one that goes on.
+        epoch: its number.
+    """
+    return f"Ranks ended epoch {epoch} after different numbers of batches: {_listed(numbers)}. {_WHY} {_WHAT_TO_DO}"
+
+
+def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int) -> str:
+    """Says that a rank goes on in an epoch that another has ended.
+
+    Args:
+        left: a rank, and the number of batches after which it has ended the epoch.
+        going: a rank, and the number of batches that it has begun.
+        epoch: its number.
+    """
+    return (
+        f"Rank {left[0]} has ended epoch {epoch} after {_count(left[1])}, and rank {going[0]} goes on after"
+        f" {_count(going[1])}. {_WHY} {_WHAT_TO_DO}"
+    )
+
+
+def _gather(own: int | None, device: torch.device) -> list[int | None]:
+    mine = torch.tensor([-1 if own is None else own], device=device)
+    everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybodys, mine)
+    numbers = torch.cat(everybodys).tolist()
+    return [None if number < 0 else number for number in numbers]
+
+
+def _unknown_message(policy: str, ranks: Sequence[int]) -> str:
+    return (
+        f"uneven_batches={policy!r} needs to know before an epoch how many batches each rank has, and the dataloader of"
+        f" {_ranks(ranks)} has no length. Give the IterableDataset a __len__, or set"
+        " Trainer(limit_train_batches=N), or leave uneven_batches='error', which tells when a rank runs out."
+    )
+
+
+def _listed(numbers: Sequence[int | None]) -> str:
+    """Returns which ranks have how many.
+
+    >>> _listed([6, 6, 5])
+    '6 batches on ranks 0 and 1, 5 batches on rank 2'
+    """
+    ranks_with: dict[int | None, list[int]] = defaultdict(list)
+    for rank, number in enumerate(numbers):
+        ranks_with[number].append(rank)
+    return ", ".join(
+        f"{'more' if number is None else _count(number)} on {_ranks(ranks)}" for number, ranks in ranks_with.items()
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number} batch" if number == 1 else f"{number} batches"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Returns ranks in words.
+
+    >>> _ranks([3])
+    'rank 3'
+    >>> _ranks(range(20))
+    'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more'
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _RANKS_IN_MESSAGE:
+        return f"ranks {', '.join(map(str, ranks[:_RANKS_IN_MESSAGE]))} and {len(ranks) - _RANKS_IN_MESSAGE} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,0 +1,69 @@
+"""What tests of strategies and callbacks use of Lightning, from the package that LIGHTNING_PACKAGE names.
+
+LIGHTNING_PACKAGE=pytorch_lightning python -m pytest --all tests/strategy tests/callbacks
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+from lightning_commopt.strategy.adapters import ADAPTERS
+
+PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "lightning.pytorch")
+ADAPTER = ADAPTERS[PACKAGE]
+
+if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, seed_everything
+    from lightning.pytorch.callbacks import (
+        BaseFinetuning,
+        EarlyStopping,
+        ModelCheckpoint,
+        OnExceptionCheckpoint,
+        ThroughputMonitor,
+    )
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.loggers import CSVLogger, Logger
+    from lightning.pytorch.plugins.precision import MixedPrecision
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.utilities import CombinedLoader
+else:
+    from lightning_fabric.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning import Callback, LightningModule, Trainer, callbacks, seed_everything
+    from pytorch_lightning.callbacks import (
+        BaseFinetuning,
+        EarlyStopping,
+        ModelCheckpoint,
+        OnExceptionCheckpoint,
+        ThroughputMonitor,
+    )
+    from pytorch_lightning.core.optimizer import LightningOptimizer
+    from pytorch_lightning.demos.boring_classes import BoringModel
+    from pytorch_lightning.loggers import CSVLogger, Logger
+    from pytorch_lightning.plugins.precision import MixedPrecision
+    from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+    from pytorch_lightning.utilities import CombinedLoader
+
+__all__ = [
+    "ADAPTER",
+    "PACKAGE",
+    "BaseFinetuning",
+    "BoringModel",
+    "CSVLogger",
+    "Callback",
+    "CombinedLoader",
+    "DDPStrategy",
+    "EarlyStopping",
+    "LightningModule",
+    "LightningOptimizer",
+    "Logger",
+    "MisconfigurationException",
+    "MixedPrecision",
+    "ModelCheckpoint",
+    "OnExceptionCheckpoint",
+    "SingleDeviceStrategy",
+    "ThroughputMonitor",
+    "Trainer",
+    "callbacks",
+    "seed_everything",
+]

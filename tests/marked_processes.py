@@ -1,0 +1,72 @@
+"""Programs of which every process can be found, whatever it has become: by a variable in its environment."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+_TESTS = Path(__file__).parent
+_POLL_S = 0.1
+
+
+class Program:
+    """A Python program that runs in a session of its own, with its output in a file.
+
+    Args:
+        arguments: of Python.
+        folder: to start in.
+    """
+
+    def __init__(self, arguments: list[str], folder: Path) -> None:
+        self._mark = f"COMMOPT_TEST={uuid.uuid4().hex}".encode()
+        self._output = folder / "output.txt"
+        name, _, value = self._mark.decode().partition("=")
+        paths = (_TESTS / "strategy", _TESTS, _TESTS.parent)
+        environment = {known: os.environ[known] for known in ("PATH", "HOME") if known in os.environ}
+        environment |= {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1", name: value}
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What all its processes have said so far."""
+        return self._output.read_text(errors="replace")
+
+    def processes(self) -> list[int]:
+        """Returns those of its processes that run."""
+        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._owns(entry)]
+
+    def wait(self, limit_s: float) -> bool:
+        """Waits until none of its processes is left; returns whether that was so in time."""
+        deadline = time.monotonic() + limit_s
+        while self.process.poll() is None or self.processes():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def kill(self) -> None:
+        """Ends all of its processes."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _owns(self, entry: Path) -> bool:
+        try:
+            state = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            return state not in "ZX" and self._mark in (entry / "environ").read_bytes()
+        except OSError:
+            return False

@@ -1,0 +1,112 @@
+"""A rank that fails in the middle of a fit: the others end, its traceback comes first, no process is left."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from marked_processes import Program
+from strategy_models import SelfFed, trainer
+from torch import Tensor
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.strategy import fit_watch
+from ranks import run_ranks_or_raise
+
+_SCRIPT = str(Path(__file__).parent / "failing_script.py")
+_TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+_START_S = 180
+_LIMIT_S = 60
+"""Only against waiting for ever: gloo's own limit is half an hour."""
+
+
+class Vanishing(SelfFed):
+    """On rank 1 the process ends in the second batch, while rank 0 is where no connection tells it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            time.sleep(0.3)
+            if self.global_rank == 1:
+                os._exit(3)
+            time.sleep(600)
+        return super().training_step(batch, batch_idx)
+
+
+def _vanish(folder: Path) -> None:
+    own = os.open(folder / os.environ["LOCAL_RANK"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(own, 2)  # else it is that of the server which forks
+    fit_watch._WAKE_S, fit_watch._STALLED_S, fit_watch._GRACE_S = 0.05, 0.1, 0.2
+    trainer(CommOptDDP()).fit(Vanishing())
+
+
+def test_rank_that_waits_for_a_dead_one_ends(tmp_path: Path) -> None:
+    """If it fails, ranks hang until somebody looks."""
+    ends = run_ranks_or_raise(_vanish, tmp_path, world_size=2, limit_s=_LIMIT_S)
+    assert [trace for _, trace in ends] == ["it died before it answered"] * 2
+    printed = (tmp_path / "0").read_text()
+    assert "[rank 0] Rank 1 has died: its process " in printed
+    assert "[rank 0] This rank has waited for 0.2 s, and ends." in printed
+
+
+_LAUNCHERS = ("popen", "spawn", "fork", "forkserver", "torchrun")
+_FAULTS = [
+    *((2, rank, fault, others) for others in ("sync", "sleep") for rank in (0, 1) for fault in ("raise", "kill")),
+    (2, 1, "exit", "sync"),
+    (3, 2, "raise", "stuck"),
+    (3, 0, "raise", "stuck"),
+    (3, 2, "kill", "stuck"),
+    (3, 0, "kill", "stuck"),
+]
+_CASES = [(launcher, *fault) for launcher in _LAUNCHERS for fault in _FAULTS]
+if "COMMOPT_EVERY_FAILURE" not in os.environ:  # all take a quarter of an hour
+    _CASES = [
+        ("popen", 2, 0, "raise", "sleep"),
+        ("popen", 2, 1, "kill", "sync"),
+        ("popen", 3, 0, "kill", "stuck"),
+        ("spawn", 2, 1, "raise", "sync"),
+        ("spawn", 3, 2, "kill", "stuck"),
+        ("torchrun", 2, 1, "exit", "sync"),
+        ("torchrun", 3, 2, "kill", "stuck"),
+        ("forkserver", 2, 0, "kill", "sleep"),
+    ]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("launcher", "num_ranks", "rank", "fault", "others"), _CASES)
+def test_other_ranks_end_on_every_launcher(
+    launcher: str, num_ranks: int, rank: int, fault: str, others: str, tmp_path: Path
+) -> None:
+    """If it fails, a job that is dead keeps its devices, or hides why it is dead."""
+    said = _run(launcher, num_ranks, rank, fault, others, tmp_path)
+    if fault == "raise":
+        errors = [line for line in said.splitlines() if "Error: " in line]
+        assert "ArithmeticError: broken on purpose" in errors[0], said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_ranks_end_with_their_launcher(launcher: str, tmp_path: Path) -> None:
+    """If it fails, ranks of a job whose launcher was killed go on, and nobody sees them."""
+    _run(launcher, 3, 0, "launcher", "stuck", tmp_path)
+
+
+def _run(launcher: str, num_ranks: int, rank: int, fault: str, others: str, tmp_path: Path) -> str:
+    """Returns what the script has said, when all its processes have ended."""
+    start_method = "popen" if launcher == "torchrun" else launcher
+    script = [_SCRIPT, str(tmp_path), start_method, *map(str, (num_ranks, rank, fault, others))]
+    torchrun = [*_TORCHRUN, f"--nproc-per-node={num_ranks}"] if launcher == "torchrun" else []
+    program = Program([*torchrun, *script], tmp_path)
+    try:
+        deadline = time.monotonic() + _START_S
+        while not (tmp_path / "failed").exists():
+            assert time.monotonic() < deadline, program.output
+            assert program.process.poll() is None, program.output
+            time.sleep(0.1)
+        failed_at = time.monotonic()
+        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
+        print(f"{launcher}: rank {rank} of {num_ranks}, {fault}, {others}: {time.monotonic() - failed_at:.1f} s")
+    finally:
+        program.kill()
+    assert program.process.returncode != 0
+    return program.output

@@ -1,0 +1,293 @@
+"""Ranks that have different numbers of training batches."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from strategy_models import FEATURES, Params, Tiny, assert_same, numbers, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_commopt import CommOptDDP, OptionError
+from lightnings import Callback, CombinedLoader, Trainer
+from ranks import run_ranks, run_ranks_or_raise
+
+LIMIT_S = 60
+"""Against waiting for ever; the ranks need some seconds."""
+
+
+class Rows(Dataset[Any]):
+    """As many rows as are asked for, different on each rank."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.rows = torch.randn(64, FEATURES, generator=generator)[:number]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.rows[index], self.rows[index].sum().sin()[None]
+
+
+class Stream(IterableDataset[Any]):
+    """Rows of which nobody knows how many come."""
+
+    def __init__(self, number: int) -> None:
+        self.rows = Rows(number)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+class Promising(Stream):
+    """Says that it has more than come."""
+
+    def __len__(self) -> int:
+        return len(self.rows) + 4
+
+
+class Counting(Callback):
+    """Notes the batches that this rank trains on, and what Lightning knows of their number."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.val_steps: list[int] = []
+        self.expected: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.expected.append(trainer.num_training_batches)
+
+    def on_validation_start(self, trainer: Trainer, *args: Any) -> None:
+        self.val_steps.append(trainer.global_step)
+
+
+class Estimating(Tiny):
+    """Asks how long the fit will be, as learning rate schedules do."""
+
+    estimated = 0.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.estimated = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def _loader(kind: type[Any], *num_batches: int) -> DataLoader[Any]:
+    return DataLoader(kind(num_batches[dist.get_rank()] * 4), batch_size=4)
+
+
+def _fit(
+    kind: type[Any], num_batches: tuple[int, ...], strategy: dict[str, Any], **options: Any
+) -> tuple[list[Any], Params, list[int], list[float]]:
+    counting, module = Counting(), Estimating()
+    defaults: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False, "limit_val_batches": 0}
+    run = trainer(CommOptDDP(**strategy), callbacks=[counting], **{**defaults, **options})
+    run.fit(module, _loader(kind, *num_batches), _loader(Rows, *[2] * dist.get_world_size()))
+    return counting.batches, numbers(module), counting.val_steps, [module.estimated, *counting.expected]
+
+
+def _errors(*arguments: Any, world_size: int = 2, **options: Any) -> list[str]:
+    """Returns the tracebacks of ranks that all fail in time."""
+    ends = run_ranks_or_raise(_fit_with, arguments, options, world_size=world_size, limit_s=LIMIT_S)
+    assert all(trace is not None for _, trace in ends), ends
+    return [str(trace) for _, trace in ends]
+
+
+def _fit_with(arguments: Any, options: Any) -> Any:
+    return _fit(*arguments, **options)
+
+
+def test_lengths_that_differ_are_an_error_before_training() -> None:
+    """If it fails, a broken sampler makes ranks wait for each other, or pairs gradients of different epochs."""
+    for trace in _errors(Rows, (3, 2, 3), {}, world_size=3):
+        found = "3 batches on ranks 0 and 2, 2 batches on rank 1."
+        assert f"UnevenBatchesError: Ranks have different numbers of training batches: {found}" in trace
+        assert "uneven_batches='drop'" in trace
+
+
+class Cycled(Rows):
+    """The rows of the first three batches on rank 0, over and over; on the others as `Rows`."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return super().__getitem__(index % 12 if dist.get_rank() == 0 else index)
+
+
+_FOUND = "Ranks have different numbers of training batches: 3 batches on rank 0, 5 batches on rank 1."
+_WHAT_IS_DONE = (
+    "uneven_batches='drop': every epoch ends after 3 batches on all ranks, and 2 in all are left out.",
+    "uneven_batches='pad': every epoch has 5 batches on all ranks; those with fewer begin anew, and 2 batches count",
+)
+
+
+def _drop_and_pad() -> None:
+    dropped = _fit(Rows, (3, 5), {"uneven_batches": "drop"}, val_check_interval=0.5, limit_val_batches=1)
+    limited = _fit(Rows, (5, 5), {}, val_check_interval=0.5, limit_val_batches=1, limit_train_batches=3)
+    assert_same(dropped[1], limited[1])
+    assert dropped[2:] == limited[2:] == ([1, 2, 3, 4, 5, 6], [6] + [3] * 6)
+
+    padded = _fit(Rows, (3, 5), {"uneven_batches": "pad"}, val_check_interval=0.4, limit_val_batches=1)
+    cycled = _fit(Cycled, (5, 5), {}, val_check_interval=0.4, limit_val_batches=1)
+    assert_same(padded[1], cycled[1])
+    assert padded[2:] == cycled[2:] == ([2, 4, 7, 9], [10] + [5] * 10)
+
+
+def test_drop_ends_epochs_early_and_pad_repeats_batches() -> None:
+    """If it fails, training is not what the warning says."""
+    run_ranks(_check_warnings, _drop_and_pad, limit_s=LIMIT_S)
+
+
+def _check_warnings(check: Any) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check()
+    said = [str(each.message) for each in caught if "uneven" in str(each.message)]
+    assert len(said) == (2 if dist.get_rank() == 0 else 0)
+    for message, what in zip(said, _WHAT_IS_DONE, strict=False):
+        assert message.startswith(f"{_FOUND} {what}")
+
+
+@pytest.mark.parametrize("short", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_stream_that_ends_on_one_rank_is_an_error(short: int) -> None:
+    """If it fails, the other rank waits for half an hour, and nobody says why."""
+    num_batches = (2, 4) if short == 0 else (4, 2)
+    traces = _errors(Stream, num_batches, {})
+    found = f"Rank {short} has ended epoch 0 after 2 batches, and rank {1 - short} goes on"
+    assert f"UnevenBatchesError: {found}" in traces[short]
+    assert found in traces[1 - short]
+
+
+def _fits_that_go_well() -> None:
+    alone = {name: len(_fit(*arguments, **options)[0]) for name, (*arguments, options) in _GO_WELL.items()}
+    assert alone == {
+        "streams": 6,
+        "too short promises": 6,
+        "limited": 4,
+        "max_steps": 2,
+        "allowed": 6,
+        "accumulated": 6,
+    }
+
+
+_GO_WELL: dict[str, tuple[Any, ...]] = {
+    "streams": (Stream, (3, 3), {}, {}),
+    "too short promises": (Promising, (3, 3), {}, {}),
+    "limited": (Rows, (3, 4), {}, {"limit_train_batches": 2}),
+    "max_steps": (Rows, (3, 4), {}, {"max_steps": 2}),
+    "allowed": (Stream, (3, 3), {"uneven_batches": "allow"}, {}),
+    "accumulated": (Stream, (3, 3), {}, {"accumulate_grad_batches": 2}),
+}
+
+
+def test_even_ranks_train_undisturbed() -> None:
+    """If it fails, training that works without us ends in an error, or waits for ever."""
+    run_ranks(_fits_that_go_well, limit_s=LIMIT_S)
+
+
+def _combined(mode: Any, *num_batches: tuple[int, int]) -> Any:
+    return CombinedLoader([_loader(Rows, *numbers) for numbers in num_batches], mode)
+
+
+class OfTwo(Tiny):
+    """Learns from two loaders, of which one may have run out."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if not isinstance(batch[0], list):
+            return super().loss(batch)
+        return torch.stack([super(OfTwo, self).loss(each) for each in batch if each is not None]).sum()
+
+
+class Reloading(OfTwo):
+    """Makes its loaders anew for every epoch, in the second one with other numbers of batches."""
+
+    def train_dataloader(self) -> Any:
+        numbers = (3, 3) if self.current_epoch == 0 else (4, 2)
+        return _loader(Rows, *numbers)
+
+
+def _fit_combined(policy: str, loader: Any, module: Tiny, **options: Any) -> int:
+    counting = Counting()
+    run = trainer(
+        CommOptDDP(uneven_batches=policy),  # type: ignore[arg-type]
+        callbacks=[counting],
+        use_distributed_sampler=False,
+        **{"max_epochs": 1, **options},
+    )
+    run.fit(module, loader)
+    return len(counting.batches)
+
+
+def _combine() -> dict[str, int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is dropped and padded
+        found = {
+            f"{policy} {mode}": _fit_combined(policy, _combined(mode, (3, 5), (2, 4)), OfTwo())
+            for policy in ("drop", "pad")
+            for mode in ("min_size", "max_size", "max_size_cycle")
+        }
+        found["the shorter loader"] = _fit_combined("error", _combined("max_size_cycle", (5, 5), (2, 3)), OfTwo())
+        found["reloaded"] = _fit_combined("pad", None, Reloading(), max_epochs=2, reload_dataloaders_every_n_epochs=1)
+        return found
+
+
+@pytest.mark.exhaustive
+def test_combined_loaders_end_together() -> None:
+    """If it fails, loaders that are combined, or made anew, hang in spite of the option."""
+    for found in run_ranks(_combine, limit_s=2 * LIMIT_S):
+        assert found == {
+            "drop min_size": 2,
+            "drop max_size": 3,
+            "drop max_size_cycle": 3,
+            "pad min_size": 4,
+            "pad max_size": 5,
+            "pad max_size_cycle": 5,
+            "the shorter loader": 5,
+            "reloaded": 7,
+        }
+
+
+@pytest.mark.exhaustive
+def test_promise_that_is_not_kept_is_an_error() -> None:
+    """If it fails, a dataset with a wrong length hangs."""
+    traces = _errors(Promising, (2, 3), {"uneven_batches": "drop"})
+    assert "UnevenBatchesError: Rank 0 has ended epoch 0 after 2 batches, and rank 1 goes on" in traces[0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["drop", "pad"])
+def test_policy_that_needs_lengths_refuses_streams(policy: str) -> None:
+    """If it fails, a choice of the user is ignored."""
+    for trace in _errors(Stream, (2, 2), {"uneven_batches": policy}):
+        assert f"UnevenBatchesError: uneven_batches='{policy}' needs to know before an epoch how many batches" in trace
+
+
+def test_unknown_policy_is_refused() -> None:
+    with pytest.raises(
+        OptionError, match=r"uneven_batches must be one of error, drop, pad, allow, got 'dropp'; did you"
+    ):
+        CommOptDDP(uneven_batches="dropp")  # type: ignore[arg-type]
+
+
+class StopsAlone(Callback):
+    """Stops training on rank 0 only, after the second batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = trainer.global_rank == 0 and batch_idx == 1
+
+
+def _stop_alone() -> None:
+    options: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}
+    trainer(CommOptDDP(), callbacks=[StopsAlone()], **options).fit(Tiny(), _loader(Rows, 4, 4))
+
+
+@pytest.mark.exhaustive
+def test_rank_that_stops_by_itself_is_an_error() -> None:
+    """If it fails, a stop on one rank hangs although all ranks have as many batches."""
+    traces = [trace or "" for _, trace in run_ranks_or_raise(_stop_alone, world_size=2, limit_s=LIMIT_S)]
+    assert "UnevenBatchesError: Rank 0 has ended epoch 0 after 2 batches, and rank 1 goes on" in traces[0]
+    assert "Rank 0 has ended epoch 0 after 2 batches" in traces[1]

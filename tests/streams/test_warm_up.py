@@ -1,0 +1,84 @@
+"""Kernels are compiled when a hook is attached, and all ranks do without Triton where one of them has to."""
+
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cross_section import sampled
+from ddp_steps import Training
+from every_compressor import BF16, COMPRESSORS
+from fake_cuda import DEVICE, cuda_on, needs_fake_copies
+from machine import Machine
+from test_side_streams import CASES, steps
+
+from lightning_commopt.collectives.channel import Channel
+from lightning_commopt.ddp import warm_up
+from lightning_commopt.kernels import dispatch
+from ranks import run_ranks
+
+
+def triton_launches(machine: Machine) -> set[str]:
+    return {launch.name for launch in machine.launches if launch.name.startswith("_")}
+
+
+@needs_fake_copies
+@pytest.mark.parametrize("name", sampled(CASES, by_default=["alternating_rank_2"]))
+def test_training_needs_no_kernel_that_is_not_compiled_when_it_begins(name: str) -> None:
+    """If it fails, the first backward of every rank compiles for seconds, and others wait for it."""
+    in_training, compiled = Machine(), Machine()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with cuda_on(in_training):
+            training = Training(in_training, CASES[name])
+            steps(training)
+            channel, compressor = training.channel, training.hook.compressor
+        with cuda_on(compiled):
+            warm_up.run_on_samples(compressor, channel, [torch.float32], DEVICE)
+    assert triton_launches(in_training) - triton_launches(compiled) == set()
+
+
+def _compile(fails: str) -> tuple[bool, list[str]]:
+    """Compiles on CPU, where Triton is said to be there; it fails on rank 1, or an own compressor fails everywhere."""
+
+    def fail(*args: Any) -> None:
+        if fails == "compressor" or (dist.get_rank() == 1 and dispatch.has_triton()):
+            raise RuntimeError("no C compiler\nand a long trace")
+
+    group = dist.group.WORLD
+    assert group is not None
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch.object(dispatch, "_finds_triton", return_value=True),
+        mock.patch.object(warm_up, "run_on_samples", fail),
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            warm_up.compile_kernels(BF16, Channel(group), [torch.float32], torch.device("cpu"), group)
+        return dispatch.has_triton(), [str(warning.message) for warning in caught]
+
+
+def test_all_ranks_do_without_triton_where_one_of_them_cannot_compile() -> None:
+    """If it fails, ranks compute the average in different bits, and models drift apart without any sign."""
+    (first, said), (second, also_said) = run_ranks(_compile, "triton")
+    assert not first
+    assert not second
+    for messages, reason in ((said, "on another rank"), (also_said, "RuntimeError: no C compiler")):
+        (message,) = messages
+        assert f"Triton cannot compile the kernels of comm_hook ({reason})" in message
+
+
+def test_a_compressor_that_fails_by_itself_does_not_count_against_triton() -> None:
+    assert run_ranks(_compile, "compressor") == [(True, [])] * 2
+
+
+def test_samples_run_without_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, what is run before training sends something, or needs a device."""
+    monkeypatch.setattr(warm_up, "_SHAPES", (((40, 33), (7,)),))
+    alone: Any = mock.Mock(size=2, rank=1, within=None, across=None)
+    channel: Any = mock.Mock(size=4, rank=1, within=alone, across=alone)
+    for name in ("powersgd_rank_2", "hierarchical_int8"):
+        warm_up.run_on_samples(COMPRESSORS[name], channel, [torch.float32, torch.int64], torch.device("cpu"))
+    assert channel.method_calls == alone.method_calls == []
