@@ -6,6 +6,7 @@ A command imports what it needs when it runs: torch takes seconds to import, and
 import json as json_text
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -258,6 +259,53 @@ def nccl_log(
         typer.echo(json_text.dumps(to_plain(log, findings), indent=2))
     else:
         print_log(log, findings, Console())
+
+
+@app.command()
+def topo(
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Text of nvidia-smi topo -m, or XML of NCCL_TOPO_DUMP_FILE; - for the input."
+        ),
+    ] = None,
+    source: Annotated[
+        str, typer.Option(help="Whom to ask on this machine: nvml, nvidia-smi, or auto for the first that works.")
+    ] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write it as a page, too: one HTML file.")] = None,
+) -> None:
+    """Says how the GPUs and NICs of a machine are connected, what to expect of that, and what hurts.
+
+    Under torchrun or srun also whether this rank's cores are near its GPU. Exit status 1 if a link is broken, 2 if
+    there is no topology to read.
+    """
+    from lightning_commopt.links.topology.findings import find_all
+    from lightning_commopt.links.topology.sources import local_rank, read_content, read_file, read_machine
+    from lightning_commopt.links.topology.summary import to_plain
+    from lightning_commopt.links.topology.terminal import print_findings, print_topology
+
+    with _errors_in_a_line(status=2):
+        if file is None:
+            machine = read_machine(source)
+        else:
+            machine = read_content(sys.stdin.buffer.read(), "input") if str(file) == "-" else read_file(file)
+        findings = find_all(machine)
+        if file is None and local_rank():
+            # All else is what the host's first rank says.
+            print_findings([finding for finding in findings if finding.code == "wrong_numa_node"], Console())
+            return
+        if output is not None:
+            from lightning_commopt.links.topology.page import write_page
+
+            write_page(machine, findings, output)
+    if json:
+        typer.echo(json_text.dumps(to_plain(machine, findings), indent=2))
+    else:
+        print_topology(machine, findings, Console())
+    if output is not None:
+        typer.echo(f"page: {output}", err=json)
+    raise typer.Exit(any(finding.severity == "error" for finding in findings))
 
 
 @contextmanager
