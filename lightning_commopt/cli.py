@@ -4,7 +4,6 @@ A command imports what it needs when it runs: torch takes seconds to import, and
 """
 
 import json as json_text
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -70,31 +69,45 @@ def selftest(
 
 @app.command()
 def doctor(
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Hosts that each run this with the same list; they meet on the first."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Where they meet; by default the launcher's, or 29511 with --hosts."),
+    ] = None,
     limit_s: Annotated[float, typer.Option(min=1, help="Seconds in which ranks must meet.")] = 60,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a list.")] = False,
 ) -> None:
-    """Says what may keep training from running here: on this host, or under torchrun on all hosts.
+    """Says what may keep training from running: on this host, or under torchrun, srun or with --hosts on several.
 
-    Compares versions, devices and variables of all ranks; looks at packages, NCCL's variables, shared memory, cores,
-    names, ports and InfiniBand. Exit status 1 if there is an error, 2 if the ranks do not meet.
+    Compares versions, devices and variables of all ranks; tries connections between all hosts; looks at packages,
+    NCCL's variables, shared memory, cores, names, interfaces, InfiniBand and the links between GPUs. Exit status 1 if
+    there is an error, 2 if the ranks do not meet.
     """
     from lightning_commopt.doctor.facts import collect_facts
     from lightning_commopt.doctor.findings import find
-    from lightning_commopt.doctor.meeting import MeetingError, meet
+    from lightning_commopt.doctor.meeting import Meeting, MeetingError, meet
+    from lightning_commopt.doctor.places import find_place
     from lightning_commopt.doctor.terminal import print_findings
 
-    facts = collect_facts()
+    with _errors_in_a_line(status=2):
+        place = find_place(hosts, port)
+        if place is None and port is not None:
+            raise ValueError("--port is where several hosts meet: give --hosts as well, or use torchrun or srun")
+    facts = collect_facts(place=place)
     try:
-        everybody = meet(facts, limit_s=limit_s) if "RANK" in os.environ else [facts]
+        met = Meeting([facts], []) if place is None else meet(facts, place, limit_s=limit_s)
     except MeetingError as error:
         typer.echo(f"commopt: {error}", err=True)
         raise typer.Exit(2) from None
-    found = find(everybody)
+    found = find(*met)
     if facts.rank == 0 and json:
-        plain = {"ranks": [asdict(each) for each in everybody], "findings": [each._asdict() for each in found]}
+        plain = {"ranks": [asdict(each) for each in met.everybody], "findings": [each._asdict() for each in found]}
         typer.echo(json_text.dumps(plain, indent=2))
     elif facts.rank == 0:
-        print_findings(found, everybody, Console())
+        print_findings(found, met.everybody, Console())
     raise typer.Exit(any(each.severity == "error" for each in found))
 
 
