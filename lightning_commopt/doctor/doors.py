@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning_commopt.doctor.interfaces import Interface
 
 _MOST_THREADS = 64
-_SOURCES_OF_ERRORS = {
+_REASONS = {
     errno.ECONNREFUSED: "refused, though the port is open there: a firewall rejects it",
     errno.EHOSTUNREACH: "no route to that host",
     errno.ENETUNREACH: "no route to that network",
@@ -52,6 +52,11 @@ class ClosedDoor(NamedTuple):
     to_host: str
     door: Door
     reason: str
+
+
+def explain(error: OSError) -> str:
+    """Returns why a connection failed, as far as the kernel says."""
+    return _REASONS.get(error.errno or 0, str(error))
 
 
 @contextlib.contextmanager
@@ -95,7 +100,7 @@ def find_closed(
         except TimeoutError:
             return f"no answer within {limit_s:g} s: probably a firewall drops it"
         except OSError as error:
-            return _SOURCES_OF_ERRORS.get(error.errno or 0, str(error))
+            return explain(error)
         return None
 
     tried = [(host, door) for host, theirs in doors.items() if host != own_host for door in theirs]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.doctor.doors import ClosedDoor, Door, find_closed, open_doors
+from lightning_commopt.doctor.doors import ClosedDoor, Door, explain, find_closed, open_doors
 from lightning_commopt.doctor.facts import Facts, facts_from_plain
 from lightning_commopt.doctor.places import Place
 
@@ -234,6 +234,6 @@ def check_port(host: str, port: int, *, limit_s: float) -> None:
                 " drops what is sent, or the address is of an interface that this host cannot reach"
             ) from error
         except OSError as error:
-            raise MeetingError(f"{host}:{port} cannot be reached: {error}") from error
+            raise MeetingError(f"{host}:{port} cannot be reached: {explain(error)}") from error
         else:
             return

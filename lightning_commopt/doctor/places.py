@@ -143,7 +143,7 @@ def expand_node_list(text: str) -> list[str]:
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     hosts = [host for part in parts for host in itertools.islice(_expand(part.strip()), _MOST_HOSTS)]
-    if not hosts or not all(hosts):
+    if not hosts or not all(hosts) or text.count("[") != text.count("]"):
         raise ValueError(f"SLURM_STEP_NODELIST must be a list of hosts such as node[01-03], got {text!r}")
     return hosts
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from lightning_commopt.doctor.adapter_findings import list_unchecked
@@ -45,8 +44,7 @@ def _print_interfaces(everybody: Sequence[Facts], console: Console) -> None:
 def _print_list(found: Sequence[Finding], console: Console) -> None:
     console.print("Fix this first:" if found[0].severity == "error" else "Nothing must be fixed. It may be worth it:")
     for number, each in enumerate(found, start=1):
-        color = "red" if each.severity == "error" else "yellow"
-        console.print(
-            f"{number}. [{color}]{each.severity}[/] {escape(f'{each.where}: {each.message}.')}", highlight=False
-        )
-        console.print(f"   {escape(each.remedy)}", highlight=False)
+        style = "red" if each.severity == "error" else "yellow"
+        line = Text.assemble(f"{number}. ", (each.severity, style), f" {each.where}: {each.message}")
+        console.print(line, soft_wrap=not console.is_terminal)
+        console.print(Text(f"   {each.remedy}"), soft_wrap=not console.is_terminal)
