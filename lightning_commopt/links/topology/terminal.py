@@ -38,7 +38,8 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
     ring = find_ring(machine)
     if ring is not None:
         _print(
-            f"ring: {' '.join(label.removeprefix('GPU') for label in ring.labels)}, slowest link {ring.worst}", console
+            f"ring: {' '.join(label.removeprefix('GPU') for label in ring.labels)}, slowest link {ring.worst.replace('NV', 'NVLink')}",
+            console,
         )
     if (all_reduce := expect_all_reduce(machine)) is not None:
         _print(f"expect: {all_reduce.text} [{all_reduce.source}]", console, "dim")
