@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -101,14 +102,16 @@ class _Talk:
         place = self._place
         try:
             told = self._exchange("facts", {**asdict(facts), "doors": list(doors)})
-            everybody = [facts_from_plain(each) for each in told]
+            listeners = [rank for rank, each in enumerate(told) if each["doors"]]
+            everybody = name_apart([facts_from_plain(each) for each in told], listeners)
+            own_host = everybody[place.rank].host
             by_host = {
                 each.host: [Door(*door) for door in plain["doors"]]
                 for each, plain in zip(everybody, told, strict=True)
                 if plain["doors"]
             }
             # One of each host tries; the others of it are on the same network.
-            closed = find_closed(facts.host, by_host, limit_s=_CONNECT_S) if place.local_rank == 0 else []
+            closed = find_closed(own_host, by_host, limit_s=_CONNECT_S) if place.local_rank == 0 else []
             # Nobody waits longer for those that try than they may take.
             self._deadline = max(self._deadline, time.monotonic() + _CONNECT_S + _GRACE_S)
             all_closed = [
@@ -193,6 +196,23 @@ class _Talk:
         if self._place.hosts_store:
             self._deadline = time.monotonic() + _GRACE_S
             _quietly(lambda: self._wait_for_all("left"))
+
+
+def name_apart(everybody: Sequence[Facts], listeners: Sequence[int]) -> list[Facts]:
+    """Gives hosts of one name their first rank behind it.
+
+    Args:
+        everybody: in the order of ranks, those of a host behind its first one.
+        listeners: the first rank of each host.
+    """
+    times = Counter(everybody[rank].host for rank in listeners)
+    names: dict[str, str] = {}
+    found = []
+    for rank, facts in enumerate(everybody):
+        if rank in listeners:
+            names[facts.host] = f"{facts.host} (rank {rank})" if times[facts.host] > 1 else facts.host
+        found.append(replace(facts, host=names.get(facts.host, facts.host)))
+    return found
 
 
 def _is_reachable(facts: Facts) -> bool:

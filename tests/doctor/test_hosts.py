@@ -18,7 +18,7 @@ from lightning_commopt.doctor.facts import Facts
 from lightning_commopt.doctor.findings import find
 from lightning_commopt.doctor.interface_findings import find_wrong_interfaces
 from lightning_commopt.doctor.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
-from lightning_commopt.doctor.meeting import MeetingError, meet
+from lightning_commopt.doctor.meeting import MeetingError, meet, name_apart
 from lightning_commopt.doctor.places import Place
 from lightning_commopt.links.topology.findings import Finding as TopologyFinding
 from lightning_commopt.netlab import NetLab, RankError
@@ -54,6 +54,16 @@ def met(rank: int, world_size: int, port: int, limit_s: float) -> Any:
     return [each.host for each in meeting.everybody], meeting.everybody[rank] == facts, meeting.closed
 
 
+def test_hosts_of_one_name() -> None:
+    """If it fails, two machines that are both called localhost count as one, and are not tried."""
+    everybody = [replace(FACTS, rank=rank) for rank in range(4)]
+    assert [each.host for each in name_apart(everybody, listeners=[0, 2])] == [
+        *["a (rank 0)"] * 2,
+        *["a (rank 2)"] * 2,
+    ]
+    assert name_apart(everybody, listeners=[0]) == everybody
+
+
 @pytest.fixture
 def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -78,6 +88,7 @@ def test_doors() -> None:
         assert find_closed("a", {"a": doors, "b": doors}, limit_s=5) == []
     (closed,) = find_closed("a", {"b": doors}, limit_s=5)
     assert closed[:3] == ("a", "b", door)
+    assert find_closed("b", {"b": doors}, limit_s=5) == []
     assert "a firewall rejects it" in closed.reason
 
     def drop(*_: Any, **__: Any) -> None:

@@ -18,11 +18,18 @@ def wrapped(text: str, width: int) -> str:
     )
 
 
+def coloured(text: str, start: str) -> str:
+    """Colours the head, and each cell by itself."""
+    head, _, rows = text.partition("\n")
+    cells = re.sub(r"\t ?([A-Z0-9]+)", rf"\t{re.escape(start)}32m\1{re.escape(start)}0m".replace("\\[", "["), rows)
+    return f"{start}4m{head}{start}0m\n{cells}"
+
+
 COPIES = {
     "tabs": Sample.tabbed,
     "spaces": Sample.spaced,
-    "coloured": lambda sample: f"\x1b[4m{sample.tabbed().replace(chr(10), chr(27) + '[0m' + chr(10), 1)}",
-    "colours_without_escape": lambda sample: f"[4m{sample.spaced().replace(chr(10), '[0m' + chr(10), 1)}",
+    "coloured": lambda sample: coloured(sample.tabbed(), "\x1b["),
+    "colours_without_escape": lambda sample: coloured(sample.tabbed(), "["),
     "indented": lambda sample: re.sub(r"^", "        ", sample.spaced(), flags=re.MULTILINE),
     "windows": lambda sample: sample.spaced().replace("\n", "\r\n"),
     "quoted": lambda sample: re.sub(r"^", "> ", sample.spaced(), flags=re.MULTILINE),

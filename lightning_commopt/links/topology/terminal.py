@@ -37,10 +37,8 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
     _print_links("between GPU and NIC", _nearest(machine), console)
     ring = find_ring(machine)
     if ring is not None:
-        _print(
-            f"ring: {' '.join(label.removeprefix('GPU') for label in ring.labels)}, slowest link {ring.worst.replace('NV', 'NVLink')}",
-            console,
-        )
+        worst = ring.worst.replace("NV", "NVLink")
+        _print(f"ring: {' '.join(label.removeprefix('GPU') for label in ring.labels)}, slowest link {worst}", console)
     if (all_reduce := expect_all_reduce(machine)) is not None:
         _print(f"expect: {all_reduce.text} [{all_reduce.source}]", console, "dim")
     console.print()
