@@ -134,7 +134,7 @@ def _find_ring(machine: Machine, ring: Ring | None) -> Iterator[Finding]:
             "ring_over_sockets",
             "slow",
             f"every ring over all {len(machine.gpus)} GPUs crosses SYS, the link between sockets"
-            f" (at least {count(ring.num_worst, 'time')}: {order})",
+            f" ({count(ring.num_worst, 'time')} in the best one found: {order})",
             why,
             fewer + smaller,
         )
