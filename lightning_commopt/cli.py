@@ -4,8 +4,8 @@ A command imports what it needs when it runs: torch takes seconds to import, and
 """
 
 import json as json_text
-import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -72,34 +72,53 @@ def doctor(
     run_dir: Annotated[
         Path | None, typer.Argument(help="Directory where HangMonitor left its files: says why that run hung.")
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Hosts that each run this with the same list; they meet on the first."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Where they meet; by default the launcher's, or 29511 with --hosts."),
+    ] = None,
     limit_s: Annotated[float, typer.Option(min=1, help="Seconds in which ranks must meet.")] = 60,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a list.")] = False,
 ) -> None:
-    """Says what may keep training from running here, or why a run hung: on this host, or under torchrun on all hosts.
+    """Says what may keep training from running, here or on several hosts; with RUN_DIR, why that run hung.
 
-    Compares versions, devices and variables of all ranks; looks at packages, NCCL's variables, shared memory, cores,
-    names, ports and InfiniBand. Exit status 1 if there is an error, 2 if the ranks do not meet.
+    On several hosts under torchrun or srun, or with --hosts on each.
+
+    Compares versions, devices and variables of all ranks; tries connections between all hosts; looks at packages,
+    NCCL's variables, shared memory, cores, names, interfaces, InfiniBand and the links between GPUs. Exit status 1 if
+    there is an error, 2 if the ranks do not meet.
     """
     if run_dir is not None:
+        with _errors_in_a_line(status=2):
+            if hosts is not None or port is not None:
+                raise ValueError("--hosts and --port are for checks before a run: leave them out with RUN_DIR")
         _explain_hang(run_dir, json=json)
         return
     from lightning_commopt.doctor.facts import collect_facts
     from lightning_commopt.doctor.findings import find
-    from lightning_commopt.doctor.meeting import MeetingError, meet
+    from lightning_commopt.doctor.meeting import Meeting, MeetingError, meet
+    from lightning_commopt.doctor.places import find_place
     from lightning_commopt.doctor.terminal import print_findings
 
-    facts = collect_facts()
+    with _errors_in_a_line(status=2):
+        place = find_place(hosts, port)
+        if place is None and port is not None:
+            raise ValueError("--port is where several hosts meet: give --hosts as well, or use torchrun or srun")
+    facts = collect_facts(place=place)
     try:
-        everybody = meet(facts, limit_s=limit_s) if "RANK" in os.environ else [facts]
+        met = Meeting([facts], []) if place is None else meet(facts, place, limit_s=limit_s)
     except MeetingError as error:
         typer.echo(f"commopt: {error}", err=True)
         raise typer.Exit(2) from None
-    found = find(everybody)
+    found = find(*met)
     if facts.rank == 0 and json:
-        plain = {"ranks": [asdict(each) for each in everybody], "findings": [each._asdict() for each in found]}
+        plain = {"ranks": [asdict(each) for each in met.everybody], "findings": [each._asdict() for each in found]}
         typer.echo(json_text.dumps(plain, indent=2))
     elif facts.rank == 0:
-        print_findings(found, everybody, Console())
+        print_findings(found, met.everybody, Console())
     raise typer.Exit(any(each.severity == "error" for each in found))
 
 
@@ -264,6 +283,53 @@ def nccl_log(
         typer.echo(json_text.dumps(to_plain(log, findings), indent=2))
     else:
         print_log(log, findings, Console())
+
+
+@app.command()
+def topo(
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Text of nvidia-smi topo -m, or XML of NCCL_TOPO_DUMP_FILE; - for the input."
+        ),
+    ] = None,
+    source: Annotated[
+        str, typer.Option(help="Whom to ask on this machine: nvml, nvidia-smi, or auto for the first that works.")
+    ] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write it as a page, too: one HTML file.")] = None,
+) -> None:
+    """Says how the GPUs and NICs of a machine are connected, what to expect of that, and what hurts.
+
+    Under torchrun or srun also whether this rank's cores are near its GPU. Exit status 1 if a link is broken, 2 if
+    there is no topology to read.
+    """
+    from lightning_commopt.links.topology.findings import find_all
+    from lightning_commopt.links.topology.sources import local_rank, read_content, read_file, read_machine
+    from lightning_commopt.links.topology.summary import to_plain
+    from lightning_commopt.links.topology.terminal import print_findings, print_topology
+
+    with _errors_in_a_line(status=2):
+        if file is None:
+            machine = read_machine(source)
+        else:
+            machine = read_content(sys.stdin.buffer.read(), "input") if str(file) == "-" else read_file(file)
+        findings = find_all(machine)
+        if file is None and local_rank():
+            # All else is what the host's first rank says.
+            print_findings([finding for finding in findings if finding.code == "wrong_numa_node"], Console())
+            return
+        if output is not None:
+            from lightning_commopt.links.topology.page import write_page
+
+            write_page(machine, findings, output)
+    if json:
+        typer.echo(json_text.dumps(to_plain(machine, findings), indent=2))
+    else:
+        print_topology(machine, findings, Console())
+    if output is not None:
+        typer.echo(f"page: {output}", err=json)
+    raise typer.Exit(any(finding.severity == "error" for finding in findings))
 
 
 def _explain_hang(run_dir: Path, *, json: bool) -> None:

@@ -72,12 +72,19 @@ def test_comm_hook_names() -> None:
 
 def test_callbacks() -> None:
     """If it fails, a callback that projects use has come or gone."""
-    assert callbacks.__all__ == ["CUDAProfilerWindow", "CommTimeMonitor", "NVTXRanges", "RunRecorder", "SpeedMonitor"]
+    assert callbacks.__all__ == [
+        "CUDAProfilerWindow",
+        "CommTimeMonitor",
+        "HangMonitor",
+        "NVTXRanges",
+        "RunRecorder",
+        "SpeedMonitor",
+    ]
 
 
 def test_commands() -> None:
     """If it fails, a command of ``commopt`` has come or gone."""
-    commands = ["doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace"]
+    commands = ["doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "topo", "trace"]
     assert sorted(get_command(app).commands) == commands  # type: ignore[attr-defined]
 
 

@@ -2,50 +2,73 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+from lightning_commopt.doctor.adapter_findings import find_in_adapters
+from lightning_commopt.doctor.doors import ClosedDoor
 from lightning_commopt.doctor.facts import Facts
+from lightning_commopt.doctor.finding import Finding, Severity
+from lightning_commopt.doctor.interface_findings import find_wrong_interfaces
 from lightning_commopt.links.nccl_environment import find_mistakes, parse_version
 from lightning_commopt.links.nccl_variables import names_in_library
 
 _SMALL_SHARED_MEMORY_BYTES = 2**30
 _RANKS_IN_MESSAGE = 8
+_SHARED_INTERFACE = (
+    "set GLOO_SOCKET_IFNAME to the interface between the hosts; TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
+)
+_OPEN_PORTS = (
+    "open all TCP ports between the hosts (firewall, security group): gloo and NCCL take any; or set GLOO_SOCKET_IFNAME"
+    " and NCCL_SOCKET_IFNAME to an interface that both reach"
+)
 
 
-class Finding(NamedTuple):
-    """Something that keeps ranks from training together, or slows them down.
-
-    Attributes:
-        severity: "error" where training will fail, hang, or be wrong; "warning" where it may, or will be slow.
-        where: hosts or ranks.
-        message: what it is.
-        remedy: what to do.
-    """
-
-    severity: Literal["error", "warning"]
-    where: str
-    message: str
-    remedy: str
-
-
-def find(everybody: Sequence[Facts]) -> list[Finding]:
+def find(everybody: Sequence[Facts], closed: Sequence[ClosedDoor] = (), gloo_error: str | None = None) -> list[Finding]:
     """Returns what is wrong, errors first.
 
     Args:
         everybody: the facts of every rank; of one alone without a launcher.
+        closed: connections between hosts that failed.
+        gloo_error: what an all-reduce over gloo failed with.
     """
-    found: list[Finding] = []
-    hosts = list({facts.host: facts for facts in everybody}.values())
+    found: list[Finding] = list(_closed_doors(closed))
+    if gloo_error is not None:
+        found.append(Finding("error", "all hosts", f"an all-reduce over gloo fails: {gloo_error}", _SHARED_INTERFACE))
+    hosts = list({facts.host: facts for facts in reversed(everybody)}.values())[::-1]
     for facts in hosts:
-        found += _of_host(facts, is_alone=len(hosts) == 1)
+        found += _of_host(facts)
+        if len(hosts) > 1:
+            found += find_wrong_interfaces(facts)
+        found += find_in_adapters(facts)
+        found += _of_topology(facts)
     found += _differences(everybody)
     return sorted(dict.fromkeys(found), key=lambda finding: finding.severity)
 
 
-def _of_host(facts: Facts, *, is_alone: bool) -> Iterator[Finding]:
+def _closed_doors(closed: Sequence[ClosedDoor]) -> Iterator[Finding]:
+    pairs: dict[tuple[str, str], list[ClosedDoor]] = defaultdict(list)
+    for each in closed:
+        pairs[each.from_host, each.to_host].append(each)
+    for (one, other), doors in pairs.items():
+        shown = "; ".join(
+            f"port {each.door.port} of {each.door.address} ({each.door.interface}, which {each.door.users} would take):"
+            f" {each.reason}"
+            for each in doors
+        )
+        yield Finding("error", one, f"cannot reach {other} at {shown}", _OPEN_PORTS)
+
+
+def _of_topology(facts: Facts) -> Iterator[Finding]:
+    """Passes on what ``commopt topo`` finds."""
+    for each in facts.topology:
+        if each.severity != "note":
+            severity: Severity = "error" if each.severity == "error" else "warning"
+            yield Finding(severity, facts.host, each.what, f"{each.advice}; commopt topo shows all")
+
+
+def _of_host(facts: Facts) -> Iterator[Finding]:
     yield from _packages_and_variables(facts)
     if facts.has_gpu_driver and not facts.gpus:
         yield Finding(
@@ -53,13 +76,6 @@ def _of_host(facts: Facts, *, is_alone: bool) -> Iterator[Finding]:
             facts.host,
             f"NVIDIA's driver is loaded, but torch {facts.versions.get('torch')} finds no CUDA device",
             "install a torch that is built for CUDA and for this driver; check CUDA_VISIBLE_DEVICES",
-        )
-    if not is_alone and (facts.address is None or ipaddress.ip_address(facts.address).is_loopback):
-        yield Finding(
-            "error",
-            facts.host,
-            f"the host's name resolves to {facts.address or 'nothing'}, which other hosts cannot reach",
-            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the hosts, or mend /etc/hosts",
         )
     if facts.shared_memory_bytes is not None and facts.shared_memory_bytes < _SMALL_SHARED_MEMORY_BYTES:
         yield Finding(
@@ -76,7 +92,6 @@ def _of_host(facts: Facts, *, is_alone: bool) -> Iterator[Finding]:
             f"{facts.ranks_per_node} ranks with {facts.num_threads} threads each share {facts.num_cores} cores",
             f"OMP_NUM_THREADS={max(1, facts.num_cores // facts.ranks_per_node)}",
         )
-    yield from _adapters(facts)
 
 
 def _packages_and_variables(facts: Facts) -> Iterator[Finding]:
@@ -88,43 +103,15 @@ def _packages_and_variables(facts: Facts) -> Iterator[Finding]:
             yield Finding("error", facts.host, mistake.message, f"correct or unset {mistake.name}")
 
 
-def _adapters(facts: Facts) -> Iterator[Finding]:
-    for port in facts.ports:
-        if port.state != "ACTIVE":
-            yield Finding(
-                "warning",
-                facts.host,
-                f"port {port.name} is {port.state}",
-                "check the cable and the subnet manager, or leave the port out with NCCL_IB_HCA",
-            )
-        if port.errors:
-            counts = ", ".join(f"{name} {count}" for name, count in port.errors.items())
-            yield Finding(
-                "warning",
-                facts.host,
-                f"port {port.name} has counted errors since it was reset: {counts}",
-                "look whether they grow while you train; if so, change the cable or the transceiver",
-            )
-    if facts.ports and facts.max_locked_bytes is not None:
-        yield Finding(
-            "error",
-            facts.host,
-            f"a process may lock {facts.max_locked_bytes / 2**20:.0f} MiB of memory: InfiniBand needs more",
-            "ulimit -l unlimited; docker run --ulimit memlock=-1",
-        )
-    if facts.ports and facts.gpus and not facts.has_peer_memory:
-        yield Finding(
-            "warning",
-            facts.host,
-            "the kernel module nvidia_peermem is not loaded: without dma-buf there is no GPUDirect RDMA",
-            "modprobe nvidia_peermem; commopt nccl-log shows whether NCCL uses GDRDMA",
-        )
-
-
 def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
     """Compares what should be equal on all ranks."""
     for name in _names(facts.versions for facts in everybody):
         yield from _different(everybody, f"the version of {name}", [facts.versions.get(name) for facts in everybody])
+    yield from _different(everybody, "--hosts", [",".join(facts.hosts) for facts in everybody])
+    yield from _different(everybody, "the number of ranks", [facts.world_size for facts in everybody])
+    yield from _different(everybody, "ranks on a host", [facts.ranks_per_node for facts in everybody], "warning")
+    rates = [", ".join(sorted({port.rate for port in facts.ports})) or "none" for facts in everybody]
+    yield from _different(everybody, "the rate of InfiniBand or RoCE ports", rates, "warning")
     yield from _different(
         everybody, "the number of GPUs of a host", [len(facts.gpus) for facts in everybody], "warning"
     )
@@ -143,7 +130,7 @@ def _different(
     everybody: Sequence[Facts],
     what: str,
     values: Sequence[Any],
-    severity: Literal["error", "warning"] = "error",
+    severity: Severity = "error",
 ) -> Iterator[Finding]:
     ranks: dict[Any, list[int]] = defaultdict(list)
     for facts, value in zip(everybody, values, strict=True):

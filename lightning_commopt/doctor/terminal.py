@@ -5,23 +5,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
+from lightning_commopt.doctor.adapter_findings import list_unchecked
 from lightning_commopt.doctor.facts import Facts
-from lightning_commopt.doctor.findings import Finding
+from lightning_commopt.doctor.finding import Finding
+
+_HOSTS_SHOWN = 8
 
 
 def print_findings(found: Sequence[Finding], everybody: Sequence[Facts], console: Console) -> None:
-    """Prints findings with what to do, the worst first."""
-    hosts = len({facts.host for facts in everybody})
-    console.print(f"{len(everybody)} rank(s) on {hosts} host(s)", highlight=False)
-    if not found:
+    """Prints findings with what to do, the worst first, and then what was not looked at."""
+    hosts = list(dict.fromkeys(facts.host for facts in everybody))
+    console.print(f"{len(everybody)} rank(s) on {len(hosts)} host(s)", highlight=False)
+    if len(hosts) > 1:
+        _print_interfaces(everybody, console)
+    if found:
+        _print_list(found, console)
+    else:
         console.print("Nothing is wrong as far as can be seen before a run.")
-        return
+    for each in list_unchecked(everybody):
+        console.print(Text(f"not checked: {each}", style="dim"), soft_wrap=not console.is_terminal)
+
+
+def _print_interfaces(everybody: Sequence[Facts], console: Console) -> None:
+    """Prints what gloo and NCCL would take on each host, hosts alike together."""
+    alike: dict[str, list[str]] = {}
+    for facts in {each.host: each for each in reversed(everybody)}.values():
+        taken = {"gloo": facts.gloo_interface, "NCCL": facts.nccl_interface}
+        text = ", ".join(f"{user} would take {'none' if each is None else each.name}" for user, each in taken.items())
+        alike.setdefault(text, []).insert(0, facts.host)
+    for text, hosts in alike.items():
+        more = f" and {len(hosts) - _HOSTS_SHOWN} more" if len(hosts) > _HOSTS_SHOWN else ""
+        line = f"{', '.join(hosts[:_HOSTS_SHOWN])}{more}: {text}"
+        console.print(Text(line), soft_wrap=not console.is_terminal)
+
+
+def _print_list(found: Sequence[Finding], console: Console) -> None:
     console.print("Fix this first:" if found[0].severity == "error" else "Nothing must be fixed. It may be worth it:")
     for number, each in enumerate(found, start=1):
-        color = "red" if each.severity == "error" else "yellow"
-        console.print(
-            f"{number}. [{color}]{each.severity}[/] {escape(f'{each.where}: {each.message}.')}", highlight=False
-        )
-        console.print(f"   {escape(each.remedy)}", highlight=False)
+        style = "red" if each.severity == "error" else "yellow"
+        line = Text.assemble(f"{number}. ", (each.severity, style), f" {each.where}: {each.message}")
+        console.print(line, soft_wrap=not console.is_terminal)
+        console.print(Text(f"   {each.remedy}"), soft_wrap=not console.is_terminal)

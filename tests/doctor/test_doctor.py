@@ -13,9 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from lightning_commopt.cli import app
-from lightning_commopt.doctor.facts import Facts, Port, collect_facts, read_ports
+from lightning_commopt.doctor.adapters import Port, read_ports
+from lightning_commopt.doctor.facts import Facts, collect_facts
 from lightning_commopt.doctor.findings import find
 from lightning_commopt.doctor.meeting import MeetingError, check_port
+from lightning_commopt.doctor.places import find_place
 
 _HEALTHY = Facts(
     host="node0",
@@ -106,7 +108,8 @@ def test_ports_are_read(tmp_path: Path) -> None:
 
 def test_facts_of_this_machine() -> None:
     """If it fails, the doctor cannot look at the machine that it runs on."""
-    facts = collect_facts({"RANK": "3", "LOCAL_WORLD_SIZE": "2", "NCCL_ALGO": "Ring", "HOME": "/"})
+    launcher = {"RANK": "3", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    facts = collect_facts({"NCCL_ALGO": "Ring", "HOME": "/"}, place=find_place(environment=launcher))
     assert (facts.rank, facts.ranks_per_node, facts.environment) == (3, 2, {"NCCL_ALGO": "Ring"})
     assert facts.host == socket.gethostname()
     assert facts.num_cores >= 1

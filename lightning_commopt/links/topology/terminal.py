@@ -1,0 +1,131 @@
+"""A topology on the terminal: the matrix, what its words mean, what to expect, and what hurts."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from lightning_commopt.formatting import count
+from lightning_commopt.links.topology.expectations import expect_all_reduce
+from lightning_commopt.links.topology.findings import Finding
+from lightning_commopt.links.topology.machine import Gpu, Link, Machine, Nic, cpus_text
+from lightning_commopt.links.topology.rings import find_ring
+from lightning_commopt.links.topology.summary import Pair, by_link, by_node, gpu_pairs, nic_pairs
+
+_COLORS = {"NV": "green", "PIX": "cyan", "PXB": "cyan", "PHB": "yellow", "NODE": "yellow", "SYS": "red"}
+_SEVERITIES = {"error": "bold red", "slow": "yellow", "note": "cyan"}
+_MOST_PAIRS = 6
+
+
+def print_topology(machine: Machine, findings: list[Finding], console: Console) -> None:
+    """Prints all of it."""
+    names = dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name is not None)
+    kind = f" ({', '.join(names)})" if names else ""
+    _print(
+        f"{machine.source}: {count(len(machine.gpus), 'GPU')}{kind}, {count(len(machine.nics), 'NIC')}", console, "bold"
+    )
+    for notice in machine.notices:
+        _print(f"note: {notice}", console, "yellow")
+    console.print()
+    _print_matrix(machine, [gpu.label for gpu in machine.gpus], console)
+    if machine.nics:
+        console.print()
+        _print_nics(machine, console)
+    console.print()
+    _print_nodes(machine, console)
+    _print_links("between GPUs", gpu_pairs(machine), console)
+    _print_links("between GPU and NIC", _nearest(machine), console)
+    ring = find_ring(machine)
+    if ring is not None:
+        worst = ring.worst.replace("NV", "NVLink")
+        _print(f"ring: {' '.join(label.removeprefix('GPU') for label in ring.labels)}, slowest link {worst}", console)
+    if (all_reduce := expect_all_reduce(machine)) is not None:
+        _print(f"expect: {all_reduce.text} [{all_reduce.source}]", console, "dim")
+    console.print()
+    if not findings:
+        _print("nothing here hurts, as far as the topology says", console, "green")
+    print_findings(findings, console)
+
+
+def print_findings(findings: list[Finding], console: Console) -> None:
+    """Prints each with its reason and what to try."""
+    for finding in findings:
+        _print(Text.assemble((f"{finding.severity}: ", _SEVERITIES[finding.severity]), finding.what), console)
+        _print(f"  why: {finding.why}", console)
+        _print(f"  try: {finding.advice}", console)
+
+
+def _print_matrix(machine: Machine, labels: list[str], console: Console) -> None:
+    width = max(5, *(len(label) + 1 for label in labels))
+    _print("".join(["".ljust(width), *(label.ljust(width) for label in labels)]), console, "bold")
+    for one in labels:
+        line = Text(one.ljust(width), style="bold")
+        for other in labels:
+            link = machine.link(one, other)
+            word, color = ("x", "dim") if one == other else _word(link)
+            line.append(word.ljust(width), style=f"not bold {color}")
+        _print(line, console)
+
+
+def _print_nics(machine: Machine, console: Console) -> None:
+    """Prints adapters as columns of their own matrix, whose heads are numbers: their names are long."""
+    labels = [f"NIC{index}" for index in range(len(machine.nics))]
+    width = max(5, *(len(gpu.label) + 1 for gpu in machine.gpus), *(len(label) + 1 for label in labels))
+    _print("".join(["".ljust(width), *(label.ljust(width) for label in labels)]), console, "bold")
+    for gpu in machine.gpus:
+        line = Text(gpu.label.ljust(width), style="bold")
+        for nic in machine.nics:
+            word, color = _word(machine.link(gpu.label, nic.label))
+            line.append(word.ljust(width), style=f"not bold {color}")
+        _print(line, console)
+    named = [f"{label} {_nic_text(nic)}" for label, nic in zip(labels, machine.nics, strict=True)]
+    _print(", ".join(named), console, "dim")
+
+
+def _nic_text(nic: Nic) -> str:
+    return nic.name if nic.bytes_per_s is None else f"{nic.name} ({nic.bytes_per_s * 8 / 1e9:.0f} Gbit/s)"
+
+
+def _word(link: Link | None) -> tuple[str, str]:
+    return ("?", "dim") if link is None else (str(link), _COLORS[link.kind])
+
+
+def _print_nodes(machine: Machine, console: Console) -> None:
+    for node, gpus in by_node(machine).items():
+        cores = cpus_text(frozenset[int]().union(*(gpu.cpus for gpu in gpus)))
+        place = "NUMA node unknown" if node is None else f"NUMA node {node}"
+        _print(
+            f"{place}: {', '.join(_gpu_text(machine, gpu) for gpu in gpus)}{f'; cores {cores}' if cores else ''}",
+            console,
+        )
+
+
+def _gpu_text(machine: Machine, gpu: Gpu) -> str:
+    link, nics = machine.nearest_nics(gpu.label)
+    near = ", ".join(nic.name for nic in nics[:2]) + (" ..." if len(nics) > 2 else "")
+    return gpu.label if link is None or link.distance > 2 else f"{gpu.label} near {near}"
+
+
+def _nearest(machine: Machine) -> list[Pair]:
+    """Returns each GPU with the adapters that are nearest to it."""
+    near = {(gpu.label, nic.label) for gpu in machine.gpus for nic in machine.nearest_nics(gpu.label)[1]}
+    return [pair for pair in nic_pairs(machine) if (pair.one, pair.other) in near]
+
+
+def _print_links(title: str, pairs: list[Pair], console: Console) -> None:
+    for link, alike in by_link(pairs).items():
+        shown = (
+            ", ".join(f"{pair.one}-{pair.other}" for pair in alike)
+            if len(alike) <= _MOST_PAIRS
+            else f"{len(alike)} pairs"
+        )
+        first = alike[0]
+        text = Text.assemble((f"{link}", _COLORS[link.kind]), f" {title}: {first.meaning} ({shown})")
+        _print(text, console)
+        _print(f"  expect: {first.expectation.text} [{first.expectation.source}]", console, "dim")
+
+
+def _print(text: str | Text, console: Console, style: str = "") -> None:
+    line = Text(text, style=style) if isinstance(text, str) else text
+    line.rstrip()
+    console.print(line, soft_wrap=not console.is_terminal)
