@@ -64,7 +64,7 @@ def _ranks(snapshots: Sequence[RankSnapshot]) -> Table:
             str(each.step) if known else "",
             f"{each.idle_s:.0f} s" if known else "",
             escape(waits_in(each) or ""),
-            escape(each.place or shorten(each.detail, _DETAIL_WIDTH)),
+            escape(next(iter(each.worker_places), each.place or shorten(each.detail, _DETAIL_WIDTH))),
         )
     return table
 

@@ -1,0 +1,133 @@
+"""The sentence about a hang, from snapshots of all ranks."""
+
+from typing import Any
+
+import pytest
+
+from lightning_commopt.hangs.diagnosis import diagnose, ranks_text
+from lightning_commopt.hangs.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, PHASES, first_of_stage
+from lightning_commopt.hangs.snapshot import RankSnapshot
+
+NAMES = ["layer3.0.weight", "layer3.0.bias", "layer3.1.weight"]
+
+
+def rank(number: int, **fields: Any) -> RankSnapshot:
+    return RankSnapshot(rank=number, host="a", pid=100 + number, **{"step": 141, "phase": FORWARD, **fields})
+
+
+def syncing(number: int, **fields: Any) -> RankSnapshot:
+    return rank(number, **{"phase": BACKWARD, "bucket": 4, "bucket_names": NAMES, "all_ready": True, **fields})
+
+
+WAITS = "waits in the gradient sync of bucket 4 (layer3.*) of step 141"
+WAIT = "wait" + WAITS.removeprefix("waits")
+LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "kind", "at_fault", "sentence"),
+    [
+        (
+            [syncing(0), syncing(1), rank(2, phase=DATA, place="data.py:33 in __getitem__"), syncing(3)],
+            "late",
+            (2,),
+            f"rank 2 is still in the dataloader of step 141 (data.py:33 in __getitem__); ranks 0, 1, 3 {WAIT}",
+        ),
+        (
+            [syncing(0), rank(1, phase=DATA, innermost="x.py:1 in f", worker_places=["data.py:9 in read"])],
+            "late",
+            (1,),
+            f"rank 1 is still in the dataloader of step 141 (worker: data.py:9 in read); rank 0 {WAITS}",
+        ),
+        (
+            [rank(0, state="stopped"), syncing(1)],
+            "stopped",
+            (0,),
+            "rank 0 is stopped (process 100 on a, by a signal or a debugger) in forward of step 141; rank 1 " + WAITS,
+        ),
+        (
+            [rank(0, state="failed", detail=LOST, ended_unix_s=1.0), rank(1, state="died", ended_unix_s=2.0)],
+            "died",
+            (1,),
+            "rank 1 has died in forward of step 141: process 101 on a is gone; rank 0 has lost the connection",
+        ),
+        (
+            [
+                rank(0, state="failed", detail="KeyError: 'x'", ended_unix_s=1.0),
+                rank(1, state="died", ended_unix_s=2.0),
+                syncing(2),
+            ],
+            "failed",
+            (0,),
+            "rank 0 has failed in forward of step 141: KeyError: 'x'; rank 1 has died in forward of step 141: process"
+            f" 101 on a is gone; rank 2 {WAITS}",
+        ),
+        (
+            [syncing(0), rank(1, state="unreachable", detail="b does not answer at 10.0.0.2:4000 within 8 s")],
+            "unreachable",
+            (1,),
+            f"rank 1 cannot be reached: b does not answer at 10.0.0.2:4000 within 8 s; rank 0 {WAITS}",
+        ),
+        (
+            [syncing(0), rank(1, state="finished", step=141)],
+            "ended",
+            (1,),
+            f"rank 1 has ended the fit after step 141; rank 0 {WAITS}",
+        ),
+        (
+            [syncing(0), rank(1, phase=first_of_stage("validation"), step=140, called="all_reduce")],
+            "ended",
+            (1,),
+            "rank 1 has left training's batches after step 140, and is in the start or end of validation;"
+            f" rank 0 {WAITS}",
+        ),
+        (
+            [rank(0, phase=CHECKPOINT, innermost="io.py:5 in write"), rank(1, called="barrier")],
+            "late",
+            (0,),
+            "rank 0 is still writing a checkpoint of step 141 (io.py:5 in write); rank 1 waits in barrier of step 141",
+        ),
+        (
+            [syncing(0), syncing(1), syncing(2)],
+            "waiting",
+            (0, 1, 2),
+            f"ranks 0, 1, 2 {WAIT}",
+        ),
+        (
+            [syncing(0, ready=5), syncing(1, ready=5), syncing(2, ready=4, bucket=3)],
+            "late",
+            (2,),
+            "rank 2 is behind: waits in the gradient sync of bucket 3 (layer3.*) of step 141; ranks 0, 1 " + WAIT,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_sentence(snapshots: list[RankSnapshot], kind: str, at_fault: tuple[int, ...], sentence: str) -> None:
+    """If it fails, the wrong rank is blamed, or the sentence does not say for what."""
+    found = diagnose(snapshots[::-1])
+    assert (found.sentence, found.kind, found.ranks) == (sentence, kind, at_fault)
+    first = next(each for each in snapshots if each.rank == at_fault[0])
+    assert (found.phase, found.step) == (PHASES[first.phase].name, first.step)
+    assert found.hints
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([2], "rank 2"),
+        ([3, 0, 1], "ranks 0, 1, 3"),
+        ([*range(63), 64], "ranks 0 to 62, 64"),
+    ],
+)
+def test_ranks_text(ranks: list[int], text: str) -> None:
+    """If it fails, a sentence about a thousand ranks is a page."""
+    assert ranks_text(ranks) == text
+
+
+def test_snapshots_survive_their_files() -> None:
+    """If it fails, what a rank has said is lost between processes, or a file of something else is taken for it."""
+    before = syncing(3, stacks={"process 103": {"0x1": ["a.py:1 in f"]}}, missing=["x"])
+    assert RankSnapshot.from_plain(before.to_plain()) == before
+    for plain in ({}, {"rank": 1}, {"rank": 1, "host": "a", "phase": 99}, {"rank": 1, "host": "a", "phase": "x"}):
+        with pytest.raises(ValueError, match="no snapshot of a rank"):
+            RankSnapshot.from_plain(plain)
