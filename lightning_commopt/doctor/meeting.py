@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -11,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_commopt.doctor.facts import Facts
+from lightning_commopt.launch.ports import try_port
 
 _RETRY_S = 0.2
 
@@ -66,23 +66,9 @@ def check_port(host: str, port: int, *, limit_s: float) -> None:
     """
     deadline = time.monotonic() + limit_s
     while True:
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
-        except ConnectionRefusedError as error:
-            if time.monotonic() > deadline:
-                raise MeetingError(
-                    f"{host} refuses connections to port {port}: nothing listens there, so rank 0 does not run,"
-                    " or MASTER_PORT is wrong"
-                ) from error
-            time.sleep(_RETRY_S)
-        except socket.gaierror as error:
-            raise MeetingError(f"the name {host} cannot be resolved: is MASTER_ADDR right? ({error})") from error
-        except TimeoutError as error:
-            raise MeetingError(
-                f"{host}:{port} does not answer within {limit_s:g} s, not even with a refusal: probably a firewall"
-                " drops what is sent, or the address is of an interface that this host cannot reach"
-            ) from error
-        except OSError as error:
-            raise MeetingError(f"{host}:{port} cannot be reached: {error}") from error
-        else:
+        failure = try_port(host, port, limit_s=max(0.1, deadline - time.monotonic()))
+        if failure is None:
             return
+        if failure.kind != "refused" or time.monotonic() > deadline:
+            raise MeetingError(failure.message)
+        time.sleep(_RETRY_S)
