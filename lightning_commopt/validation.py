@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 _SKIPPED_PACKAGES = frozenset(
@@ -28,6 +29,16 @@ def check_integer(name: str, value: Any, at_least: int) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Checks a finite number above 0.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} must be a number above 0, got {value!r}")
 
 
 def check_switch(name: str, value: Any) -> None:

@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "broadcast_coalesced",  # DDP's own way to send buffers, for baselines that send as much as DDP
+    "bucket_parameters",
     "default_store",  # ranks can meet there without a collective, which a rank that does not come would break
+    "flight_recorder_json",
     "flush_static_graph",
     "foreach_copy_",  # what optimizers use for many small tensors
     "foreach_mul_",
@@ -31,6 +33,15 @@ foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_
 def registered_hooks(model: DistributedDataParallel) -> list[object]:
     """Returns the objects whose methods are the comm hooks of ``model``: DDP tells nobody whether it has a hook."""
     return [getattr(hook, "__self__", None) for hook, _ in model._comm_hooks]
+
+
+def bucket_parameters(model: DistributedDataParallel) -> list[list[int]]:
+    """Returns which parameters are in which bucket, once DDP has rebuilt its buckets; empty before.
+
+    Not while a backward runs: DDP holds a lock then.
+    """
+    text = str(model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))
+    return [[int(index) for index in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
 
 def stop_reducing(model: DistributedDataParallel) -> None:
@@ -56,3 +67,16 @@ def ignored_names(module: Module) -> set[str]:
 def sparse_values(tensor: Tensor) -> Tensor:
     """Returns what of a tensor travels: ``values()`` of a sparse one wants it coalesced, which would cost a sort."""
     return tensor._values() if tensor.is_sparse else tensor
+
+
+def flight_recorder_json() -> bytes:
+    """Returns the collectives that torch has recorded in this process, as JSON.
+
+    Raises:
+        RuntimeError: this torch records none.
+    """
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # the second before torch recorded gloo's too
+        if (dump := getattr(torch._C._distributed_c10d, name, None)) is not None:
+            found: bytes = dump(includeCollectives=True, onlyActive=False)
+            return found
+    raise RuntimeError("this torch has no Flight Recorder")

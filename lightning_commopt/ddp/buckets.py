@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.compat.torch import bucket_parameters, registered_hooks
+
 
 class BucketOrder:
     """Counts buckets where DDP does not: in the first backward of a static graph.
@@ -56,3 +58,15 @@ def synced_parameters(model: DistributedDataParallel) -> set[Parameter]:
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad and f"{of_module}.{name}" not in model.parameters_to_ignore
     }
+
+
+def bucket_names(model: object) -> dict[int, list[str]]:
+    """Returns the names of the parameters in each bucket of a DDP without a hook, in the order of their all-reduces.
+
+    Empty for another model, before DDP has rebuilt its buckets, and where it never does. Between two batches only.
+    """
+    if not isinstance(model, DistributedDataParallel) or registered_hooks(model):
+        return {}
+    synced = synced_parameters(model)
+    names = [name for name, parameter in model.module.named_parameters() if parameter in synced]
+    return {index: [names[place] for place in places] for index, places in enumerate(bucket_parameters(model))}

@@ -67,7 +67,7 @@ class Peers:
         Returns:
             What it says, with the traceback; None if it says nothing.
         """
-        if not isinstance(exception, Exception) or type(exception).__name__ in _ORDERLY:
+        if is_orderly(exception):
             return None
         lines = traceback.format_exception(type(exception), exception, exception.__traceback__)
         text = f"Rank {self._rank} has failed:\n{''.join(lines).rstrip()}"
@@ -121,6 +121,11 @@ class Peers:
     def _get(self, key: str) -> str | None:
         """Returns what the store has for a key; None if it has nothing."""
         return self.ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
+
+
+def is_orderly(exception: BaseException) -> bool:
+    """Returns whether an exception ends the fit of all ranks, as it should: a signal, or one of Lightning's own."""
+    return not isinstance(exception, Exception) or type(exception).__name__ in _ORDERLY
 
 
 def _process_name(pid: int) -> str | None:

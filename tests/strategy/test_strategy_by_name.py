@@ -12,10 +12,11 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from strategy_models import SelfFed, trainer
 
-from lightning_commopt import Cast, CommOptDDP, Int8, PowerSGD
+from lightning_commopt import Cast, Int8, PowerSGD
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan import ddp_options
 from lightning_commopt.strategy.adapters import ADAPTERS
+from lightnings import ADAPTER, PACKAGE
 from ranks import run_ranks
 
 _HOOKS = {
@@ -62,7 +63,7 @@ def test_alias(suffix: str, name: str) -> None:
 def _fit_by_alias() -> int:
     run = trainer("commopt_ddp_bf16")
     run.fit(SelfFed())
-    assert isinstance(run.strategy, CommOptDDP)
+    assert type(run.strategy) is import_module(ADAPTER).CommOptDDP
     return run.strategy.wire_bytes
 
 
@@ -72,10 +73,10 @@ def test_alias_trains() -> None:
     assert run_ranks(_fit_by_alias) == [expected] * 2
 
 
-def _cli(arguments: list[str], run: bool = False, package: str = "lightning.pytorch") -> Any:
+def _cli(arguments: list[str], run: bool = False, package: str = PACKAGE) -> Any:
     pytest.importorskip("jsonargparse")
     cli = import_module(f"{package}.cli")
-    model = SelfFed if package == "lightning.pytorch" else import_module(f"{package}.demos.boring_classes").BoringModel
+    model = SelfFed if package == PACKAGE else import_module(f"{package}.demos.boring_classes").BoringModel
 
     quiet = {
         "accelerator": "cpu",

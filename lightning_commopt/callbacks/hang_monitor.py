@@ -1,0 +1,191 @@
+"""HangMonitor: says which rank the others wait for, in what, and why."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from lightning_commopt.callbacks.phases import PhaseCallback
+from lightning_commopt.ddp.buckets import bucket_names
+from lightning_commopt.hangs import marks as kinds
+from lightning_commopt.hangs import phases
+from lightning_commopt.hangs.rank_side import WatchedRank
+from lightning_commopt.strategy.base import plan_of
+from lightning_commopt.strategy.peers import is_orderly
+from lightning_commopt.validation import check_choice, check_positive, warn_once
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_PHASES = {
+    "data": phases.DATA,
+    "forward": phases.FORWARD,
+    "backward": phases.BACKWARD,
+    "optimizer": phases.OPTIMIZER,
+    "other": phases.CALLBACKS,
+}
+_STAGES = {"fit": "validation", "validate": "validation", "test": "test", "predict": "predict"}
+
+
+class HangMonitor(PhaseCallback):
+    """Reports a run that stands still: which rank the others wait for, in what, and what to try.
+
+    Beside every rank runs a small process that follows it through shared memory and the kernel, so that it also sees a
+    rank that is stopped, killed, or stuck outside of Python, and that talks to those of the other ranks over TCP. When
+    there has been no progress for ``after_s``, one of them prints a sentence such as ``rank 2 is still in the
+    dataloader of step 141 (data.py:33 in __getitem__); ranks 0, 1, 3 wait in the gradient sync of bucket 4
+    (layer3.*)``, then what to try. The state, the stacks of all threads, and the last collectives of all ranks go to
+    files, which ``commopt doctor DIR`` reads.
+
+    A phase that has not ended before, a checkpoint, the start of a dataloader, and the start and end of an epoch or a
+    validation may take ten times ``after_s``; every phase three times as long as it has taken before in this run. Works
+    with every strategy whose ranks have a process group; on one rank it does nothing. Needs Linux.
+    ``docs/hangs.md`` tells more.
+
+    Args:
+        after_s: seconds without progress before a report.
+        action: "report", or "abort" to end all ranks too, with a status that is not zero.
+        dirpath: where the folder ``hangs`` goes; None for the Trainer's ``log_dir``, else its ``default_root_dir``.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, *, after_s: float = 60.0, action: str = "report", dirpath: str | Path | None = None) -> None:
+        check_positive("after_s", after_s)
+        check_choice("action", action, ("report", "abort"))
+        self._after_s = float(after_s)
+        self._action = action
+        self._dirpath = dirpath
+        self._watched: WatchedRank | None = None
+        self._observed: Any = None
+        self._names_unmarked = False
+        self._step = 0
+        self._stage = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Starts the watch, and begins to observe the gradient sync."""
+        if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+            return
+        if sys.platform != "linux":
+            warn_once("HangMonitor does nothing here: it needs Linux.")
+            return
+        # All ranks must ask for log_dir, which is broadcast.
+        folder = Path((trainer.log_dir or trainer.default_root_dir) if self._dirpath is None else self._dirpath)
+        environment: Any = getattr(trainer.strategy, "cluster_environment", None)
+        main_address = ("localhost", 0) if environment is None else (environment.main_address, environment.main_port)
+        self._stop_watching()
+        self._watched = WatchedRank(
+            after_s=self._after_s,
+            action=self._action,
+            folder=folder / "hangs",
+            main_address=main_address,
+            device=trainer.strategy.root_device,
+        )
+        self._stage = phases.first_of_stage(_STAGES[stage])
+        self._step = trainer.global_step
+        self._enter_number(phases.SETUP)
+        self._names_unmarked = stage == "fit"
+        plan = plan_of(trainer.strategy)
+        if stage == "fit" and plan is not None and plan.comm_hook is not None:
+            # Without a hook of ours observing would cost a pass over the gradients.
+            self._observed = trainer.strategy
+            self._observed.sync_observers.add(self._watched.observer)
+            self._names_unmarked = False
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ends the watch."""
+        self._stop_watching()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Says that this rank has failed: the others may wait for it."""
+        super().on_exception(trainer, pl_module, exception)
+        self._stop_watching(None if is_orderly(exception) else exception)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits until the ranks' watchers know each other, which they have mostly had the time for."""
+        super().on_fit_start(trainer, pl_module)
+        self._meet()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The dataloader starts."""
+        self._enter_number(phases.DATA_START)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What belongs to no batch begins."""
+        self._enter_number(phases.EPOCH_END)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What belongs to no batch begins."""
+        super().on_train_end(trainer, pl_module)
+        self._enter_number(phases.EPOCH_END)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is being written."""
+        self._enter_number(phases.CHECKPOINT)
+
+    def _enter(self, phase: str | None) -> None:
+        if phase is not None:
+            self._enter_number(_PHASES[phase])
+
+    def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
+        self._step = trainer.global_step
+        if self._names_unmarked and self._watched is not None:
+            names = bucket_names(trainer.strategy.model)
+            self._names_unmarked = not names
+            self._watched.name_buckets(names, are_all=True)
+
+    def _enter_number(self, phase: int) -> None:
+        if self._watched is not None:
+            self._watched.enter(phase, self._step)
+
+    def _enter_evaluation(self, phase: int, batch: int | None = None) -> None:
+        if self._watched is not None:
+            self._watched.enter(self._stage + phase, self._step)
+            if batch is not None:
+                self._watched.mark(kinds.BATCH, 0, batch)
+
+    def _meet(self) -> None:
+        if self._watched is not None and not self._watched.meet():
+            warn_once("HangMonitor: not all ranks' monitors have started, so hangs are not told.")
+
+    def _stop_watching(self, exception: BaseException | None = None) -> None:
+        if self._watched is not None:
+            if self._observed is not None:
+                self._observed.sync_observers.remove(self._watched.observer)
+            self._watched.close(exception)
+            self._watched = self._observed = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A validation begins."""
+        self._meet()
+        self._enter_evaluation(phases.EVALUATION_START)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Goes on waiting for the next batch, if there is one."""
+        super().on_validation_end(trainer, pl_module)
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            self._enter_evaluation(phases.EVALUATION_START)
+
+    def _start_evaluation(self, trainer: Trainer, *args: Any) -> None:
+        self._meet()
+        self._enter_evaluation(phases.EVALUATION_START)
+
+    def _start_evaluation_batch(self, trainer: Trainer, module: Any, batch: Any, index: int, loader: int = 0) -> None:
+        self._enter_evaluation(phases.EVALUATION_BATCH, index)
+
+    def _end_evaluation_batch(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int, loader: int = 0
+    ) -> None:
+        self._enter_evaluation(phases.EVALUATION_DATA, index)
+
+    on_test_start = on_test_end = _start_evaluation  # type: ignore[assignment]
+    on_predict_start = on_predict_end = _start_evaluation  # type: ignore[assignment]
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _start_evaluation  # type: ignore[assignment]
+    on_validation_batch_start = _start_evaluation_batch  # type: ignore[assignment]
+    on_test_batch_start = on_predict_batch_start = _start_evaluation_batch  # type: ignore[assignment]
+    on_validation_batch_end = on_test_batch_end = _end_evaluation_batch  # type: ignore[assignment]
+    on_predict_batch_end = _end_evaluation_batch  # type: ignore[assignment]

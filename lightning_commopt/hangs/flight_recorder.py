@@ -1,0 +1,191 @@
+"""Collectives that ranks have called, from what torch's Flight Recorder has kept on each, and where they differ."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+_LONGEST_CONTEXT = 12
+
+
+class Signature(NamedTuple):
+    """What must be equal on all ranks that take part in a collective.
+
+    Attributes:
+        group: name of the process group.
+        operation: such as "all_reduce".
+        sizes: of the tensors that it was given.
+        dtypes: of these.
+    """
+
+    group: str
+    operation: str
+    sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The operation with its sizes, as Python writes a shape."""
+        return " ".join((self.operation, *(str(size) for size in self.sizes)))
+
+
+class Collective(NamedTuple):
+    """A collective that this rank has called.
+
+    Attributes:
+        signature: what was called.
+        number: in its group, from 1; equal on all ranks that are in step.
+        is_done: whether it has ended on this rank.
+        called_unix_s: when it was called, in seconds since 1970.
+    """
+
+    signature: Signature
+    number: int
+    is_done: bool
+    called_unix_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Ranks that are not in the same collective of a group.
+
+    Attributes:
+        ranks: those at fault; several sides, if that cannot be told.
+        number: of the collective in its group.
+        called: what each rank has called as that number; None for one that has not come to it.
+        is_certain: whether the side at fault is known, as it departs from what the ranks did before.
+    """
+
+    ranks: tuple[int, ...]
+    number: int
+    called: Mapping[int, Signature | None]
+    is_certain: bool
+
+
+def parse_collectives(dump: Any) -> list[Collective]:
+    """Returns the collectives of a rank, the oldest first; point-to-point messages are left out.
+
+    Args:
+        dump: the Flight Recorder's JSON, loaded.
+    """
+    entries = dump.get("entries", []) if isinstance(dump, dict) else []
+    found = []
+    for entry in entries:
+        if entry.get("is_p2p") or not entry.get("collective_seq_id"):
+            continue
+        signature = Signature(
+            str((entry.get("process_group") or ["?"])[0]),
+            str(entry.get("profiling_name", "?")).rpartition(":")[2].lstrip("_"),
+            tuple(tuple(size) for size in entry.get("input_sizes", ())),
+            tuple(entry.get("input_dtypes", ())),
+        )
+        is_done = bool(entry.get("retired")) or entry.get("state") == "completed"
+        called_unix_s = entry.get("time_created_ns", 0) / 1e9
+        found.append(Collective(signature, int(entry["collective_seq_id"]), is_done, called_unix_s))
+    return found
+
+
+def find_difference(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | None:
+    """Finds the collective in which ranks are not together.
+
+    First one that ranks of a group have called as the same number, but which is not the same on all of them. Then, one
+    that a rank waits in while another of the group is in a different group's: which of the two has left the order is
+    seen from what each has called before.
+
+    Args:
+        by_rank: the collectives of each rank that could say, the oldest first.
+
+    Returns:
+        The first difference; None if there is none, or if no rank is in a collective that others could be missing from.
+    """
+    return _find_unequal(by_rank) or _find_absent(by_rank)
+
+
+def _find_unequal(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | None:
+    numbered: dict[tuple[str, int], dict[int, Signature]] = defaultdict(dict)
+    for rank, collectives in by_rank.items():
+        for each in collectives:
+            numbered[each.signature.group, each.number][rank] = each.signature
+    for (group, number), called in sorted(numbered.items(), key=lambda item: item[0][1]):
+        if len({_comparable(signature) for signature in called.values()}) < 2:
+            continue
+        history = [
+            each.signature
+            for each in next(iter(by_rank[rank] for rank in called))
+            if each.signature.group == group and each.number < number
+        ]
+        ranks, is_certain = _at_fault(called, _expected_after(history))
+        return Difference(ranks, number, called, is_certain)
+    return None
+
+
+def _find_absent(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | None:
+    waiting = {
+        rank: [each for each in collectives if not each.is_done] for rank, collectives in by_rank.items() if collectives
+    }
+    reached: dict[tuple[str, int], int] = {}
+    for rank, collectives in by_rank.items():
+        for each in collectives:
+            key = each.signature.group, rank
+            reached[key] = max(reached.get(key, 0), each.number)
+    absent = {
+        rank: (each, [other for other in by_rank if 0 < reached.get((each.signature.group, other), 0) < each.number])
+        for rank, collectives in waiting.items()
+        for each in collectives[:1]
+    }
+    absent = {rank: (each, others) for rank, (each, others) in absent.items() if others}
+    if not absent:
+        return None
+    departed = tuple(sorted(rank for rank in absent if _has_departed(by_rank[rank])))
+    is_certain = 0 < len(departed) < len(by_rank)
+    missing = sorted({other for _, others in absent.values() for other in others})
+    ranks = departed if is_certain else tuple(missing)
+    victim = next((rank for rank in absent if rank not in ranks), next(iter(absent)))
+    each, _ = absent[victim]
+    called = {
+        rank: each.signature if reached.get((each.signature.group, rank), 0) >= each.number else None
+        for rank in by_rank
+    }
+    return Difference(ranks, each.number, called, is_certain or set(missing) != set(absent))
+
+
+def _has_departed(collectives: Sequence[Collective]) -> bool:
+    """Returns whether the collective that a rank waits in is another than what followed the same ones before."""
+    position = next((place for place, each in enumerate(collectives) if not each.is_done), None)
+    if position is None:
+        return False
+    expected = _expected_after([each.signature for each in collectives[:position]])
+    return expected is not None and _comparable(expected) != _comparable(collectives[position].signature)
+
+
+def _expected_after(history: Sequence[Signature]) -> Signature | None:
+    """Returns what has followed the end of a history when it, or as much of it as possible, came before."""
+    keys = [_comparable(signature) for signature in history]
+    for length in range(min(_LONGEST_CONTEXT, len(keys) - 1), 0, -1):
+        for start in range(len(keys) - length - 1, -1, -1):
+            if keys[start : start + length] == keys[-length:]:
+                return history[start + length]
+    return None
+
+
+def _at_fault(called: Mapping[int, Signature], expected: Signature | None) -> tuple[tuple[int, ...], bool]:
+    """Returns the ranks that have called what they should not, and whether that is certain."""
+    sides: dict[object, list[int]] = defaultdict(list)
+    for rank, signature in called.items():
+        sides[_comparable(signature)].append(rank)
+    right = sides.get(_comparable(expected)) if expected is not None else None
+    if right is not None:
+        return tuple(sorted(rank for rank in called if rank not in right)), True
+    largest = max(len(ranks) for ranks in sides.values())
+    majority = [ranks for ranks in sides.values() if len(ranks) == largest]
+    if len(majority) > 1:
+        return tuple(sorted(called)), False
+    return tuple(sorted(rank for rank in called if rank not in majority[0])), True
+
+
+def _comparable(signature: Signature) -> object:
+    """Returns what is compared: the source of a scatter, or the target of a gather, has tensors that others lack."""
+    if signature.operation in ("scatter", "gather", "barrier"):
+        return signature.group, signature.operation
+    return signature

@@ -1,0 +1,191 @@
+"""Observation: what a watcher knows of its own rank."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import time
+from typing import Any
+
+from lightning_commopt.hangs import marks as kinds
+from lightning_commopt.hangs.marks import NUM_BYTES, Mark, read_marks
+from lightning_commopt.hangs.native import ProcessState, descendants, is_alive, process_state
+from lightning_commopt.hangs.phases import BACKWARD, DATA, DATA_START, PHASES, SETUP, PhaseTimes
+from lightning_commopt.hangs.rank_link import RankLink
+from lightning_commopt.hangs.snapshot import RankSnapshot, place_in_training
+from lightning_commopt.hangs.stacks import (
+    Frame,
+    collective_in,
+    dump_stacks,
+    is_compiling,
+    parse_stacks,
+    plain,
+    user_place,
+)
+
+_STACKS_S = 1.0
+_DUMP_S = 2.0
+_MAX_WORKERS = 4
+_DATALOADER = {DATA, DATA_START, *(n for n, phase in enumerate(PHASES) if phase.where.startswith("in the dataloader"))}
+
+
+class Observation:
+    """Follows one rank through its marks, and takes snapshots of it.
+
+    Args:
+        rank: the rank.
+        host: name of this host.
+        pid: of the rank's process.
+        fit_thread: ident of the thread that trains.
+        after_s: seconds without progress that a phase is allowed at least.
+        marks_fd: of the memory with its marks.
+        stacks_fd: of the file that it writes stacks to.
+        link: to its process.
+
+    Attributes:
+        ended: "finished" or "failed" once the rank has said so; "died" if its process has gone without.
+        detail: the exception of one that has failed.
+        ended_unix_s: when it has ended, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        host: str,
+        pid: int,
+        fit_thread: int,
+        after_s: float,
+        marks_fd: int,
+        stacks_fd: int,
+        link: RankLink,
+    ) -> None:
+        self.rank, self._host, self._pid = rank, host, pid
+        self._fit_thread, self._link, self._stacks_fd = fit_thread, link, stacks_fd
+        self._memory = mmap.mmap(marks_fd, NUM_BYTES, prot=mmap.PROT_READ)
+        self._names: dict[int, list[str]] = {}
+        self._num_unmarked = 0
+        self._times = PhaseTimes(after_s)
+        self._last = Mark(time.monotonic(), 0, 0, 0, 0)
+        self._phase, self._longest_idle_s = SETUP, 0.0
+        self.ended: str | None = None
+        self.ended_unix_s = math.inf
+        self.detail = ""
+
+    @property
+    def marks(self) -> list[Mark]:
+        """The last marks of the rank, the oldest first."""
+        return read_marks(self._memory)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last mark."""
+        return time.monotonic() - self._last.at_s
+
+    def learn(self, message: dict[str, Any]) -> None:
+        """Takes in what the rank says of itself."""
+        if "buckets" in message:
+            self._names.update(dict(message["buckets"]))
+            self._num_unmarked = len(self._names) if message["are_all"] else 0
+        elif "ended" in message:
+            self.ended, self.detail, self.ended_unix_s = message["ended"], message["detail"], time.time()
+
+    def update(self) -> None:
+        """Reads the rank's new marks, and looks whether its process is there."""
+        new = [mark for mark in self.marks if mark.number > self._last.number]
+        for mark in new:
+            self._longest_idle_s = max(self._longest_idle_s, mark.at_s - self._last.at_s)
+            self._last = mark
+            if mark.kind == kinds.PHASE:
+                self._times.add(self._phase, self._longest_idle_s)
+                self._phase, self._longest_idle_s = mark.code, 0.0
+        if self.ended is None and not is_alive(self._pid):
+            self.ended, self.ended_unix_s = "died", time.time()
+
+    def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
+        """Returns where the rank is; takes up to some seconds.
+
+        Args:
+            is_whole: with stacks and collectives, which need the process.
+        """
+        process = process_state(self._pid)
+        state = self.ended or ("stopped" if process.state.startswith("stopped") else "running")
+        found = RankSnapshot(
+            rank=self.rank,
+            host=self._host,
+            pid=self._pid,
+            state=state,
+            detail=self.detail,
+            ended_unix_s=self.ended_unix_s,
+            idle_s=self.idle_s,
+            process=_process_text(process),
+            **place_in_training(self.marks, self._names),
+        )
+        found.limit_s = self._times.limit_s(found.phase)
+        if is_whole and state == "running":
+            self._add_stacks(found)
+            self._add_dump(found)
+        elif is_whole:
+            found.missing.append(f"stacks and collectives: the process is {state}")
+        return found
+
+    def _add_stacks(self, found: RankSnapshot) -> None:
+        stacks = parse_stacks(dump_stacks(self._pid, self._stacks_fd, _STACKS_S))
+        if not stacks:
+            found.missing.append("stacks: the process did not write them")
+            return
+        found.stacks[f"process {self._pid}"] = plain(stacks)
+        frames = stacks.get(self._fit_thread, [])
+        found.place = _text_of(user_place(frames))
+        found.innermost = _text_of(next(iter(frames), None))
+        found.called = collective_in(frames)
+        found.is_compiling = is_compiling(frames)
+        if found.phase in _DATALOADER:
+            self._add_workers(found)
+
+    def _add_workers(self, found: RankSnapshot) -> None:
+        for pid in descendants(self._pid)[:_MAX_WORKERS]:
+            stacks = parse_stacks(dump_stacks(pid, self._stacks_fd, _STACKS_S))
+            found.stacks[f"process {pid}"] = plain(stacks)
+            if (place := user_place(next(reversed(stacks.values()), []))) is not None:
+                found.worker_places.append(str(place))
+
+    def _add_dump(self, found: RankSnapshot) -> None:
+        dump = self._link.request(_DUMP_S, dump=True)
+        if dump is None:
+            found.missing.append(f"collectives: no thread of the process has answered within {_DUMP_S:g} s")
+            return
+        found.collectives = dump.get("collectives")
+        if dump.get("missing"):
+            found.missing.append(dump["missing"])
+        if dump.get("device_bucket") is not None and found.bucket is None:
+            found.bucket, found.all_ready = dump["device_bucket"], True
+        elif found.phase == BACKWARD and self._num_unmarked:
+            self._find_unmarked(found)
+        elif found.phase == BACKWARD and found.bucket is None and found.called is None:
+            # A hook that is not ours, or DDP before it has built its buckets: what it waits in is all that is known.
+            outstanding = [each for each in found.parsed_collectives() if not each.is_done]
+            found.called = outstanding[0].signature.operation if outstanding else None
+        if found.bucket is not None:
+            found.bucket_names = list(self._names.get(found.bucket, []))
+
+    def _find_unmarked(self, found: RankSnapshot) -> None:
+        """Finds the buckets of a DDP without a hook among the collectives that were called in this backward."""
+        entered_s = next(mark.at_s for mark in reversed(self.marks) if mark.kind == kinds.PHASE)
+        since_unix_s = entered_s + time.time() - time.monotonic()
+        called = [each for each in found.parsed_collectives() if each.called_unix_s >= since_unix_s]
+        found.ready = len(called)
+        found.all_ready = len(called) >= self._num_unmarked
+        found.bucket = next((index for index, each in enumerate(called) if not each.is_done), None)
+
+
+def _text_of(frame: Frame | None) -> str | None:
+    return None if frame is None else str(frame)
+
+
+def _process_text(process: ProcessState) -> str:
+    kernel = f" in {process.kernel_function}" if process.kernel_function else ""
+    return (
+        f"{process.state}{kernel}, {process.cpu_s:.1f} s of CPU time, {process.num_threads} threads,"
+        f" {process.resident_bytes / 2**20:.0f} MiB"
+    )

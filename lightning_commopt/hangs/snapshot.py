@@ -1,0 +1,161 @@
+"""RankSnapshot: where one rank is, as far as it can be known, and how it is taken."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lightning_commopt.hangs import marks as kinds
+from lightning_commopt.hangs.flight_recorder import Collective, parse_collectives
+from lightning_commopt.hangs.marks import Mark
+from lightning_commopt.hangs.phases import BACKWARD, PHASES, SETUP
+
+STATES = ("running", "stopped", "died", "failed", "finished", "unreachable", "silent")
+
+_CONNECTION_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted|lost)|closed by peer|broken pipe|remote (process|worker|error)"
+    r"|ncclRemoteError|ncclSystemError|Rank \d+ has (died|failed)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(kw_only=True)
+class RankSnapshot:
+    """Where a rank is.
+
+    Attributes:
+        rank: the rank.
+        host: its host's name.
+        pid: of its process.
+        state: one of `STATES`: "failed" has raised, "finished" has ended its fit, "unreachable" is on a host that does
+            not answer, "silent" could never be asked.
+        detail: what more is known of the state: the exception, or why it is unreachable.
+        ended_unix_s: when it has ended, in seconds since 1970; infinity for one that has not.
+        phase: index into `lightning_commopt.hangs.phases.PHASES`.
+        step: optimizer steps before this one.
+        batch: index of the last batch of an evaluation; -1 outside of one.
+        idle_s: seconds since the last mark.
+        limit_s: for how long its phase may show no progress.
+        ready: buckets of this backward that are ready.
+        bucket: index of the oldest bucket that is ready and not averaged; None if there is none.
+        bucket_names: of its parameters.
+        all_ready: whether backward has handed over its last bucket.
+        called: the function of ``torch.distributed`` that the fit's thread is in; None if it is in none.
+        place: the user's own code that the fit's thread is in, as "file:line in function".
+        innermost: the same of any code.
+        worker_places: the user's own code that the dataloader's workers are in.
+        is_compiling: whether the fit's thread is in a compiler.
+        process: what the kernel says, in words.
+        collectives: that it has called, as JSON has them; the oldest first.
+        stacks: by process and thread.
+        missing: what could not be had, and why.
+    """
+
+    rank: int
+    host: str
+    pid: int = 0
+    state: str = "running"
+    detail: str = ""
+    ended_unix_s: float = math.inf
+    phase: int = SETUP
+    step: int = 0
+    batch: int = -1
+    idle_s: float = 0.0
+    limit_s: float = 0.0
+    ready: int = 0
+    bucket: int | None = None
+    bucket_names: list[str] = field(default_factory=list)
+    all_ready: bool = False
+    called: str | None = None
+    place: str | None = None
+    innermost: str | None = None
+    worker_places: list[str] = field(default_factory=list)
+    is_compiling: bool = False
+    process: str = ""
+    collectives: Any = None
+    stacks: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the rank waits for others, in a collective or in gradient sync."""
+        return self.state == "running" and (self.called is not None or self.is_syncing)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the rank has failed because it lost its connection to another."""
+        return self.state == "failed" and _CONNECTION_LOST.search(self.detail) is not None
+
+    @property
+    def is_syncing(self) -> bool:
+        """Whether backward has nothing left to do but to wait for averages."""
+        return self.phase == BACKWARD and self.all_ready and self.bucket is not None
+
+    def parsed_collectives(self) -> list[Collective]:
+        """Returns what the Flight Recorder has kept of this rank."""
+        return parse_collectives(self.collectives)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return plain | {"phase_name": PHASES[self.phase].name}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> RankSnapshot:
+        """Returns what `to_plain` made.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        names = {each.name for each in fields(cls)}
+        try:
+            found = cls(**{name: value for name, value in plain.items() if name in names})
+            PHASES[found.phase].name  # noqa: B018
+        except (TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"no snapshot of a rank: {error}") from None
+        return found
+
+
+def place_in_training(marks: Sequence[Mark], names: Mapping[int, list[str]]) -> dict[str, Any]:
+    """Returns the fields of a snapshot that follow from a rank's marks.
+
+    Args:
+        marks: the oldest first.
+        names: of every bucket's parameters.
+    """
+    phase, step, batch, since = SETUP, 0, -1, 0
+    for position, mark in enumerate(marks):
+        if mark.kind == kinds.PHASE:
+            since = position if mark.code == BACKWARD or phase == BACKWARD else since
+            phase, step, batch = mark.code, mark.value, -1
+        elif mark.kind == kinds.BATCH:
+            batch = mark.value
+    ready: list[int] = []
+    pending: list[int] = []
+    all_ready = False
+    for mark in marks[since:]:
+        if mark.kind == kinds.BUCKET_READY:
+            ready.append(mark.value)
+            pending.append(mark.value)
+            all_ready = all_ready or bool(mark.code)
+        elif mark.kind == kinds.BUCKET_END and mark.value in pending:
+            pending.remove(mark.value)
+    bucket = pending[0] if pending else None
+    return {
+        "phase": phase,
+        "step": step,
+        "batch": batch,
+        "ready": len(ready),
+        "bucket": bucket,
+        "bucket_names": [] if bucket is None else list(names.get(bucket, [])),
+        "all_ready": all_ready,
+    }
+
+
+def write_snapshot(snapshot: RankSnapshot) -> str:
+    """Returns the text of a snapshot's file."""
+    return json.dumps(snapshot.to_plain(), indent=1)

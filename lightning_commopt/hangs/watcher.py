@@ -1,0 +1,263 @@
+"""The process beside a rank that tells hangs, whatever state the rank is in.
+
+Every rank has one. Each sees its own rank through memory and the kernel, and asks the others over TCP. Only the lowest
+rank whose watcher can be reached asks all and reports, so that one says it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_commopt.hangs.diagnosis import Diagnosis, diagnose
+from lightning_commopt.hangs.ending import end_rank
+from lightning_commopt.hangs.network import Address, GoneError, Server, UnreachableError, ask
+from lightning_commopt.hangs.observation import Observation
+from lightning_commopt.hangs.rank_link import RankLink
+from lightning_commopt.hangs.records import Records
+from lightning_commopt.hangs.snapshot import RankSnapshot
+
+_T = TypeVar("_T")
+
+_WAKE_S = 0.25
+_ASK_AGAIN_S = 5.0
+_SOON_S = 1.0
+_HELLO_S = 2.0
+_STATE_S = 8.0
+_DEATH_S = 2.0
+_KEEP_S = 30.0
+_NUM_ASKED_AT_ONCE = 32
+_MOVED_S = 1.0
+
+
+class Watcher:
+    """Watches one rank, and with the others all.
+
+    Args:
+        settings: what the rank has sent first.
+        observation: of the rank.
+        link: to its process.
+    """
+
+    def __init__(self, settings: dict[str, Any], observation: Observation, link: RankLink) -> None:
+        self._rank: int = settings["rank"]
+        self._pid: int = settings["pid"]
+        self._after_s: float = settings["after_s"]
+        self._aborts = settings["action"] == "abort"
+        self._own = observation
+        self._link = link
+        self._records = Records(Path(settings["folder"]), self._rank)
+        self._peers: dict[int, Address] = {}
+        self._token: str = settings["token"]
+        self._notices: dict[int, dict[str, Any]] = {}
+        self._silent: set[int] = set()
+        self._is_reported = False
+        self._must_abort = threading.Event()
+        self._stop = threading.Event()
+        server = Server(self._token, self._answer)
+        link.send(port=server.port)
+
+    def receive(self, message: dict[str, Any] | None) -> None:
+        """Takes a message of the rank; None when its process has closed the connection."""
+        if message is None:
+            return
+        if "peers" in message:
+            self._peers = {rank: Address(*fields) for rank, fields in enumerate(message["peers"]) if rank != self._rank}
+            threading.Thread(target=self._greet, daemon=True).start()
+        else:
+            self._own.learn(message)
+
+    def run(self) -> None:
+        """Watches until the rank has ended."""
+        asked_at = kept_at = time.monotonic()
+        while self._own.ended is None and not self._must_abort.is_set():
+            time.sleep(_WAKE_S)
+            self._own.update()
+            now, idle_s = time.monotonic(), self._own.idle_s
+            if idle_s < self._after_s:
+                if self._is_reported and idle_s < _MOVED_S:
+                    self._is_reported = False
+                asked_at = now - _ASK_AGAIN_S + _SOON_S
+            elif now - asked_at >= _ASK_AGAIN_S and not self._is_reported:
+                self._inquire()
+                asked_at = time.monotonic()
+            if now - kept_at > _KEEP_S:
+                self._records.keep(self._own.snapshot(is_whole=False), self._own.marks)
+                kept_at = now
+        if self._must_abort.is_set():
+            end_rank(self._pid, self._link)
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        """The rank's fit is over, one way or another."""
+        snapshot = self._own.snapshot(is_whole=False)
+        self._tell_all(notice=snapshot.to_plain())
+        if self._own.ended == "finished":
+            self._records.discard()
+            return
+        self._records.keep(snapshot, self._own.marks)
+        time.sleep(_DEATH_S)  # what follows from it happens, and where all are ended together nobody hangs
+        if not self._is_reported and not any(_is_cause(notice, snapshot) for notice in self._notices.values()):
+            self._inquire(is_first_to_end=True)
+
+    def _inquire(self, *, is_first_to_end: bool = False) -> None:
+        """Finds out which ranks keep the others waiting, and reports it, unless a lower rank does.
+
+        Args:
+            is_first_to_end: this rank has died or failed before any other, and is the one to be told about.
+        """
+        if not is_first_to_end and any(self._is_watching(rank) for rank in range(self._rank)):
+            return
+        snapshots = [self._own.snapshot(), *self._in_parallel(self._ask_state, list(self._peers))]
+        if is_first_to_end:
+            if all((each.state, each.detail) == (self._own.ended, self._own.detail) for each in snapshots):
+                return
+        elif any(self._may_go_on(each) for each in snapshots) or all(each.state != "running" for each in snapshots):
+            return
+        self._report(diagnose(snapshots), snapshots)
+
+    def _may_go_on(self, each: RankSnapshot) -> bool:
+        """Returns whether a rank may still be at work in a phase that takes long."""
+        if each.state != "running":
+            return False
+        if each.is_waiting:
+            return each.idle_s < self._after_s
+        return each.idle_s < (10 * each.limit_s if each.is_compiling else each.limit_s)
+
+    def _report(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot]) -> None:
+        idle_s = max((each.idle_s for each in snapshots if each.state == "running"), default=0.0)
+        self._is_reported = True
+        path = self._records.report(diagnosis, snapshots, idle_s)
+        lines = [f"HangMonitor: {diagnosis.sentence}", f"  No progress for {idle_s:.0f} s."]
+        lines += [f"  Try: {hint}" for hint in diagnosis.hints]
+        lines.append(f"  Stacks and collectives of all ranks: {path} (commopt doctor {path} draws them)")
+        if self._aborts:
+            lines.append("  Ending all ranks, as action='abort' asks for.")
+        sys.stderr.write("\n".join(lines) + "\n")
+        sys.stderr.flush()
+        self._tell_all(reported=True, abort=self._aborts)
+        if self._aborts:
+            self._must_abort.set()
+
+    def _is_watching(self, rank: int) -> bool:
+        """Returns whether the watcher of a rank can be reached, and its rank has not ended."""
+        if rank in self._notices:
+            return False
+        try:
+            return bool(ask(self._peers[rank], self._token, {"hello": True}, _HELLO_S).get("is_watching"))
+        except (OSError, KeyError):
+            return False
+
+    def _ask_state(self, rank: int) -> RankSnapshot:
+        address = self._peers[rank]
+        try:
+            return RankSnapshot.from_plain(ask(address, self._token, {"state": True}, _STATE_S))
+        except (GoneError, UnreachableError, ValueError) as error:
+            if rank in self._notices:
+                return RankSnapshot.from_plain(self._notices[rank])
+            state = "silent" if rank in self._silent else "died" if isinstance(error, GoneError) else "unreachable"
+            return RankSnapshot(rank=rank, host=address.host, state=state, detail=str(error))
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        if "state" in question:
+            return self._own.snapshot().to_plain()
+        if "notice" in question:
+            self._notices[question["notice"]["rank"]] = question["notice"]
+        if question.get("reported"):
+            self._is_reported = True
+            self._records.keep(self._own.snapshot(is_whole=False), self._own.marks)
+        if question.get("abort"):
+            self._must_abort.set()
+        return {"is_watching": self._own.ended is None}
+
+    def _greet(self) -> None:
+        """Finds out at the start which watchers do not answer: later that would look like a lost host."""
+        if self._rank == 0:
+            found = self._in_parallel(self._does_answer, list(self._peers))
+            self._silent = {rank for rank, answers in zip(self._peers, found, strict=True) if not answers}
+            if self._silent:
+                address = self._peers[min(self._silent)]
+                sys.stderr.write(
+                    f"HangMonitor: the monitors of ranks {sorted(self._silent)} cannot be reached (the first one at"
+                    f" {address.ip}:{address.port}): of a hang there only the other ranks can be told about.\n"
+                )
+
+    def _does_answer(self, rank: int) -> bool:
+        try:
+            return bool(ask(self._peers[rank], self._token, {"hello": True}, _HELLO_S))
+        except OSError:
+            return False
+
+    def _tell_all(self, **message: Any) -> None:
+        def tell(rank: int) -> None:
+            with suppress(OSError):
+                ask(self._peers[rank], self._token, message, _HELLO_S)
+
+        self._in_parallel(tell, [rank for rank in self._peers if rank not in self._notices])
+
+    def _in_parallel(self, function: Callable[[int], _T], ranks: list[int]) -> list[_T]:
+        if not ranks:
+            return []
+        with ThreadPoolExecutor(min(_NUM_ASKED_AT_ONCE, len(ranks))) as pool:
+            return list(pool.map(function, ranks))
+
+
+def _is_cause(notice: dict[str, Any], own: RankSnapshot) -> bool:
+    """Returns whether what another rank has said at its end is why this one has ended."""
+    other = RankSnapshot.from_plain(notice)
+    has_failed = other.state in ("died", "failed") and not other.is_consequence
+    return has_failed and (own.is_consequence or other.ended_unix_s < own.ended_unix_s)
+
+
+def main() -> None:
+    """Watches the rank that has started this process; arguments are the descriptors that it hands over."""
+    link_fd, marks_fd, stacks_fd = map(int, sys.argv[1:4])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the rank, which decides what they mean
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=link_fd)
+    settings_come = threading.Event()
+    settings: dict[str, Any] = {}
+    watcher: list[Watcher] = []
+
+    def receive(message: dict[str, Any] | None) -> None:
+        if not settings:
+            settings.update(message or {"is_gone": True})
+            settings_come.set()
+            return
+        is_ready.wait()
+        watcher[0].receive(message)
+
+    is_ready = threading.Event()
+    link = RankLink(connection, receive)
+    settings_come.wait()
+    if "is_gone" in settings:
+        os._exit(0)
+    observation = Observation(
+        rank=settings["rank"],
+        host=settings["host"],
+        pid=settings["pid"],
+        fit_thread=settings["fit_thread"],
+        after_s=settings["after_s"],
+        marks_fd=marks_fd,
+        stacks_fd=stacks_fd,
+        link=link,
+    )
+    watcher.append(Watcher(settings, observation, link))
+    is_ready.set()
+    watcher[0].run()
+    sys.stderr.flush()
+    os._exit(0)  # threads may still be answering
+
+
+if __name__ == "__main__":
+    main()
