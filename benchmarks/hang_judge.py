@@ -20,8 +20,8 @@ class Fault:
         kinds: of a `HangMonitor`'s report that are right.
         phases: that are right: that of the rank at fault, or that in which the others wait for it.
         operation: pattern of the operation that ranks wait in; None where they wait in none of ours.
-        message: pattern of what `CommOptDDP` says by itself, on stderr of a rank other than that at fault; None where it
-            says nothing. ``{rank}`` is the rank at fault.
+        message: pattern of what `CommOptDDP` says by itself, on stderr of a rank other than that at fault; None where
+            it says nothing. ``{rank}`` is the rank at fault.
         own_message: pattern that counts on stderr of the rank at fault too, as only it can know.
         world_size: number of ranks.
         needs_lab: each rank is on a host of its own.

@@ -124,7 +124,7 @@ def mark_fault() -> None:
 def callbacks() -> Iterator[Any]:
     """Yields the monitor, if it is asked for."""
     if os.environ["MONITOR"] == "1":
-        from lightning_commopt import HangMonitor
+        from lightning_commopt.callbacks import HangMonitor
 
         # A host keeps its own report: one that is cut off cannot write to the disk of another.
         yield HangMonitor(after_s=5.0, action="abort", dirpath=FOLDER / f"host{os.environ['NODE_RANK']}")
