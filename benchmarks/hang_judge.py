@@ -86,7 +86,7 @@ FAULTS: dict[str, Fault] = {
         what="self.log(sync_dist=True) on one rank",
         kinds=("mismatch", "waiting"),
         phases=_STEP,
-        operation=r"(?i)all_?reduce \((1,)?\)|" + _SYNC,
+        operation=_SYNC + r"|all_?reduce \((1,)?\)",
         world_size=3,
     ),
     "worker": Fault(what="dataloader worker sleeps", kinds=("late",), phases=("data",), operation=_SYNC),
