@@ -24,6 +24,7 @@ _TELL_AFTER_S = 20.0
 _LOOK_S = 1.0
 _TRY_S = 3.0
 _CLOSE_S = 3.0
+_GRACE_S = 5.0
 
 _num_joins = 0
 
@@ -34,8 +35,9 @@ class JoinWatch:
     A thread with a connection of its own to the store of the rendezvous leaves this rank's name and address there, and
     looks who else has come. It says a sentence on stderr: a rank that cannot reach the store, why; rank 0, which ranks
     have not come; the lowest rank that still waits, which addresses do not fit when all are there. It speaks again
-    only when it knows something else. A rank that fails is told at once. The thread raises nothing, and ends with the
-    block.
+    only when it knows something else. A rank that fails is told at once; as there will be no group then, the others get
+    some seconds to find out by themselves, and end. gloo would wait for five times the timeout. The thread raises
+    nothing, and ends with the block.
 
     All ranks must use it equally often.
 
@@ -63,6 +65,7 @@ class JoinWatch:
         self._complete_at: float | None = None
         self._begin = time.monotonic()
         self._told: str | None = None
+        self._failure: str | None = None
         self._error: str | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commopt-join-watch", daemon=True)
@@ -88,18 +91,27 @@ class JoinWatch:
         self._store = None
 
     def _watch(self) -> None:
-        before = None
-        while not self._is_store_lost and not self._stop.wait(_LOOK_S):
-            is_late = time.monotonic() - self._begin >= _TELL_AFTER_S
-            failure = self._failure()
-            sentence = failure or self._find_reason(is_late)
-            # Twice the same, as a rank may come in this very moment.
-            if (failure is not None or (is_late and sentence == before)) and not self._stop.is_set():
-                self._tell(sentence)
-            before = sentence
+        before: str | None = None
+        in_vain_since: float | None = None
+        while not self._stop.wait(_LOOK_S):
+            now = time.monotonic()
+            is_late = now - self._begin >= _TELL_AFTER_S
+            self._failure = self._failure or self._find_failure()
+            if self._failure is None:
+                sentence = self._find_reason(is_late)
+                # Twice the same, as a rank may come in this very moment.
+                if is_late and sentence == before:
+                    self._tell(sentence)
+                before = sentence
+                continue
+            if self._rank == 0 or self._failure.startswith("rank 0 "):
+                self._tell(self._failure)
+            in_vain_since = in_vain_since or now
+            if now - in_vain_since >= _GRACE_S:
+                self._end_process(self._failure)
 
     def _tell(self, sentence: str | None) -> None:
-        if sentence is not None and sentence != self._told:
+        if sentence is not None and sentence != self._told and not (self._stop.is_set() and self._error is None):
             self._told = sentence
             waited_s = time.monotonic() - self._begin
             sys.stdout.flush()
@@ -117,7 +129,7 @@ class JoinWatch:
         try:
             return self._find_others(self._store)
         except RuntimeError:
-            self._lose_store()
+            self._store, self._is_store_lost = None, True
             return None
 
     def _unreachable(self, limit_s: float) -> str | None:
@@ -180,21 +192,25 @@ class JoinWatch:
                 self._arrivals[rank] = Arrival.from_json(store.get(f"here/{rank}").decode())
         return [self._arrivals[rank] for rank in sorted(self._arrivals)]
 
-    def _failure(self) -> str | None:
-        """Returns which other rank has failed while it joined, if this rank is to tell: rank 0, or the others of it."""
-        if self._store is None:
-            return None
-        try:
-            failure = self._store.get("failed").decode() if self._store.check(["failed"]) else None
-        except RuntimeError:
-            self._lose_store()
-            return None
-        return failure if failure is not None and (self._rank == 0 or failure.startswith("rank 0 ")) else None
+    def _find_failure(self) -> str | None:
+        """Returns which other rank has failed while it joined, so that there will be no group."""
+        if self._store is not None:
+            try:
+                return self._store.get("failed").decode() if self._store.check(["failed"]) else None
+            except RuntimeError:
+                self._store, self._is_store_lost = None, True
+        if self._is_store_lost:
+            gone = try_port(self._host, self._port, limit_s=_TRY_S)
+            if gone is not None and gone.kind == "refused":
+                return f"rank 0 has ended, and with it the store at {self._address}: its output tells why"
+        return None
 
-    def _lose_store(self) -> None:
-        """The store went with rank 0, whose own output says more than a port where nothing listens now."""
-        self._store, self._is_store_lost = None, True
-        self._tell(f"rank 0 has ended, and with it the store at {self._address}: its output tells why")
+    def _end_process(self, reason: str) -> None:
+        if not self._stop.is_set():
+            who = f"[rank {self._rank}]"
+            sys.stderr.write(f"{who} {reason}.\n{who} This rank has waited for {_GRACE_S:g} s, and ends.\n")
+            sys.stderr.flush()
+            os._exit(1)
 
     def _leave(self) -> None:
         if self._error is not None:
@@ -204,7 +220,7 @@ class JoinWatch:
 
     def _explain_error(self) -> None:
         """Tells the others of this rank's error, and what is known of its reason."""
-        if self._is_store_lost:
+        if self._failure is not None:
             return
         why = self._unreachable(_CLOSE_S / 4) if self._store is None else None
         if self._store is None:

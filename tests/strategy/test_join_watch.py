@@ -18,7 +18,7 @@ from lightning_commopt.netlab import NetLab, RankError
 from lightning_commopt.strategy import join_watch
 from lightning_commopt.strategy.join_texts import Arrival, find_odd, missing_text, unconnected_text
 from lightning_commopt.strategy.join_watch import JoinWatch
-from ranks import run_ranks
+from ranks import run_ranks, run_ranks_or_raise
 
 _SCRIPT = Path(__file__).parent / "joining_script.py"
 _LIMIT_S = 120
@@ -130,6 +130,32 @@ def test_late_ranks_are_named_and_then_train(tmp_path: Path) -> None:
     assert "waits at 127.0.0.1" in told[0][-1]
     assert len(told[0]) == len(set(told[0])) <= 2  # of ranks 1 and 2 before rank 1 has come, then of rank 2 alone
     assert told[2] == []
+
+
+def _fail_on_rank_0(folder: Path, port: int) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
+    join_watch._LOOK_S, join_watch._GRACE_S = 0.05, 0.2
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
+    with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, backend="gloo") as watch:
+        if rank == 0:
+            server.wait([f"{watch._prefix}/here/1"])
+            raise ArithmeticError("broken on purpose")
+        threading.Event().wait(600)
+
+
+def test_ranks_end_when_another_has_failed(tmp_path: Path) -> None:
+    """If it fails, one rank's error at the start leaves the others waiting, over gloo for five times the timeout."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ends = run_ranks_or_raise(_fail_on_rank_0, tmp_path, port, world_size=2, limit_s=_LIMIT_S)
+    assert "ArithmeticError: broken on purpose" in str(ends[0][1])
+    assert ends[1][1] == "it died before it answered"
+    said = (tmp_path / "1").read_text()
+    assert "in init_process_group: rank 0 " in said
+    assert said.endswith("[rank 1] This rank has waited for 0.2 s, and ends.\n")
 
 
 def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
