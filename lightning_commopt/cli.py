@@ -69,14 +69,20 @@ def selftest(
 
 @app.command()
 def doctor(
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="Directory where HangMonitor left its files: says why that run hung.")
+    ] = None,
     limit_s: Annotated[float, typer.Option(min=1, help="Seconds in which ranks must meet.")] = 60,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a list.")] = False,
 ) -> None:
-    """Says what may keep training from running here: on this host, or under torchrun on all hosts.
+    """Says what may keep training from running here, or why a run hung: on this host, or under torchrun on all hosts.
 
     Compares versions, devices and variables of all ranks; looks at packages, NCCL's variables, shared memory, cores,
     names, ports and InfiniBand. Exit status 1 if there is an error, 2 if the ranks do not meet.
     """
+    if run_dir is not None:
+        _explain_hang(run_dir, json=json)
+        return
     from lightning_commopt.doctor.facts import collect_facts
     from lightning_commopt.doctor.findings import find
     from lightning_commopt.doctor.meeting import MeetingError, meet
@@ -258,6 +264,20 @@ def nccl_log(
         typer.echo(json_text.dumps(to_plain(log, findings), indent=2))
     else:
         print_log(log, findings, Console())
+
+
+def _explain_hang(run_dir: Path, *, json: bool) -> None:
+    from lightning_commopt.hangs.reading import read_left_behind
+    from lightning_commopt.hangs.terminal import print_left_behind
+
+    with _errors_in_a_line(status=2):
+        found = read_left_behind(run_dir)
+    if json:
+        plain = {"was_reported": found.was_reported, "time_unix_s": found.at_unix_s}
+        snapshots = [each.to_plain() for each in found.snapshots]
+        typer.echo(json_text.dumps(plain | found.diagnosis.to_plain() | {"snapshots": snapshots}, indent=2))
+    else:
+        print_left_behind(found, Console())
 
 
 @contextmanager

@@ -168,6 +168,11 @@ def _position(each: RankSnapshot) -> str:
     return f"batch {each.batch}" if each.batch >= 0 else f"step {each.step}"
 
 
+def waits_in(each: RankSnapshot) -> str | None:
+    """Returns the operation that a rank waits in; None if it waits for no other."""
+    return _operation(each) if each.is_waiting else None
+
+
 def _operation(each: RankSnapshot) -> str:
     if each.is_syncing or (each.bucket is not None and each.called is None):
         return f"the gradient sync of bucket {each.bucket}{_names_text(each.bucket_names)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 import time
 from typing import Any
 
@@ -65,6 +66,7 @@ class Observation:
         self._memory = mmap.mmap(marks_fd, NUM_BYTES, prot=mmap.PROT_READ)
         self._names: dict[int, list[str]] = {}
         self._num_unmarked = 0
+        self._lock = threading.Lock()
         self._times = PhaseTimes(after_s)
         self._last = Mark(time.monotonic(), 0, 0, 0, 0)
         self._phase, self._longest_idle_s = SETUP, 0.0
@@ -108,6 +110,10 @@ class Observation:
         Args:
             is_whole: with stacks and collectives, which need the process.
         """
+        with self._lock:
+            return self._take_snapshot(is_whole)
+
+    def _take_snapshot(self, is_whole: bool) -> RankSnapshot:
         process = process_state(self._pid)
         state = self.ended or ("stopped" if process.state.startswith("stopped") else "running")
         found = RankSnapshot(

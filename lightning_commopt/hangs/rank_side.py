@@ -25,7 +25,7 @@ from lightning_commopt.hangs import marks as kinds
 from lightning_commopt.hangs.marks import MarkWriter
 from lightning_commopt.hangs.network import own_ip
 from lightning_commopt.hangs.rank_link import RankLink
-from lightning_commopt.hangs.stacks import dumpable_fd
+from lightning_commopt.hangs.stacks import make_dumpable
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
 
 _POLL_S = 0.02
@@ -62,7 +62,7 @@ class WatchedRank:
         self._is_closed, self._has_met = threading.Event(), threading.Event()
         own, others = socket.socketpair()
         with others:
-            fds = (others.fileno(), self._marks.fd, dumpable_fd())
+            fds = (others.fileno(), self._marks.fd, make_dumpable())
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lightning_commopt.hangs.watcher", *map(str, fds)],
                 pass_fds=fds,

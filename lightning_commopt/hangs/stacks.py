@@ -1,6 +1,6 @@
 """Python stacks of a process that may be stuck: it writes them in a signal handler, which needs no GIL.
 
-``faulthandler`` does that, in every process that has called `dumpable_fd` and in those forked from it, such as the
+``faulthandler`` does that, in every process that has called `make_dumpable` and in those forked from it, such as the
 workers of a dataloader.
 """
 
@@ -49,16 +49,21 @@ class Frame:
         return f"{os.sep.join(self.file.split(os.sep)[-2:])}:{self.line} in {self.function}"
 
 
-@cache
-def dumpable_fd() -> int:
-    """Has this process write all its threads' stacks to a file whenever it gets `SIGNAL`, until it ends.
+def make_dumpable() -> int:
+    """Has this process write all its threads' stacks to a file whenever it gets `SIGNAL`.
 
     Returns:
-        The file's descriptor.
+        The file's descriptor; it stays open until the process ends.
     """
-    fd = anonymous_file("commopt-stacks")
+    fd = _stacks_fd()
+    faulthandler.unregister(SIGNAL)  # the end of a Trainer's run takes away all handlers that it does not know
     faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
     return fd
+
+
+@cache
+def _stacks_fd() -> int:
+    return anonymous_file("commopt-stacks")
 
 
 def dump_stacks(pid: int, fd: int, limit_s: float) -> str:

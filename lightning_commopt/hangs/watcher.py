@@ -137,6 +137,7 @@ class Watcher:
     def _report(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot]) -> None:
         idle_s = max((each.idle_s for each in snapshots if each.state == "running"), default=0.0)
         self._is_reported = True
+        self._records.keep(snapshots[0], self._own.marks)
         path = self._records.report(diagnosis, snapshots, idle_s)
         lines = [f"HangMonitor: {diagnosis.sentence}", f"  No progress for {idle_s:.0f} s."]
         lines += [f"  Try: {hint}" for hint in diagnosis.hints]

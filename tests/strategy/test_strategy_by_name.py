@@ -60,11 +60,12 @@ def test_alias(suffix: str, name: str) -> None:
         assert strategy._ddp_kwargs == of_lightning._ddp_kwargs
 
 
-def _fit_by_alias() -> int:
+def _fit_by_alias() -> Any:
     run = trainer("commopt_ddp_bf16")
     run.fit(SelfFed())
-    assert type(run.strategy) is import_module(ADAPTER).CommOptDDP
-    return run.strategy.wire_bytes
+    strategy: Any = run.strategy
+    assert type(strategy) is import_module(ADAPTER).CommOptDDP
+    return strategy.wire_bytes
 
 
 def test_alias_trains() -> None:

@@ -1,0 +1,131 @@
+"""Fits of which one rank keeps the other waiting until that is reported; for ``test_hang_monitor``."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from strategy_models import Tiny, loader, trainer
+from torch import Tensor
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.callbacks import HangMonitor
+from lightnings import DDPStrategy
+
+AFTER_S = 1.0
+LIMIT_S = 120.0
+"""Only against waiting for ever."""
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": DDPStrategy,
+    "native": CommOptDDP,
+    "int8": lambda: CommOptDDP(comm_hook="int8"),
+}
+
+
+class Holding(Tiny):
+    """On rank 1, one batch takes until a hang has been reported."""
+
+    def __init__(self, fault: str, folder: Path) -> None:
+        super().__init__()
+        self.fault, self.report = fault, folder / "hangs" / "report.json"
+
+    def train_dataloader(self) -> Any:
+        return loader(48)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        is_at_fault = batch_idx == 4 and self.global_rank == 1
+        if self.fault == "forward" and is_at_fault:
+            wait_for(self.report)
+        if self.fault == "stopped" and is_at_fault:
+            stop_until(self.report)
+        if self.fault == "collective" and not is_at_fault:
+            self.all_gather(torch.ones(3))
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.fault == "callbacks" and self.trainer.global_step == 4 and self.global_rank == 1:
+            wait_for(self.report)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, "no hang has been reported"
+        time.sleep(0.05)
+
+
+def stop_until(path: Path) -> None:
+    """Stops this process; another continues it."""
+    waits = f"import os, time\nwhile not os.path.exists({str(path)!r}): time.sleep(0.05)\nos.kill({os.getpid()}, 18)"
+    with subprocess.Popen([sys.executable, "-S", "-c", waits]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fit_with_faults(folder: Path, faults: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Returns the report of every fault, each in a fit of its own."""
+    reports = []
+    for fault, strategy in faults:
+        own = folder / f"{fault}-{strategy}"
+        monitor = HangMonitor(after_s=AFTER_S, dirpath=own)
+        run = trainer(STRATEGIES[strategy](), callbacks=[monitor], max_epochs=1)
+        run.fit(Holding(fault, own))
+        assert run.global_step == 6
+        reports.append(json.loads((own / "hangs" / "report.json").read_text()))
+    return reports
+
+
+class Slow(Tiny):
+    """Takes long wherever that may be so."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == 0:
+            time.sleep(self.seconds)  # as a compiler does
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            time.sleep(self.seconds)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        time.sleep(self.seconds)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            time.sleep(self.seconds)
+
+
+def fit_slowly(folder: Path, after_s: float) -> list[str]:
+    """Returns what watchers have left."""
+    monitor = HangMonitor(after_s=after_s, dirpath=folder)
+    run = trainer(CommOptDDP(), callbacks=[monitor], max_epochs=1, num_sanity_val_steps=1)
+    model = Slow(2.5 * after_s)
+    run.fit(model, loader(8), loader(8))
+    run.save_checkpoint(folder / "slow.ckpt")
+    run.test(model, loader(8))
+    return [str(path) for path in folder.rglob("report.json")]
+
+
+def main() -> None:
+    """Trains on two ranks that a fault keeps from ending; usage: hanging_fits.py FOLDER FAULT STRATEGY."""
+    folder, fault, strategy = Path(sys.argv[1]), *sys.argv[2:]
+    monitor = HangMonitor(after_s=3 * AFTER_S, action="abort", dirpath=folder)
+    run = trainer(STRATEGIES[strategy](), callbacks=[monitor], devices=2)
+    run.fit(Holding(fault, folder / "never"))
+
+
+if __name__ == "__main__":
+    main()
