@@ -26,6 +26,7 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
 from lightning_commopt.strategy.base import check_group, explain_one_rank, prepare_nccl, strategy_from_plan
+from lightning_commopt.strategy.join_watch import watch_joining
 
 
 class CommOptDDP(DDPStrategy):
@@ -154,7 +155,8 @@ class CommOptDDP(DDPStrategy):
 
     def _setup_distributed(self) -> None:
         prepare_nccl(self._nccl, self.process_group_backend, self.root_device)
-        super()._setup_distributed()
+        with watch_joining(self, self.process_group_backend):
+            super()._setup_distributed()
         check_group(self.world_size, type(self).__name__)
 
 

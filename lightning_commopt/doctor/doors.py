@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from lightning_commopt.doctor.interfaces import Interface
+from lightning_commopt.launch.ports import explain_os_error
 
 _MOST_THREADS = 64
-_REASONS = {
-    errno.ECONNREFUSED: "refused, though the port is open there: a firewall rejects it",
-    errno.EHOSTUNREACH: "no route to that host",
-    errno.ENETUNREACH: "no route to that network",
-    errno.EACCES: "forbidden on this host",
-    errno.EPERM: "forbidden by a firewall on this host",
-    errno.EINVAL: "a route on this host discards it",
-}
 
 
 class Door(NamedTuple):
@@ -52,11 +44,6 @@ class ClosedDoor(NamedTuple):
     to_host: str
     door: Door
     reason: str
-
-
-def explain(error: OSError) -> str:
-    """Returns why a connection failed, as far as the kernel says."""
-    return _REASONS.get(error.errno or 0, str(error))
 
 
 @contextlib.contextmanager
@@ -100,7 +87,7 @@ def find_closed(
         except TimeoutError:
             return f"no answer within {limit_s:g} s: probably a firewall drops it"
         except OSError as error:
-            return explain(error)
+            return explain_os_error(error)
         return None
 
     tried = [(host, door) for host, theirs in doors.items() if host != own_host for door in theirs]

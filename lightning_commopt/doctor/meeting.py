@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.doctor.doors import ClosedDoor, Door, explain, find_closed, open_doors
+from lightning_commopt.doctor.doors import ClosedDoor, Door, find_closed, open_doors
 from lightning_commopt.doctor.facts import Facts, facts_from_plain
 from lightning_commopt.doctor.places import Place
+from lightning_commopt.launch.ports import try_port
 
 _RETRY_S = 0.2
 _POLL_S = 0.05
@@ -237,23 +237,9 @@ def check_port(host: str, port: int, *, limit_s: float) -> None:
     """
     deadline = time.monotonic() + limit_s
     while True:
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
-        except ConnectionRefusedError as error:
-            if time.monotonic() > deadline:
-                raise MeetingError(
-                    f"{host} refuses connections to port {port}: nothing listens there, so rank 0 does not run,"
-                    " or the port is wrong (MASTER_PORT, --port)"
-                ) from error
-            time.sleep(_RETRY_S)
-        except socket.gaierror as error:
-            raise MeetingError(f"the name {host} cannot be resolved: is it right? ({error})") from error
-        except TimeoutError as error:
-            raise MeetingError(
-                f"{host}:{port} does not answer within {limit_s:g} s, not even with a refusal: probably a firewall"
-                " drops what is sent, or the address is of an interface that this host cannot reach"
-            ) from error
-        except OSError as error:
-            raise MeetingError(f"{host}:{port} cannot be reached: {explain(error)}") from error
-        else:
+        failure = try_port(host, port, limit_s=max(0.1, deadline - time.monotonic()))
+        if failure is None:
             return
+        if failure.kind != "refused" or time.monotonic() > deadline:
+            raise MeetingError(failure.message)
+        time.sleep(_RETRY_S)

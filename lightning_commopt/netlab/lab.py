@@ -164,6 +164,19 @@ class NetLab:
             raise error_of(stopped, status, timeout_s, ranks)
         return [process.output for process in ranks]
 
+    def enter(self, host: int) -> tuple[str, ...]:
+        """Returns what to put before a command to run it on a host, in our folder. Whoever starts it must end it.
+
+        Args:
+            host: its number.
+
+        Raises:
+            LabError: the lab is not open.
+        """
+        if self._keeper is None:
+            raise LabError("the network lab is not open: use it in a with statement")
+        return self._keeper.enter(f"host{host}", os.getcwd())
+
     def _variables(self, rank: int, ranks_per_host: int, is_pinned: bool) -> dict[str, str]:
         host, local_rank = divmod(rank, ranks_per_host)
         return {

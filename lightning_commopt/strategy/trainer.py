@@ -30,6 +30,7 @@ from lightning_commopt.strategy.checks import (
 )
 from lightning_commopt.strategy.fit_watch import FitWatch
 from lightning_commopt.strategy.gradient_sync import GradientSync
+from lightning_commopt.strategy.join_watch import watch_joining
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
@@ -48,12 +49,13 @@ class OwnGroupStrategy(_DDPStrategy):
         configure_multirun_launcher(self)
 
     def setup_distributed(self) -> None:
-        """Joins the process group, and refuses one of another size.
+        """Joins the process group, saying what it waits for, and refuses one of another size.
 
         Raises:
             MisconfigurationException: the process group has more or fewer ranks than this strategy.
         """
-        super().setup_distributed()
+        with watch_joining(self, self.process_group_backend):
+            super().setup_distributed()
         check_group(self.world_size, type(self).__name__)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import threading
 
@@ -91,6 +92,8 @@ def test_a_lab_that_is_not_open_runs_nothing():
     lab = NetLab(2)
     with pytest.raises(LabError, match="not open"):
         lab.run(["true"])
+    with pytest.raises(LabError, match="not open"):
+        lab.enter(0)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +235,12 @@ class TestOpenLab:
         for thread in threads:
             thread.join(120)
         assert not errors
+
+    def test_a_host_is_entered(self):
+        """If it fails, what is run beside the ranks is not on their host."""
+        with NetLab(2) as lab:
+            said = subprocess.run([*lab.enter(1), "ip", "address"], check=True, capture_output=True, text=True).stdout
+        assert "10.0.0.2/24" in said
 
     def test_a_lab_opens_again(self):
         lab = NetLab(2)

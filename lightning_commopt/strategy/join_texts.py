@@ -1,0 +1,166 @@
+"""What to tell of ranks that do not come together, from what is known of those that came."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+
+from lightning_commopt.launch.interfaces import Listening
+from lightning_commopt.links.nccl_log.finding import ranks_text
+
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A rank that has reached the store.
+
+    Attributes:
+        rank: its number.
+        host: the name of its host.
+        network: what tells its network namespace from all others.
+        listening: where it listens for the other ranks.
+        interfaces: of its host, with their addresses.
+    """
+
+    rank: int
+    host: str
+    network: str
+    listening: Listening
+    interfaces: dict[str, str]
+
+    @classmethod
+    def from_json(cls, text: str) -> Arrival:
+        """Reads what `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "listening": Listening(**fields["listening"])})
+
+    def to_json(self) -> str:
+        """Returns it as text for the store."""
+        return json.dumps(asdict(self))
+
+    @property
+    def place(self) -> str:
+        """Where it listens, in words."""
+        at = self.listening
+        variable = f"{at.variable} is not set" if at.value is None else f"{at.variable}={at.value}"
+        if at.address is None:
+            return f"has no IPv4 address to listen on ({variable})"
+        interface = "" if at.interface is None else f"{at.interface}, "
+        return f"listens on {at.address.partition('/')[0]} ({interface}{variable})"
+
+
+def missing_text(address: str, arrivals: Sequence[Arrival], world_size: int) -> str:
+    """Says which ranks have not come.
+
+    Args:
+        address: host and port where rank 0 waits.
+        arrivals: of the ranks that came, rank 0 first.
+        world_size: how many should.
+    """
+    here = [arrival.rank for arrival in arrivals]
+    missing = sorted(set(range(world_size)) - set(here))
+    those = f"only {ranks_text(here)} is" if len(here) == 1 else f"{ranks_text(here)} are"
+    hosts = list(dict.fromkeys(arrival.host for arrival in arrivals))
+    on_hosts = f" ({', '.join(hosts[:_MOST_SHOWN])})" if len(hosts) > 1 else ""
+    was, its = ("it was", "its") if len(missing) == 1 else ("they were", "their")
+    return (
+        f"rank 0 on {hosts[0]} waits at {address} for {ranks_text(missing)}; {those} here{on_hosts}."
+        f" Look whether {was} started at all, ended early, or cannot reach {address}: {its} own output tells"
+    )
+
+
+def unconnected_text(address: str, arrivals: Sequence[Arrival], joined: Collection[int], master: str | None) -> str:
+    """Says why ranks that have all come do not connect to each other, as far as their addresses tell.
+
+    Args:
+        address: host and port of the store.
+        arrivals: of all ranks.
+        joined: ranks whose process group is there.
+        master: IPv4 address of the store; None if it is not known.
+    """
+    waiting = [arrival.rank for arrival in arrivals if arrival.rank not in joined]
+    start = (
+        f"all {len(arrivals)} ranks have come to {address}, but {ranks_text(waiting)}"
+        f" {'has' if len(waiting) == 1 else 'have'} not connected to the others"
+    )
+    odd, why = find_odd(arrivals, master)
+    if not odd:
+        places = _places(arrivals)
+        return (
+            f"{start}: {places}. Their addresses fit each other: probably a firewall blocks ports between them other"
+            f" than that of {address}, or NCCL and gloo should use another interface"
+            f" ({arrivals[0].listening.variable})"
+        )
+    others = [arrival for arrival in arrivals if arrival not in odd]
+    beside = f" The others: {_places(others)}." if others else ""
+    return f"{start}: {_places(odd)}, {why}.{beside} {_remedy(odd, arrivals, master)}"
+
+
+def find_odd(arrivals: Sequence[Arrival], master: str | None) -> tuple[list[Arrival], str]:
+    """Returns the ranks that listen where others cannot reach them, and why; none and "" if all places fit.
+
+    Args:
+        arrivals: of all ranks.
+        master: IPv4 address of the store; None if it is not known.
+    """
+    nowhere = [arrival for arrival in arrivals if arrival.listening.address is None]
+    if nowhere:
+        return nowhere, "so the interface that the variable names is not there, or is down"
+    if len({arrival.network for arrival in arrivals}) == 1:
+        return [], ""
+    loopback = [arrival for arrival in arrivals if _interface(arrival).is_loopback]
+    if loopback:
+        return loopback, "which other hosts cannot reach"
+    doubled = [arrival for arrival in arrivals if _is_doubled(arrival, arrivals)]
+    if doubled:
+        return doubled, "an address that several hosts have, as that of a bridge within each"
+    right = _right_network(arrivals, master)
+    outside = [arrival for arrival in arrivals if right is not None and _interface(arrival).ip not in right]
+    return outside, f"which is not in {right} as the others' addresses are" if outside else ""
+
+
+def _remedy(odd: Sequence[Arrival], everybody: Sequence[Arrival], master: str | None) -> str:
+    right = _right_network(everybody, master)
+    settings: dict[str, list[int]] = {}
+    for arrival in odd:
+        fitting = [
+            name
+            for name, address in arrival.interfaces.items()
+            if right is not None and ipaddress.IPv4Interface(address).ip in right
+        ]
+        what = f"={fitting[0]}" if fitting else " to the interface that the other hosts reach"
+        settings.setdefault(f"{arrival.listening.variable}{what}", []).append(arrival.rank)
+    return "Set " + "; ".join(f"{setting} on {ranks_text(ranks)}" for setting, ranks in settings.items())
+
+
+def _right_network(arrivals: Sequence[Arrival], master: str | None) -> ipaddress.IPv4Network | None:
+    """Returns the network with the store's address if a host has it, else that in which most ranks listen."""
+    for arrival in arrivals:
+        for address in arrival.interfaces.values():
+            interface = ipaddress.IPv4Interface(address)
+            if str(interface.ip) == master and not interface.is_loopback:
+                return interface.network
+    listening = [_interface(arrival) for arrival in arrivals if arrival.listening.address is not None]
+    networks = Counter(each.network for each in listening if not each.is_loopback)
+    return networks.most_common(1)[0][0] if networks else None
+
+
+def _is_doubled(arrival: Arrival, everybody: Sequence[Arrival]) -> bool:
+    return any(
+        _interface(other).ip == _interface(arrival).ip and other.network != arrival.network for other in everybody
+    )
+
+
+def _interface(arrival: Arrival) -> ipaddress.IPv4Interface:
+    assert arrival.listening.address is not None
+    return ipaddress.IPv4Interface(arrival.listening.address)
+
+
+def _places(arrivals: Sequence[Arrival]) -> str:
+    shown = ", ".join(f"rank {each.rank} on {each.host} {each.place}" for each in arrivals[:_MOST_SHOWN])
+    more = len(arrivals) - _MOST_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,219 @@
+"""Ranks that wait for others while the process group is made say for whom, and why."""
+
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from strategy_models import Tiny, loader, trainer
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.launch.interfaces import Listening, find_listening, read_interfaces
+from lightning_commopt.netlab import NetLab, RankError
+from lightning_commopt.strategy import join_watch
+from lightning_commopt.strategy.join_texts import Arrival, find_odd, missing_text, unconnected_text
+from lightning_commopt.strategy.join_watch import JoinWatch
+from ranks import run_ranks, run_ranks_or_raise
+
+_SCRIPT = Path(__file__).parent / "joining_script.py"
+_LIMIT_S = 120
+_STORE = "10.0.0.1:29500"
+
+
+def _arrival(rank: int, address: str | None = None, **changes: object) -> Arrival:
+    address = address or f"10.0.0.{rank + 1}/24"
+    interfaces = {"lo": "127.0.0.1/8", "eth0": f"10.0.0.{rank + 1}/24"}
+    listening = Listening(variable="GLOO_SOCKET_IFNAME", value=None, interface="eth0", address=address)
+    arrival = Arrival(rank=rank, host=f"h{rank}", network=str(rank), listening=listening, interfaces=interfaces)
+    return replace(arrival, **changes)  # type: ignore[arg-type]
+
+
+def test_missing_ranks_are_named() -> None:
+    """If it fails, one looks for the wrong rank."""
+    told = missing_text(_STORE, [_arrival(0), _arrival(1)], 4)
+    assert told.startswith(f"rank 0 on h0 waits at {_STORE} for ranks 2, 3; ranks 0, 1 are here (h0, h1). ")
+    assert "for rank 1; only rank 0 is here." in missing_text(_STORE, [_arrival(0)], 2)
+    assert Arrival.from_json(_arrival(3).to_json()) == _arrival(3)
+
+
+@pytest.mark.parametrize(
+    ("address", "odd", "why"),
+    [
+        ("127.0.1.1/8", [1], "which other hosts cannot reach"),
+        ("9.9.9.9/24", [1], "which is not in 10.0.0.0/24 as the others' addresses are"),
+        ("10.0.0.1/24", [0, 1], "an address that several hosts have"),
+        ("10.0.0.77/24", [], ""),
+    ],
+)
+def test_addresses_that_do_not_fit_are_named(address: str, odd: list[int], why: str) -> None:
+    """If it fails, the rank with the wrong interface is not the one that is named."""
+    arrivals = [_arrival(0), _arrival(1, address), _arrival(2)]
+    found, reason = find_odd(arrivals, "10.0.0.1")
+    assert [arrival.rank for arrival in found] == odd
+    assert reason.startswith(why)
+    told = unconnected_text(_STORE, arrivals, [2], "10.0.0.1")
+    assert told.startswith(f"all 3 ranks have come to {_STORE}, but ranks 0, 1 have not connected to the others: ")
+    if odd:
+        assert told.endswith(f"Set GLOO_SOCKET_IFNAME=eth0 on {'rank 1' if odd == [1] else 'ranks 0, 1'}")
+    else:
+        assert "probably a firewall blocks ports between them" in told
+
+
+def test_an_interface_that_is_not_there() -> None:
+    """If it fails, a misspelt interface is taken for a firewall."""
+    nowhere = Listening(variable="NCCL_SOCKET_IFNAME", value="eth7", interface=None, address=None)
+    arrivals = [_arrival(0), _arrival(1, listening=nowhere, network="0")]
+    told = unconnected_text(_STORE, arrivals, [], None)
+    assert "rank 1 on h1 has no IPv4 address to listen on (NCCL_SOCKET_IFNAME=eth7), so the interface" in told
+    assert told.endswith("Set NCCL_SOCKET_IFNAME=eth0 on rank 1")
+
+
+@pytest.mark.parametrize(
+    ("backend", "variables", "interface"),
+    [
+        ("gloo", {"GLOO_SOCKET_IFNAME": "ib0,eth0"}, "ib0"),
+        ("gloo", {"GLOO_SOCKET_IFNAME": "eth"}, None),
+        ("nccl", {}, "eth0"),
+        ("cpu:gloo,cuda:nccl", {"NCCL_SOCKET_IFNAME": "ib,eth"}, "eth0"),
+        ("nccl", {"NCCL_SOCKET_IFNAME": "=ib"}, None),
+        ("nccl", {"NCCL_SOCKET_IFNAME": "=ib0"}, "ib0"),
+        ("nccl", {"NCCL_SOCKET_IFNAME": "^lo,docker,eth"}, "ib0"),
+    ],
+)
+def test_variables_choose_the_interface(backend: str, variables: dict[str, str], interface: str | None) -> None:
+    """If it fails, addresses are told that the ranks do not use."""
+    interfaces = {"lo": "127.0.0.1/8", "docker0": "172.17.0.1/16", "eth0": "10.0.0.1/24", "ib0": "10.1.0.1/24"}
+    listening = find_listening(backend, interfaces, variables)
+    assert listening.interface == interface
+    assert listening.address == (None if interface is None else interfaces[interface])
+
+
+def test_interfaces_of_this_host() -> None:
+    """If it fails, no address of any rank is known."""
+    assert read_interfaces()["lo"] == "127.0.0.1/8"
+
+
+def _come_late(folder: Path, port: int) -> int:
+    """Rank 1 is told that it cannot reach rank 0 before rank 0 comes, which is told of rank 2 before that comes."""
+    dist.barrier()  # else one leaves the group before the others have joined it
+    dist.destroy_process_group()
+    rank = int(os.environ["LOCAL_RANK"])
+    os.environ["MASTER_PORT"] = str(port)
+    os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
+    join_watch._TELL_AFTER_S, join_watch._LOOK_S = 0.2, 0.05
+    for waiting, told, late in ((1, "refuses connections", 0), (0, "for rank 2; ranks 0, 1 are here", 2)):
+        while rank == late and told not in (folder / str(waiting)).read_text():
+            time.sleep(0.02)
+    fit = trainer(CommOptDDP(), devices=3, max_epochs=1)
+    fit.fit(Tiny(), loader(24))
+    assert not [thread for thread in threading.enumerate() if thread.name == "commopt-join-watch"]
+    return int(fit.global_step)
+
+
+def test_late_ranks_are_named_and_then_train(tmp_path: Path) -> None:
+    """If it fails, a start that waits says nothing, or the watch breaks a start that is only slow."""
+    for rank in range(3):
+        (tmp_path / str(rank)).touch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert run_ranks(_come_late, tmp_path, port, world_size=3, limit_s=_LIMIT_S) == [6, 6, 6]
+    lines = [(tmp_path / str(rank)).read_text().splitlines() for rank in range(3)]
+    told = [[line for line in each if " s in init_process_group: " in line] for each in lines]
+    assert len(told[1]) == 1
+    assert "cannot come to rank 0: 127.0.0.1 refuses connections to port" in told[1][0]
+    assert "waits at 127.0.0.1" in told[0][-1]
+    assert len(told[0]) == len(set(told[0])) <= 2  # of ranks 1 and 2 before rank 1 has come, then of rank 2 alone
+    assert told[2] == []
+
+
+def _fail_on_rank_0(folder: Path, port: int) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
+    join_watch._LOOK_S, join_watch._GRACE_S = 0.05, 0.2
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
+    with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, backend="gloo") as watch:
+        if rank == 0:
+            server.wait([f"{watch._prefix}/here/1"])
+            raise ArithmeticError("broken on purpose")
+        threading.Event().wait(600)
+
+
+def test_ranks_end_when_another_has_failed(tmp_path: Path) -> None:
+    """If it fails, one rank's error at the start leaves the others waiting, over gloo for five times the timeout."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ends = run_ranks_or_raise(_fail_on_rank_0, tmp_path, port, world_size=2, limit_s=_LIMIT_S)
+    assert "ArithmeticError: broken on purpose" in str(ends[0][1])
+    assert ends[1][1] == "it died before it answered"
+    said = (tmp_path / "1").read_text()
+    assert "in init_process_group: rank 0 " in said
+    assert said.endswith("[rank 1] This rank has waited for 0.2 s, and ends.\n")
+
+
+def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, ranks wait in silence for a program that is no store."""
+    monkeypatch.setattr(join_watch, "_TELL_AFTER_S", 0.0)
+    monkeypatch.setattr(join_watch, "_LOOK_S", 0.01)
+    monkeypatch.setattr(join_watch, "_TRY_S", 0.05)
+    said = ""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        JoinWatch("127.0.0.1", other.getsockname()[1], rank=1, world_size=2, backend="gloo"),
+    ):
+        deadline = time.monotonic() + _LIMIT_S
+        while "[rank 1]" not in said and time.monotonic() < deadline:
+            said += capfd.readouterr().err
+            time.sleep(0.02)
+    assert "takes connections, but does not answer as torch's store does" in said
+
+
+def _in_lab(num_hosts: int, before: str, *arguments: str) -> list[list[str]]:
+    """Returns what the watch of each rank says; ``before`` is what each host's shell does first."""
+    paths = (_SCRIPT.parent, _SCRIPT.parents[1], _SCRIPT.parents[2])
+    program = f"{before} exec {sys.executable} -W ignore {_SCRIPT} {' '.join(arguments)}"
+    environment = {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    with NetLab(num_hosts) as lab, pytest.raises(RankError) as caught:
+        lab.run(["sh", "-c", program], environment=environment, timeout_s=_LIMIT_S)
+    return [
+        [line for line in output.splitlines() if " s in init_process_group: " in line]
+        for output in caught.value.outputs
+    ]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("lab_machine")
+class TestOnHosts:
+    """Each host is a network namespace of its own."""
+
+    def test_a_rank_never_comes(self) -> None:
+        """If it fails, one host of many that was not started is looked for by hand."""
+        told = _in_lab(3, "[ $RANK = 2 ] && exec sleep 600;", "3", "25")
+        assert f"waits at {_STORE} for rank 2; ranks 0, 1 are here" in "".join(told[0])
+
+    def test_a_blocked_port(self) -> None:
+        """If it fails, a firewall looks like a slow start."""
+        told = _in_lab(2, "[ $RANK = 0 ] && ip route add blackhole 10.0.0.2/32;", "2", "15")
+        assert f"rank 1 on {socket.gethostname()} cannot come to rank 0: {_STORE} does not answer" in told[1][0]
+        assert f"waits at {_STORE} for rank 1; only rank 0 is here" in told[0][0]
+
+    def test_ranks_that_cannot_reach_each_other(self) -> None:
+        """If it fails, ranks that wait for each other say nothing, as rank 0 has all its connections."""
+        told = _in_lab(3, "[ $RANK = 1 ] && ip route add blackhole 10.0.0.3/32;", "2", "15")
+        assert f"all 3 ranks have come to {_STORE}, but ranks 1, 2 have not connected" in told[1][0]
+        assert "probably a firewall blocks ports between them" in told[1][0]
+
+    def test_a_wrong_interface(self) -> None:
+        """If it fails, the message is gloo's, which names no rank."""
+        add = "ip link add wrong0 type veth peer name wrong1 && ip address add 9.9.9.9/24 dev wrong0"
+        told = _in_lab(2, f"{add} && for each in wrong0 wrong1; do ip link set $each up; done;", "2", "15", "wrong0")
+        assert "rank 1 on" in told[0][0]
+        assert "listens on 9.9.9.9 (wrong0, GLOO_SOCKET_IFNAME=wrong0), which is not in 10.0.0.0/24" in told[0][0]
+        assert told[0][0].endswith("Set GLOO_SOCKET_IFNAME=eth0 on rank 1.")
