@@ -1,0 +1,201 @@
+"""The command ``commopt bench``: parses, calls and prints."""
+
+import json as json_text
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from lightning_commopt.links.bench.result import BenchResult
+    from lightning_commopt.links.bench.settings import BenchSettings
+
+_NAMES = (
+    "all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, send_recv;"
+    " reduce_broadcast and reduce_scatter_all_gather, two other ways to all_reduce; or all"
+)
+
+
+def bench(
+    collectives: Annotated[
+        list[str] | None, typer.Argument(metavar="COLLECTIVE...", help=f"By default all_reduce. {_NAMES}.")
+    ] = None,
+    minbytes: Annotated[str, typer.Option("-b", "--minbytes", help="Smallest message, such as 8 or 64K.")] = "8",
+    maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", help="Largest message, such as 1G.")] = "64M",
+    stepfactor: Annotated[float, typer.Option("-f", "--stepfactor", help="From one size to the next.")] = 2,
+    stepbytes: Annotated[
+        str | None, typer.Option("-i", "--stepbytes", help="Add this to a size instead of multiplying it.")
+    ] = None,
+    datatype: Annotated[
+        str, typer.Option("-d", "--datatype", help="One or several, such as float,bfloat16.")
+    ] = "float",
+    op: Annotated[str, typer.Option("-o", "--op", help="How to reduce: sum, min, max, or several.")] = "sum",
+    root: Annotated[int, typer.Option("-r", "--root", min=0, help="Of broadcast and reduce.")] = 0,
+    iters: Annotated[
+        int | None,
+        typer.Option("-n", "--iters", min=1, help="Calls in a repetition; by default as many as last 0.1 s."),
+    ] = None,
+    warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", min=1, help="Calls before the first one.")] = 2,
+    check: Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="0 to check no results.")] = 1,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of each case, in turns.")] = 7,
+    place: Annotated[str, typer.Option(help="in, out or both: in place, out of place.")] = "in",
+    comm_hook: Annotated[
+        list[str] | None, typer.Option(help="A comm hook beside them, by name or as JSON with options; repeatable.")
+    ] = None,
+    under_compute: Annotated[bool, typer.Option(help="Measure again while matrix products run.")] = False,
+    scopes: Annotated[
+        str, typer.Option(help="all, node (ranks of each node among themselves), across (nodes); or several.")
+    ] = "all",
+    device: Annotated[str, typer.Option(help="cpu (gloo), cuda (NCCL), or auto: CUDA with two devices.")] = "auto",
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on each host; by default one a GPU, 2 on CPU, 1 in the lab.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="RATE", help="In the network lab, such as 1gbit: the rate of each host.")
+    ] = None,
+    hosts: Annotated[int | None, typer.Option(min=1, help="In the lab: how many hosts; by default 2.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row for each case to this file.")] = None,
+    load: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure nothing: take what --output has written.")
+    ] = None,
+) -> None:
+    """Measures collectives and comm hooks by size, in nccl-tests' columns; starts its ranks, or runs under torchrun or srun.
+
+    Exit status 1 if a result is wrong or a rank fails, 2 for mistakes in the arguments.
+    """
+    from lightning_commopt.links.bench.result import BenchResult
+    from lightning_commopt.links.bench.settings import COLLECTIVES, PLACES, BenchSettings
+    from lightning_commopt.links.bench.sizes import parse_size, sizes_between
+
+    if load is not None:
+        result: BenchResult | None = BenchResult.load(load)
+    else:
+        named = list(collectives or ([] if comm_hook else ["all_reduce"]))
+        settings = BenchSettings(
+            collectives=COLLECTIVES if named == ["all"] else named or ["all_reduce"],
+            sizes_bytes=sizes_between(
+                parse_size("-b", minbytes),
+                parse_size("-e", maxbytes),
+                factor=stepfactor,
+                step_bytes=None if stepbytes is None else parse_size("-i", stepbytes),
+            ),
+            dtypes=datatype.split(","),
+            redops=op.split(","),
+            places=PLACES if place == "both" else place.split(","),
+            comm_hooks=[_hook(each) for each in comm_hook or ()],
+            loads=("idle", "compute") if under_compute else ("idle",),
+            scopes=scopes.split(","),
+            root=root,
+            num_iters=iters,
+            num_warmups=warmup_iters,
+            num_repetitions=repetitions,
+            is_checked=bool(check),
+        )
+        result = _measure(settings, device, nproc_per_node, link, hosts)
+    if result is None:  # another rank prints
+        return
+    _show(result, json, output, csv)
+    raise typer.Exit(1 if result.num_wrong or not result.measured else 0)
+
+
+def _show(result: "BenchResult", json: bool, output: Path | None, csv: Path | None) -> None:
+    from lightning_commopt.links.bench.terminal import print_bench
+
+    if json:
+        typer.echo(json_text.dumps(result.to_plain(), indent=2))
+    else:
+        print_bench(result, Console())
+    if output is not None:
+        result.save(output)
+    if csv is not None:
+        result.write_csv(csv)
+    written = [str(path) for path in (output, csv) if path is not None]
+    if written:
+        typer.echo(f"written to {', '.join(written)}", err=True)
+
+
+def _measure(
+    settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
+) -> "BenchResult | None":
+    """Measures where the options say; None on ranks that do not print."""
+    from lightning_commopt.links.bench.launched import bench_launched, is_launched
+    from lightning_commopt.netlab import RankError
+
+    if is_launched():
+        asked = {"--nproc-per-node": nproc_per_node, "--link": link, "--hosts": hosts}
+        started = [name for name, value in asked.items() if value is not None]
+        if started:
+            raise ValueError(f"{', '.join(started)}: a launcher has started the ranks already")
+        with _Progress(is_shown=os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0") as progress:
+            return bench_launched(settings, device=device, on_progress=progress)
+    if link is None and hosts is not None:
+        raise ValueError(f"--hosts {hosts} needs a link between them, such as --link 1gbit")
+    try:
+        return _start_ranks(settings, device, nproc_per_node, link, hosts)
+    except RankError as error:
+        typer.echo(f"commopt: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _start_ranks(
+    settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
+) -> "BenchResult":
+    import lightning_commopt.links.bench.rank  # noqa: F401 - what the server that ranks are forked from has to have
+    from lightning_commopt.launch.fork_server import preload
+    from lightning_commopt.links.bench.launched import device_type_of
+    from lightning_commopt.links.bench.rank_lines import MODULE
+    from lightning_commopt.links.bench.start import bench_here, bench_in_lab
+
+    device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)
+    if link is not None and device_type != "cpu":
+        raise ValueError(f"--link {link} is for ranks on CPU: --device must be cpu, got {device}")
+    preload(MODULE)
+    with _Progress() as progress:
+        if link is not None:
+            ranks_per_host = nproc_per_node or 1
+            return bench_in_lab(
+                settings, link=link, num_hosts=hosts or 2, ranks_per_host=ranks_per_host, on_progress=progress
+            )
+        num_ranks = nproc_per_node or num_devices
+        return bench_here(settings, num_ranks=num_ranks, device_type=device_type, on_progress=progress)
+
+
+def _hook(text: str) -> Any:
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json_text.loads(text)
+    except json_text.JSONDecodeError as error:
+        raise ValueError(f"--comm-hook is no JSON: {error.msg} in {text!r}") from None
+
+
+class _Progress:
+    """A progress bar on standard error, where that is a terminal."""
+
+    def __init__(self, is_shown: bool = True) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
+        self._bar = Progress(
+            *columns,
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not (is_shown and console.is_terminal),
+        )
+        self._task = self._bar.add_task("starting ranks", total=None)
+
+    def __enter__(self) -> "_Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, num_done: int, total: int, label: str) -> None:
+        self._bar.update(self._task, completed=num_done, total=total, description=label)
