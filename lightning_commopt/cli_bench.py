@@ -28,14 +28,12 @@ def bench(
     stepbytes: Annotated[
         str | None, typer.Option("-i", "--stepbytes", help="Add this to a size instead of multiplying it.")
     ] = None,
-    datatype: Annotated[
-        str, typer.Option("-d", "--datatype", help="One or several, such as float,bfloat16.")
-    ] = "float",
+    datatype: Annotated[str, typer.Option("-d", "--datatype", help="One or several, as float,bfloat16.")] = "float",
     op: Annotated[str, typer.Option("-o", "--op", help="How to reduce: sum, min, max, or several.")] = "sum",
     root: Annotated[int, typer.Option("-r", "--root", min=0, help="Of broadcast and reduce.")] = 0,
     iters: Annotated[
         int | None,
-        typer.Option("-n", "--iters", min=1, help="Calls in a repetition; by default as many as last 0.1 s."),
+        typer.Option("-n", "--iters", min=1, help="Calls in a repetition; by default what lasts 0.1 s."),
     ] = None,
     warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", min=1, help="Calls before the first one.")] = 2,
     check: Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="0 to check no results.")] = 1,
@@ -63,7 +61,7 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="Measure nothing: take what --output has written.")
     ] = None,
 ) -> None:
-    """Measures collectives and comm hooks by size, in nccl-tests' columns; starts its ranks, or runs under torchrun or srun.
+    """Measures collectives and comm hooks by size; starts its ranks, or runs under torchrun or srun.
 
     Exit status 1 if a result is wrong or a rank fails, 2 for mistakes in the arguments.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lightning_commopt.links.bench.result import Case
 from lightning_commopt.links.bench.settings import BenchSettings
@@ -40,11 +41,11 @@ def _cases_of_size(settings: BenchSettings, size_bytes: int, num_ranks: Mapping[
     for scope in settings.scopes:
         for dtype in settings.dtypes:
             for load in settings.loads:
-                shared = {"dtype": dtype, "load": load, "scope": scope, "num_ranks": num_ranks[scope]}
+                shared: dict[str, Any] = {"dtype": dtype, "load": load, "scope": scope, "num_ranks": num_ranks[scope]}
                 for operation in settings.collectives:
                     parts = num_ranks[scope] if operation in _DIVIDED else 1
                     count = max(1, size_bytes // _ITEM_BYTES[dtype] // parts)
-                    size = {"count": count, "size_bytes": count * _ITEM_BYTES[dtype] * parts}
+                    size: dict[str, Any] = {"count": count, "size_bytes": count * _ITEM_BYTES[dtype] * parts}
                     for redop in settings.redops if operation in _REDUCING else ("none",):
                         for place in ("out",) if operation in _OUT_ONLY else settings.places:
                             yield Case(operation=operation, redop=redop, place=place, **size, **shared)

@@ -43,9 +43,9 @@ class _Entry:
 def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, on_progress: OnProgress) -> list[Row]:
     """Measures all cases. All ranks of the default group must call it, which must have gloo for CPU tensors.
 
-    A repetition of a case is a block of calls. Before it the ranks meet; one call goes before the clock starts, so that
-    the burst that a rate limiter saves up is gone and the memory is warm. The time of a block is that of the slowest
-    rank, by events of the device on CUDA. Cases take turns: a drift of the machine hits all.
+    A repetition of a case is a block of calls. One call goes before, so that the burst that a rate limiter saves up is
+    gone and the memory is warm; then the ranks meet, behind all that was sent, and the clock starts. The time of a
+    block is that of the slowest rank, by events of the device on CUDA. Cases take turns: a drift of the machine hits all.
 
     Args:
         settings: what to measure.
@@ -96,7 +96,7 @@ class _Bench:
     memory: Memory
 
     def begin(self, case: Case) -> _Entry:
-        """Prepares a case, runs it for the first times, checks the result, and finds out how many calls fill a block."""
+        """Prepares a case, runs it for the first times, checks it, and finds out how many calls fill a block."""
         entry = _Entry(case)
         try:
             entry.call = self._prepare(case)
@@ -125,10 +125,11 @@ class _Bench:
             entry.call.fill()  # other cases have left sums there that may have overflowed
         has_load = entry.case.load == "compute"
         with ComputeLoad(self.device) if has_load else contextlib.nullcontext():
-            _meet()
             # A call that is much larger than a burst need not be made twice.
             if entry.case.size_bytes < _BURST_SHARE_BYTES or entry.call_s < self.settings.block_s:
                 entry.call.run()
+                self._synchronize()
+            _meet()
             return self._time(entry.call, entry.num_iters) / entry.num_iters
 
     def _prepare(self, case: Case) -> Call:

@@ -17,6 +17,8 @@ FORMAT = 1
 """Of the JSON. A later version that changes what a key means raises it; new keys do not."""
 
 _KIND = "commopt bench"
+_SCOPE_WORDS = {"node": "within a node", "across": "across nodes"}
+_ONLY_OUT_OF_PLACE = ("all_to_all", "send_recv")
 
 
 def bus_factor(operation: str, num_ranks: int) -> float:
@@ -84,10 +86,8 @@ class Case:
         words = [self.name]
         words += [self.dtype] if self.dtype != "float32" else []
         words += [self.redop] if self.redop not in ("none", "sum", "mean") else []
-        words += ["out of place"] if self.place == "out" and self.operation not in ("all_to_all", "send_recv") else []
-        words += (
-            [{"node": "within a node", "across": "across nodes"}.get(self.scope, "")] if self.scope != "all" else []
-        )
+        words += ["out of place"] if self.place == "out" and self.operation not in _ONLY_OUT_OF_PLACE else []
+        words += [_SCOPE_WORDS[self.scope]] if self.scope in _SCOPE_WORDS else []
         words += ["under compute"] if self.load == "compute" else []
         return ", ".join(words)
 
@@ -135,7 +135,7 @@ class BenchResult:
         rows: in the order of cases.
         where: "hosts", "devices", "backend", "world_size", "num_nodes", "link" and what else there is to know.
         settings: see `BenchSettings.to_dict`.
-        peer_copies: GB/s... bytes a second of copies from each GPU (row) to each other one (column); empty without GPUs.
+        peer_copies: bytes a second from each GPU (row) to each other one (column); empty without two GPUs.
     """
 
     rows: tuple[Row, ...]

@@ -53,7 +53,8 @@ def sizes_between(first_bytes: int, last_bytes: int, *, factor: float = 2, step_
         raise ValueError(f"-e must be at least -b, got -b {first_bytes} and -e {last_bytes}")
     if step_bytes is None and not factor > 1:
         raise ValueError(f"-f must be above 1, got {factor:g}")
-    sizes, size = [], float(first_bytes)
+    sizes: list[int] = []
+    size = float(first_bytes)
     while size <= last_bytes:
         if not sizes or round(size) > sizes[-1]:
             sizes.append(round(size))

@@ -100,7 +100,7 @@ def bench_in_lab(
 
 
 class _Job:
-    """The files that a bench and its ranks share, and what rank 0 says meanwhile. To be used in a ``with`` statement."""
+    """The files that a bench and its ranks share, and what rank 0 says; to be used in a ``with`` statement."""
 
     def __init__(self, settings: BenchSettings, device_type: str, notes: Mapping[str, Any]) -> None:
         self._content = {"settings": settings.to_dict(), "device_type": device_type, "notes": dict(notes)}

@@ -35,10 +35,11 @@ def where_lines(result: BenchResult) -> list[str]:
     where = result.where
     ranks = f"{count(where['world_size'], 'rank')} on {count(where['num_nodes'], 'host')}"
     link = f", {where['link']} between them (network lab)" if where.get("link") else ""
+    devices = f"{', '.join(where['devices'])}, {count(where['num_cores'], 'core')} a rank"
     load = f"load average {where['load_at_start']:.1f} at the start, {where['load_at_end']:.1f} at the end"
     return [
         f"commopt bench: {ranks}{link}, {where['backend']}, torch {where['versions']['torch']}",
-        f"{', '.join(where['devices'])}, {where['num_cores']} core(s) a rank, {where['started_at']}, {where['seconds']} s",
+        f"{devices}, {where['started_at']}, {where['seconds']} s",
         f"{load}; {count(result.settings['num_repetitions'], 'repetition')} in turns: medians with their interval",
     ]
 
