@@ -45,7 +45,8 @@ def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, 
 
     A repetition of a case is a block of calls. One call goes before, so that the burst that a rate limiter saves up is
     gone and the memory is warm; then the ranks meet, behind all that was sent, and the clock starts. The time of a
-    block is that of the slowest rank, by events of the device on CUDA. Cases take turns: a drift of the machine hits all.
+    block is that of the slowest rank, by events of the device on CUDA. Cases take turns: a drift of the machine hits
+    all.
 
     Args:
         settings: what to measure.
@@ -98,16 +99,14 @@ class _Bench:
     def begin(self, case: Case) -> _Entry:
         """Prepares a case, runs it for the first times, checks it, and finds out how many calls fill a block."""
         entry = _Entry(case)
-        try:
-            entry.call = self._prepare(case)
-            entry.call.fill()
-            entry.call.run()
-            self._synchronize()
-        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-            entry.error = str(error).strip().partition("\n")[0] or type(error).__name__
-        if _slowest(float(entry.error is not None)):  # on any rank
-            entry.error = entry.error or "failed on another rank"
-            return entry
+        for attempt in (self._prepare, self._run_first):
+            try:
+                attempt(entry)
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                entry.error = str(error).strip().partition("\n")[0] or type(error).__name__
+            if _slowest(float(entry.error is not None)):  # on any rank
+                entry.error = entry.error or "failed on another rank"
+                return entry
         assert entry.call is not None
         if self.settings.is_checked:
             entry.num_wrong = int(_total(entry.call.num_wrong()))
@@ -132,13 +131,20 @@ class _Bench:
             _meet()
             return self._time(entry.call, entry.num_iters) / entry.num_iters
 
-    def _prepare(self, case: Case) -> Call:
-        ranks = self.scopes[case.scope]
-        if case.operation == "comm_hook":
-            if case.scope != "all":
-                raise ValueError("comm hooks run over all ranks")
-            return prepare_hook(case, ranks, self.channel, self.memory, self.ranks_per_node)
-        return prepare(case, ranks, self.memory, self.settings.root)
+    def _prepare(self, entry: _Entry) -> None:
+        case, ranks = entry.case, self.scopes[entry.case.scope]
+        if case.operation != "comm_hook":
+            entry.call = prepare(case, ranks, self.memory, self.settings.root)
+        elif case.scope == "all":
+            entry.call = prepare_hook(case, ranks, self.channel, self.memory, self.ranks_per_node)
+        else:
+            raise ValueError("comm hooks run over all ranks")
+
+    def _run_first(self, entry: _Entry) -> None:
+        assert entry.call is not None
+        entry.call.fill()
+        entry.call.run()
+        self._synchronize()
 
     def _time(self, call: Call, num_iters: int) -> float:
         run = call.run
