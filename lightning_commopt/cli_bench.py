@@ -2,6 +2,7 @@
 
 import json as json_text
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +58,11 @@ def bench(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write a row for each case to this file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write charts and numbers as a page to this file, *.html.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Write the link model to this file, as JSON.")] = None,
+    predict: Annotated[
+        str | None, typer.Option(metavar="SIZES", help="Predict how long messages take, such as 25M,100M.")
+    ] = None,
     load: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measure nothing: take what --output has written.")
     ] = None,
@@ -96,22 +102,41 @@ def bench(
         result = _measure(settings, device, nproc_per_node, link, hosts)
     if result is None:  # another rank prints
         return
-    _show(result, json, output, csv)
+    sizes = [parse_size("--predict", size) for size in predict.split(",")] if predict else []
+    _show(result, json, sizes)
+    _write(result, output, csv, page, model)
     raise typer.Exit(1 if result.num_wrong or not result.measured else 0)
 
 
-def _show(result: "BenchResult", json: bool, output: Path | None, csv: Path | None) -> None:
+def _show(result: "BenchResult", json: bool, sizes_bytes: Sequence[int]) -> None:
     from lightning_commopt.links.bench.terminal import print_bench
+    from lightning_commopt.links.model.model import LinkModel
+    from lightning_commopt.links.model.terminal import model_lines, predictions
 
+    model = LinkModel.fit(result) if result.measured else None
     if json:
-        typer.echo(json_text.dumps(result.to_plain(), indent=2))
-    else:
-        print_bench(result, Console())
+        foreseen = predictions(model, sizes_bytes) if model else []
+        typer.echo(json_text.dumps({**result.to_plain(), "predictions": foreseen}, indent=2))
+        return
+    print_bench(result, Console())
+    for line in model_lines(model, sizes_bytes) if model else ():
+        typer.echo(line)
+
+
+def _write(result: "BenchResult", output: Path | None, csv: Path | None, page: Path | None, model: Path | None) -> None:
+    from lightning_commopt.links.model.model import LinkModel
+
     if output is not None:
         result.save(output)
     if csv is not None:
         result.write_csv(csv)
-    written = [str(path) for path in (output, csv) if path is not None]
+    if model is not None:
+        LinkModel.fit(result).save(model)
+    if page is not None:
+        from lightning_commopt.report.bench_page import write_bench_page  # with plotly and jinja2
+
+        write_bench_page(result, page)
+    written = [str(path) for path in (output, csv, page, model) if path is not None]
     if written:
         typer.echo(f"written to {', '.join(written)}", err=True)
 

@@ -107,14 +107,14 @@ def _closing_lines(result: BenchResult) -> list[str]:
     if collectives:
         average = sum(row.busbw for row in collectives) / len(collectives)
         lines.append(f"Avg bus bandwidth    : {_gb(average)} GB/s")
-    lines += _against_link(result)
+    lines += against_link(result)
     lines += [sentence.text for sentence in payoffs(result)]
-    lines += _peer_lines(result)
+    lines += peer_lines(result)
     return lines
 
 
-def _against_link(result: BenchResult) -> list[str]:
-    """Compares the largest message of each series with the link's rate, where that is known."""
+def against_link(result: BenchResult) -> list[str]:
+    """Returns a line that compares the largest messages with the link's rate, where that is known."""
     rate = result.link_bytes_per_s
     if rate is None:
         return []
@@ -127,7 +127,8 @@ def _against_link(result: BenchResult) -> list[str]:
     return [f"busbw at {largest} over the link's rate, {rate / 1e9:g} GB/s each way: {', '.join(best.values())}"]
 
 
-def _peer_lines(result: BenchResult) -> list[str]:
+def peer_lines(result: BenchResult) -> list[str]:
+    """Returns the rates between all pairs of GPUs as a matrix; nothing without GPUs."""
     if not result.peer_copies:
         return []
     num_gpus = len(result.peer_copies)
