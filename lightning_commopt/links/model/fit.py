@@ -1,7 +1,7 @@
 """Latency and bandwidth fitted to times by size, in as many pieces as the data ask for.
 
 A message of ``S`` bytes takes ``latency_s + S * s_per_byte``, with values of its own in each range of sizes. Errors are
-relative: a microsecond counts in a small message as a millisecond does in a large one.
+relative, and weigh by how exactly a size was measured.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 _MAX_SEGMENTS = 4
 _MIN_POINTS = 3
-_FLOOR = 0.005
-"""Relative residuals below this are not worth another segment."""
+_FLOOR = 0.01
+"""A line through real times is expected to be off by as much, however exactly they were measured."""
 
 
 class Segment(NamedTuple):
@@ -43,10 +43,17 @@ class Point(NamedTuple):
     Attributes:
         size_bytes: of the message.
         time_s: the median.
+        noise: how far that may be off, relative.
     """
 
     size_bytes: int
     time_s: float
+    noise: float = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Of the squared relative error."""
+        return 1 / (self.noise**2 + _FLOOR**2)
 
 
 def fit_segments(points: Sequence[Point]) -> tuple[Segment, ...]:
@@ -64,7 +71,7 @@ def fit_segments(points: Sequence[Point]) -> tuple[Segment, ...]:
     for num_segments in range(1, min(_MAX_SEGMENTS, max(1, len(points) // _MIN_POINTS)) + 1):
         segments = _best_split(points, num_segments)
         squares = sum(_squares(_inside(points, segment), segment) for segment in segments)
-        score = len(points) * math.log(squares / len(points) + _FLOOR**2) + 3 * num_segments * math.log(len(points))
+        score = squares + 3 * num_segments * math.log(len(points))
         if score < best_score:
             best, best_score = segments, score
     return best
@@ -125,16 +132,17 @@ def _best_split(points: Sequence[Point], num_segments: int) -> tuple[Segment, ..
 
 
 def _squares(points: Sequence[Point], segment: Segment) -> float:
-    return sum((segment.time_s(point.size_bytes) / point.time_s - 1) ** 2 for point in points)
+    return sum(point.weight * (segment.time_s(point.size_bytes) / point.time_s - 1) ** 2 for point in points)
 
 
 def _fit(points: Sequence[Point]) -> Segment:
     """Returns the line of least relative squares whose latency and inverse bandwidth are not below 0."""
-    rates = [point.size_bytes / point.time_s for point in points]
-    inverses = [1 / point.time_s for point in points]
-    # The line is latency * inverse + s_per_byte * rate = 1 at every point.
+    # The line is latency * inverse + s_per_byte * rate = 1 at every point; all times the root of its weight.
+    ones = [math.sqrt(point.weight) for point in points]
+    rates = [one * point.size_bytes / point.time_s for one, point in zip(ones, points, strict=True)]
+    inverses = [one / point.time_s for one, point in zip(ones, points, strict=True)]
     aa, ab, bb = _dot(inverses, inverses), _dot(inverses, rates), _dot(rates, rates)
-    a1, b1 = sum(inverses), sum(rates)
+    a1, b1 = _dot(inverses, ones), _dot(rates, ones)
     determinant = aa * bb - ab * ab
     latency_s, s_per_byte = 0.0, b1 / bb
     if determinant > 1e-12 * aa * bb:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_commopt.formatting import count, number, short_percent
 from lightning_commopt.links.bench.result import BenchResult, Case, Row, load_json
@@ -39,6 +41,20 @@ class Prediction:
     is_extrapolated: bool
 
 
+class Spread(NamedTuple):
+    """The interval of predictions near a size.
+
+    Attributes:
+        size_bytes: that was measured.
+        low_ratio: lower end over the prediction.
+        high_ratio: upper end over the prediction.
+    """
+
+    size_bytes: int
+    low_ratio: float
+    high_ratio: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """Time against size for one series of cases.
@@ -48,40 +64,40 @@ class Curve:
         segments: in the order of sizes.
         median_error: of predictions of sizes that the fit had not seen, relative, each left out in turn.
         max_error: the largest of them.
-        low_ratio: lower end of the interval over the prediction.
-        high_ratio: upper end over the prediction.
+        spreads: intervals over the prediction, by size.
     """
 
     case: Case
     segments: tuple[Segment, ...]
     median_error: float
     max_error: float
-    low_ratio: float
-    high_ratio: float
+    spreads: tuple[Spread, ...]
 
     @classmethod
     def fit(cls, rows: Sequence[Row]) -> Curve:
         """Fits a curve to the rows of one series, in the order of sizes.
 
-        The interval is made of all repetitions: their times over the prediction by a fit without their size.
+        An interval is made of the repetitions of a size and its two neighbours: their times over the prediction by a
+        fit without their size.
         """
-        points = [Point(row.case.size_bytes, row.time_s.median) for row in rows]
+        points = [Point(row.case.size_bytes, row.time_s.median, _noise(row)) for row in rows]
         segments = fit_segments(points)
         errors = errors_left_out(points, segments)
-        ratios = sorted(
-            time_s / point.time_s * (1 + error)
+        ratios = [
+            [time_s / point.time_s * (1 + error) for time_s in row.times_s]
             for row, point, error in zip(rows, points, errors, strict=True)
-            for time_s in row.times_s
-        )
-        tail = int((1 - CONFIDENCE) / 2 * len(ratios))
+        ]
+        spreads = [
+            _spread(point.size_bytes, chain.from_iterable(ratios[max(0, number - 1) : number + 2]))
+            for number, point in enumerate(points)
+        ]
         sizes = [abs(error) for error in errors]
         return cls(
             case=rows[0].case,
             segments=segments,
             median_error=statistics.median(sizes),
             max_error=max(sizes),
-            low_ratio=ratios[tail],
-            high_ratio=ratios[-1 - tail],
+            spreads=tuple(spreads),
         )
 
     def predict(self, size_bytes: float) -> Prediction:
@@ -93,11 +109,12 @@ class Curve:
         if not size_bytes >= 1:
             raise ValueError(f"size_bytes must be at least 1, got {size_bytes!r}")
         time_s = time_at(self.segments, size_bytes)
+        spread = min(self.spreads, key=lambda each: abs(math.log(each.size_bytes / size_bytes)))
         is_inside = self.segments[0].first_bytes <= size_bytes <= self.segments[-1].last_bytes
         return Prediction(
             time_s=time_s,
-            low_s=min(1.0, self.low_ratio) * time_s,
-            high_s=max(1.0, self.high_ratio) * time_s,
+            low_s=min(1.0, spread.low_ratio) * time_s,
+            high_s=max(1.0, spread.high_ratio) * time_s,
             is_extrapolated=not is_inside,
         )
 
@@ -185,6 +202,7 @@ class LinkModel:
         for curve in self.curves:
             plain = dataclasses.asdict(curve)
             plain["segments"] = [segment._asdict() for segment in curve.segments]
+            plain["spreads"] = [spread._asdict() for spread in curve.spreads]
             curves.append(plain)
         return {"kind": _KIND, "format": FORMAT, "where": dict(self.where), "curves": curves}
 
@@ -211,7 +229,19 @@ class LinkModel:
 def _curve_of(plain: Mapping[str, Any]) -> Curve:
     case = Case(**{each.name: plain["case"][each.name] for each in dataclasses.fields(Case)})
     segments = tuple(Segment(**each) for each in plain["segments"])
-    if not segments:
-        raise ValueError("a curve has no segments")
-    numbers = {name: float(plain[name]) for name in ("median_error", "max_error", "low_ratio", "high_ratio")}
-    return Curve(case=case, segments=segments, **numbers)
+    spreads = tuple(Spread(**each) for each in plain["spreads"])
+    if not segments or not spreads:
+        raise ValueError("a curve has no segments, or no spreads")
+    numbers = {name: float(plain[name]) for name in ("median_error", "max_error")}
+    return Curve(case=case, segments=segments, spreads=spreads, **numbers)
+
+
+def _noise(row: Row) -> float:
+    """Returns how far the median of a row may be off, relative: half of its interval."""
+    return (row.time_s.high - row.time_s.low) / 2 / row.time_s.median
+
+
+def _spread(size_bytes: int, ratios: Iterable[float]) -> Spread:
+    ordered = sorted(ratios)
+    tail = int((1 - CONFIDENCE) / 2 * len(ordered))
+    return Spread(size_bytes, ordered[tail], ordered[-1 - tail])
