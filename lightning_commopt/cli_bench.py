@@ -63,34 +63,47 @@ def bench(
     predict: Annotated[
         str | None, typer.Option(metavar="SIZES", help="Predict how long messages take, such as 25M,100M.")
     ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure the messages of a plan, as CommPlan.save writes it.")
+    ] = None,
+    buckets_of: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="With --plan: the buckets of this run, to the byte.")
+    ] = None,
     load: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measure nothing: take what --output has written.")
+    ] = None,
+    from_run: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="Measure nothing: take the buckets of a training run.")
     ] = None,
 ) -> None:
     """Measures collectives and comm hooks by size; starts its ranks, or runs under torchrun or srun.
 
     Exit status 1 if a result is wrong or a rank fails, 2 for mistakes in the arguments.
     """
-    from lightning_commopt.links.bench.result import BenchResult
     from lightning_commopt.links.bench.settings import COLLECTIVES, PLACES, BenchSettings
     from lightning_commopt.links.bench.sizes import parse_size, sizes_between
 
-    if load is not None:
-        result: BenchResult | None = BenchResult.load(load)
+    if load is not None or from_run is not None:
+        result: BenchResult | None = _kept(load, from_run)
     else:
-        named = list(collectives or ([] if comm_hook else ["all_reduce"]))
+        sizes_bytes = sizes_between(
+            parse_size("-b", minbytes),
+            parse_size("-e", maxbytes),
+            factor=stepfactor,
+            step_bytes=None if stepbytes is None else parse_size("-i", stepbytes),
+        )
+        hooks = [_hook(each) for each in comm_hook or ()]
+        if plan is not None:
+            sizes_bytes, hooks = _messages_of(plan, buckets_of, hooks)
+        elif buckets_of is not None:
+            raise ValueError(f"--buckets-of {buckets_of} needs the plan of that run: --plan")
         settings = BenchSettings(
-            collectives=COLLECTIVES if named == ["all"] else named or ["all_reduce"],
-            sizes_bytes=sizes_between(
-                parse_size("-b", minbytes),
-                parse_size("-e", maxbytes),
-                factor=stepfactor,
-                step_bytes=None if stepbytes is None else parse_size("-i", stepbytes),
-            ),
+            collectives=COLLECTIVES if collectives == ["all"] else collectives or ["all_reduce"],
+            sizes_bytes=sizes_bytes,
             dtypes=datatype.split(","),
             redops=op.split(","),
             places=PLACES if place == "both" else place.split(","),
-            comm_hooks=[_hook(each) for each in comm_hook or ()],
+            comm_hooks=hooks,
             loads=("idle", "compute") if under_compute else ("idle",),
             scopes=scopes.split(","),
             root=root,
@@ -106,6 +119,29 @@ def bench(
     _show(result, json, sizes)
     _write(result, output, csv, page, model)
     raise typer.Exit(1 if result.num_wrong or not result.measured else 0)
+
+
+def _kept(load: Path | None, run_dir: Path | None) -> "BenchResult":
+    from lightning_commopt.links.bench.result import BenchResult
+    from lightning_commopt.links.model.from_steps import result_of_run
+
+    if load is not None:
+        return BenchResult.load(load)
+    assert run_dir is not None
+    return result_of_run(run_dir)
+
+
+def _messages_of(plan: Path, run_dir: Path | None, hooks: list[Any]) -> tuple[list[int], list[Any]]:
+    """Returns the sizes of a plan's buckets, and its comm hook in front of the others."""
+    from lightning_commopt.links.bench.plan_messages import messages_of
+    from lightning_commopt.plan import CommPlan
+
+    try:
+        found = messages_of(CommPlan.load(plan), run_dir)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{plan}: {error}") from None
+    own = [] if found.comm_hook is None else [found.comm_hook]
+    return list(found.sizes_bytes), own + hooks
 
 
 def _show(result: "BenchResult", json: bool, sizes_bytes: Sequence[int]) -> None:
@@ -145,9 +181,11 @@ def _measure(
     settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
 ) -> "BenchResult | None":
     """Measures where the options say; None on ranks that do not print."""
+    from lightning_commopt.links.bench.hooks import check_hooks
     from lightning_commopt.links.bench.launched import bench_launched, is_launched
     from lightning_commopt.netlab import RankError
 
+    check_hooks(settings.comm_hooks)
     if is_launched():
         asked = {"--nproc-per-node": nproc_per_node, "--link": link, "--hosts": hosts}
         started = [name for name, value in asked.items() if value is not None]
@@ -169,22 +207,24 @@ def _start_ranks(
 ) -> "BenchResult":
     import lightning_commopt.links.bench.rank  # noqa: F401 - what the server that ranks are forked from has to have
     from lightning_commopt.launch.fork_server import preload
+    from lightning_commopt.links.bench.cases import num_ranks_of_scopes
     from lightning_commopt.links.bench.launched import device_type_of
     from lightning_commopt.links.bench.rank_lines import MODULE
     from lightning_commopt.links.bench.start import bench_here, bench_in_lab
+    from lightning_commopt.netlab import parse_rate
 
     device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)
     if link is not None and device_type != "cpu":
         raise ValueError(f"--link {link} is for ranks on CPU: --device must be cpu, got {device}")
+    parse_rate(link)
+    num_hosts = 1 if link is None else hosts or 2
+    on_each = nproc_per_node or (num_devices if link is None else 1)
+    num_ranks_of_scopes(settings, num_hosts * on_each, on_each)
     preload(MODULE)
     with _Progress() as progress:
-        if link is not None:
-            ranks_per_host = nproc_per_node or 1
-            return bench_in_lab(
-                settings, link=link, num_hosts=hosts or 2, ranks_per_host=ranks_per_host, on_progress=progress
-            )
-        num_ranks = nproc_per_node or num_devices
-        return bench_here(settings, num_ranks=num_ranks, device_type=device_type, on_progress=progress)
+        if link is None:
+            return bench_here(settings, num_ranks=on_each, device_type=device_type, on_progress=progress)
+        return bench_in_lab(settings, link=link, num_hosts=num_hosts, ranks_per_host=on_each, on_progress=progress)
 
 
 def _hook(text: str) -> Any:

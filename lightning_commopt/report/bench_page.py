@@ -40,9 +40,9 @@ def write_bench_page(result: BenchResult, path: Path) -> None:
     between = f", {where['link']} between them" if where.get("link") else ""
     page = environment.get_template("bench.html").render(
         title=f"Collectives on {where['world_size']} ranks{between}",
-        answers=[*against_link(result), *(payoff.text for payoff in payoffs(result))],
+        answers=[*(payoff.text for payoff in payoffs(result)), *against_link(result)],
         charts=charts,
-        rows=[(row, _cells(row)) for row in result.rows],
+        rows=[(row, _cells(row)) for row in sorted(result.rows, key=lambda row: row.case.label)],
         columns=[
             "size (B)",
             "count",

@@ -26,6 +26,7 @@ def test_latency_and_bandwidth_are_found_through_noise() -> None:
     assert len(curve.segments) == 1
     assert curve.segments[0].latency_s == pytest.approx(2e-3, rel=0.02)
     assert 1 / curve.segments[0].s_per_byte == pytest.approx(1e8, rel=0.02)
+    assert curve.median_error is not None
     assert 0 < curve.median_error < 0.03
 
 

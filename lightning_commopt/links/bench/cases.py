@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_commopt.links.bench.result import Case
 from lightning_commopt.links.bench.settings import BenchSettings
+from lightning_commopt.validation import check_integer
 
 _ITEM_BYTES = {
     "float64": 8,
@@ -21,6 +22,37 @@ _ITEM_BYTES = {
 _DIVIDED = ("all_gather", "reduce_scatter", "all_to_all", "reduce_scatter_all_gather")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce", "reduce_broadcast", "reduce_scatter_all_gather")
 _OUT_ONLY = ("all_to_all", "send_recv")
+
+
+def num_ranks_of_scopes(settings: BenchSettings, world_size: int, ranks_per_node: int) -> dict[str, int]:
+    """Returns how many ranks a group of each scope has.
+
+    Args:
+        settings: whose scopes and root are checked.
+        world_size: number of ranks.
+        ranks_per_node: consecutive ranks that share a node.
+
+    Raises:
+        ValueError: there is one rank only, nodes cannot be made of these ranks, or the root is none of them.
+    """
+    check_integer("the number of ranks", world_size, at_least=2)
+    num_ranks = {"all": world_size}
+    if has_nodes(world_size, ranks_per_node):
+        num_ranks |= {"node": ranks_per_node, "across": world_size // ranks_per_node}
+    for scope in settings.scopes:
+        if scope not in num_ranks:
+            raise ValueError(
+                f"scope {scope!r} needs several nodes with several ranks each, equally many;"
+                f" there are {world_size} ranks, {ranks_per_node} on each node"
+            )
+        if settings.root >= num_ranks[scope]:
+            raise ValueError(f"root must be below the number of ranks, {num_ranks[scope]}, got {settings.root}")
+    return num_ranks
+
+
+def has_nodes(world_size: int, ranks_per_node: int) -> bool:
+    """Returns whether there are several nodes with several ranks each, equally many."""
+    return 1 < ranks_per_node < world_size and world_size % ranks_per_node == 0
 
 
 def cases_of(settings: BenchSettings, num_ranks: Mapping[str, int]) -> list[Case]:

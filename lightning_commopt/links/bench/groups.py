@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_commopt.collectives.channel import Channel
 from lightning_commopt.collectives.groups import borrow_groups
+from lightning_commopt.links.bench.cases import has_nodes
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def ranks_by_scope(ranks_per_node: int) -> tuple[dict[str, Ranks], Channel]:
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     world_size = dist.get_world_size()
-    if not 1 < ranks_per_node < world_size or world_size % ranks_per_node:
+    if not has_nodes(world_size, ranks_per_node):
         return {"all": Ranks.of(world)}, Channel(world)
     borrowed = borrow_groups(world, ranks_per_node=ranks_per_node)
     within, across = borrowed.within, borrowed.across

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,21 @@ _STEP = 1_000_000  # behind every start_step: compressed from the first call on
 _TILE_NUMEL = 65_521  # a prime: no block of a compressor is like another one
 
 
+def check_hooks(comm_hooks: Sequence[Any]) -> None:
+    """Checks that comm hooks are known.
+
+    Raises:
+        ValueError: one is unknown or has a wrong option, or is "none", which is no hook.
+    """
+    for comm_hook in comm_hooks:
+        try:
+            compressor = compressor_from_config(comm_hook)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--comm-hook: {error}") from None
+        if compressor is None:
+            raise ValueError("--comm-hook none is DDP's own all-reduce: name the collective all_reduce instead")
+
+
 def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Memory, ranks_per_node: int) -> Call:
     """Returns a comm hook's case, ready to run; its state lives as long as it does.
 
@@ -36,9 +53,9 @@ def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Memory, ran
     Raises:
         ValueError: the comm hook is unknown, or cannot be had with these ranks.
     """
+    check_hooks([case.comm_hook])
     configured = compressor_from_config(case.comm_hook)
-    if configured is None:
-        raise ValueError("comm_hook 'none' is DDP's own all-reduce: name the collective all_reduce instead")
+    assert configured is not None
     compressor, _ = place_on_nodes(configured, ranks.size, ranks_per_node)
     if compressor.has_c_kernels:
         c_library.load()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.collectives.channel import Channel
-from lightning_commopt.links.bench.cases import cases_of
+from lightning_commopt.links.bench.cases import cases_of, num_ranks_of_scopes
 from lightning_commopt.links.bench.compute import ComputeLoad
 from lightning_commopt.links.bench.groups import Memory, Ranks, ranks_by_scope
 from lightning_commopt.links.bench.hooks import prepare_hook
@@ -60,14 +60,8 @@ def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, 
     Raises:
         ValueError: a setting does not fit these ranks.
     """
+    cases = cases_of(settings, num_ranks_of_scopes(settings, dist.get_world_size(), ranks_per_node))
     scopes, channel = ranks_by_scope(ranks_per_node)
-    for scope in settings.scopes:
-        if scope not in scopes:
-            raise ValueError(f"scope {scope!r} needs several nodes with several ranks each, equally many")
-    smallest = min(scopes[scope].size for scope in settings.scopes)
-    if settings.root >= smallest:
-        raise ValueError(f"root must be below the number of ranks, {smallest}, got {settings.root}")
-    cases = cases_of(settings, {scope: ranks.size for scope, ranks in scopes.items()})
     memory = Memory(max(case.size_bytes for case in cases), device)
     bench = _Bench(settings, device, ranks_per_node, scopes, channel, memory)
     total = len(cases) * (1 + settings.num_repetitions)

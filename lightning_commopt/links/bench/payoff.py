@@ -41,7 +41,7 @@ def payoffs(result: BenchResult) -> list[Payoff]:
         by_size = {row.case.size_bytes: row for row in exact}
         pairs = [(row, by_size[row.case.size_bytes]) for row in rows if row.case.size_bytes in by_size]
         if pairs:
-            found.append(_payoff(case.label, pairs))
+            found.append(_payoff(case.label.replace(", under compute", " under compute"), pairs))
     return found
 
 

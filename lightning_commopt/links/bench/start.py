@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.launch.fork_server import server_for, start_in_place
+from lightning_commopt.links.bench.cases import num_ranks_of_scopes
 from lightning_commopt.links.bench.rank_lines import MODULE, LineReader
 from lightning_commopt.links.bench.result import BenchResult
 from lightning_commopt.links.bench.settings import BenchSettings
@@ -41,7 +42,7 @@ def bench_here(
         ValueError: ``num_ranks`` is below 2.
         RankError: a rank failed; the message has its last output.
     """
-    check_integer("the number of ranks", num_ranks, at_least=2)
+    num_ranks_of_scopes(settings, num_ranks, num_ranks)
     with _Job(settings, device_type, {}) as job, ExitStack() as closing:
         ranks = []
         for rank in range(num_ranks):
@@ -81,7 +82,7 @@ def bench_in_lab(
     bits_per_s = parse_rate(link)
     check_integer("ranks per host", ranks_per_host, at_least=1)
     check_integer("hosts", num_hosts, at_least=1)
-    check_integer("the number of ranks", num_hosts * ranks_per_host, at_least=2)
+    num_ranks_of_scopes(settings, num_hosts * ranks_per_host, ranks_per_host)
     reason = why_not()
     if reason is not None:
         raise ValueError(f"link {link}: {reason}")

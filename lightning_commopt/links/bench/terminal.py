@@ -33,6 +33,8 @@ def bench_lines(result: BenchResult) -> list[str]:
 def where_lines(result: BenchResult) -> list[str]:
     """Returns where and when the result was measured."""
     where = result.where
+    if "run" in where:
+        return [f"run {where['run']}: buckets of {count(where['world_size'], 'rank')}, up to step {where['last_step']}"]
     ranks = f"{count(where['world_size'], 'rank')} on {count(where['num_nodes'], 'host')}"
     link = f", {where['link']} between them (network lab)" if where.get("link") else ""
     devices = f"{', '.join(where['devices'])}, {count(where['num_cores'], 'core')} a rank"
@@ -98,7 +100,7 @@ def _gb(rate: float) -> str:
 
 
 def _closing_lines(result: BenchResult) -> list[str]:
-    lines = []
+    lines: list[str] = []
     if not any(row.num_wrong is not None for row in result.rows):
         lines.append("Out of bounds values : not checked")
     else:
@@ -123,7 +125,7 @@ def against_link(result: BenchResult) -> list[str]:
         case = rows[-1].case
         if case.operation != "comm_hook" and case.load == "idle" and case.scope == "all":
             best.setdefault(case.name, f"{case.name} {100 * rows[-1].busbw / rate:.1f} %")
-    largest = size_text(max(result.settings["sizes_bytes"]))
+    largest = size_text(max(row.case.size_bytes for row in result.measured))
     return [f"busbw at {largest} over the link's rate, {rate / 1e9:g} GB/s each way: {', '.join(best.values())}"]
 
 

@@ -22,6 +22,7 @@ FORMAT = 1
 """Of the JSON. A later version that changes what a key means raises it; new keys do not."""
 
 _KIND = "commopt link model"
+_MIN_SIZES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +63,16 @@ class Curve:
     Attributes:
         case: the series; its size and count say nothing.
         segments: in the order of sizes.
-        median_error: of predictions of sizes that the fit had not seen, relative, each left out in turn.
+        median_error: of predictions of sizes that the fit had not seen, relative, each left out in turn; None where
+            there are fewer than three sizes.
         max_error: the largest of them.
         spreads: intervals over the prediction, by size.
     """
 
     case: Case
     segments: tuple[Segment, ...]
-    median_error: float
-    max_error: float
+    median_error: float | None
+    max_error: float | None
     spreads: tuple[Spread, ...]
 
     @classmethod
@@ -91,12 +93,12 @@ class Curve:
             _spread(point.size_bytes, chain.from_iterable(ratios[max(0, number - 1) : number + 2]))
             for number, point in enumerate(points)
         ]
-        sizes = [abs(error) for error in errors]
+        sizes = [abs(error) for error in errors] if len(rows) >= _MIN_SIZES else []
         return cls(
             case=rows[0].case,
             segments=segments,
-            median_error=statistics.median(sizes),
-            max_error=max(sizes),
+            median_error=statistics.median(sizes) if sizes else None,
+            max_error=max(sizes) if sizes else None,
             spreads=tuple(spreads),
         )
 
@@ -127,7 +129,9 @@ class Curve:
             until = "" if segment is self.segments[-1] else f" up to {size_text(segment.last_bytes)}"
             parts.append(f"{number(1e3 * segment.latency_s)} ms{rate}{until}")
         ranks = count(self.case.num_ranks, "rank")
-        error = f"sizes left out are off by {short_percent(self.median_error)} (median)"
+        error = "of too few sizes to know its error"
+        if self.median_error is not None:
+            error = f"sizes left out are off by {short_percent(self.median_error)} (median)"
         return f"{self.case.label} ({ranks}): {', then '.join(parts)}; {error}"
 
 
@@ -232,8 +236,13 @@ def _curve_of(plain: Mapping[str, Any]) -> Curve:
     spreads = tuple(Spread(**each) for each in plain["spreads"])
     if not segments or not spreads:
         raise ValueError("a curve has no segments, or no spreads")
-    numbers = {name: float(plain[name]) for name in ("median_error", "max_error")}
-    return Curve(case=case, segments=segments, spreads=spreads, **numbers)
+    return Curve(
+        case=case,
+        segments=segments,
+        spreads=spreads,
+        median_error=plain["median_error"],
+        max_error=plain["max_error"],
+    )
 
 
 def _noise(row: Row) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from plotly import graph_objects as go
@@ -41,8 +42,9 @@ def bench_charts(result: BenchResult, model: LinkModel | None) -> list[Chart]:
         found.append(_bandwidth("Three equal ways to reduce", ways, result))
     if hooks:
         found.append(_bandwidth("Comm hooks: effective bandwidth", [*exact, *hooks], result))
-    if loaded:
-        found.append(_bandwidth("Alone, and while the device computes", loaded, result))
+    for alone, under_compute in loaded:
+        name = alone[0].case.label
+        found.append(_bandwidth(f"{name}: alone, and while the device computes", [alone, under_compute], result))
     if len(scopes) > len(idle):
         found.append(_bandwidth("Within and across nodes", scopes, result))
     return found
@@ -55,20 +57,12 @@ def _is_plain(rows: Series, scope: str | None = "all") -> bool:
     return case.load == "idle" and is_usual_place and scope in (None, case.scope)
 
 
-def _pairs_under_compute(result: BenchResult) -> list[Series]:
-    series = result.by_series()
-    found: list[Series] = []
-    for rows in series.values():
-        if rows[0].case.load == "compute" and rows[0].case.place == "in":
-            alone = [each for each in series.values() if _is_same_but_load(each, rows)]
-            found += [*alone, rows]
-    return found
-
-
-def _is_same_but_load(alone: Series, loaded: Series) -> bool:
-    names = ("name", "dtype", "redop", "place", "scope", "num_ranks")
-    same = all(getattr(alone[0].case, name) == getattr(loaded[0].case, name) for name in names)
-    return same and alone[0].case.load == "idle"
+def _pairs_under_compute(result: BenchResult) -> list[tuple[Series, Series]]:
+    """Returns each series alone and with its like under compute."""
+    series = {(dataclasses.replace(rows[0].case, load="idle").series, rows[0].case.load): rows
+              for rows in result.by_series().values()}  # fmt: skip
+    return [(rows, series[key, "compute"]) for (key, load), rows in series.items()
+            if load == "idle" and (key, "compute") in series]  # fmt: skip
 
 
 def _bandwidth(title: str, series: Sequence[Series], result: BenchResult) -> Chart:
