@@ -77,7 +77,7 @@ def test_callbacks() -> None:
 
 def test_commands() -> None:
     """If it fails, a command of ``commopt`` has come or gone."""
-    commands = ["doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace"]
+    commands = ["bench", "doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace"]
     assert sorted(get_command(app).commands) == commands  # type: ignore[attr-defined]
 
 

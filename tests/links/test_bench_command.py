@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -49,13 +50,44 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     assert ran.stderr == f"written to {', '.join(map(str, files))}\n"
 
 
+COMMAND = (sys.executable, "-c", "from lightning_commopt.cli import app; app()", "bench", *QUICK, "--json")
+
+
 @pytest.mark.exhaustive
-def test_under_a_launcher_every_rank_runs_the_command_and_the_first_prints(tmp_path: Path) -> None:
+def test_under_torchrun_every_rank_runs_the_command_and_the_first_prints() -> None:
     """If it fails, torchrun's ranks start ranks of their own, hang, or all print."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    command = [sys.executable, "-c", "from lightning_commopt.cli import app; app()", "bench", *QUICK, "--json"]
-    ran = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=200, check=True)
+    ran = subprocess.run([*launcher, *COMMAND], capture_output=True, text=True, timeout=200, check=True)
     assert [row["num_wrong"] for row in json.loads(ran.stdout)["rows"]] == [0, 0]
+
+
+@pytest.mark.exhaustive
+def test_under_srun_tasks_are_the_ranks() -> None:
+    """If it fails, srun's tasks each measure alone, or do not find each other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    job = {
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_ID": "1",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    tasks = [
+        subprocess.Popen(
+            COMMAND, env={**os.environ, **job, "SLURM_PROCID": task, "SLURM_LOCALID": task}, stdout=subprocess.PIPE
+        )
+        for task in ("0", "1")
+    ]
+    first, second = (task.communicate(timeout=200)[0] for task in tasks)
+    assert [row["num_wrong"] for row in json.loads(first)["rows"]] == [0, 0]
+    assert second == b""
+    assert [task.returncode for task in tasks] == [0, 0]
 
 
 MISTAKES = [

@@ -69,9 +69,12 @@ def _place() -> RankPlace:
         return RankPlace.from_environment(os.environ)
     from lightning.fabric.plugins.environments import SLURMEnvironment
 
-    slurm = SLURMEnvironment(auto_requeue=False)
-    os.environ.setdefault("MASTER_ADDR", slurm.main_address)
-    os.environ.setdefault("MASTER_PORT", str(slurm.main_port))
+    try:
+        slurm = SLURMEnvironment(auto_requeue=False)
+        os.environ.setdefault("MASTER_ADDR", slurm.main_address)
+        os.environ.setdefault("MASTER_PORT", str(slurm.main_port))
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"srun: {' '.join(str(error).split())}") from None
     num_nodes = int(os.environ.get("SLURM_NNODES", "1"))
     world_size = num_started_ranks()
     return RankPlace(
