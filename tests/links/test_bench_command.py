@@ -103,6 +103,7 @@ MISTAKES = [
     (("--comm-hook", "int9"), "did you mean 'int8'"),
     (("--comm-hook", "{"), "--comm-hook is no JSON"),
     (("--scopes", "node"), "scope 'node' needs several nodes"),
+    (("-b", "900G", "-e", "900G"), "messages of 900G on 2 ranks take 3865.5 GB of memory"),
     (("-r", "2"), "root must be below the number of ranks, 2"),
     (("--load", "missing.json"), "missing.json"),
     (("--load", "binary.json"), "binary.json is no result of commopt bench, or was cut: it is binary"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from lightning_commopt.links.bench.cases import num_ranks_of_scopes
 from lightning_commopt.links.bench.rank_lines import MODULE, LineReader
 from lightning_commopt.links.bench.result import BenchResult
 from lightning_commopt.links.bench.settings import BenchSettings
+from lightning_commopt.links.bench.sizes import size_text
 from lightning_commopt.netlab import NetLab, parse_rate, why_not
 from lightning_commopt.netlab.ranks import Process, RankProcess, error_of, start_program, watch
 from lightning_commopt.validation import check_integer
@@ -39,10 +41,12 @@ def bench_here(
         on_progress: called with the blocks that are done, those that there are, and the name of the next one.
 
     Raises:
-        ValueError: ``num_ranks`` is below 2.
+        ValueError: ``num_ranks`` is below 2, or the messages do not fit into memory.
         RankError: a rank failed; the message has its last output.
     """
     num_ranks_of_scopes(settings, num_ranks, num_ranks)
+    if device_type == "cpu":
+        _check_memory(settings, num_ranks)
     with _Job(settings, device_type, {}) as job, ExitStack() as closing:
         ranks = []
         for rank in range(num_ranks):
@@ -76,13 +80,15 @@ def bench_in_lab(
         on_progress: see `bench_here`.
 
     Raises:
-        ValueError: an argument is out of range, or this machine cannot make the lab; the message says what is missing.
+        ValueError: an argument is out of range, the messages do not fit into memory, or this machine cannot make the
+            lab; the message says what is missing.
         RankError: a rank failed; the message has its last output.
     """
     bits_per_s = parse_rate(link)
     check_integer("ranks per host", ranks_per_host, at_least=1)
     check_integer("hosts", num_hosts, at_least=1)
     num_ranks_of_scopes(settings, num_hosts * ranks_per_host, ranks_per_host)
+    _check_memory(settings, num_hosts * ranks_per_host)
     reason = why_not()
     if reason is not None:
         raise ValueError(f"link {link}: {reason}")
@@ -128,6 +134,19 @@ class _Job:
     def result(self) -> BenchResult:
         """Returns what rank 0 has left."""
         return BenchResult.load(self._result)
+
+
+def _check_memory(settings: BenchSettings, num_ranks: int) -> None:
+    """Checks that all ranks' buffers fit into this machine: two messages each, and two more for a comm hook's state."""
+    largest = max(settings.sizes_bytes)
+    needed = num_ranks * largest * (4 if settings.comm_hooks else 2)
+    listing = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", listing.read_text(), re.MULTILINE) if listing.is_file() else None
+    if found is not None and needed > int(found[1]) * 1024:
+        raise ValueError(
+            f"messages of {size_text(largest)} on {num_ranks} ranks take {needed / 1e9:.1f} GB of memory,"
+            f" and {int(found[1]) * 1024 / 1e9:.1f} GB are available: choose a smaller -e"
+        )
 
 
 def _start(command: Sequence[str], variables: Mapping[str, str]) -> Process:
