@@ -21,6 +21,9 @@ from lightning_commopt.links.bench.settings import BenchSettings
 from lightning_commopt.links.bench.start import bench_in_lab
 from lightning_commopt.links.model.from_steps import result_of_run
 from lightning_commopt.links.model.model import LinkModel
+from lightning_commopt.measure.files import StepWriter, rank_file
+from lightning_commopt.measure.observer import BucketInfo
+from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 from lightning_commopt.plan import CommPlan
 
 QUICK = ("-b", "64", "-e", "4K", "-f", "64", "-n", "2", "--repetitions", "1")
@@ -154,12 +157,28 @@ def test_a_plan_is_measured_at_its_own_messages(tmp_path: Path) -> None:
 
 def test_a_run_tells_of_its_link_without_a_probe(tmp_path: Path) -> None:
     """If it fails, the model from training's own marks counts what ranks wait for each other."""
-    write_run(tmp_path, SampleRun(num_buckets=4, gradient_bytes=40_000_000, wire_s=0.4, noise=0))
+    sizes = {0: 10_000_000, 1: 1_000_000}
+    layout = {index: BucketInfo(index, size, (f"w{index}",), index == 1) for index, size in sizes.items()}
+    for rank in range(2):
+        steps = []
+        for step in range(5):
+            waiting_s = [0.07, 0.03] if (step + rank) % 2 else [0.0, 0.0]  # the ranks are late in turns
+            spans = [
+                BucketSpan(
+                    index=index, backward=0, gradient_bytes=size, wire_bytes=size, ready_s=0.0, wire=((0.1, 0.2),),
+                    start_s=1.0 - waiting_s[index], end_s=1.0 + 1e-3 + size / 1e8,
+                )
+                for index, size in sizes.items()
+            ]  # fmt: skip
+            steps.append(StepRecord(step=step, num_samples=1, phases=(Phase("backward", 0, 2),), buckets=tuple(spans)))
+        header = {"rank": rank, "world_size": 2, "origin_unix_s": 1.7e9, "comm_hook": "none"}
+        StepWriter(rank_file(tmp_path, rank), header).write(steps, layout)
     result = result_of_run(tmp_path)
-    (row,) = result.rows
-    assert (row.case.operation, row.case.size_bytes, row.case.num_ranks) == ("all_reduce", 10_000_000, 2)
-    assert row.time_s.median == pytest.approx(0.1, rel=0.1)
-    assert "all_reduce" in _run("--from-run", str(tmp_path), "--predict", "10M")
+    assert [(row.case.operation, row.case.size_bytes, row.case.num_ranks) for row in result.rows] == [
+        ("all_reduce", 1_000_000, 2), ("all_reduce", 10_000_000, 2),
+    ]  # fmt: skip
+    assert [row.time_s.median for row in result.rows] == [pytest.approx(0.011), pytest.approx(0.101)]
+    assert "5M: 53.4 ms" in _run("--from-run", str(tmp_path), "--predict", "5M")
 
 
 @pytest.mark.exhaustive
