@@ -59,6 +59,9 @@ def judge(rows: list[Row], rate_bytes_per_s: float | None) -> dict[str, Any]:
         "held_out_errors": {size_text(row.case.size_bytes): error for row, error in zip(held_out, errors, strict=True)},
         "median_error": statistics.median(map(abs, errors)),
         "median_error_large": statistics.median(large),
+        "median_noise": statistics.median(
+            (row.time_s.high - row.time_s.low) / 2 / row.time_s.median for row in held_out
+        ),
         "share_in_interval": sum(inside) / len(inside),
         "largest_bytes": rows[-1].case.size_bytes,
         "busbw": rows[-1].busbw,
@@ -99,6 +102,7 @@ def main() -> None:
                 print(
                     f"{num_hosts} hosts, {rate}, {rows[0].case.name}: busbw {found['busbw'] / 1e9:.4f} GB/s{of_rate};"
                     f" held out {found['median_error']:.1%} median, {found['median_error_large']:.1%} from 256K on;"
+                    f" noise of these medians {found['median_noise']:.1%};"
                     f" in the interval {found['share_in_interval']:.0%}; load {result.where['load_at_end']:.1f}",
                     flush=True,
                 )
