@@ -83,6 +83,8 @@ def bench(
     from lightning_commopt.links.bench.settings import COLLECTIVES, PLACES, BenchSettings
     from lightning_commopt.links.bench.sizes import parse_size, sizes_between
 
+    _check_folders(output, csv, page, model)
+    predicted = [parse_size("--predict", size) for size in predict.split(",")] if predict else []
     if load is not None or from_run is not None:
         result: BenchResult | None = _kept(load, from_run)
     else:
@@ -115,10 +117,16 @@ def bench(
         result = _measure(settings, device, nproc_per_node, link, hosts)
     if result is None:  # another rank prints
         return
-    sizes = [parse_size("--predict", size) for size in predict.split(",")] if predict else []
-    _show(result, json, sizes)
+    _show(result, json, predicted)
     _write(result, output, csv, page, model)
     raise typer.Exit(1 if result.num_wrong or not result.measured else 0)
+
+
+def _check_folders(*paths: Path | None) -> None:
+    """Checks before hours of measuring that the result can be written."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path} cannot be written: {path.absolute().parent} is no folder")
 
 
 def _kept(load: Path | None, run_dir: Path | None) -> "BenchResult":

@@ -112,6 +112,8 @@ MISTAKES = [
     (("--load", "binary.json"), "binary.json is no result of commopt bench, or was cut: it is binary"),
     (("--plan", "binary.json"), "binary.json"),
     (("--plan", "list.json"), "list.json: a plan must be a JSON object"),
+    (("--page", "missing/bench.html"), "missing/bench.html cannot be written"),
+    (("--predict", "25X"), "--predict must be a number of bytes"),
     (("--buckets-of", "."), "needs the plan of that run"),
     (("--from-run", "."), "has no records of steps"),
 ]
