@@ -192,6 +192,7 @@ def _measure(
     from lightning_commopt.links.bench.hooks import check_hooks
     from lightning_commopt.links.bench.launched import bench_launched, is_launched
     from lightning_commopt.netlab import RankError
+    from lightning_commopt.sweep.process import InterruptedRun, raise_signals
 
     check_hooks(settings.comm_hooks)
     if is_launched():
@@ -204,10 +205,14 @@ def _measure(
     if link is None and hosts is not None:
         raise ValueError(f"--hosts {hosts} needs a link between them, such as --link 1gbit")
     try:
-        return _start_ranks(settings, device, nproc_per_node, link, hosts)
+        with raise_signals():
+            return _start_ranks(settings, device, nproc_per_node, link, hosts)
     except RankError as error:
         typer.echo(f"commopt: {error}", err=True)
         raise typer.Exit(1) from None
+    except InterruptedRun as error:
+        typer.echo(f"commopt: {error}", err=True)
+        raise typer.Exit(128 + error.signal) from None
 
 
 def _start_ranks(

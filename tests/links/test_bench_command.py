@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from marked_processes import Program
 from sample_bench import result_of, sample
 from sample_runs import SampleRun, write_run
 from typer.testing import CliRunner
@@ -91,6 +93,21 @@ def test_under_srun_tasks_are_the_ranks() -> None:
     assert [row["num_wrong"] for row in json.loads(first)["rows"]] == [0, 0]
     assert second == b""
     assert [task.returncode for task in tasks] == [0, 0]
+
+
+@pytest.mark.exhaustive
+def test_an_interrupted_bench_leaves_no_process(tmp_path: Path) -> None:
+    """If it fails, ranks go on measuring after the command is gone, and load the machine."""
+    running = Program([*COMMAND[1:4], "-e", "1K", "--repetitions", "100000"], tmp_path)
+    try:
+        while len(running.processes()) < 4:  # the command, the server that forks, two ranks
+            assert running.process.poll() is None, running.output
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait(60)
+        assert running.process.returncode == 128 + signal.SIGTERM
+        assert running.output == "commopt: interrupted by SIGTERM\n"
+    finally:
+        running.kill()
 
 
 MISTAKES = [
