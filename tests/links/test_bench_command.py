@@ -175,7 +175,7 @@ def test_a_plan_is_measured_at_its_own_messages(tmp_path: Path) -> None:
 
 
 def test_a_run_tells_of_its_link_without_a_probe(tmp_path: Path) -> None:
-    """If it fails, the model from training's own marks counts what ranks wait for each other."""
+    """If it fails, the model from training's own marks counts what ranks, or buckets, wait for each other."""
     sizes = {0: 10_000_000, 1: 1_000_000}
     layout = {index: BucketInfo(index, size, (f"w{index}",), index == 1) for index, size in sizes.items()}
     for rank in range(2):
@@ -185,7 +185,7 @@ def test_a_run_tells_of_its_link_without_a_probe(tmp_path: Path) -> None:
             spans = [
                 BucketSpan(
                     index=index, backward=0, gradient_bytes=size, wire_bytes=size, ready_s=0.0, wire=((0.1, 0.2),),
-                    start_s=1.0 - waiting_s[index], end_s=1.0 + 1e-3 + size / 1e8,
+                    start_s=1.0 - waiting_s[index], end_s=1.101 if index == 0 else 1.112,  # one behind the other
                 )
                 for index, size in sizes.items()
             ]  # fmt: skip

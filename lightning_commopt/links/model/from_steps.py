@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ _MIN_TIMES = 3
 def result_of_run(run_dir: Path, *, num_last_steps: int = 200) -> BenchResult:
     """Returns the times of a run's buckets by size, under the load that its backward is.
 
-    A bucket takes from its start to its end on the rank that came last to it, which waits for nobody: the shortest of
-    all ranks' times. Without a comm hook that is the all-reduce; with one, compression is part of it. Ranks append to
+    A bucket takes from its start, or from the end of the bucket before it if that is later, to its end: DDP starts
+    buckets while others are on the wire. The rank that came last to it waits for nobody: the shortest of all ranks'
+    times counts. Without a comm hook that is the all-reduce; with one, compression is part of it. Ranks append to
     their files while they train: reading them again refreshes what they tell.
 
     Args:
@@ -56,9 +58,12 @@ def _times_by_size(ranks: Sequence[RankRecords], num_last_steps: int) -> dict[in
     by_bucket: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
     for records in ranks:
         for step in records.steps[-num_last_steps:]:
-            for bucket in step.buckets:
+            last_end_s = -math.inf
+            for bucket in sorted(step.buckets, key=lambda bucket: bucket.end_s):
                 key = step.step, bucket.backward, bucket.index
-                by_bucket.setdefault(key, []).append((bucket.gradient_bytes, bucket.end_s - bucket.start_s))
+                began_s = max(bucket.start_s, last_end_s)
+                by_bucket.setdefault(key, []).append((bucket.gradient_bytes, bucket.end_s - began_s))
+                last_end_s = bucket.end_s
     times: dict[int, list[float]] = {}
     for seen in by_bucket.values():
         sizes = {size for size, _ in seen}
