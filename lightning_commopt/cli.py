@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lightning_commopt.cli_bench import bench
 from lightning_commopt.formatting import count
 
 app = typer.Typer(
@@ -354,3 +355,6 @@ def _errors_in_a_line(status: int = 1) -> Iterator[None]:
     except (OSError, ValueError) as error:
         typer.echo(f"commopt: {error}", err=True)
         raise typer.Exit(status) from None
+
+
+app.command()(_errors_in_a_line(status=2)(bench))

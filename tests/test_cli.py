@@ -16,6 +16,8 @@ from lightning_commopt.kernels import c_library
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
 from lightning_commopt.runs import advisories, info
 
+COMMANDS = ("bench", "doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace")
+
 
 def _run(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
@@ -74,11 +76,24 @@ def test_info_shows_the_nccl_version_where_there_is_nccl() -> None:
 
 def test_no_command_shows_the_commands() -> None:
     result = CliRunner().invoke(app, [])
-    for name in ("doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace", "commopt-train"):
+    for name in (
+        "bench",
+        "doctor",
+        "info",
+        "nccl-log",
+        "nsys",
+        "report",
+        "selftest",
+        "summary",
+        "trace",
+        "commopt-train",
+    ):
         assert name in result.output
 
 
-@pytest.mark.parametrize("command", ["doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace"])
+@pytest.mark.parametrize(
+    "command", ["bench", "doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace"]
+)
 def test_every_command_explains_itself(command: str) -> None:
     assert "Usage: " in _run(command, "--help")
 
@@ -104,7 +119,9 @@ def _imported_by(*arguments: str) -> set[str]:
     return set(output.splitlines()[-1].split()[1:])
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["report", "--help"], ["trace", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["bench", "--help"], ["info", "--help"], ["report", "--help"], ["trace", "--help"]]
+)
 def test_help_imports_nothing_that_is_slow(arguments: list[str]) -> None:
     """If it fails, whoever asks which commands there are waits for seconds."""
     assert _imported_by(*arguments) == set()

@@ -84,7 +84,7 @@ def test_callbacks() -> None:
 
 def test_commands() -> None:
     """If it fails, a command of ``commopt`` has come or gone."""
-    commands = ["doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "topo", "trace"]
+    commands = ["bench", "doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "topo", "trace"]
     assert sorted(get_command(app).commands) == commands  # type: ignore[attr-defined]
 
 

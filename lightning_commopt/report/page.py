@@ -64,8 +64,8 @@ def write_page(report: Report, path: Path) -> None:
         report=report,
         groups=groups,
         glance=glance(report.groups),
-        css=Markup(_template("report.css")),
-        script=Markup(_template("report.js")),
+        css=Markup(template_text("report.css")),
+        script=Markup(template_text("report.js")),
         plotly_js=Markup(get_plotlyjs() if any(of_group[2] for of_group in groups) else ""),
     )
     path.write_text(page, encoding="utf-8")
@@ -104,5 +104,6 @@ def _without_none(*charts: Chart | None) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _template(name: str) -> str:
+def template_text(name: str) -> str:
+    """Returns a template, style sheet or script as it is."""
     return (files(_PACKAGE) / "templates" / name).read_text(encoding="utf-8")

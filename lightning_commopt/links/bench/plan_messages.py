@@ -1,0 +1,68 @@
+"""The messages of a plan: what `--plan` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_commopt.compressors import Compressor, compressor_from_config, compressor_to_config
+from lightning_commopt.measure.files import read_run
+from lightning_commopt.plan import CommPlan
+
+_MIB = 2**20
+_DDP_DEFAULT_MIB = (1, 25)
+"""DDP's first bucket, and all others."""
+
+
+class PlanMessages(NamedTuple):
+    """What a plan sends in a step.
+
+    Attributes:
+        sizes_bytes: of its buckets, each size once.
+        comm_hook: its compressor as a configuration writes it; None without.
+    """
+
+    sizes_bytes: tuple[int, ...]
+    comm_hook: Any
+
+
+def messages_of(plan: CommPlan, run_dir: Path | None = None) -> PlanMessages:
+    """Returns the messages of a plan.
+
+    Args:
+        plan: whose buckets; without a run they are as large as its caps let them be.
+        run_dir: a run with this plan, whose steps `CommTimeMonitor` saved: its buckets, to the byte.
+
+    Raises:
+        FileNotFoundError: the run has no records of steps.
+        ValueError: its records have no buckets.
+    """
+    sizes_bytes = _sizes_of_caps(plan.bucket_cap_mb) if run_dir is None else _sizes_of_run(run_dir)
+    if plan.comm_hook is None:
+        return PlanMessages(sizes_bytes, None)
+    config = compressor_to_config(plan.comm_hook)
+    name = config["name"]
+    return PlanMessages(sizes_bytes, name if _compressor_of(name) == plan.comm_hook else config)
+
+
+def _compressor_of(name: str) -> Compressor | None:
+    """Returns the compressor that a name alone makes; None where it needs options."""
+    try:
+        return compressor_from_config(name)
+    except (ValueError, TypeError):
+        return None
+
+
+def _sizes_of_caps(cap_mib: float | Sequence[float] | None) -> tuple[int, ...]:
+    caps = _DDP_DEFAULT_MIB if cap_mib is None else cap_mib if isinstance(cap_mib, Sequence) else (cap_mib,)
+    return tuple(sorted({max(1, round(cap * _MIB)) for cap in caps}))
+
+
+def _sizes_of_run(run_dir: Path) -> tuple[int, ...]:
+    first, *_ = read_run(run_dir)
+    layout = first.layouts[-1] if first.layouts else {}
+    sizes = tuple(sorted({bucket.gradient_bytes for bucket in layout.values()}))
+    if not sizes:
+        raise ValueError(f"{run_dir}: the steps in it have no buckets: DDP had one rank, or another strategy trained")
+    return sizes

@@ -1,0 +1,1 @@
+"""The link model: how long a message takes, from what was measured."""

@@ -1,0 +1,86 @@
+"""The page of a bench: charts, what comes of it, and all numbers, in one file that opens offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from lightning_commopt.formatting import number
+from lightning_commopt.links.bench.payoff import payoffs
+from lightning_commopt.links.bench.result import BenchResult, Row
+from lightning_commopt.links.bench.terminal import against_link, peer_lines, where_lines
+from lightning_commopt.links.model.model import LinkModel
+from lightning_commopt.report.figures.bench import bench_charts
+from lightning_commopt.report.page import chart_json, template_text
+
+_PACKAGE = "lightning_commopt.report"
+
+
+def write_bench_page(result: BenchResult, path: Path) -> None:
+    """Writes the page.
+
+    Args:
+        result: what it shows.
+        path: of the file; its folder is there.
+    """
+    environment = Environment(
+        loader=PackageLoader(_PACKAGE, "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["chart_json"] = chart_json
+    model = LinkModel.fit(result) if result.measured else None
+    charts = bench_charts(result, model)
+    where = result.where
+    between = f", {where['link']} between them" if where.get("link") else ""
+    page = environment.get_template("bench.html").render(
+        title=f"Collectives on {where['world_size']} ranks{between}",
+        answers=[*(payoff.text for payoff in payoffs(result)), *against_link(result)],
+        charts=charts,
+        rows=[(row, _cells(row)) for row in sorted(result.rows, key=lambda row: row.case.label)],
+        columns=[
+            "size (B)",
+            "count",
+            "type",
+            "redop",
+            "time (µs)",
+            "interval",
+            "algbw (GB/s)",
+            "busbw (GB/s)",
+            "#wrong",
+        ],
+        curves=[] if model is None else [curve.text for curve in model.curves],
+        peers=peer_lines(result),
+        conditions=where_lines(result),
+        css=Markup(template_text("report.css")),
+        script=Markup(template_text("report.js")),
+        plotly_js=Markup(get_plotlyjs() if charts else ""),
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def _cells(row: Row) -> list[tuple[str, object]]:
+    """Returns the text of each cell, and what to sort it by."""
+    case = row.case
+    sizes: list[tuple[str, object]] = [
+        (f"{case.size_bytes:,}".replace(",", "\N{NO-BREAK SPACE}"), case.size_bytes),
+        (str(case.count), case.count),
+        (case.dtype, case.dtype),
+        (case.redop, case.redop),
+    ]
+    if row.error is not None:
+        return [*sizes, (row.error, ""), *[("-", "")] * 4]
+    low, high = (number(1e6 * time_s) for time_s in (row.time_s.low, row.time_s.high))
+    return [
+        *sizes,
+        (number(1e6 * row.time_s.median, 4), row.time_s.median),
+        (f"{low} to {high}", row.time_s.high - row.time_s.low),
+        (number(row.algbw / 1e9), row.algbw),
+        (number(row.busbw / 1e9), row.busbw),
+        ("-" if row.num_wrong is None else str(row.num_wrong), "" if row.num_wrong is None else row.num_wrong),
+    ]

@@ -1,0 +1,159 @@
+"""Bus bandwidth and time against the size of messages, beside the link's rate and the link model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from plotly import graph_objects as go
+
+from lightning_commopt.formatting import number
+from lightning_commopt.links.bench.result import BenchResult, Row
+from lightning_commopt.links.bench.settings import EQUAL_WAYS, SINGLE
+from lightning_commopt.links.bench.sizes import size_text
+from lightning_commopt.links.model.model import Curve, LinkModel
+from lightning_commopt.report.figures.chart import Chart, Line, plain
+from lightning_commopt.report.figures.style import QUIET, PlanStyle, line_trace, new_figure, plan_styles
+
+_MOST_TICKS = 7
+_MODEL_POINTS = 60
+
+Series = Sequence[Row]
+
+
+def bench_charts(result: BenchResult, model: LinkModel | None) -> list[Chart]:
+    """Returns the charts that a result has numbers for.
+
+    Args:
+        result: of a bench.
+        model: fitted to it; None to draw none.
+    """
+    idle = [rows for rows in result.by_series().values() if _is_plain(rows)]
+    single = [rows for rows in idle if rows[0].case.operation in SINGLE]
+    ways = [rows for rows in idle if rows[0].case.operation in EQUAL_WAYS]
+    hooks = [rows for rows in idle if rows[0].case.operation == "comm_hook"]
+    exact = [rows for rows in idle if rows[0].case.operation == "all_reduce"]
+    scopes = [rows for rows in result.by_series().values() if _is_plain(rows, scope=None)]
+    loaded = _pairs_under_compute(result)
+    found = [_bandwidth("Bus bandwidth", single, result)] if single else []
+    if single and model is not None:
+        found.append(_times("Time, and the link model", single, model))
+    if len(ways) > 1:
+        found.append(_bandwidth("Three equal ways to reduce", ways, result))
+    if hooks:
+        found.append(_bandwidth("Comm hooks: effective bandwidth", [*exact, *hooks], result))
+    for alone, under_compute in loaded:
+        name = alone[0].case.label
+        found.append(_bandwidth(f"{name}: alone, and while the device computes", [alone, under_compute], result))
+    if len(scopes) > len(idle):
+        found.append(_bandwidth("Within and across nodes", scopes, result))
+    return found
+
+
+def _is_plain(rows: Series, scope: str | None = "all") -> bool:
+    """Returns whether a series is alone on the device and, where it knows both, in place."""
+    case = rows[0].case
+    is_usual_place = case.place == "in" or case.operation in ("all_to_all", "send_recv")
+    return case.load == "idle" and is_usual_place and scope in (None, case.scope)
+
+
+def _pairs_under_compute(result: BenchResult) -> list[tuple[Series, Series]]:
+    """Returns each series alone and with its like under compute."""
+    series = {(dataclasses.replace(rows[0].case, load="idle").series, rows[0].case.load): rows
+              for rows in result.by_series().values()}  # fmt: skip
+    return [(rows, series[key, "compute"]) for (key, load), rows in series.items()
+            if load == "idle" and (key, "compute") in series]  # fmt: skip
+
+
+def _bandwidth(title: str, series: Sequence[Series], result: BenchResult) -> Chart:
+    factor: Callable[[Row], float] = lambda row: row.busbw / row.algbw  # noqa: E731
+    figure, lines = _figure(
+        series,
+        value=lambda row: row.busbw / 1e9,
+        ends=lambda row: tuple(
+            row.case.size_bytes * factor(row) / time_s / 1e9 for time_s in (row.time_s.high, row.time_s.low)
+        ),
+    )
+    rate = result.link_bytes_per_s
+    note = "Medians over repetitions with their intervals."
+    if rate is not None:
+        sizes = [row.case.size_bytes for rows in series for row in rows]
+        line = {"color": QUIET, "dash": "2px,4px", "width": 1.6}
+        figure.add_scatter(mode="lines", x=[min(sizes), max(sizes)], y=[rate / 1e9] * 2, line=line, hoverinfo="skip")
+        lines.append(Line(f"the link's rate, {rate / 1e9:g} GB/s each way", None))
+        note += " The link's rate counts headers: of 1514 bytes in a frame, TCP has 1448 for the message, 95.6 %."
+    figure.update_yaxes(rangemode="tozero")
+    return Chart(
+        title=title,
+        note=note,
+        x_title="size of the message (bytes; K, M, G are powers of 1024)",
+        y_title="bus bandwidth (GB/s)",
+        figure=figure,
+        lines=tuple(lines),
+    )
+
+
+def _times(title: str, series: Sequence[Series], model: LinkModel) -> Chart:
+    figure, lines = _figure(
+        series,
+        value=lambda row: row.time_s.median * 1e3,
+        ends=lambda row: (row.time_s.low * 1e3, row.time_s.high * 1e3),
+        mode="markers",
+    )
+    curves = {curve.case.series: curve for curve in model.curves}
+    for rows, line in zip(series, lines, strict=True):
+        assert line.style is not None
+        _draw_model(figure, curves[rows[0].case.series], line.style)
+    figure.update_yaxes(type="log", exponentformat="none", dtick=1)
+    return Chart(
+        title=title,
+        note="Markers are medians; lines are latency + size / bandwidth, in as many pieces as the data ask for.",
+        x_title="size of the message (bytes; K, M, G are powers of 1024)",
+        y_title="time of a call (ms)",
+        figure=figure,
+        lines=tuple(lines),
+    )
+
+
+def _draw_model(figure: go.Figure, curve: Curve, style: PlanStyle) -> None:
+    first, last = curve.segments[0].first_bytes, curve.segments[-1].last_bytes
+    sizes = [first * (last / first) ** (step / _MODEL_POINTS) for step in range(_MODEL_POINTS + 1)]
+    times_ms = [curve.predict(min(last, max(first, size))).time_s * 1e3 for size in sizes]
+    line = {"color": style.color, "width": 1.4}
+    figure.add_scatter(mode="lines", x=sizes, y=times_ms, line=line, hoverinfo="skip")
+
+
+def _figure(
+    series: Sequence[Series],
+    value: Callable[[Row], float],
+    ends: Callable[[Row], tuple[float, ...]],
+    mode: str = "lines+markers",
+) -> tuple[go.Figure, list[Line]]:
+    figure, lines = new_figure(), []
+    styles = plan_styles(rows[0].case.label for rows in series)
+    for rows in series:
+        style = styles[rows[0].case.label]
+        values = [value(row) for row in rows]
+        bars = {
+            "type": "data",
+            "symmetric": False,
+            "array": [max(ends(row)) - value(row) for row in rows],
+            "arrayminus": [value(row) - min(ends(row)) for row in rows],
+            "thickness": 1.2,
+            "width": 3,
+            "color": style.color,
+        }
+        trace = line_trace(style, x=[row.case.size_bytes for row in rows], y=values, error_y=bars)
+        trace.mode, trace.marker.size = mode, 7
+        trace.hovertext = [plain(_hover(row)) for row in rows]
+        figure.add_trace(trace)
+        lines.append(Line(rows[0].case.label, style))
+    sizes = sorted({row.case.size_bytes for rows in series for row in rows})
+    ticks = sizes[:: max(1, -(-len(sizes) // _MOST_TICKS))]
+    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[size_text(size) for size in ticks])
+    return figure, lines
+
+
+def _hover(row: Row) -> str:
+    gb = f"{number(row.busbw / 1e9)} GB/s"
+    return f"{row.case.label}, {size_text(row.case.size_bytes)}: {number(1e3 * row.time_s.median)} ms, {gb}"
