@@ -38,14 +38,14 @@ from rich.table import Table
 from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import CommTimeMonitor, CUDAProfilerWindow, NVTXRanges
+from lightning_commopt.callbacks import CommTimeMonitor, CUDAProfilerWindow, HangMonitor, NVTXRanges
 from lightning_commopt.ddp.observed import ObservedAllReduce, observe, stop_observing
 from lightning_commopt.measure.observer import SyncObserver
 
 RESULT = "RESULT "
 NEVER = 10**9
 BASELINE = "off"
-OURS = (BASELINE, "off, again", "all three callbacks", "CommTimeMonitor")
+OURS = (BASELINE, "off, again", "all three callbacks", "CommTimeMonitor", "HangMonitor")
 PEERS = (BASELINE, "off, again", "Lightning's SimpleProfiler", "Lightning's AdvancedProfiler", "torch.profiler")
 NUM_SETTLING_STEPS = 4
 HOOKS = (
@@ -128,6 +128,8 @@ def our_callbacks(variant: str, folder: str) -> list[Callback]:
     comm_time = CommTimeMonitor(dirpath=f"{folder}/{variant}", print_summary=False)
     if variant == "CommTimeMonitor":
         return [comm_time]
+    if variant == "HangMonitor":
+        return [HangMonitor(after_s=NEVER, dirpath=folder)]
     if variant == "all three callbacks":
         return [comm_time, NVTXRanges(), CUDAProfilerWindow(start_step=NEVER, num_steps=1)]
     return []

@@ -132,7 +132,11 @@ class WatchedRank:
         self._is_closed.set()
         ended = "finished" if exception is None else "failed"
         self._link.send(ended=ended, detail="" if exception is None else _first_line(exception))
-        threading.Thread(target=self._process.wait, daemon=True).start()  # else it stays as a zombie
+        threading.Thread(target=self._see_off, daemon=True).start()
+
+    def _see_off(self) -> None:
+        self._process.wait()  # else it stays as a zombie
+        self._link.close()
 
     def _receive(self, message: dict[str, Any] | None) -> None:
         if message is None or self._is_closed.is_set():
