@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any
 
-from lightning_commopt.hangs.flight_recorder import Difference, Signature, find_difference
+from lightning_commopt.hangs.flight_recorder import Difference, Signature, find_departure, find_difference
 from lightning_commopt.hangs.hints import hints_for
 from lightning_commopt.hangs.phases import BACKWARD, EPOCH_END, PHASES
 from lightning_commopt.hangs.snapshot import RankSnapshot
@@ -56,7 +56,8 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
     """
     ordered = sorted(snapshots, key=lambda each: each.rank)
     if first := _first_to_fail(ordered):
-        return _diagnosis(first.state, [first], ordered)
+        departed = _departed(first, ordered)
+        return _diagnosis("departed" if departed else first.state, departed or [first], ordered)
     for state in _DOWN:
         if culprits := [each for each in ordered if each.state == state]:
             return _diagnosis("ended" if state == "finished" else state, culprits, ordered)
@@ -77,10 +78,23 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
 
 
 def _first_to_fail(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:
-    """Returns the rank that has died or failed before the others; None if none has."""
+    """Returns the rank that has died or failed before the others; None if none has, but for one that ended well."""
     ended = [each for each in snapshots if each.state in ("died", "failed")]
     causes = [each for each in ended if not each.is_consequence]
+    if not causes and any(each.state == "finished" for each in snapshots):
+        return None
     return min(causes or ended, key=lambda each: each.ended_unix_s, default=None)
+
+
+def _departed(dead: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
+    """Returns the ranks that have called another collective than they should when a rank died: gloo aborts of that.
+
+    A rank that is where the dead one was has called what is new to both.
+    """
+    if dead.state != "died":
+        return []
+    elsewhere = [each for each in snapshots if (each.step, each.phase) != (dead.step, dead.phase)]
+    return [each for each in elsewhere if find_departure(each.parsed_collectives())]
 
 
 def _left_training(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
@@ -108,15 +122,16 @@ def _diagnosis(
     first = culprits[0]
     if difference is not None:
         sentence = _difference_text(difference, everybody)
-        others = next((called for called in difference.called.values() if called is not None), None)
-        operation = _operation(waiting[0]) if waiting else None if others is None else str(others)
+        operation = _operation_of(difference, waiting or everybody)
     else:
         parts = [_group_text(culprits, lambda each: _what(kind, each)), _group_text(waiting, _what_waits)]
         sentence = "; ".join(part for part in parts if part)
-        operation = next((_operation(each) for each in waiting if each.is_waiting), None)
+        operation = next((_operation(each) for each in waiting if each.is_waiting or _was_waiting(each)), None)
+    if first.state in ("unreachable", "silent") and waiting:
+        first = waiting[0]  # of it nothing is known but that the others got there
     return Diagnosis(
         sentence=sentence,
-        kind=kind,
+        kind="mismatch" if kind == "departed" else kind,
         ranks=tuple(each.rank for each in culprits),
         phase=PHASES[first.phase].name,
         step=first.step,
@@ -140,6 +155,12 @@ def _what(kind: str, each: RankSnapshot) -> str:
             return f"{{is}} stopped (process {each.pid} on {each.host}, by a signal or a debugger) {where}{place}"
         case "failed":
             return f"{{has}} failed {where}: {each.detail}"
+        case "departed":
+            departure = find_departure(each.parsed_collectives())
+            assert departure is not None
+            return (
+                f"{{has}} called {departure.called} in {where}{place}, after what {departure.expected} followed before"
+            )
         case "ended" if each.state == "finished":
             return f"{{has}} ended the fit after {_position(each)}"
         case "ended":
@@ -158,7 +179,9 @@ def _what_waits(each: RankSnapshot) -> str:
         place = f" ({each.place})" if each.place and not each.is_syncing else ""
         return f"{{wait}} in {_operation(each)} of {_position(each)}{place}"
     if each.is_consequence:
-        return "{has} lost the connection"
+        return "{has} lost the connection" + (
+            f" in {_operation(each)} of {_position(each)}" if _was_waiting(each) else ""
+        )
     if each.state == "silent":
         return f"cannot be asked: {each.detail}"
     return _what(each.state if each.state != "running" else "late", each)
@@ -184,6 +207,22 @@ def _operation(each: RankSnapshot) -> str:
 
 def _group_name(signature: Signature) -> str:
     return signature.group if signature.group != "0" else "default"
+
+
+def _was_waiting(each: RankSnapshot) -> bool:
+    """Returns whether a rank waited when it lost its connection, as far as can be said of what."""
+    return each.is_consequence and (
+        each.bucket is not None or any(not one.is_done for one in each.parsed_collectives())
+    )
+
+
+def _operation_of(difference: Difference, waiting: Sequence[RankSnapshot]) -> str | None:
+    """Returns what the ranks that are not at fault have called."""
+    for each in waiting:
+        called = difference.called.get(each.rank)
+        if called is not None:
+            return _operation(each) if each.is_syncing else str(called)
+    return _operation(waiting[0])
 
 
 def _names_text(names: Sequence[str]) -> str:

@@ -46,6 +46,13 @@ class Collective(NamedTuple):
     called_unix_s: float = 0.0
 
 
+class Departure(NamedTuple):
+    """A collective that is not the one that should come."""
+
+    called: Signature
+    expected: Signature
+
+
 @dataclass(frozen=True)
 class Difference:
     """Ranks that are not in the same collective of a group.
@@ -137,7 +144,7 @@ def _find_absent(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | No
     absent = {rank: (each, others) for rank, (each, others) in absent.items() if others}
     if not absent:
         return None
-    departed = tuple(sorted(rank for rank in absent if _has_departed(by_rank[rank])))
+    departed = tuple(sorted(rank for rank in absent if find_departure(by_rank[rank])))
     is_certain = 0 < len(departed) < len(by_rank)
     missing = sorted({other for _, others in absent.values() for other in others})
     ranks = departed if is_certain else tuple(missing)
@@ -150,13 +157,20 @@ def _find_absent(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | No
     return Difference(ranks, each.number, called, is_certain or set(missing) != set(absent))
 
 
-def _has_departed(collectives: Sequence[Collective]) -> bool:
-    """Returns whether the collective that a rank waits in is another than what followed the same ones before."""
-    position = next((place for place, each in enumerate(collectives) if not each.is_done), None)
-    if position is None:
-        return False
-    expected = _expected_after([each.signature for each in collectives[:position]])
-    return expected is not None and _comparable(expected) != _comparable(collectives[position].signature)
+def find_departure(collectives: Sequence[Collective]) -> Departure | None:
+    """Finds out whether the collective that a rank is in is another than what followed the same ones before.
+
+    Args:
+        collectives: of the rank, the oldest first. If all are done, it is about the last.
+
+    Returns:
+        What it has called, and what it would have; None if it has not departed.
+    """
+    place = next((place for place, each in enumerate(collectives) if not each.is_done), len(collectives) - 1)
+    expected = _expected_after([each.signature for each in collectives[: max(place, 0)]])
+    if expected is None or _comparable(expected) == _comparable(collectives[place].signature):
+        return None
+    return Departure(collectives[place].signature, expected)
 
 
 def _expected_after(history: Sequence[Signature]) -> Signature | None:

@@ -51,7 +51,7 @@ def hints_for(kind: str, culprits: Sequence[RankSnapshot], waiting: Sequence[Ran
         name = PHASES[culprits[0].phase].name
         found = [_LATE.get(name, "Look at the place above, and at the stacks in the files.")]
     else:
-        found = list(_BY_KIND[kind])
+        found = list(_BY_KIND["mismatch" if kind == "departed" else kind])
     if any(each.missing for each in (*culprits, *waiting)):
         found.append("What could not be had of a rank, and why, is in its file under missing.")
     return tuple(found)

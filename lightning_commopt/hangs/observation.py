@@ -72,6 +72,7 @@ class Observation:
         self._phase, self._longest_idle_s = SETUP, 0.0
         self.ended: str | None = None
         self.ended_unix_s = math.inf
+        self._last_dump: dict[str, Any] = {}
         self.detail = ""
 
     @property
@@ -91,6 +92,7 @@ class Observation:
             self._num_unmarked = len(self._names) if message["are_all"] else 0
         elif "ended" in message:
             self.ended, self.detail, self.ended_unix_s = message["ended"], message["detail"], time.time()
+            self._last_dump = message["dump"]
 
     def update(self) -> None:
         """Reads the rank's new marks, and looks whether its process is there."""
@@ -131,6 +133,8 @@ class Observation:
         if is_whole and state == "running":
             self._add_stacks(found)
             self._add_dump(found)
+        elif self._last_dump:
+            self._apply_dump(found, self._last_dump)
         elif is_whole:
             found.missing.append(f"stacks and collectives: the process is {state}")
         return found
@@ -161,6 +165,9 @@ class Observation:
         if dump is None:
             found.missing.append(f"collectives: no thread of the process has answered within {_DUMP_S:g} s")
             return
+        self._apply_dump(found, dump)
+
+    def _apply_dump(self, found: RankSnapshot, dump: dict[str, Any]) -> None:
         found.collectives = dump.get("collectives")
         if dump.get("missing"):
             found.missing.append(dump["missing"])

@@ -131,7 +131,8 @@ class WatchedRank:
             return
         self._is_closed.set()
         ended = "finished" if exception is None else "failed"
-        self._link.send(ended=ended, detail="" if exception is None else _first_line(exception))
+        dump = {} if exception is None else self._dump()  # nobody can ask for it later
+        self._link.send(ended=ended, detail="" if exception is None else _first_line(exception), dump=dump)
         threading.Thread(target=self._see_off, daemon=True).start()
 
     def _see_off(self) -> None:

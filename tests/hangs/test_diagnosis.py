@@ -19,6 +19,22 @@ def syncing(number: int, **fields: Any) -> RankSnapshot:
     return rank(number, **{"phase": BACKWARD, "bucket": 4, "bucket_names": NAMES, "all_ready": True, **fields})
 
 
+def recorded(calls: str) -> dict[str, Any]:
+    """Returns the record of all_gather for every g and all_reduce for every x; all are done."""
+    return {
+        "entries": [
+            {
+                "collective_seq_id": place + 1,
+                "process_group": ["0", ""],
+                "profiling_name": "gloo:" + ("all_gather" if call == "g" else "all_reduce"),
+                "input_sizes": [[3 if call == "g" else 180]],
+                "retired": True,
+            }
+            for place, call in enumerate(calls)
+        ]
+    }
+
+
 WAITS = "waits in the gradient sync of bucket 4 (layer3.*) of step 141"
 WAIT = "wait" + WAITS.removeprefix("waits")
 LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer"
@@ -61,6 +77,32 @@ LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset b
             (0,),
             "rank 0 has failed in forward of step 141: KeyError: 'x'; rank 1 has died in forward of step 141: process"
             f" 101 on a is gone; rank 2 {WAITS}",
+        ),
+        (
+            [
+                rank(0, state="died", ended_unix_s=1.0),
+                syncing(1, state="failed", detail=LOST, ended_unix_s=2.0, collectives=recorded("gxgxx")),
+            ],
+            "mismatch",
+            (1,),
+            "rank 1 has called all_reduce (180,) in backward of step 141, after what all_gather (3,) followed before;"
+            " rank 0 has died in forward of step 141: process 100 on a is gone",
+        ),
+        (
+            [
+                rank(0, state="died", ended_unix_s=1.0),
+                syncing(1, state="failed", detail=LOST, ended_unix_s=2.0, collectives=recorded("gxgxgx")),
+            ],
+            "died",
+            (0,),
+            "rank 0 has died in forward of step 141: process 100 on a is gone; rank 1 has lost the connection in"
+            " the gradient sync of bucket 4 (layer3.*) of step 141",
+        ),
+        (
+            [rank(0, state="failed", detail=LOST, ended_unix_s=2.0), rank(1, state="finished", step=140)],
+            "ended",
+            (1,),
+            "rank 1 has ended the fit after step 140; rank 0 has lost the connection",
         ),
         (
             [syncing(0), rank(1, state="unreachable", detail="b does not answer at 10.0.0.2:4000 within 8 s")],
@@ -107,7 +149,10 @@ def test_sentence(snapshots: list[RankSnapshot], kind: str, at_fault: tuple[int,
     found = diagnose(snapshots[::-1])
     assert (found.sentence, found.kind, found.ranks) == (sentence, kind, at_fault)
     first = next(each for each in snapshots if each.rank == at_fault[0])
-    assert (found.phase, found.step) == (PHASES[first.phase].name, first.step)
+    if kind != "unreachable":
+        assert (found.phase, found.step) == (PHASES[first.phase].name, first.step)
+    else:
+        assert (found.phase, found.step) == ("backward", 141)
     assert found.hints
 
 
