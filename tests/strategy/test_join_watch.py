@@ -64,6 +64,14 @@ def test_addresses_that_do_not_fit_are_named(address: str, odd: list[int], why: 
         assert "probably a firewall blocks ports between them" in told
 
 
+def test_of_two_networks_that_of_the_store_is_right() -> None:
+    """If it fails, one of two ranks is told to take the wrong interface of the other."""
+    interfaces = {"wrong0": "9.9.9.9/24", "eth0": "10.0.0.1/24"}
+    arrivals = [_arrival(0, "9.9.9.9/24", interfaces=interfaces), _arrival(1)]
+    assert [arrival.rank for arrival in find_odd(arrivals, "10.0.0.1")[0]] == [0]
+    assert unconnected_text(_STORE, arrivals, [], "10.0.0.1").endswith("Set GLOO_SOCKET_IFNAME=eth0 on rank 0")
+
+
 def test_an_interface_that_is_not_there() -> None:
     """If it fails, a misspelt interface is taken for a firewall."""
     nowhere = Listening(variable="NCCL_SOCKET_IFNAME", value="eth7", interface=None, address=None)
