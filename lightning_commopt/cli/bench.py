@@ -223,7 +223,7 @@ def _start_ranks(
     from lightning_commopt.links.bench.cases import num_ranks_of_scopes
     from lightning_commopt.links.bench.launched import device_type_of
     from lightning_commopt.links.bench.rank_lines import MODULE
-    from lightning_commopt.links.bench.start import bench_here, bench_in_lab
+    from lightning_commopt.links.bench.start import bench_here, bench_in_lab, check_memory
     from lightning_commopt.netlab import parse_rate
 
     device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)
@@ -233,6 +233,8 @@ def _start_ranks(
     num_hosts = 1 if link is None else hosts or 2
     on_each = nproc_per_node or (num_devices if link is None else 1)
     num_ranks_of_scopes(settings, num_hosts * on_each, on_each)
+    if device_type == "cpu":
+        check_memory(settings, num_hosts * on_each)
     preload(MODULE)
     with _Progress() as progress:
         if link is None:

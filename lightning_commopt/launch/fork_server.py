@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -188,8 +189,14 @@ def _serve(requests: socket.socket, module: str) -> NoReturn:
         for descriptor in descriptors:
             os.close(descriptor)
         os.waitpid(child, 0)
-        requests.send(os.read(answer, 32))
+        started = os.read(answer, 32)
         os.close(answer)
+        try:
+            requests.send(started)
+        except BrokenPipeError:  # who asked was ended meanwhile, and nobody else would end what it has asked for
+            with suppress(ProcessLookupError, ValueError):
+                os.kill(int(started), signal.SIGKILL)
+            os._exit(0)
 
 
 def _become(descriptors: Sequence[int], number: int, module: str) -> NoReturn:

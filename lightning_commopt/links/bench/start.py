@@ -46,7 +46,7 @@ def bench_here(
     """
     num_ranks_of_scopes(settings, num_ranks, num_ranks)
     if device_type == "cpu":
-        _check_memory(settings, num_ranks)
+        check_memory(settings, num_ranks)
     with _Job(settings, device_type, {}) as job, ExitStack() as closing:
         ranks = []
         for rank in range(num_ranks):
@@ -88,7 +88,7 @@ def bench_in_lab(
     check_integer("ranks per host", ranks_per_host, at_least=1)
     check_integer("hosts", num_hosts, at_least=1)
     num_ranks_of_scopes(settings, num_hosts * ranks_per_host, ranks_per_host)
-    _check_memory(settings, num_hosts * ranks_per_host)
+    check_memory(settings, num_hosts * ranks_per_host)
     reason = why_not()
     if reason is not None:
         raise ValueError(f"link {link}: {reason}")
@@ -136,8 +136,12 @@ class _Job:
         return BenchResult.load(self._result)
 
 
-def _check_memory(settings: BenchSettings, num_ranks: int) -> None:
-    """Checks that all ranks' buffers fit into this machine: two messages each, and two more for a comm hook's state."""
+def check_memory(settings: BenchSettings, num_ranks: int) -> None:
+    """Checks that all ranks' buffers fit into this machine: two messages each, and two more for a comm hook's state.
+
+    Raises:
+        ValueError: they do not.
+    """
     largest = max(settings.sizes_bytes)
     needed = num_ranks * largest * (4 if settings.comm_hooks else 2)
     listing = Path("/proc/meminfo")
