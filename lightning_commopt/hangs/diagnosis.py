@@ -158,9 +158,7 @@ def _what(kind: str, each: RankSnapshot) -> str:
         case "departed":
             departure = find_departure(each.parsed_collectives())
             assert departure is not None
-            return (
-                f"{{has}} called {departure.called} {where}{place}, after what {departure.expected} followed before"
-            )
+            return f"{{has}} called {departure.called} {where}{place}, after what {departure.expected} followed before"
         case "ended" if each.state == "finished":
             return f"{{has}} ended the fit after {_position(each)}"
         case "ended":
