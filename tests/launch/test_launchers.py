@@ -85,6 +85,7 @@ def test_torchrun_leaves_the_records_of_a_sweep(tmp_path):
     assert '"bf16"' in report.stdout
 
 
+@pytest.mark.exhaustive
 def test_srun_trains_with_its_tasks_as_ranks(tmp_path):
     (words,) = commands("srun")
     own = words[words.index("commopt-train") + 1 :]

@@ -123,6 +123,7 @@ def _come_late(folder: Path, port: int) -> int:
     return int(fit.global_step)
 
 
+@pytest.mark.exhaustive
 def test_late_ranks_are_named_and_then_train(tmp_path: Path) -> None:
     """If it fails, a start that waits says nothing, or the watch breaks a start that is only slow."""
     for rank in range(3):

@@ -17,7 +17,7 @@ from tiny_runs import TINY
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.runs.record import RunRecord
 
-pytestmark = [pytest.mark.usefixtures("lab_machine")]
+pytestmark = [pytest.mark.usefixtures("lab_machine"), pytest.mark.exhaustive]
 
 LIMIT_S = 240
 Ended = tuple[Path, subprocess.CompletedProcess[str]]
@@ -72,7 +72,6 @@ def test_a_rank_that_fails_is_shown_and_recorded(runs):
     assert "FileNotFoundError: sources has too few" in str(record.error)
 
 
-@pytest.mark.exhaustive
 def test_a_sweep_that_was_interrupted_goes_on(tmp_path):
     """If it fails, an interrupted sweep leaves ranks behind, or what ran before the interrupt is lost."""
     before = machine_traces()
