@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from lightning_commopt.doctor.interfaces import Interface
+from lightning_commopt.launch.interfaces import Interface
 from lightning_commopt.launch.ports import explain_os_error
 
 _MOST_THREADS = 64

@@ -15,8 +15,8 @@ import torch
 
 from lightning_commopt.doctor import adapters
 from lightning_commopt.doctor.adapters import Port
-from lightning_commopt.doctor.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
 from lightning_commopt.doctor.places import Place
+from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
 from lightning_commopt.links.topology.findings import Finding as TopologyFinding
 from lightning_commopt.links.topology.findings import find_all
 from lightning_commopt.links.topology.machine import TopologyError

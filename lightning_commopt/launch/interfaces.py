@@ -1,4 +1,4 @@
-"""Network interfaces of this host, and the one on which a backend would listen."""
+"""The network interfaces of a host, and which of them gloo and NCCL would take."""
 
 from __future__ import annotations
 
@@ -7,14 +7,33 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B  # linux/sockios.h
+_IFF_UP = 1
 _REQUEST_BYTES = 256
 _ADDRESS = slice(20, 24)  # of struct ifreq with a sockaddr_in
-_NEVER_BY_ITSELF = ("lo", "docker", "virbr")
-"""Prefixes of interfaces that NCCL takes only where there is no other."""
+
+
+class Interface(NamedTuple):
+    """A network interface that is up.
+
+    Attributes:
+        name: such as "eth0".
+        address: IPv4.
+        prefix_length: bits of the address that name its network.
+    """
+
+    name: str
+    address: str
+    prefix_length: int = 32
+
+    @property
+    def with_prefix(self) -> str:
+        """The address as in "10.0.0.1/24"."""
+        return f"{self.address}/{self.prefix_length}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,67 +53,97 @@ class Listening:
     address: str | None
 
 
-def read_interfaces() -> dict[str, str]:
-    """Returns the IPv4 address and prefix of each interface that has one, such as ``{"eth0": "10.0.0.1/24"}``."""
-    found = {}
+def list_interfaces() -> list[Interface]:
+    """Returns the interfaces that are up and have an IPv4 address, in the kernel's order."""
+    found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack(f"{_REQUEST_BYTES}s", name.encode()[:15])
             try:
-                parts = [fcntl.ioctl(probe, code, request)[_ADDRESS] for code in (_SIOCGIFADDR, _SIOCGIFNETMASK)]
+                flags = struct.unpack("H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request)[16:18])[0]
+                address, mask = (
+                    socket.inet_ntoa(fcntl.ioctl(probe, code, request)[_ADDRESS])
+                    for code in (_SIOCGIFADDR, _SIOCGIFNETMASK)
+                )
             except OSError:  # it has no IPv4 address
                 continue
-            found[name] = ipaddress.IPv4Interface("/".join(map(socket.inet_ntoa, parts))).with_prefixlen
+            if flags & _IFF_UP:
+                prefix_length = ipaddress.IPv4Network(f"0.0.0.0/{mask}").prefixlen
+                found.append(Interface(name, address, prefix_length))
     return found
 
 
 def find_listening(
-    backend: str, interfaces: Mapping[str, str], environment: Mapping[str, str] = os.environ
+    backend: str, interfaces: Sequence[Interface], environment: Mapping[str, str] = os.environ
 ) -> Listening:
     """Returns where a rank would listen, as far as variables and the host's name decide that.
 
     Args:
         backend: of the process group: NCCL chooses where its name has "nccl" in it, gloo otherwise.
-        interfaces: from `read_interfaces`.
+        interfaces: from `list_interfaces`.
         environment: with the variables.
     """
+    variable = "NCCL_SOCKET_IFNAME" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
+    value = environment.get(variable) or None
+    own_address = None
     if "nccl" in backend:
-        return _nccl_listening(interfaces, environment.get("NCCL_SOCKET_IFNAME") or None)
-    value = environment.get("GLOO_SOCKET_IFNAME") or None
-    if value is not None:
-        name = value.split(",")[0]  # torch takes a list, and makes the connections of the group over the first
-        return Listening(
-            variable="GLOO_SOCKET_IFNAME",
-            value=value,
-            interface=name if name in interfaces else None,
-            address=interfaces.get(name),
-        )
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = "127.0.0.1"  # as gloo does
-    for name, with_prefix in interfaces.items():
-        if with_prefix.partition("/")[0] == address:
-            return Listening(variable="GLOO_SOCKET_IFNAME", value=None, interface=name, address=with_prefix)
-    return Listening(variable="GLOO_SOCKET_IFNAME", value=None, interface=None, address=f"{address}/32")
-
-
-def _nccl_listening(interfaces: Mapping[str, str], value: str | None) -> Listening:
-    """Chooses as NCCL's documentation of ``NCCL_SOCKET_IFNAME`` says."""
-    sign = value[0] if value is not None and value[0] in "^=" else ""
-    names = [] if value is None else value[len(sign) :].split(",")
-    if value is None:
-        named = [name for name in interfaces if not name.startswith(_NEVER_BY_ITSELF)] or list(interfaces)
-    elif sign == "^":
-        named = [name for name in interfaces if not name.startswith(tuple(names))]
-    elif sign == "=":
-        named = [name for name in interfaces if name in names]
+        chosen = choose_for_nccl(interfaces, environment)
     else:
-        named = [name for name in interfaces if name.startswith(tuple(names))]
-    interface = named[0] if named else None
-    return Listening(
-        variable="NCCL_SOCKET_IFNAME",
-        value=value,
-        interface=interface,
-        address=interfaces[interface] if interface is not None else None,
-    )
+        own_address = _address_of_own_name() if value is None else None
+        chosen = choose_for_gloo(interfaces, environment, own_address)
+    if chosen is not None:
+        return Listening(variable=variable, value=value, interface=chosen.name, address=chosen.with_prefix)
+    address = None if own_address is None else f"{own_address}/32"
+    return Listening(variable=variable, value=value, interface=None, address=address)
+
+
+def _address_of_own_name() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"  # as gloo does
+
+
+def choose_for_gloo(
+    interfaces: Sequence[Interface], environment: Mapping[str, str], own_address: str | None
+) -> Interface | None:
+    """Returns the interface that torch gives to gloo; None if there is none.
+
+    Args:
+        interfaces: from `list_interfaces`.
+        environment: ``GLOO_SOCKET_IFNAME`` names one, or several, of which the first is taken here.
+        own_address: what the host's name resolves to, which counts without that variable.
+    """
+    name = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+    if name:
+        return next((each for each in interfaces if each.name == name), None)
+    return next((each for each in interfaces if each.address == own_address), None)
+
+
+def choose_for_nccl(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> Interface | None:
+    """Returns the interface that NCCL meets over; None if there is none.
+
+    Args:
+        interfaces: from `list_interfaces`.
+        environment: ``NCCL_SOCKET_IFNAME`` has prefixes, names with "=", and "^" to leave them out.
+
+    Source: the guide's page on environment variables. Without the variable NCCL prefers InfiniBand (``ib*``), and takes
+    ``docker*``, the loopback interface and ``virbr*`` last.
+    """
+    text = environment.get("NCCL_SOCKET_IFNAME", "").strip()
+    if text:
+        is_out = text.startswith("^")
+        listed = text[1:] if is_out else text
+        is_exact = listed.startswith("=")
+        names = [name.strip() for name in listed.removeprefix("=").split(",") if name.strip()]
+        matches = [
+            any(each.name == name if is_exact else each.name.startswith(name) for name in names) for each in interfaces
+        ]
+        return next((each for each, match in zip(interfaces, matches, strict=True) if match != is_out), None)
+    last = ("docker", "lo", "virbr")
+    tests: list[Callable[[str], bool]] = [
+        lambda name: name.startswith("ib"),
+        lambda name: not name.startswith(last),
+        *(lambda name, prefix=prefix: name.startswith(prefix) for prefix in last),
+    ]
+    return next((each for test in tests for each in interfaces if test(each.name)), None)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_commopt.launch.interfaces import find_listening, read_interfaces
+from lightning_commopt.launch.interfaces import find_listening, list_interfaces
 from lightning_commopt.launch.ports import try_port
 from lightning_commopt.strategy.join_texts import Arrival, find_odd, missing_text, unconnected_text
 
@@ -165,13 +165,13 @@ class JoinWatch:
             self._store = store
 
     def _arrival(self) -> Arrival:
-        interfaces = read_interfaces()
+        interfaces = list_interfaces()
         return Arrival(
             rank=self._rank,
             host=socket.gethostname(),
             network=_network_of_process(),
             listening=find_listening(self._backend, interfaces),
-            interfaces=interfaces,
+            interfaces={each.name: each.with_prefix for each in interfaces},
         )
 
     def _find_others(self, store: dist.Store) -> str | None:

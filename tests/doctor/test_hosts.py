@@ -17,16 +17,16 @@ from lightning_commopt.doctor.doors import ClosedDoor, Door, find_closed, open_d
 from lightning_commopt.doctor.facts import Facts
 from lightning_commopt.doctor.findings import find
 from lightning_commopt.doctor.interface_findings import find_wrong_interfaces
-from lightning_commopt.doctor.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
 from lightning_commopt.doctor.meeting import MeetingError, meet, name_apart
 from lightning_commopt.doctor.places import Place
+from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
 from lightning_commopt.links.topology.findings import Finding as TopologyFinding
 from lightning_commopt.netlab import NetLab, RankError
 from lightning_commopt.selftest.ranks import PROCESSES
 from ranks import run_ranks  # noqa: F401 - tells the fork server what to import
 
-LOOPBACK = Interface("lo", "127.0.0.1")
-ETHERNET = Interface("eth0", "10.0.0.1")
+LOOPBACK = Interface("lo", "127.0.0.1", 8)
+ETHERNET = Interface("eth0", "10.0.0.1", 24)
 FACTS = Facts(
     host="a", address="10.0.0.1", versions={"torch": "2.15.0"}, num_cores=8, num_threads=1,
     interfaces=[LOOPBACK, ETHERNET], gloo_interface=ETHERNET, nccl_interface=ETHERNET, no_topology="no GPU",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from strategy_models import Tiny, loader, trainer
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.launch.interfaces import Listening, find_listening, read_interfaces
+from lightning_commopt.launch.interfaces import Interface, Listening, find_listening, list_interfaces
 from lightning_commopt.netlab import NetLab, RankError
 from lightning_commopt.strategy import join_watch
 from lightning_commopt.strategy.join_texts import Arrival, find_odd, missing_text, unconnected_text
@@ -86,7 +86,7 @@ def test_an_interface_that_is_not_there() -> None:
     [
         ("gloo", {"GLOO_SOCKET_IFNAME": "ib0,eth0"}, "ib0"),
         ("gloo", {"GLOO_SOCKET_IFNAME": "eth"}, None),
-        ("nccl", {}, "eth0"),
+        ("nccl", {}, "ib0"),
         ("cpu:gloo,cuda:nccl", {"NCCL_SOCKET_IFNAME": "ib,eth"}, "eth0"),
         ("nccl", {"NCCL_SOCKET_IFNAME": "=ib"}, None),
         ("nccl", {"NCCL_SOCKET_IFNAME": "=ib0"}, "ib0"),
@@ -95,15 +95,16 @@ def test_an_interface_that_is_not_there() -> None:
 )
 def test_variables_choose_the_interface(backend: str, variables: dict[str, str], interface: str | None) -> None:
     """If it fails, addresses are told that the ranks do not use."""
-    interfaces = {"lo": "127.0.0.1/8", "docker0": "172.17.0.1/16", "eth0": "10.0.0.1/24", "ib0": "10.1.0.1/24"}
+    addresses = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}
+    interfaces = [Interface(name, address, 24) for name, address in addresses.items()]
     listening = find_listening(backend, interfaces, variables)
     assert listening.interface == interface
-    assert listening.address == (None if interface is None else interfaces[interface])
+    assert listening.address == (None if interface is None else f"{addresses[interface]}/24")
 
 
 def test_interfaces_of_this_host() -> None:
     """If it fails, no address of any rank is known."""
-    assert read_interfaces()["lo"] == "127.0.0.1/8"
+    assert Interface("lo", "127.0.0.1", 8) in list_interfaces()
 
 
 def _come_late(folder: Path, port: int) -> int:
