@@ -20,6 +20,7 @@ from lightning_commopt.validation import check_choice, check_positive, warn_once
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+_NUM_LOOKS = 10  # DDP rebuilds its buckets after the first or the second step, or never
 _PHASES = {
     "data": phases.DATA,
     "forward": phases.FORWARD,
@@ -62,7 +63,7 @@ class HangMonitor(PhaseCallback):
         self._dirpath = dirpath
         self._watched: WatchedRank | None = None
         self._observed: Any = None
-        self._names_unmarked = False
+        self._num_looks = 0
         self._step = 0
         self._stage = 0
 
@@ -88,13 +89,13 @@ class HangMonitor(PhaseCallback):
         self._stage = phases.first_of_stage(_STAGES[stage])
         self._step = trainer.global_step
         self._enter_number(phases.SETUP)
-        self._names_unmarked = stage == "fit"
+        self._num_looks = _NUM_LOOKS if stage == "fit" else 0
         plan = plan_of(trainer.strategy)
         if stage == "fit" and plan is not None and plan.comm_hook is not None:
             # Without a hook of ours observing would cost a pass over the gradients.
             self._observed = trainer.strategy
             self._observed.sync_observers.add(self._watched.observer)
-            self._names_unmarked = False
+            self._num_looks = 0
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ends the watch."""
@@ -133,10 +134,11 @@ class HangMonitor(PhaseCallback):
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
         self._step = trainer.global_step
-        if self._names_unmarked and self._watched is not None:
+        if self._num_looks > 0 and self._watched is not None:
             names = bucket_names(trainer.strategy.model)
-            self._names_unmarked = not names
-            self._watched.name_buckets(names, are_all=True)
+            self._num_looks = 0 if names else self._num_looks - 1
+            if names:
+                self._watched.name_buckets(names, are_all=True)
 
     def _enter_number(self, phase: int) -> None:
         if self._watched is not None:

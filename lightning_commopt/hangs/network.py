@@ -7,6 +7,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 _MAX_BYTES = 64 * 2**20
@@ -94,11 +95,9 @@ class Server:
 
 def own_ip(towards: str, port: int) -> str:
     """Returns the address by which other ranks reach this host: that of the interface towards rank 0's."""
-    for family, kind, protocol, _, address in socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM):
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # sends nothing
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
+    with suppress(OSError):  # no address, or no way to it
+        family, kind, protocol, _, address = socket.getaddrinfo(towards, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
     return "127.0.0.1"
