@@ -219,8 +219,14 @@ def _operation_of(difference: Difference, waiting: Sequence[RankSnapshot]) -> st
     for each in waiting:
         called = difference.called.get(each.rank)
         if called is not None:
-            return _operation(each) if each.is_syncing else str(called)
+            is_sync = each.is_syncing and _is_still_in(each, called, difference.number)
+            return _operation(each) if is_sync else str(called)
     return _operation(waiting[0])
+
+
+def _is_still_in(each: RankSnapshot, called: Signature, number: int) -> bool:
+    """Returns whether a collective of a rank has not ended."""
+    return any((one.signature, one.number, one.is_done) == (called, number, False) for one in each.parsed_collectives())
 
 
 def _names_text(names: Sequence[str]) -> str:
@@ -246,7 +252,8 @@ def _difference_text(difference: Difference, everybody: Sequence[RankSnapshot]) 
         place = f" ({each.place})" if each.place else ""
         verb = "has" if len(ranks) == 1 else "have"
         if called is not None:
-            sync = f", in {_operation(each)}" if each.phase == BACKWARD and each.bucket is not None else ""
+            is_sync = each.is_syncing and _is_still_in(each, called, difference.number)
+            sync = f", in {_operation(each)}" if is_sync else ""
             return f"{ranks_text(ranks)} {verb} called {called}{sync}{place}"
         now = f", and {'waits' if len(ranks) == 1 else 'wait'} in {_operation(each)}{place}" if each.is_waiting else ""
         return f"{ranks_text(ranks)} {verb} not called it{now}"
