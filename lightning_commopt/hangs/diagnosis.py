@@ -16,6 +16,7 @@ from lightning_commopt.hangs.snapshot import RankSnapshot
 _DOWN = ("unreachable", "stopped", "finished")
 _TRAINS = ("data", "forward", "backward", "optimizer", "callbacks")
 _NAMES_IN_SENTENCE = 2
+_ESTABLISHED = 4
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,15 @@ def _first_to_fail(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:
 def _departed(dead: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     """Returns the ranks that have called another collective than they should when a rank died: gloo aborts of that.
 
-    A rank that is where the dead one was has called what is new to both.
+    A rank that is where the dead one was has called what is new to both; what all others have called is not wrong.
     """
     if dead.state != "died":
         return []
     elsewhere = [each for each in snapshots if (each.step, each.phase) != (dead.step, dead.phase)]
-    return [each for each in elsewhere if find_departure(each.parsed_collectives())]
+    departed = [each for each in elsewhere if find_departure(each.parsed_collectives())]
+    if len(snapshots) == 2:  # nobody to compare with, so the order must have been well established
+        return [each for each in departed if find_departure(each.parsed_collectives(), shortest_context=_ESTABLISHED)]
+    return departed if len(departed) < len(snapshots) - 1 else []
 
 
 def _left_training(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:

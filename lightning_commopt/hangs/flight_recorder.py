@@ -157,26 +157,27 @@ def _find_absent(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | No
     return Difference(ranks, each.number, called, is_certain or set(missing) != set(absent))
 
 
-def find_departure(collectives: Sequence[Collective]) -> Departure | None:
+def find_departure(collectives: Sequence[Collective], *, shortest_context: int = 1) -> Departure | None:
     """Finds out whether the collective that a rank is in is another than what followed the same ones before.
 
     Args:
         collectives: of the rank, the oldest first. If all are done, it is about the last.
+        shortest_context: how many collectives before it must have come before in the same order.
 
     Returns:
         What it has called, and what it would have; None if it has not departed.
     """
     place = next((place for place, each in enumerate(collectives) if not each.is_done), len(collectives) - 1)
-    expected = _expected_after([each.signature for each in collectives[: max(place, 0)]])
+    expected = _expected_after([each.signature for each in collectives[: max(place, 0)]], shortest_context)
     if expected is None or _comparable(expected) == _comparable(collectives[place].signature):
         return None
     return Departure(collectives[place].signature, expected)
 
 
-def _expected_after(history: Sequence[Signature]) -> Signature | None:
+def _expected_after(history: Sequence[Signature], shortest_context: int = 1) -> Signature | None:
     """Returns what has followed the end of a history when it, or as much of it as possible, came before."""
     keys = [_comparable(signature) for signature in history]
-    for length in range(min(_LONGEST_CONTEXT, len(keys) - 1), 0, -1):
+    for length in range(min(_LONGEST_CONTEXT, len(keys) - 1), shortest_context - 1, -1):
         for start in range(len(keys) - length - 1, -1, -1):
             if keys[start : start + length] == keys[-length:]:
                 return history[start + length]

@@ -81,7 +81,7 @@ LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset b
         (
             [
                 rank(0, state="died", ended_unix_s=1.0),
-                syncing(1, state="failed", detail=LOST, ended_unix_s=2.0, collectives=recorded("gxgxx")),
+                syncing(1, state="failed", detail=LOST, ended_unix_s=2.0, collectives=recorded("gxgxgxgxx")),
             ],
             "mismatch",
             (1,),
@@ -91,11 +91,22 @@ LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset b
         (
             [
                 rank(0, state="died", ended_unix_s=1.0),
-                syncing(1, state="failed", detail=LOST, ended_unix_s=2.0, collectives=recorded("gxgxgx")),
+                syncing(1, state="failed", detail=LOST, ended_unix_s=2.0, collectives=recorded("gxgxgxgxgx")),
             ],
             "died",
             (0,),
             "rank 0 has died in forward of step 141: process 100 on a is gone; rank 1 has lost the connection in"
+            " the gradient sync of bucket 4 (layer3.*) of step 141",
+        ),
+        (
+            [
+                syncing(0, state="failed", detail=LOST, ended_unix_s=2.0, collectives=recorded("gxgxx")),
+                rank(1, state="died", ended_unix_s=1.0),
+                syncing(2, state="failed", detail=LOST, ended_unix_s=2.0, collectives=recorded("gxgxx")),
+            ],
+            "died",
+            (1,),
+            "rank 1 has died in forward of step 141: process 101 on a is gone; ranks 0, 2 have lost the connection in"
             " the gradient sync of bucket 4 (layer3.*) of step 141",
         ),
         (
