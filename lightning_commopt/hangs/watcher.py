@@ -204,7 +204,7 @@ class Watcher:
             with suppress(OSError):
                 ask(self._peers[rank], self._token, message, _HELLO_S)
 
-        self._in_parallel(tell, [rank for rank in self._peers if rank not in self._notices])
+        self._in_parallel(tell, list(self._peers))  # also to those that have ended: one of them may be about to report
 
     def _in_parallel(self, function: Callable[[int], _T], ranks: list[int]) -> list[_T]:
         if not ranks:
