@@ -14,4 +14,7 @@ import sys
 from importlib.metadata import version
 names = ("torch", "lightning", "pytorch-lightning", "hydra-core", "omegaconf")
 print("python", sys.version.split()[0], *(f"{name} {version(name)}" for name in names))'
-exec "$environment/bin/python" -m pytest "$@"
+status=0
+"$environment/bin/python" -m pytest "$@" || status=1
+bash benchmarks/older_kernels.sh || status=1
+exit "$status"
