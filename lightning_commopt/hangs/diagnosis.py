@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -84,7 +85,7 @@ def _first_to_fail(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:
     causes = [each for each in ended if not each.is_consequence]
     if not causes and any(each.state == "finished" for each in snapshots):
         return None
-    return min(causes or ended, key=lambda each: each.ended_unix_s, default=None)
+    return min(causes or ended, key=lambda each: each.ended_unix_s or math.inf, default=None)
 
 
 def _departed(dead: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+_CONNECT_S = 2.0
 _MAX_BYTES = 64 * 2**20
 
 
@@ -32,21 +33,26 @@ class UnreachableError(OSError):
 def ask(address: Address, token: str, question: dict[str, Any], limit_s: float) -> dict[str, Any]:
     """Returns a watcher's answer.
 
+    Args:
+        address: of the watcher.
+        token: that it knows.
+        question: to ask.
+        limit_s: seconds to wait for the answer, once connected.
+
     Raises:
         GoneError: its process has ended.
         UnreachableError: there is no answer within the limit, or no way to the host.
     """
     try:
-        with socket.create_connection((address.ip, address.port), timeout=limit_s) as connection:
+        with socket.create_connection((address.ip, address.port), timeout=_CONNECT_S) as connection:
+            connection.settimeout(limit_s)
             connection.sendall(json.dumps(question | {"token": token}).encode() + b"\n")
             with connection.makefile("rb") as reader:
                 answer = json.loads(reader.readline(_MAX_BYTES) or b"{}")
     except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
         raise GoneError(f"its monitor at {address.ip}:{address.port} is gone") from error
     except (OSError, ValueError) as error:
-        raise UnreachableError(
-            f"{address.host} does not answer at {address.ip}:{address.port} within {limit_s:g} s"
-        ) from error
+        raise UnreachableError(f"{address.host} does not answer at {address.ip}:{address.port}") from error
     if not isinstance(answer, dict) or not answer:
         raise GoneError(f"its monitor at {address.ip}:{address.port} is about to end")
     return answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import threading
 import time
@@ -26,6 +25,7 @@ from lightning_commopt.hangs.stacks import (
 
 _STACKS_S = 1.0
 _DUMP_S = 2.0
+_LAST_WORDS_S = 0.5
 _MAX_WORKERS = 4
 _DATALOADER = {DATA, DATA_START, *(n for n, phase in enumerate(PHASES) if phase.where.startswith("in the dataloader"))}
 
@@ -46,7 +46,7 @@ class Observation:
     Attributes:
         ended: "finished" or "failed" once the rank has said so; "died" if its process has gone without.
         detail: the exception of one that has failed.
-        ended_unix_s: when it has ended, in seconds since 1970.
+        ended_unix_s: when it has ended, in seconds since 1970; None before.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Observation:
         self._last = Mark(time.monotonic(), 0, 0, 0, 0)
         self._phase, self._longest_idle_s = SETUP, 0.0
         self.ended: str | None = None
-        self.ended_unix_s = math.inf
+        self.ended_unix_s: float | None = None
         self._last_dump: dict[str, Any] = {}
         self.detail = ""
 
@@ -104,7 +104,9 @@ class Observation:
                 self._times.add(self._phase, self._longest_idle_s)
                 self._phase, self._longest_idle_s = mark.code, 0.0
         if self.ended is None and not is_alive(self._pid):
-            self.ended, self.ended_unix_s = "died", time.time()
+            self.ended_unix_s = self.ended_unix_s or time.time()
+            if time.time() - self.ended_unix_s > _LAST_WORDS_S:  # what it has said last may still be on its way
+                self.ended = "died"
 
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
         """Returns where the rank is; takes up to some seconds.
@@ -186,7 +188,11 @@ class Observation:
         """Finds the buckets of a DDP without a hook among the collectives that were called in this backward."""
         entered_s = next(mark.at_s for mark in reversed(self.marks) if mark.kind == kinds.PHASE)
         since_unix_s = entered_s + time.time() - time.monotonic()
-        called = [each for each in found.parsed_collectives() if each.called_unix_s >= since_unix_s]
+        called = [
+            each
+            for each in found.parsed_collectives()
+            if each.called_unix_s >= since_unix_s and each.signature.operation == "all_reduce"
+        ]
         found.ready = len(called)
         found.all_ready = len(called) >= self._num_unmarked
         found.bucket = next((index for index, each in enumerate(called) if not each.is_done), None)

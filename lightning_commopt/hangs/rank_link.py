@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+_SEND_S = 5
 
 
 class RankLink:
@@ -16,21 +19,30 @@ class RankLink:
 
     Args:
         connection: of a pair of sockets.
-        receive: called with each message, on a thread of its own, and with None when the other end has closed.
     """
 
-    def __init__(self, connection: socket.socket, receive: Callable[[dict[str, Any] | None], None]) -> None:
+    def __init__(self, connection: socket.socket) -> None:
+        # Whoever sends must not hang because the other end has been stopped.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
         self._connection = connection
-        self._receive = receive
+        self._receive: Callable[[dict[str, Any]], None] = lambda message: None
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._answers: dict[int, dict[str, Any]] = {}
         self._has_answers = threading.Condition()
         self._thread = threading.Thread(target=self._read, name="commopt-hang-monitor", daemon=True)
+
+    def start(self, receive: Callable[[dict[str, Any]], None]) -> None:
+        """Begins to receive.
+
+        Args:
+            receive: called with each message, on a thread of its own.
+        """
+        self._receive = receive
         self._thread.start()
 
     def send(self, **message: Any) -> None:
-        """Sends a message; nothing happens if the other end has gone."""
+        """Sends a message; nothing happens if the other end has gone, or takes nothing for some seconds."""
         with suppress(OSError), self._lock:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -46,8 +58,6 @@ class RankLink:
         """Closes this end."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=1)
         self._connection.close()
 
     def _read(self) -> None:
@@ -60,4 +70,3 @@ class RankLink:
                         self._has_answers.notify_all()
                 else:
                     self._receive(message)
-        self._receive(None)

@@ -26,6 +26,7 @@ from lightning_commopt.hangs.marks import MarkWriter
 from lightning_commopt.hangs.network import own_ip
 from lightning_commopt.hangs.rank_link import RankLink
 from lightning_commopt.hangs.stacks import make_dumpable
+from lightning_commopt.hangs.watcher import SETTINGS_VARIABLE
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
 
 _POLL_S = 0.02
@@ -43,7 +44,7 @@ class WatchedRank:
         after_s: seconds without progress.
         action: "report" or "abort".
         folder: where watchers leave their files; the same on all ranks of a host.
-        main_address: of rank 0's host; None on one rank.
+        main_address: of rank 0's host, with the port where ranks meet.
         device: whose progress counts.
 
     Attributes:
@@ -58,8 +59,17 @@ class WatchedRank:
         self._rank = dist.get_rank()
         self._main_address = main_address
         self._store = _store_of_run()
-        self._token = self._shared_token()
         self._is_closed, self._has_met = threading.Event(), threading.Event()
+        settings = {
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "fit_thread": threading.get_ident(),
+            "after_s": after_s,
+            "action": action,
+            "folder": str(folder.absolute()),
+            "token": self._shared_token(),
+        }
         own, others = socket.socketpair()
         with others:
             fds = (others.fileno(), self._marks.fd, make_dumpable())
@@ -69,24 +79,15 @@ class WatchedRank:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": _python_path()},
+                env=os.environ | {"PYTHONPATH": _python_path(), SETTINGS_VARIABLE: json.dumps(settings)},
             )
         os.close(self._marks.fd)
         self.observer = MarkedSync(self)
         self._events: deque[tuple[int, torch.cuda.Event]] | None = (
             deque(maxlen=_NUM_EVENTS) if device.type == "cuda" else None
         )
-        self._link = RankLink(own, self._receive)
-        self._link.send(
-            rank=self._rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            fit_thread=threading.get_ident(),
-            after_s=after_s,
-            action=action,
-            folder=str(folder.absolute()),
-            token=self._token,
-        )
+        self._link = RankLink(own)
+        self._link.start(self._receive)
 
     def meet(self) -> bool:
         """Waits until the watchers of all ranks know each other; returns whether they do."""
@@ -139,8 +140,8 @@ class WatchedRank:
         self._process.wait()  # else it stays as a zombie
         self._link.close()
 
-    def _receive(self, message: dict[str, Any] | None) -> None:
-        if message is None or self._is_closed.is_set():
+    def _receive(self, message: dict[str, Any]) -> None:
+        if self._is_closed.is_set():
             return
         if "port" in message:
             threading.Thread(target=self._meet, args=(message["port"],), daemon=True).start()

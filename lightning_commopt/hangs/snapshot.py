@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -34,7 +33,7 @@ class RankSnapshot:
         state: one of `STATES`: "failed" has raised, "finished" has ended its fit, "unreachable" is on a host that does
             not answer, "silent" could never be asked.
         detail: what more is known of the state: the exception, or why it is unreachable.
-        ended_unix_s: when it has ended, in seconds since 1970; infinity for one that has not.
+        ended_unix_s: when it has ended, in seconds since 1970; None for one that has not.
         phase: index into `lightning_commopt.hangs.phases.PHASES`.
         step: optimizer steps before this one.
         batch: index of the last batch of an evaluation; -1 outside of one.
@@ -60,7 +59,7 @@ class RankSnapshot:
     pid: int = 0
     state: str = "running"
     detail: str = ""
-    ended_unix_s: float = math.inf
+    ended_unix_s: float | None = None
     phase: int = SETUP
     step: int = 0
     batch: int = -1

@@ -6,6 +6,8 @@ rank whose watcher can be reached asks all and reports, so that one says it.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import socket
@@ -28,12 +30,17 @@ from lightning_commopt.hangs.snapshot import RankSnapshot
 
 _T = TypeVar("_T")
 
+SETTINGS_VARIABLE = "COMMOPT_HANG_WATCHER"
+"""In the environment of a watcher: what it is to watch, as JSON. Other users cannot read it, as they can arguments."""
+
 _WAKE_S = 0.25
 _ASK_AGAIN_S = 5.0
 _SOON_S = 1.0
 _HELLO_S = 2.0
 _STATE_S = 8.0
 _DEATH_S = 2.0
+_ORDERLY_S = 2.0
+_FAILED_S = 8.0
 _KEEP_S = 30.0
 _NUM_ASKED_AT_ONCE = 32
 _MOVED_S = 1.0
@@ -43,7 +50,7 @@ class Watcher:
     """Watches one rank, and with the others all.
 
     Args:
-        settings: what the rank has sent first.
+        settings: what the rank has handed over.
         observation: of the rank.
         link: to its process.
     """
@@ -62,14 +69,9 @@ class Watcher:
         self._silent: set[int] = set()
         self._is_reported = False
         self._must_abort = threading.Event()
-        self._stop = threading.Event()
-        server = Server(self._token, self._answer)
-        link.send(port=server.port)
 
-    def receive(self, message: dict[str, Any] | None) -> None:
-        """Takes a message of the rank; None when its process has closed the connection."""
-        if message is None:
-            return
+    def receive(self, message: dict[str, Any]) -> None:
+        """Takes a message of the rank."""
         if "peers" in message:
             self._peers = {rank: Address(*fields) for rank, fields in enumerate(message["peers"]) if rank != self._rank}
             threading.Thread(target=self._greet, daemon=True).start()
@@ -78,6 +80,7 @@ class Watcher:
 
     def run(self) -> None:
         """Watches until the rank has ended."""
+        self._link.send(port=Server(self._token, self._answer).port)
         asked_at = kept_at = time.monotonic()
         while self._own.ended is None and not self._must_abort.is_set():
             time.sleep(_WAKE_S)
@@ -93,10 +96,11 @@ class Watcher:
             if now - kept_at > _KEEP_S:
                 self._records.keep(self._own.snapshot(is_whole=False), self._own.marks)
                 kept_at = now
-        if self._must_abort.is_set():
-            end_rank(self._pid, self._link)
-        else:
+        if self._own.ended is not None:
             self._end()
+        if self._must_abort.is_set() and self._own.ended in (None, "failed"):
+            # One that has failed may be writing a checkpoint.
+            end_rank(self._pid, self._link, _FAILED_S if self._own.ended == "failed" else _ORDERLY_S)
 
     def _end(self) -> None:
         """The rank's fit is over, one way or another."""
@@ -116,7 +120,7 @@ class Watcher:
         Args:
             is_first_to_end: this rank has died or failed before any other, and is the one to be told about.
         """
-        if not is_first_to_end and any(self._is_watching(rank) for rank in range(self._rank)):
+        if not is_first_to_end and self._is_lower_watching():
             return
         snapshots = [self._own.snapshot(), *self._in_parallel(self._ask_state, list(self._peers))]
         if is_first_to_end:
@@ -149,6 +153,14 @@ class Watcher:
         self._tell_all(reported=True, abort=self._aborts)
         if self._aborts:
             self._must_abort.set()
+
+    def _is_lower_watching(self) -> bool:
+        """Returns whether a lower rank is watched; asks several at once, as a host that is gone costs seconds."""
+        lower = list(range(self._rank))
+        return any(
+            any(self._in_parallel(self._is_watching, lower[at : at + _NUM_ASKED_AT_ONCE]))
+            for at in range(0, len(lower), _NUM_ASKED_AT_ONCE)
+        )
 
     def _is_watching(self, rank: int) -> bool:
         """Returns whether the watcher of a rank can be reached, and its rank has not ended."""
@@ -217,7 +229,7 @@ def _is_cause(notice: dict[str, Any], own: RankSnapshot) -> bool:
     """Returns whether what another rank has said at its end is why this one has ended."""
     other = RankSnapshot.from_plain(notice)
     has_failed = other.state in ("died", "failed") and not other.is_consequence
-    return has_failed and (own.is_consequence or other.ended_unix_s < own.ended_unix_s)
+    return has_failed and (own.is_consequence or (other.ended_unix_s or math.inf) < (own.ended_unix_s or math.inf))
 
 
 def main() -> None:
@@ -225,24 +237,8 @@ def main() -> None:
     link_fd, marks_fd, stacks_fd = map(int, sys.argv[1:4])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the rank, which decides what they mean
         signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=link_fd)
-    settings_come = threading.Event()
-    settings: dict[str, Any] = {}
-    watcher: list[Watcher] = []
-
-    def receive(message: dict[str, Any] | None) -> None:
-        if not settings:
-            settings.update(message or {"is_gone": True})
-            settings_come.set()
-            return
-        is_ready.wait()
-        watcher[0].receive(message)
-
-    is_ready = threading.Event()
-    link = RankLink(connection, receive)
-    settings_come.wait()
-    if "is_gone" in settings:
-        os._exit(0)
+    settings = json.loads(os.environ[SETTINGS_VARIABLE])
+    link = RankLink(socket.socket(fileno=link_fd))
     observation = Observation(
         rank=settings["rank"],
         host=settings["host"],
@@ -253,9 +249,9 @@ def main() -> None:
         stacks_fd=stacks_fd,
         link=link,
     )
-    watcher.append(Watcher(settings, observation, link))
-    is_ready.set()
-    watcher[0].run()
+    watcher = Watcher(settings, observation, link)
+    link.start(watcher.receive)
+    watcher.run()
     sys.stderr.flush()
     os._exit(0)  # threads may still be answering
 

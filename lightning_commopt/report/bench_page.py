@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
-
 from lightning_commopt.formatting import number
 from lightning_commopt.links.bench.payoff import payoffs
 from lightning_commopt.links.bench.result import BenchResult, Row
 from lightning_commopt.links.bench.terminal import against_link, peer_lines, where_lines
 from lightning_commopt.links.model.model import LinkModel
 from lightning_commopt.report.figures.bench import bench_charts
-from lightning_commopt.report.page import chart_json, template_text
-
-_PACKAGE = "lightning_commopt.report"
+from lightning_commopt.report.page import render
 
 
 def write_bench_page(result: BenchResult, path: Path) -> None:
@@ -26,19 +20,13 @@ def write_bench_page(result: BenchResult, path: Path) -> None:
         result: what it shows.
         path: of the file; its folder is there.
     """
-    environment = Environment(
-        loader=PackageLoader(_PACKAGE, "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["chart_json"] = chart_json
     model = LinkModel.fit(result) if result.measured else None
     charts = bench_charts(result, model)
     where = result.where
     between = f", {where['link']} between them" if where.get("link") else ""
-    page = environment.get_template("bench.html").render(
+    page = render(
+        "bench.html",
+        has_charts=bool(charts),
         title=f"Collectives on {where['world_size']} ranks{between}",
         answers=[*(payoff.text for payoff in payoffs(result)), *against_link(result)],
         charts=charts,
@@ -57,9 +45,6 @@ def write_bench_page(result: BenchResult, path: Path) -> None:
         curves=[] if model is None else [curve.text for curve in model.curves],
         peers=peer_lines(result),
         conditions=where_lines(result),
-        css=Markup(template_text("report.css")),
-        script=Markup(template_text("report.js")),
-        plotly_js=Markup(get_plotlyjs() if charts else ""),
     )
     path.write_text(page, encoding="utf-8")
 

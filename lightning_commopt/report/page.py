@@ -51,6 +51,20 @@ def write_page(report: Report, path: Path) -> None:
         report: what it says.
         path: of the file; its folder is there.
     """
+    groups = [(group, settings_table(group), sections(group, _styles(report))) for group in report.groups]
+    has_charts = any(of_group[2] for of_group in groups)
+    values = {"report": report, "groups": groups, "glance": glance(report.groups)}
+    path.write_text(render("report.html", has_charts=has_charts, **values), encoding="utf-8")
+
+
+def render(template: str, *, has_charts: bool, **values: Any) -> str:
+    """Returns a page that holds everything it needs.
+
+    Args:
+        template: name of the file.
+        has_charts: whether it needs the library that draws them.
+        **values: what the template names, other than style sheet and scripts.
+    """
     environment = Environment(
         loader=PackageLoader(_PACKAGE, "templates"),
         autoescape=True,
@@ -59,16 +73,12 @@ def write_page(report: Report, path: Path) -> None:
         lstrip_blocks=True,
     )
     environment.filters["chart_json"] = chart_json
-    groups = [(group, settings_table(group), sections(group, _styles(report))) for group in report.groups]
-    page = environment.get_template("report.html").render(
-        report=report,
-        groups=groups,
-        glance=glance(report.groups),
+    return environment.get_template(template).render(
+        **values,
         css=Markup(template_text("report.css")),
         script=Markup(template_text("report.js")),
-        plotly_js=Markup(get_plotlyjs() if any(of_group[2] for of_group in groups) else ""),
+        plotly_js=Markup(get_plotlyjs() if has_charts else ""),
     )
-    path.write_text(page, encoding="utf-8")
 
 
 def sections(group: Group, styles: Mapping[str, PlanStyle]) -> list[Section]:
