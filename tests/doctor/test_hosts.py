@@ -267,7 +267,7 @@ def test_two_hosts(lab: NetLab) -> None:
     assert [each["message"] for each in found["findings"] if "differs" in each["message"]] == [
         "NCCL_ALGO differs: 0 on rank 0, 1 on rank 1"
     ]
-    assert [each["gloo_interface"] for each in found["ranks"]] == [["eth0", "10.0.0.1"], ["eth0", "10.0.0.2"]]
+    assert [each["gloo_interface"] for each in found["ranks"]] == [["eth0", "10.0.0.1", 24], ["eth0", "10.0.0.2", 24]]
     assert second.strip() == "status 1"
 
 
