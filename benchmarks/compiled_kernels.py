@@ -36,7 +36,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from lightning_commopt.kernels import block_int8, cast, dispatch, finite, int8_message, low_rank, orthonormal
+from lightning_commopt.kernels import blockwise, cast, dispatch, finite, low_rank, orthonormal
+from lightning_commopt.kernels.blockwise_format import BlockFormat
 from lightning_commopt.kernels.matrices import Matrix, factors_numel, p_shapes, q_shapes
 
 CAPABILITIES = (80, 90, 100)
@@ -182,15 +183,17 @@ def _occupancy(capability: int, num_warps: int, num_registers: int, shared_bytes
 
 
 def launch_all() -> None:
-    """Launches every kernel in the specialisations that training can reach, with some numbers of ranks for int8."""
+    """Launches every kernel in the specialisations that training can reach, with some numbers of ranks for blocks."""
     _launch_finite(_FLOATS)
     _launch_cast(_FLOATS)
     residual_dtypes = (None, torch.float32, torch.bfloat16)
-    _launch_int8(_FLOATS, 128, 8, residual_dtypes)
-    for world_size in (1, 2, 3, 16):
-        _launch_int8(_FLOATS[:1], 128, world_size, residual_dtypes)
-    for block_size in (16, 32, 64, 256):
-        _launch_int8(_FLOATS[:1], block_size, 8, residual_dtypes)
+    for block_format in (BlockFormat(8, 128), BlockFormat(4, 32)):
+        _launch_blockwise(_FLOATS, block_format, 8, residual_dtypes)
+        for world_size in (1, 2, 3, 16):
+            _launch_blockwise(_FLOATS[:1], block_format, world_size, residual_dtypes)
+    for bits, sizes in ((8, (16, 32, 64, 256)), (4, (64, 128, 256))):
+        for block_size in sizes:
+            _launch_blockwise(_FLOATS[:1], BlockFormat(bits, block_size), 8, residual_dtypes)
     sides = ([(300, 32), (40, 260)], [(9, 13)], [(768, 3072), (3072, 768)])
     for dtype, its_sides, r in product(_FLOATS[:2], sides, (1, 2, 4, 8, 16, 32, 64)):
         _launch_low_rank(dtype, its_sides, r)
@@ -200,7 +203,8 @@ def launch_reduced() -> None:
     """Launches every kernel, in the specialisation that training reaches most often."""
     _launch_finite(_FLOATS[:1])
     _launch_cast(_FLOATS[:1])
-    _launch_int8(_FLOATS[:1], 128, 8, (torch.float32,))
+    for block_format in (BlockFormat(8, 128), BlockFormat(4, 32)):
+        _launch_blockwise(_FLOATS[:1], block_format, 8, (torch.float32,))
     _launch_low_rank(torch.float32, [(300, 32), (40, 260)], 4)
 
 
@@ -221,24 +225,25 @@ def _launch_cast(dtypes: Sequence[torch.dtype]) -> None:
             cast.add_lost(residual, torch.zeros(numel, dtype=wide), out, 3, _YES)
 
 
-def _launch_int8(
+def _launch_blockwise(
     dtypes: Sequence[torch.dtype],
-    block_size: int,
+    block_format: BlockFormat,
     world_size: int,
     residual_dtypes: Sequence[torch.dtype | None],
 ) -> None:
-    for dtype, residual_dtype, numel in product(dtypes, residual_dtypes, (16 * world_size * block_size, 1000)):
-        row_bytes = int8_message.shard_bytes(numel, world_size, block_size)
-        shard = slice(int8_message.shard_numel(numel, world_size, block_size))
+    whole = 16 * world_size * block_format.block_size
+    for dtype, residual_dtype, numel in product(dtypes, residual_dtypes, (whole, 1000)):
+        row_bytes = block_format.shard_bytes(numel, world_size)
+        shard = slice(block_format.shard_numel(numel, world_size))
         message, mean = torch.zeros(world_size, row_bytes, dtype=torch.uint8), torch.zeros(row_bytes, dtype=torch.uint8)
         flat = torch.zeros(numel, dtype=dtype)
         residual = None if residual_dtype is None else torch.zeros(numel, dtype=residual_dtype)
-        block_int8.encode(flat, residual, message, block_size)
-        block_int8.reduce(message, mean, None if residual is None else residual[shard], block_size)
+        blockwise.encode(flat, residual, message, block_format)
+        blockwise.reduce(message, mean, None if residual is None else residual[shard], block_format)
         if residual is not None:
-            block_int8.undo_reduce(message, mean, residual[shard], _YES, block_size)
-            block_int8.undo(flat, residual, message, _YES, block_size)
-        block_int8.decode(message, flat, block_size)
+            blockwise.undo_reduce(message, mean, residual[shard], _YES, block_format)
+            blockwise.undo(flat, residual, message, _YES, block_format)
+        blockwise.decode(message, flat, block_format)
 
 
 def _launch_low_rank(dtype: torch.dtype, sides: Sequence[tuple[int, int]], r: int) -> None:

@@ -3,10 +3,10 @@
 from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.compressors.alternating import AlternatingLowRank, AlternatingPowerSGD
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.blockwise import BlockInt4, BlockInt8, Int4, Int8
 from lightning_commopt.compressors.by_size import BySize
 from lightning_commopt.compressors.cast import Cast
 from lightning_commopt.compressors.hierarchical import Hierarchical
-from lightning_commopt.compressors.int8 import BlockInt8, Int8
 from lightning_commopt.compressors.powersgd import LowRank, PowerSGD
 from lightning_commopt.compressors.registry import (
     compressor_from_config,
@@ -21,12 +21,14 @@ __all__ = [
     "AllReduce",
     "AlternatingLowRank",
     "AlternatingPowerSGD",
+    "BlockInt4",
     "BlockInt8",
     "BySize",
     "Cast",
     "Compressor",
     "ErrorFeedback",
     "Hierarchical",
+    "Int4",
     "Int8",
     "Layout",
     "LowRank",

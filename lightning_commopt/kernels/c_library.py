@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_commopt.validation import info
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.c"))
-_FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-shared", "-fPIC")
 _THREADS = "-fopenmp"  # which not every compiler has
 _TIMEOUT_S = 180  # on a machine that is busy
 _POLL_S = 0.05

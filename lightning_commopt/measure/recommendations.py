@@ -94,12 +94,16 @@ def _for_compression(costs: Costs) -> list[str]:
         return []
     if costs.is_lossy and costs.compression_s > costs.comm_s / 2:
         return [_cheaper_compression(costs)]
-    half_s, three_quarters_s = (min(costs.sending_s, share * costs.transfer_s) for share in (0.5, 0.75))
+    half_s, three_quarters_s, most_s = (min(costs.sending_s, share * costs.transfer_s) for share in (0.5, 0.75, 0.86))
     saved_s = {}
     if not costs.is_lossy and costs.is_worth(half_s):
         saved_s["bf16"] = half_s
     if not costs.is_lossy and costs.is_worth(three_quarters_s - half_s):
         saved_s["int8"] = three_quarters_s
+    if not costs.is_lossy and costs.is_worth(most_s - three_quarters_s):
+        saved_s["int4"] = most_s
+    if costs.comm_hook == "int8" and costs.is_worth(0.9 * half_s):
+        saved_s["int4 after int8"] = 0.9 * half_s
     if costs.comm_hook in _CASTS and costs.is_worth(half_s):
         saved_s["int8 after a cast"] = half_s
     if costs.comm_hook not in _LOW_RANK and costs.transfer_s > 2 * costs.backward_s:

@@ -54,6 +54,10 @@ RECOMMENDATIONS: Final = {
     "cheaper": 'comm_hook="bf16", lossy, or "none": of {comm} of communication {compression} are compression.',
     "bf16": 'comm_hook="bf16", lossy: half the bytes; {bound}.',
     "int8": 'comm_hook="int8", lossy: about a quarter of the bytes; {bound}.',
+    "int4": 'comm_hook="int4", lossy: about a seventh of the bytes; {bound}. Compare the final metric as well.',
+    "int4 after int8": (
+        'comm_hook="int4", lossy: about half the bytes that travel now; {bound}. Compare the final metric as well.'
+    ),
     "int8 after a cast": 'comm_hook="int8", lossy: about half the bytes that travel now; {bound}.',
     "powersgd": (
         'comm_hook="powersgd", lossy: collectives take {transfer} and backward computes for {backward}, which is too'

@@ -22,7 +22,7 @@ from lightning_commopt.strategy.gradient_sync import GradientSync
 
 _NUM_STEPS = 8
 _RTOL_CASTS = 2.0**-7  # bfloat16 has 8 bits of significand
-_ATOL_FEEDBACK = {"powersgd": 1e-3, "alternating_powersgd": 1e-3, "int8": 1e-3}
+_ATOL_FEEDBACK = {"powersgd": 1e-3, "alternating_powersgd": 1e-3, "int8": 1e-3, "int4": 1e-3}
 _ATOL_ROUNDED_IN_THE_SUM = 0.1  # which no residual sees, with bf16 on the wire
 
 

@@ -76,6 +76,7 @@ def test_a_rank_above_the_matrix_is_said_once(cls: type) -> None:
         ({"name": "alternating_powersgd", "matrix_rank": 0}, "matrix_rank must be an integer of at least 1, got 0"),
         ({"name": "int8", "block_size": 100}, "block_size must be a power of two from 16 to 256, got 100"),
         ({"name": "int8", "block_size": 512}, "block_size must be a power of two from 16 to 256, got 512"),
+        ({"name": "int4", "block_size": 16}, "block_size must be a power of two from 32 to 256, got 16"),
         ({"name": "bf16", "accumulate": "float64"}, "accumulate must be one of None, 'float32', got 'float64'"),
         ({"name": "hierarchical"}, "'hierarchical' needs the option 'inner'"),
         ({"name": "hierarchical", "inner": "none"}, "inner must be a compressor, got None"),

@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 import compiled_kernels
 from compiled_kernels import CAPABILITIES, CompiledKernel, compile_kernels, launch_reduced
 
+from lightning_commopt.kernels.blockwise_format import BlockFormat
+
 # Triton 3.2 has no bfloat16 for sm_75, and no sm_100.
 IS_OLD = tuple(map(int, version("triton").split(".")[:2])) < (3, 5)
 DEVICES = [80, 90] if IS_OLD else [75, *CAPABILITIES]
@@ -36,15 +38,15 @@ def faults_of(kernels: list[CompiledKernel]) -> list[str]:
     ]
 
 
-def one_int8_step() -> None:
-    compiled_kernels._launch_int8([torch.float32], 128, 8, [None])
+def one_int4_step() -> None:
+    compiled_kernels._launch_blockwise([torch.float32], BlockFormat(4, 32), 8, [None])
 
 
 @needs_triton
 @pytest.mark.parametrize(
     ("launch", "capabilities", "names"),
     [
-        (one_int8_step, [90], {"_encode", "_reduce", "_decode"}),
+        (one_int4_step, [90], {"_encode", "_reduce", "_decode"}),
         pytest.param(launch_reduced, DEVICES, KERNELS, marks=pytest.mark.exhaustive),
     ],
 )

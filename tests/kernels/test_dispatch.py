@@ -10,7 +10,7 @@ from every_compressor import COMPRESSORS
 from forms import needs_triton
 from torch import Tensor
 
-from lightning_commopt.kernels import block_int8, c_library, cast, dispatch, finite, low_rank, orthonormal
+from lightning_commopt.kernels import blockwise, c_library, cast, dispatch, finite, low_rank, orthonormal
 from lightning_commopt.kernels.matrices import Matrix
 
 FLOAT32 = torch.zeros(1)
@@ -56,11 +56,11 @@ def functions(module: ModuleType) -> dict[str, list[str]]:
 
 
 @needs_triton
-@pytest.mark.parametrize("operations", [block_int8, cast, finite, low_rank, orthonormal])
+@pytest.mark.parametrize("operations", [blockwise, cast, finite, low_rank, orthonormal])
 def test_all_forms_take_the_same_arguments(operations: ModuleType) -> None:
     """If it fails, an operation breaks on another device, or has a form that never runs."""
     plain = functions(operations)
-    for suffix in ("triton", "c") if operations in (block_int8, low_rank) else ("triton",):
+    for suffix in ("triton", "c") if operations in (blockwise, low_rank) else ("triton",):
         forms = functions(import_module(f"{operations.__name__}_{suffix}"))
         assert forms
         assert forms.items() <= plain.items()

@@ -136,6 +136,13 @@ def test_compressors_are_lossy_and_bounded() -> None:
     # 300 ms are on the wire without waiting; half of them, and three quarters.
     assert bound(bf16) == pytest.approx(0.7 / 0.55, abs=0.01)
     assert bound(int8) == pytest.approx(0.7 / 0.475, abs=0.01)
+    assert not about(result, '"int4"')
+
+
+def test_int4_where_an_eighth_more_is_worth_it() -> None:
+    text = about(judged(backward_s=0.4, exposed_s=0.35, comm_s=0.37), '"int4"')
+    assert "lossy" in text
+    assert bound(text) == pytest.approx(0.7 / (0.7 - 0.86 * 0.35), abs=0.02)
 
 
 def test_powersgd_only_where_backward_is_far_too_short() -> None:
@@ -152,7 +159,8 @@ def test_powersgd_only_where_backward_is_far_too_short() -> None:
     [
         ("bf16", ["int8", "powersgd", "accumulate"]),
         ("fp16_compress_hook", ["int8", "powersgd", "accumulate"]),
-        ("int8", ["powersgd", "accumulate"]),
+        ("int8", ["int4", "powersgd", "accumulate"]),
+        ("int4", ["powersgd", "accumulate"]),
         ("hierarchical", ["powersgd", "accumulate"]),
         ("powersgd", ["accumulate"]),
         ("powerSGD_hook", ["accumulate"]),

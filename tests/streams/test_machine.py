@@ -10,7 +10,7 @@ from machine import Machine
 from torch import Tensor
 
 from lightning_commopt.collectives.channel import Channel
-from lightning_commopt.kernels import block_int8_triton, cast_triton, low_rank_triton, orthonormal_triton
+from lightning_commopt.kernels import blockwise_triton, cast_triton, low_rank_triton, orthonormal_triton
 
 
 @pytest.fixture
@@ -111,5 +111,5 @@ def test_kernels_write_what_they_store_to() -> None:
 
     assert pointers(cast_triton._widen) == {"flat", "residual"}
     assert pointers(low_rank_triton._multiply_tile) == {"residual", "partials"}
-    assert pointers(block_int8_triton._reduce) == {"codes", "scales", "residual"}
+    assert pointers(blockwise_triton._reduce) == {"codes", "scales", "residual"}
     assert pointers(orthonormal_triton._apply) == {"basis"}

@@ -1,0 +1,179 @@
+"""Averages in blocks of int8 or int4 with one scale each."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.pieces import in_pieces
+from lightning_commopt.compressors.preset import Preset, with_feedback
+from lightning_commopt.compressors.registry import register_compressor
+from lightning_commopt.kernels import blockwise
+from lightning_commopt.kernels.blockwise_format import BlockFormat
+from lightning_commopt.validation import check_power_of_two
+
+if TYPE_CHECKING:
+    from lightning_commopt.collectives.channel import Channel
+
+
+class Blockwise(Compressor):
+    """Rounds blocks twice: those of each rank's gradients, and those of their mean.
+
+    Each rank quantizes one shard for every peer, receives its own shard from all, sums it in float32, quantizes the
+    mean again, and sends that to all. Lossy; meant to stand inside `ErrorFeedback`, which sees both roundings.
+    """
+
+    @property
+    @abstractmethod
+    def block_format(self) -> BlockFormat:
+        """Of what is sent."""
+
+    @property
+    def has_c_kernels(self) -> bool:
+        """True."""
+        return True
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Returns an empty state."""
+        return {}
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Sends one shard to each rank, then the mean of the own shard to all."""
+        yield from in_pieces(flat, residual, channel, channel.size * self.block_format.block_size, self._two_rounds)
+
+    def _two_rounds(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
+        block_format, own_shard = self.block_format, None
+        shard_numel = block_format.shard_numel(flat.numel(), channel.size)
+        row_bytes = block_format.shard_bytes(flat.numel(), channel.size)
+        if residual is not None:
+            own_shard = residual[channel.rank * shard_numel : (channel.rank + 1) * shard_numel]
+
+        message = channel.scratch("message", (channel.size, row_bytes), torch.uint8, flat.device)
+        blockwise.encode(flat, residual, message, block_format)  # leaves the rounding errors in the residual
+        received = yield channel.all_to_all(message)
+        mean = channel.scratch("mean", (row_bytes,), torch.uint8, flat.device)
+        blockwise.reduce(received, mean, own_shard, block_format)  # and those of the mean
+        gathered = yield channel.all_gather(mean)
+
+        if residual is not None and own_shard is not None:
+            finite = blockwise.is_finite(gathered, block_format)
+            blockwise.undo_reduce(received, mean, own_shard, finite, block_format)
+            blockwise.undo(flat, residual, message, finite, block_format)
+        blockwise.decode(gathered, flat, block_format)
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns the bytes of codes and scales, with what fills up the last blocks."""
+        return world_size * self.block_format.shard_bytes(layout.numel, world_size)
+
+
+@register_compressor("block_int8")
+@final
+@dataclass(frozen=True, kw_only=True)
+class BlockInt8(Blockwise):
+    """Int8 with one float32 scale a block.
+
+    Each rounding is off by at most half a scale, 1/254 of the largest magnitude in the block; of Gaussian gradients the
+    mean is off by about 0.9 % in the 2-norm. An outlier costs the precision of its own block only.
+
+    Attributes:
+        block_size: elements that share a scale, a power of two. Smaller is more exact and sends more: ``1 + 4 /
+            block_size`` bytes an element.
+
+    Raises:
+        ValueError: ``block_size`` is not a power of two from 16 to 256.
+
+    Source: see `lightning_commopt.kernels.blockwise`.
+    """
+
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        check_power_of_two("block_size", self.block_size, at_least=16, at_most=256)
+
+    @property
+    def block_format(self) -> BlockFormat:
+        """8 bits."""
+        return BlockFormat(8, self.block_size)
+
+
+@register_compressor("block_int4")
+@final
+@dataclass(frozen=True, kw_only=True)
+class BlockInt4(Blockwise):
+    """Int4 with one bfloat16 scale a block, and levels that lie closer around zero.
+
+    Of Gaussian gradients the mean is off by about 12 % in the 2-norm, which needs `ErrorFeedback`: it sends in later
+    steps what was left out.
+
+    Attributes:
+        block_size: elements that share a scale, a power of two. Smaller is more exact and sends more: ``4 + 16 /
+            block_size`` bits an element.
+
+    Raises:
+        ValueError: ``block_size`` is not a power of two from 32 to 256.
+
+    Source: see `lightning_commopt.kernels.blockwise`.
+    """
+
+    block_size: int = 32
+
+    def __post_init__(self) -> None:
+        check_power_of_two("block_size", self.block_size, at_least=32, at_most=256)
+
+    @property
+    def block_format(self) -> BlockFormat:
+        """4 bits."""
+        return BlockFormat(4, self.block_size)
+
+
+@register_compressor("int8")
+@final
+@dataclass(frozen=True, kw_only=True)
+class Int8(Preset):
+    """Int8 as it is used: `BlockInt8` with `ErrorFeedback`.
+
+    Attributes:
+        block_size: elements that share a scale, a power of two from 16 to 256.
+        error_feedback: send later what a step rounded off.
+        residual_dtype: of what is sent later, "float32" or "bfloat16".
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    block_size: int = 128
+    error_feedback: bool = True
+    residual_dtype: str = "float32"
+
+    def _build(self) -> Compressor:
+        return with_feedback(BlockInt8(block_size=self.block_size), self.error_feedback, self.residual_dtype)
+
+
+@register_compressor("int4")
+@final
+@dataclass(frozen=True, kw_only=True)
+class Int4(Preset):
+    """Int4 as it is used: `BlockInt4` with `ErrorFeedback`.
+
+    Attributes:
+        block_size: elements that share a scale, a power of two from 32 to 256.
+        error_feedback: send later what a step rounded off.
+        residual_dtype: of what is sent later, "float32" or "bfloat16".
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    block_size: int = 32
+    error_feedback: bool = True
+    residual_dtype: str = "float32"
+
+    def _build(self) -> Compressor:
+        return with_feedback(BlockInt4(block_size=self.block_size), self.error_feedback, self.residual_dtype)
