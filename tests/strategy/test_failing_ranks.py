@@ -80,10 +80,9 @@ def test_other_ranks_end_on_every_launcher(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
-def test_ranks_end_with_their_launcher(launcher: str, tmp_path: Path) -> None:
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     """If it fails, ranks of a job whose launcher was killed go on, and nobody sees them."""
-    _run(launcher, 2, 0, "launcher", "sync", tmp_path)
+    _run("fork", 2, 0, "launcher", "sync", tmp_path)
 
 
 def _run(launcher: str, num_ranks: int, rank: int, fault: str, others: str, tmp_path: Path) -> str:
