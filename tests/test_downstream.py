@@ -141,6 +141,7 @@ def test_an_option_that_is_unknown_is_an_error_of_hydras_and_a_hint(project: For
         project.run("+commopt=BF61")
 
 
+@pytest.mark.exhaustive
 def test_a_strategy_by_name_needs_no_import(project: ForeignProject) -> None:
     """If it fails, trainer.strategy=commopt_ddp_bf16 is an unknown name in a project that does not import us."""
     project.run("trainer.max_steps=1", "+trainer.strategy=commopt_ddp_bf16", "hydra.run.dir=job")

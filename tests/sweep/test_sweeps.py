@@ -141,6 +141,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path):
     assert (tmp_path / "earlier" / "2.1" / "of_the_failed_run").exists()
 
 
+@pytest.mark.exhaustive
 def test_more_repetitions_go_on_too(tmp_path):
     fake_sweep(tmp_path, "seed=1,2", "repeat=2")
     losses, notes = fake_sweep(tmp_path, "seed=1,2", "repeat=3")
@@ -190,6 +191,7 @@ def test_jobs_do_not_know_of_the_allocation_that_they_run_in(tmp_path, monkeypat
     assert [name for name in found if name.startswith("SLURM_")] == ["SLURM_JOB_ID"]
 
 
+@pytest.mark.exhaustive
 def test_repetitions_have_folders_of_their_own_under_any_name(tmp_path):
     """If it fails, each repetition sets the one before it aside."""
     named = "hydra.sweep.subdir=${hydra.job.override_dirname}"
@@ -200,7 +202,10 @@ def test_repetitions_have_folders_of_their_own_under_any_name(tmp_path):
     assert fake_sweep(tmp_path, "seed=1,2", "repeat=2", named)[1].numbers == []
 
 
-@pytest.mark.parametrize("overrides", [["seed=1,2"], ["repeat=2"], ["seed=1,2", "hydra.sweeper.max_batch_size=1"]])
+@pytest.mark.parametrize(
+    "overrides",
+    sampled([["seed=1,2"], ["repeat=2"], ["seed=1,2", "hydra.sweeper.max_batch_size=1"]], by_default=[["repeat=2"]]),
+)
 def test_jobs_that_would_share_a_folder_are_refused(tmp_path, overrides):
     """If it fails, each job sets the one before it aside."""
     with pytest.raises(ConfigError, match=r"jobs 0 and 1 have the same directory .*/one: use \$\{hydra.job.num\}"):
