@@ -175,6 +175,7 @@ def test_a_wrong_value_is_a_short_error_before_anything_starts(tmp_path, mode):
     assert not list((tmp_path / "run").glob("**/run.json"))
 
 
+@pytest.mark.exhaustive
 def test_a_name_that_is_unknown_is_an_error_of_hydras_and_a_hint(tmp_path):
     run = commopt_train("strategy/comm_hook=powersdg", "--cfg", "job", cwd=tmp_path)
     assert run.returncode == 1

@@ -110,6 +110,7 @@ def both_forms_agree(device: str) -> None:
         torch.testing.assert_close(by_triton, plain, **tolerance)
 
 
+@pytest.mark.exhaustive
 @needs_triton
 def test_triton_agrees_in_its_interpreter() -> None:
     run_interpreted(__file__)

@@ -28,6 +28,7 @@ def test_repetitions_run_in_rounds_with_folders_of_their_own(tmp_path):
     assert losses == [101, 102], "means over the repetitions"
 
 
+@pytest.mark.exhaustive
 def test_numbers_stay_unique_when_the_sweeper_asks_in_batches(tmp_path):
     losses, notes = fake_sweep(tmp_path, "seed=1,2,3", "repeat=2", "hydra.sweeper.max_batch_size=2")
     of_jobs = [(job.number, RunRecord.load(job.folder).val_loss) for job in notes.started_jobs]
@@ -96,6 +97,7 @@ def test_jobs_that_train_the_same_run_once(tmp_path, alone):
     assert summary[2] == []
 
 
+@pytest.mark.exhaustive
 def test_jobs_that_train_the_same_run_once_over_batches(tmp_path, alone):
     batches = ["experiment=alone", "ranks=2,4", "hydra.sweeper.max_batch_size=1"]
     losses, notes = fake_sweep(tmp_path / "s", *batches, "seed=6", alone)

@@ -228,6 +228,7 @@ def test_mlp_refuses_an_unknown_size(size):
         MLP(size=size)
 
 
+@pytest.mark.exhaustive
 def test_blobs_are_learned_over_several_epochs():
     seed_everything(0, verbose=False)
     losses = []
