@@ -16,6 +16,8 @@ from lightning_commopt.netlab import why_not
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _LEFT_OUT = pytest.StashKey[int]()
+_LONG = (".", "strategy", "sweep", "streams", "workloads", "launch", "selftest")
+_PLACES = {Path(__file__).parent / folder: place for place, folder in enumerate(_LONG)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,9 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is marked exhaustive, unless it is asked for: by --all, or by its name after ``::``.
 
-    The files beside this one come first. They start whole programs, and would else keep one worker busy at the end.
+    Files that take long come first, the programs beside this file before all: at the end one would keep a single
+    worker busy.
     """
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    items.sort(key=lambda item: _PLACES.get(item.path.parent, len(_PLACES)))
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]

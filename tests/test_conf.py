@@ -77,9 +77,10 @@ def test_every_strategy_is_made(strategy):
     assert isinstance(instantiate(config.strategy, _convert_="all"), Strategy)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "callbacks", "logger"), list(itertools.product(*map(options, ("trainer", "callbacks", "logger"))))
-)
+COMBINED = list(itertools.product(*map(options, ("trainer", "callbacks", "logger"))))
+
+
+@pytest.mark.parametrize(("trainer", "callbacks", "logger"), sampled(COMBINED, by_default=COMBINED[::5]))
 def test_every_trainer_takes_every_callback_and_logger(trainer, callbacks, logger, tmp_path):
     config = composed(f"trainer={trainer}", f"callbacks={callbacks}", f"logger={logger}", output_dir=tmp_path)
     check_config(config)
@@ -93,7 +94,7 @@ def test_every_trainer_takes_every_callback_and_logger(trainer, callbacks, logge
     assert trainer.loggers == made_loggers
 
 
-@pytest.mark.parametrize("experiment", sampled(options("experiment"), ["ladder", "quickstart"]))
+@pytest.mark.parametrize("experiment", sampled(options("experiment"), ["quickstart"]))
 def test_every_experiment_composes_with_every_strategy_and_comm_hook(experiment):
     check_config(composed(f"experiment={experiment}", "strategy=ddp"))
     for comm_hook in options("strategy/comm_hook"):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from cross_section import sampled
 
 pytest_plugins = ("pytester",)
 
@@ -15,7 +16,7 @@ def test_sizes(size):
 """
 
 
-@pytest.mark.parametrize("workers", ["-n=0", "-n=1"])
+@pytest.mark.parametrize("workers", sampled(["-n=0", "-n=1"], by_default=["-n=0"]))
 @pytest.mark.parametrize(
     ("arguments", "num_run", "num_left_out"),
     [

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +134,14 @@ def test_composes_at_another_place(project: ForeignProject) -> None:
     assert project.compose("+commopt@engine.fit=bf16").config.engine.fit.strategy.comm_hook == "bf16"
 
 
+@pytest.mark.exhaustive
 def test_an_option_that_is_unknown_is_an_error_of_hydras_and_a_hint(project: ForeignProject) -> None:
     """If it fails, ``+commopt=bf61`` shows a list of names to compare by eye."""
     with pytest.raises(AssertionError, match=r"(?s)Available options in 'commopt':.*Did you mean 'commopt/bf16'\?"):
         project.run("+commopt=BF61")
 
 
+@pytest.mark.exhaustive
 def test_a_strategy_by_name_needs_no_import(project: ForeignProject) -> None:
     """If it fails, trainer.strategy=commopt_ddp_bf16 is an unknown name in a project that does not import us."""
     project.run("trainer.max_steps=1", "+trainer.strategy=commopt_ddp_bf16", "hydra.run.dir=job")
@@ -185,16 +186,10 @@ def test_composes_callbacks_that_record(project: ForeignProject) -> None:
 
 @pytest.fixture(scope="module")
 def trained(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> ForeignProject:
-    """A project after one run, and after a sweep over devices, which went on side by side."""
+    """A project after a sweep over devices."""
     project = ForeignProject(environment / "python", tmp_path_factory.mktemp("trained") / "project")
     own = ("trainer=ddp", "trainer.max_steps=14", "+commopt_record=trainer")
-    runs = (
-        ("trainer=ddp_unused", "+commopt=bf16", "hydra.run.dir=job"),
-        ("-m", *own, "trainer.devices=1,2", "+commopt=bf16", "hydra.sweep.dir=sweep"),
-    )
-    with ThreadPoolExecutor() as pool:
-        for ended in [pool.submit(project.run, *arguments) for arguments in runs]:
-            ended.result()
+    project.run("-m", *own, "trainer.devices=1,2", "+commopt=bf16", "hydra.sweep.dir=sweep")
     return project
 
 
@@ -210,9 +205,11 @@ def _assert_trained(
     assert record["same_on_all_ranks"]
 
 
-def test_trains_over_a_dict_with_its_options(trained: ForeignProject, environment: Path) -> None:
+@pytest.mark.exhaustive
+def test_trains_over_a_dict_with_its_options(project: ForeignProject, environment: Path) -> None:
+    project.run("trainer=ddp_unused", "+commopt=bf16", "hydra.run.dir=job")
     plan = CommPlan.from_dict({"comm_hook": "bf16", "find_unused_parameters": True})
-    _assert_trained(trained.record("job"), environment, plan)
+    _assert_trained(project.record("job"), environment, plan)
 
 
 def test_sweep_over_devices_and_a_string_trains_each_job_with_its_own(

@@ -78,6 +78,7 @@ def test_conf_dir_lies_in_the_installed_wheel(scripts: Path, tmp_path: Path) -> 
     assert (found / "train.yaml").is_file()
 
 
+@pytest.mark.exhaustive
 def test_console_commands_start(scripts: Path, tmp_path: Path) -> None:
     assert json.loads(run_checked([str(scripts / "commopt"), "info", "--json"], cwd=tmp_path))["versions"]
     assert "quickstart" in run_checked([str(scripts / "commopt-train"), "--help"], cwd=tmp_path)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cross_section import sampled
 from process_groups import is_group_gone, living_members
 from tiny_runs import TINY
 
@@ -140,45 +141,41 @@ def test_a_sweep_trains_with_as_many_ranks_as_each_job_says_and_goes_on_after_a_
 
 @pytest.mark.exhaustive
 def test_a_signal_in_a_job_leaves_no_process(tmp_path):
+    """SIGINT is tested where sweeps go on, in ``test_sweep_in_lab``."""
     many = [argument.replace("max_steps=4", "max_steps=1000000") for argument in TINY]
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    sweeps = [
-        started("-m", *many, "seed=1,2", f"hydra.sweep.dir={number.name}", cwd=tmp_path, stderr=subprocess.STDOUT)
-        for number in numbers
-    ]
+    sweep = started("-m", *many, "seed=1,2", "hydra.sweep.dir=sweep", cwd=tmp_path, stderr=subprocess.STDOUT)
     try:
-        for number, sweep in zip(numbers, sweeps, strict=True):
-            assert sweep.stdout is not None
-            for line in sweep.stdout:
-                if "All distributed processes registered" in line:
-                    break
-            children = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()
-            job = next(int(child) for child in children if os.getpgid(int(child)) == int(child))
-            assert len(living_members(job)) >= 2
-            sweep.send_signal(number)
-            end = finished(sweep)
-            assert end.returncode == 128 + number, end.stdout
-            assert is_group_gone(job)
-            assert is_group_gone(sweep.pid)
-            assert RunRecord.load(tmp_path / number.name / "0").status == "failed"
-            assert not (tmp_path / number.name / "1").exists()
+        assert sweep.stdout is not None
+        for line in sweep.stdout:
+            if "All distributed processes registered" in line:
+                break
+        children = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()
+        job = next(int(child) for child in children if os.getpgid(int(child)) == int(child))
+        assert len(living_members(job)) >= 2
+        sweep.send_signal(signal.SIGTERM)
+        end = finished(sweep)
+        assert end.returncode == 128 + signal.SIGTERM, end.stdout
+        assert is_group_gone(job)
+        assert is_group_gone(sweep.pid)
+        assert RunRecord.load(tmp_path / "sweep" / "0").status == "failed"
+        assert not (tmp_path / "sweep" / "1").exists()
     finally:
-        for sweep in sweeps:
-            sweep.terminate()
-            finished(sweep)
+        sweep.terminate()
+        finished(sweep)
 
 
-def test_a_wrong_value_is_a_short_error_before_anything_starts(tmp_path):
+@pytest.mark.parametrize("mode", sampled([[], ["-m"]], by_default=[["-m"]]))
+def test_a_wrong_value_is_a_short_error_before_anything_starts(tmp_path, mode):
     wrong = ("strategy.bucket_cap_mb=-1", "hydra.run.dir=run", "hydra.sweep.dir=run")
-    for process in [started(*mode, *wrong, cwd=tmp_path) for mode in ((), ("-m",))]:
-        run = finished(process)
-        assert run.returncode == 1
-        assert "bucket_cap_mb must be a number of MiB above 0" in run.stderr
-        assert "Traceback" not in run.stderr
-        assert len(run.stderr.splitlines()) < 8
+    run = commopt_train(*mode, *wrong, cwd=tmp_path)
+    assert run.returncode == 1
+    assert "bucket_cap_mb must be a number of MiB above 0" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert len(run.stderr.splitlines()) < 8
     assert not list((tmp_path / "run").glob("**/run.json"))
 
 
+@pytest.mark.exhaustive
 def test_a_name_that_is_unknown_is_an_error_of_hydras_and_a_hint(tmp_path):
     run = commopt_train("strategy/comm_hook=powersdg", "--cfg", "job", cwd=tmp_path)
     assert run.returncode == 1

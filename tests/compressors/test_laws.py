@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static_view": {"bucket_cap_mb": 0.002, "static_graph": True, "gradient_as_bucket_view": True},
 }
 NUM_STEPS = 16
-SETUPS = [("one_bucket", 2), ("many_buckets", 2), ("static_view", 2), ("many_buckets", 3), ("static_view", 4)]
+SETUPS = [("many_buckets", 2), ("one_bucket", 3), ("static_view", 4)]
 in_all_setups = pytest.mark.parametrize(("options", "world_size"), sampled(SETUPS, by_default=[("many_buckets", 2)]))
 # A bf16 all-reduce rounds inside its sum, which no residual sees.
 TELESCOPING_TOLERANCE = {
@@ -73,14 +73,20 @@ def _run_steps(name: str, options: dict[str, Any], num_steps: int, scale: float 
     }
 
 
-def _run_all(options: dict[str, Any], num_steps: int, scale: float) -> dict[str, Any]:
-    return {name: _run_steps(name, options, num_steps, scale) for name in [*COMPRESSORS, "ddp"]}
+def _run_all(names: tuple[str, ...], options: dict[str, Any], num_steps: int, scale: float) -> dict[str, Any]:
+    return {name: _run_steps(name, options, num_steps, scale) for name in names}
 
 
 @cache
-def _outcomes(options: str, world_size: int, num_steps: int = NUM_STEPS, scale: float = 1.0) -> list[dict[str, Any]]:
+def _outcomes(
+    options: str,
+    world_size: int,
+    num_steps: int = NUM_STEPS,
+    scale: float = 1.0,
+    names: tuple[str, ...] = (*COMPRESSORS, "ddp"),
+) -> list[dict[str, Any]]:
     """Runs every compressor, and DDP's native path as "ddp", on the same ranks, once for all tests."""
-    return run_ranks(_run_all, OPTIONS[options], num_steps, scale, world_size=world_size)
+    return run_ranks(_run_all, names, OPTIONS[options], num_steps, scale, world_size=world_size)
 
 
 @in_all_setups
@@ -170,7 +176,7 @@ def test_traffic_across_nodes_falls_by_the_ranks_per_node(inner: Compressor) -> 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_nothing_is_lost_over_many_steps(name: str) -> None:
     """If it fails, what error feedback holds back drifts away from what was not sent."""
-    ranks = [rank[name] for rank in _outcomes("many_buckets", 2, num_steps=50)]
+    ranks = [rank[name] for rank in _outcomes("many_buckets", 2, num_steps=50, names=tuple(WITH_FEEDBACK))]
     sent = np.mean([rank["sent"].sum(0) for rank in ranks], axis=0)
     residual = np.mean([rank["residual"] for rank in ranks], axis=0)
     tolerance = 2 * TELESCOPING_TOLERANCE.get(name, 2e-4)
@@ -272,7 +278,7 @@ def test_low_rank_is_recovered_exactly(matrix_rank: int) -> None:
         np.testing.assert_allclose(received, mean, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("bad", sampled([1e30, 2e38], by_default=[2e38]))
+@pytest.mark.parametrize("bad", sampled([1e30, 2e38], by_default=[]))
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_huge_step_is_got_over(name: str, bad: float) -> None:
     """If it fails, one gradient near the end of float32's range stops a compressor for ever."""

@@ -55,7 +55,8 @@ def _fit(compressor: Compressor | None, num_modules: int, num_steps: int) -> Par
 
 def _fit_with_all() -> dict[str, dict[int, Params]]:
     fitted = {"ddp": {num: _fit(None, num, 8) for num in (2, 3)}}
-    fitted |= {name: {num: _fit(it, num, 8) for num in (2, 3)} for name, it in COMPRESSORS.items()}
+    for name, compressor in COMPRESSORS.items():
+        fitted[name] = {num: _fit(compressor, num, 8) for num in ((2, 3) if name in LOSSLESS else (3,))}
     return fitted | {"long": {2: _fit(AllReduce(), 2, 150)}, "long_ddp": {2: _fit(None, 2, 150)}}
 
 

@@ -58,6 +58,7 @@ def test_ranks_compile_once_and_before_backward(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.exhaustive
 def test_compiling_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a first run stops for seconds and does not say why, or every run says so."""
     announced: list[str] = []

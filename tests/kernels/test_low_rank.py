@@ -271,7 +271,9 @@ def both_forms_agree(device: str) -> None:
     """The interpreter cuts bfloat16 off where devices round to nearest, and is slow: it gets some of the cases."""
     for name, sides in SMALL.items():
         cases = list(itertools.product(RANKS if name == "many" else (2,), DTYPES, (True, False)))
-        for case in cases[:: 5 if device == "cpu" else 1]:
+        if device == "cpu":
+            sides, cases = sides[:4], cases[::5]
+        for case in cases:
             plain = results("cpu", sides, *case)
             with in_form("triton"):
                 by_triton = results(device, sides, *case)

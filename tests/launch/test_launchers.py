@@ -60,33 +60,25 @@ def finish(processes):
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
 
 
-@pytest.mark.exhaustive
-def test_torchrun_leaves_the_records_of_a_sweep(tmp_path):
+def start(command, folder, **env):
+    return subprocess.Popen(
+        [sys.executable, "-m", *command, *TINY],
+        cwd=folder,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def start_torchrun(folder, plan):
     (words,) = commands("torchrun")
     assert words[1:3] == ["--nproc-per-node=2", "-m"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    names = ("none", "bf16")
-    finish(
-        [
-            subprocess.Popen(
-                [*torchrun, *(word.replace("$plan", name) for word in words[1:]), *TINY],
-                cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for name in names
-        ]
-    )
-    for name in names:
-        assert_recorded(tmp_path / "sweeps" / "plans" / name, name)
-    report = CliRunner().invoke(app, ["report", "--json", str(tmp_path / "sweeps" / "plans")])
-    assert report.exit_code == 0, report.output
-    assert '"bf16"' in report.stdout
+    options = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
+    return start(["torch.distributed.run", *options, *(word.replace("$plan", plan) for word in words[1:])], folder)
 
 
-@pytest.mark.exhaustive
-def test_srun_trains_with_its_tasks_as_ranks(tmp_path):
+def start_srun(folder):
     (words,) = commands("srun")
     own = words[words.index("commopt-train") + 1 :]
     of_job = {
@@ -100,19 +92,21 @@ def test_srun_trains_with_its_tasks_as_ranks(tmp_path):
         "SLURM_NODEID": "0",
         "MASTER_PORT": str(free_port()),
     }
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "lightning_commopt.train", *own, *TINY],
-            cwd=tmp_path,
-            env={**os.environ, **of_job, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for task in range(2)
+    return [
+        start(["lightning_commopt.train", *own], folder, **of_job, SLURM_PROCID=task, SLURM_LOCALID=task)
+        for task in ("0", "1")
     ]
-    finish(tasks)
-    assert_recorded(tmp_path / "sweeps" / "plans" / "bf16", "bf16")
+
+
+@pytest.mark.exhaustive
+def test_torchrun_and_srun_leave_the_records_of_a_sweep(tmp_path):
+    """If it fails, ranks that torchrun or srun starts do not find each other, or a report finds no runs of theirs."""
+    finish([start_torchrun(tmp_path, "none"), *start_srun(tmp_path)])
+    for name in ("none", "bf16"):
+        assert_recorded(tmp_path / "sweeps" / "plans" / name, name)
+    report = CliRunner().invoke(app, ["report", "--json", str(tmp_path / "sweeps" / "plans")])
+    assert report.exit_code == 0, report.output
+    assert '"bf16"' in report.stdout
 
 
 @pytest.mark.filterwarnings("ignore")  # what the plugin imports warns of

@@ -117,7 +117,6 @@ def _train_both(options: dict[str, Any]) -> list[tuple[str, Trained, Trained]]:
     of_lightning = _fit_compiled(DDPStrategy(**options))
     plans: dict[str, dict[str, Any]] = {
         "native": {},
-        "all_reduce": {"comm_hook": "all_reduce"},
         "view_static": {"comm_hook": "all_reduce", "static_graph": True, "gradient_as_bucket_view": True},
     }
     return [(name, _fit_compiled(CommOptDDP(**options, **plan)), of_lightning) for name, plan in plans.items()]

@@ -60,19 +60,23 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-LOOKS = [
-    pytest.param((name, width, font), marks=[] if is_default else [pytest.mark.exhaustive])
-    for name in REPORTS
-    for width, font, is_default in (
-        (400, "wide", True),
-        (400, "narrow", name == "sweep"),
-        (800, "wide", False),
-        (1280, "own", name == "ladder"),
-    )
-]
+LOOKS = {
+    ("sweep", 400, "wide"): True,
+    ("ladder", 400, "wide"): True,
+    ("four_methods", 400, "wide"): True,
+    ("sweep", 400, "narrow"): False,
+    ("ladder", 1280, "own"): True,
+    ("sweep", 800, "wide"): False,
+    ("four_methods", 1280, "own"): False,
+}
+"""Each report, width and font, and whether it is looked at by default."""
 
 
-@pytest.fixture(scope="module", params=LOOKS, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(look, marks=[] if LOOKS[look] else [pytest.mark.exhaustive]) for look in LOOKS],
+    ids=str,
+)
 def page(request: pytest.FixtureRequest, browser: Browser, paths: dict[str, Path]) -> Iterator[OpenPage]:
     name, width, font = request.param
     with opened(browser, paths[name], width=width, font=FONTS[font]) as page:

@@ -1,9 +1,12 @@
-"""Joins a process group as one rank of a host each, and says how many batches it trained; run by ``test_join_watch``.
+"""Joins a process group as one rank of a host each, and says how many batches it trained; run by ``joining_lab``.
 
-Usage: joining_script.py TELL_AFTER_S TIMEOUT_S [GLOO_SOCKET_IFNAME of rank 1]
+Usage: joining_script.py BEFORE TELL_AFTER_S TIMEOUT_S [GLOO_SOCKET_IFNAME of rank 1]
+
+BEFORE is what the shell of each host does first.
 """
 
 import os
+import subprocess
 import sys
 from datetime import timedelta
 
@@ -14,11 +17,13 @@ from lightning_commopt.strategy import join_watch
 
 
 def main() -> None:
-    join_watch._TELL_AFTER_S = float(sys.argv[1])
+    before, tell_after_s, timeout_s, *interface = sys.argv[1:]
+    subprocess.run(["sh", "-c", before])
+    join_watch._TELL_AFTER_S = float(tell_after_s)
     join_watch._LOOK_S, join_watch._TRY_S = 0.1, 1.0
-    if len(sys.argv) > 3 and os.environ["RANK"] == "1":
-        os.environ["GLOO_SOCKET_IFNAME"] = sys.argv[3]
-    strategy = CommOptDDP(timeout=timedelta(seconds=float(sys.argv[2])))
+    if interface and os.environ["RANK"] == "1":
+        os.environ["GLOO_SOCKET_IFNAME"] = interface[0]
+    strategy = CommOptDDP(timeout=timedelta(seconds=float(timeout_s)))
     run = trainer(strategy, devices=1, num_nodes=int(os.environ["WORLD_SIZE"]), max_epochs=1)
     run.fit(Tiny(), loader(16))
     print("TRAINED", run.global_step)

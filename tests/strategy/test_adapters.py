@@ -118,7 +118,7 @@ assert all(isinstance(callback, lightning.Callback) for callback in callbacks)
 assert issubclass(OptionError, import_module(f"{package}.utilities.exceptions").MisconfigurationException)
 quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 if __name__ == "__main__":
-    for strategy in ("commopt_ddp_bf16_spawn", CommOptDDP(comm_hook="bf16", start_method="spawn")):
+    for strategy in ("commopt_ddp_bf16_fork", CommOptDDP(comm_hook="bf16", start_method="fork")):
         trainer = lightning.Trainer(
             accelerator="cpu", devices=2, strategy=strategy, callbacks=list(callbacks), max_steps=2, **quiet
         )

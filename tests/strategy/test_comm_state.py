@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cross_section import sampled
-from every_compressor import COMPRESSORS
+from every_compressor import COMPRESSORS, WITH_FEEDBACK
 from strategy_models import Params, assert_same, numbers, trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unused": {"bucket_cap_mb": 0.002, "find_unused_parameters": True},
 }
 POWERSGD = PowerSGD(min_compression_rate=0.5)
+_EXHAUSTIVE = pytest.mark.exhaustive
 _COMPLEX_WORKS = torch.__version__ >= "2.15"
 _COMPLEX = pytest.mark.skipif(not _COMPLEX_WORKS, reason="DDP itself cannot send complex parameters over gloo")
 
@@ -203,29 +204,32 @@ def _assert_exact(through: list[Any], resumed: list[Any], name: str, has_other_b
     assert all(np.isfinite(value).all() for value in resumed[0][name][0].values())
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    sampled([(2, "many_buckets"), (2, "static_view"), (3, "many_buckets")], [(2, "many_buckets")]),
-)
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_resumed_training_goes_on_bit_for_bit(folder: Path, name: str, world_size: int, options: str) -> None:
+def test_resumed_training_goes_on_bit_for_bit(folder: Path, name: str) -> None:
     """If it fails, a run that was killed and resumed ends with another model than one that was not."""
-    _assert_exact(*_through_and_resumed(folder, world_size, options, tuple(COMPRESSORS)), name)
+    _assert_exact(*_through_and_resumed(folder, 2, "many_buckets", tuple(COMPRESSORS)), name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_three_ranks_with_a_static_graph_go_on_bit_for_bit(folder: Path, name: str) -> None:
+    """If it fails, residuals of other buckets, or of a third rank, are resumed wrongly."""
+    _assert_exact(*_through_and_resumed(folder, 3, "static_view", tuple(WITH_FEEDBACK)), name)
 
 
 @pytest.mark.parametrize(
     ("world_size", "options", "name", "run"),
     [
         (4, "many_buckets", "hierarchical_powersgd", {}),
-        (2, "many_buckets", "powersgd_rank_2", {"accumulate_grad_batches": 2}),
+        pytest.param(2, "many_buckets", "powersgd_rank_2", {"accumulate_grad_batches": 2}, marks=_EXHAUSTIVE),
         (2, "many_buckets", "powersgd_rank_2", {"module": Overflowing}),
-        (3, "static_view", "error_feedback_bf16", {"module": Overflowing}),
-        (2, "many_buckets", "int8", {"module": Sparse}),
+        pytest.param(3, "static_view", "error_feedback_bf16", {"module": Overflowing}, marks=_EXHAUSTIVE),
+        pytest.param(2, "many_buckets", "int8", {"module": Sparse}, marks=_EXHAUSTIVE),
         (2, "many_buckets", "powersgd_rank_2", {"module": Freezing}),
-        (2, "unused", "powersgd_rank_2", {}),
+        pytest.param(2, "unused", "powersgd_rank_2", {}, marks=_EXHAUSTIVE),
         (2, "static_view", "powersgd_rank_2", {"module": TwoTypes}),
-        pytest.param(2, "many_buckets", "powersgd_rank_2", {"module": Phased}, marks=_COMPLEX),
-        pytest.param(2, "many_buckets", "int8", {"module": Phased}, marks=_COMPLEX),
+        pytest.param(2, "many_buckets", "powersgd_rank_2", {"module": Phased}, marks=[_COMPLEX, _EXHAUSTIVE]),
+        pytest.param(2, "many_buckets", "int8", {"module": Phased}, marks=[_COMPLEX, _EXHAUSTIVE]),
     ],
     ids=[
         *("four_ranks", "accumulation", "overflow", "overflow_static", "sparse", "frozen", "unused"),
@@ -325,7 +329,9 @@ CHANGES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", sampled(CHANGES, by_default=["nothing", "fewer_ranks", "nodes", "compressor", "to_none", "buckets"])
+)
 def test_what_is_owed_outlives_a_change(change: str, tmp_path: Path) -> None:
     """If it fails, gradients that error feedback held back are lost, or doubled, at resume."""
     ranks_before, before, ranks_after, after = CHANGES[change]
@@ -369,7 +375,11 @@ def test_checkpoints_without_the_state(tmp_path: Path) -> None:
                 assert np.allclose(-value + residual, fed[name], atol=1e-4) == (residual_is_kept or name == "parts.d")
 
 
-@pytest.mark.parametrize("after", [{}, {"comm_hook": POWERSGD}], ids=["none", "powersgd"])
+@pytest.mark.parametrize(
+    "after",
+    [pytest.param({}, marks=_EXHAUSTIVE), {"comm_hook": POWERSGD}],
+    ids=["none", "powersgd"],
+)
 def test_what_is_owed_when_the_compressor_was_just_taken_off(after: dict[str, Any], tmp_path: Path) -> None:
     """If it fails, what `apply_plan` has not yet added to the gradients is missing in a checkpoint."""
     path = str(tmp_path / "fed.ckpt")
@@ -523,7 +533,7 @@ def _save_while_broken(folder: str, rank: int) -> None:
     _fit(Breaks(rank), strategy, None, HALF, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(folder)])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", sampled([0, 1], by_default=[0]))
 def test_a_rank_that_breaks_does_not_hang_the_checkpoint(rank: int, tmp_path: Path) -> None:
     """If it fails, a checkpoint at an exception waits for ever for ranks that do not come, and is not written."""
     answers = run_ranks_or_raise(_save_while_broken, str(tmp_path), rank, world_size=2, group_timeout_s=3, limit_s=60)
@@ -533,7 +543,7 @@ def test_a_rank_that_breaks_does_not_hang_the_checkpoint(rank: int, tmp_path: Pa
     assert KEY not in checkpoint
 
 
-@pytest.mark.parametrize("compressor", [POWERSGD, ErrorFeedback(inner=LowRank())])
+@pytest.mark.parametrize("compressor", sampled([POWERSGD, ErrorFeedback(inner=LowRank())], by_default=[POWERSGD]))
 def test_saving_disturbs_nothing(compressor: Compressor, tmp_path: Path) -> None:
     """If it fails, saving a checkpoint changes the training or counts as traffic of gradients."""
     saved, unsaved = (

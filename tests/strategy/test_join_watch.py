@@ -1,7 +1,9 @@
 """Ranks that wait for others while the process group is made say for whom, and why."""
 
+import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -14,13 +16,12 @@ from strategy_models import Tiny, loader, trainer
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.launch.interfaces import Interface, Listening, find_listening, list_interfaces
-from lightning_commopt.netlab import NetLab, RankError
 from lightning_commopt.strategy import join_watch
 from lightning_commopt.strategy.join_texts import Arrival, find_odd, missing_text, unconnected_text
 from lightning_commopt.strategy.join_watch import JoinWatch
 from ranks import run_ranks, run_ranks_or_raise
 
-_SCRIPT = Path(__file__).parent / "joining_script.py"
+_PROGRAM = Path(__file__).parent / "joining_lab.py"
 _LIMIT_S = 120
 _STORE = "10.0.0.1:29500"
 
@@ -185,45 +186,57 @@ def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatc
     assert "takes connections, but does not answer as torch's store does" in said
 
 
-def _in_lab(num_hosts: int, before: str, *arguments: str) -> list[list[str]]:
-    """Returns what the watch of each rank says; ``before`` is what each host's shell does first."""
-    paths = (_SCRIPT.parent, _SCRIPT.parents[1], _SCRIPT.parents[2])
-    program = f"{before} exec {sys.executable} -W ignore {_SCRIPT} {' '.join(arguments)}"
-    environment = {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    with NetLab(num_hosts) as lab, pytest.raises(RankError) as caught:
-        lab.run(["sh", "-c", program], environment=environment, timeout_s=_LIMIT_S)
-    return [
-        [line for line in output.splitlines() if " s in init_process_group: " in line]
-        for output in caught.value.outputs
-    ]
+_ADD_WRONG = (
+    "ip link add wrong0 type veth peer name wrong1 && ip address add 9.9.9.9/24 dev wrong0"
+    " && for each in wrong0 wrong1; do ip link set $each up; done"
+)
+# How many hosts; what each host's shell does first; after how many seconds the watch speaks, and gloo gives up.
+_CASES: dict[str, tuple[object, ...]] = {
+    "a rank never comes": (3, "[ $RANK = 2 ] && sleep 600", 3, 15),
+    "a blocked port": (2, "[ $RANK = 0 ] && ip route add blackhole 10.0.0.2/32", 2, 10),
+    "no connection": (3, "[ $RANK = 1 ] && ip route add blackhole 10.0.0.3/32", 2, 10),
+    "a wrong interface": (2, _ADD_WRONG, 2, 10, "wrong0"),
+}
+
+
+@pytest.fixture(scope="module")
+def told(lab_machine: None) -> dict[str, list[list[str]]]:
+    """What the watch of each rank says, in each case. In all of them some rank fails."""
+    paths = (_PROGRAM.parent, _PROGRAM.parents[1], _PROGRAM.parents[2])
+    environment = {**os.environ, "PYTHONPATH": ":".join(map(str, paths))}
+    command = [sys.executable, "-W", "ignore", str(_PROGRAM), json.dumps([*_CASES.values()]), str(_LIMIT_S)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * _LIMIT_S)
+    assert ran.returncode == 0, ran.stderr
+    return {
+        name: [[line for line in said.splitlines() if " s in init_process_group: " in line] for said in outputs]
+        for name, outputs in zip(_CASES, json.loads(ran.stdout), strict=True)
+    }
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("lab_machine")
 class TestOnHosts:
     """Each host is a network namespace of its own."""
 
-    def test_a_rank_never_comes(self) -> None:
+    def test_a_rank_never_comes(self, told: dict[str, list[list[str]]]) -> None:
         """If it fails, one host of many that was not started is looked for by hand."""
-        told = _in_lab(3, "[ $RANK = 2 ] && exec sleep 600;", "3", "25")
-        assert f"waits at {_STORE} for rank 2; ranks 0, 1 are here" in "".join(told[0])
+        first, _, _ = told["a rank never comes"]
+        assert f"waits at {_STORE} for rank 2; ranks 0, 1 are here" in "".join(first)
 
-    def test_a_blocked_port(self) -> None:
+    def test_a_blocked_port(self, told: dict[str, list[list[str]]]) -> None:
         """If it fails, a firewall looks like a slow start."""
-        told = _in_lab(2, "[ $RANK = 0 ] && ip route add blackhole 10.0.0.2/32;", "2", "15")
-        assert f"rank 1 on {socket.gethostname()} cannot come to rank 0: {_STORE} does not answer" in told[1][0]
-        assert f"waits at {_STORE} for rank 1; only rank 0 is here" in told[0][0]
+        first, second = told["a blocked port"]
+        assert f"rank 1 on {socket.gethostname()} cannot come to rank 0: {_STORE} does not answer" in second[0]
+        assert f"waits at {_STORE} for rank 1; only rank 0 is here" in first[0]
 
-    def test_ranks_that_cannot_reach_each_other(self) -> None:
+    def test_ranks_that_cannot_reach_each_other(self, told: dict[str, list[list[str]]]) -> None:
         """If it fails, ranks that wait for each other say nothing, as rank 0 has all its connections."""
-        told = _in_lab(3, "[ $RANK = 1 ] && ip route add blackhole 10.0.0.3/32;", "2", "15")
-        assert f"all 3 ranks have come to {_STORE}, but ranks 1, 2 have not connected" in told[1][0]
-        assert "probably a firewall blocks ports between them" in told[1][0]
+        _, second, _ = told["no connection"]
+        assert f"all 3 ranks have come to {_STORE}, but ranks 1, 2 have not connected" in second[0]
+        assert "probably a firewall blocks ports between them" in second[0]
 
-    def test_a_wrong_interface(self) -> None:
+    def test_a_wrong_interface(self, told: dict[str, list[list[str]]]) -> None:
         """If it fails, the message is gloo's, which names no rank."""
-        add = "ip link add wrong0 type veth peer name wrong1 && ip address add 9.9.9.9/24 dev wrong0"
-        told = _in_lab(2, f"{add} && for each in wrong0 wrong1; do ip link set $each up; done;", "2", "15", "wrong0")
-        assert "rank 1 on" in told[0][0]
-        assert "listens on 9.9.9.9 (wrong0, GLOO_SOCKET_IFNAME=wrong0), which is not in 10.0.0.0/24" in told[0][0]
-        assert told[0][0].endswith("Set GLOO_SOCKET_IFNAME=eth0 on rank 1.")
+        first, _ = told["a wrong interface"]
+        assert "rank 1 on" in first[0]
+        assert "listens on 9.9.9.9 (wrong0, GLOO_SOCKET_IFNAME=wrong0), which is not in 10.0.0.0/24" in first[0]
+        assert first[0].endswith("Set GLOO_SOCKET_IFNAME=eth0 on rank 1.")

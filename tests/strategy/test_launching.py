@@ -96,12 +96,11 @@ def end(request: pytest.FixtureRequest, ends: dict[str, Future[tuple[Path, int, 
 @pytest.mark.parametrize(
     ("end", "start_methods"),
     [
-        pytest.param("popen", ["popen"], marks=pytest.mark.exhaustive),  # as of the examples
         pytest.param("spawn fork", ["spawn", "fork"], marks=pytest.mark.exhaustive),
-        ("torchrun: popen", ["popen"]),
+        pytest.param("torchrun: popen", ["popen"], marks=pytest.mark.exhaustive),
     ],
     indirect=["end"],
-    ids=["popen", "spawn_and_fork", "torchrun"],
+    ids=["spawn_and_fork", "torchrun"],
 )
 def test_trains_in_ranks_that_a_launcher_starts(end: tuple[Path, int, str], start_methods: list[str]) -> None:
     """If it fails, the strategy does not train in ranks that Lightning or torchrun starts, or leaves a process."""

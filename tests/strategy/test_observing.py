@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cross_section import sampled
 from strategy_models import Embedded, Gan, Keeping, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
@@ -91,6 +90,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "Lightning's": stock,
     "Lightning's static": lambda: stock(static_graph=True),
 }
+BY_DEFAULT = ("native", "native static", "powersgd", "torch's, wrapped", "Lightning's")
+REST = ("native unused", "all_reduce", "int8", "torch's all-reduce", "torch's PowerSGD", "Lightning's static")
+ON_THREE = ("native unused", "int8", "torch's PowerSGD")
 MODELS: dict[str, tuple[type[Tiny], dict[str, Any]]] = {
     "automatic": (Tiny, {}),
     "accumulating": (Tiny, {"accumulate_grad_batches": 3}),
@@ -127,8 +129,13 @@ def all_fitted_twice(strategy: str, world_size: int) -> list[dict[str, tuple[Par
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", sampled([2, 3], [2]))
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [
+        *((strategy, 2) for strategy in BY_DEFAULT),
+        *(pytest.param(strategy, 3 if strategy in ON_THREE else 2, marks=pytest.mark.exhaustive) for strategy in REST),
+    ],
+)
 def test_every_bucket_is_seen_and_no_bit_changes(strategy: str, model: str, world_size: int) -> None:
     if is_impossible(strategy, model):
         pytest.skip("Lightning's strategy cannot do that")

@@ -138,13 +138,33 @@ def findings(name: str, scenario: str, apart: bool, without: str | None = None) 
     return machine
 
 
+# In which scenarios a wait that is left out is looked for, the quickest to find it first.
+SENSITIVE = [
+    ("alternating_rank_2", "resume_in_first_buckets", False),
+    ("powersgd_rank_2", "lay_out_often", False),
+    ("powersgd_rank_2", "change_plan_after_a_failure", False),
+    ("powersgd_rank_2", "resume_with_a_frozen_parameter", False),
+    ("by_size_of_feedback", "resume_with_another_compressor", True),
+    ("powersgd_rank_2", "resume", True),
+    ("by_size_of_feedback", "resume_elsewhere", False),
+    ("by_size_of_feedback", "change_plan", True),
+    ("powersgd_rank_2", "change_plan", False),
+    ("hierarchical_powersgd", "change_plan", False),
+]
+
+
 def grid() -> list[tuple[str, str, bool]]:
-    """Every compressor in every scenario, by turns with AccumulateGrad on a stream of its own and without."""
-    return [
+    """Compressors in scenarios, by turns with AccumulateGrad on a stream of its own and without.
+
+    Each has a third of the scenarios: those that are alike stand side by side, and three have all scenarios.
+    """
+    cases = [
         (name, scenario, (row + column) % 2 == 1)
         for row, name in enumerate(CASES)
         for column, scenario in enumerate(SCENARIOS)
+        if (row + column) % 3 == 0
     ]
+    return list(dict.fromkeys([*cases, *SENSITIVE]))
 
 
 @pytest.mark.parametrize(
@@ -152,8 +172,8 @@ def grid() -> list[tuple[str, str, bool]]:
     sampled(
         grid(),
         by_default=[
-            ("powersgd_rank_2", "resume_in_first_buckets", False),
-            ("alternating_rank_2", "resume", True),
+            ("alternating_rank_2", "resume_in_first_buckets", False),
+            ("powersgd_rank_2", "resume", True),
         ],
     ),
 )
@@ -207,21 +227,6 @@ def test_the_host_never_waits_once_buckets_are_laid_out(name: str) -> None:
         machine.host_waits.clear()
         training.run(4)
     assert machine.host_waits == []
-
-
-# In which scenarios a wait that is left out is looked for, the quickest to find it first.
-SENSITIVE = [
-    ("alternating_rank_2", "resume_in_first_buckets", False),
-    ("powersgd_rank_2", "lay_out_often", False),
-    ("powersgd_rank_2", "change_plan_after_a_failure", False),
-    ("powersgd_rank_2", "resume_with_a_frozen_parameter", False),
-    ("by_size_of_feedback", "resume_with_another_compressor", True),
-    ("powersgd_rank_2", "resume", True),
-    ("by_size_of_feedback", "resume_elsewhere", False),
-    ("by_size_of_feedback", "change_plan", True),
-    ("powersgd_rank_2", "change_plan", False),
-    ("hierarchical_powersgd", "change_plan", False),
-]
 
 
 @pytest.mark.exhaustive

@@ -22,7 +22,7 @@ def hydra_knows_us(monkeypatch):
     [
         {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"},
-        {"SLURM_PROCID": "1"},
+        pytest.param({"SLURM_PROCID": "1"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_one_process_is_not_trained_by_several(monkeypatch, variables):

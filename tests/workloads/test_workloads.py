@@ -163,6 +163,7 @@ def test_a_folder_without_sources_is_refused(tmp_path):
         StdlibSources(folder=str(tmp_path)).setup("fit")
 
 
+@pytest.mark.exhaustive  # it trains in test_train, too
 def test_digits_are_learned():
     pytest.importorskip("sklearn")
     seed_everything(0, verbose=False)
@@ -177,6 +178,7 @@ def test_digits_of_training_and_validation_are_all_of_them_once():
     assert sum(len(labels) for loader in loaders for _, labels in loader) == 1797
 
 
+@pytest.mark.exhaustive  # it trains in test_train, too
 def test_vision_transformer_trains_at_reduced_size():
     pytest.importorskip("torchvision")
     seed_everything(0, verbose=False)
@@ -226,6 +228,7 @@ def test_mlp_refuses_an_unknown_size(size):
         MLP(size=size)
 
 
+@pytest.mark.exhaustive
 def test_blobs_are_learned_over_several_epochs():
     seed_everything(0, verbose=False)
     losses = []
