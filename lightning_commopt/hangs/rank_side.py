@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +34,8 @@ from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObser
 _POLL_S = 0.02
 _MEET_S = 60.0
 _NUM_EVENTS = 256
+_NUM_FRAMES = 200
+_DETAIL_WIDTH = 240
 
 # By the default group, whose store must not see a run's keys twice.
 _runs: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -69,6 +73,8 @@ class WatchedRank:
             "action": action,
             "folder": str(folder.absolute()),
             "token": self._shared_token(),
+            "world_size": self._world_size,
+            "has_nccl": device.type == "cuda",
         }
         own, others = socket.socketpair()
         with others:
@@ -131,9 +137,12 @@ class WatchedRank:
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        ended = "finished" if exception is None else "failed"
-        dump = {} if exception is None else self._dump()  # nobody can ask for it later
-        self._link.send(ended=ended, detail="" if exception is None else _first_line(exception), dump=dump)
+        if exception is None:
+            self._link.send(ended="finished")
+        else:  # nobody can ask for it later
+            frames = traceback.extract_tb(exception.__traceback__)[-_NUM_FRAMES:]
+            raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)]
+            self._link.send(ended="failed", detail=_first_line(exception), raised=raised, dump=self._dump())
         threading.Thread(target=self._see_off, daemon=True).start()
 
     def _see_off(self) -> None:
@@ -231,7 +240,8 @@ def _store_of_run() -> dist.Store:
 
 def _first_line(exception: BaseException) -> str:
     text = str(exception).strip().splitlines()
-    return f"{type(exception).__name__}: {text[0]}" if text else type(exception).__name__
+    name = type(exception).__name__
+    return f"{name}: {shorten(text[0], _DETAIL_WIDTH, placeholder=' ...')}" if text else name
 
 
 def _python_path() -> str:
