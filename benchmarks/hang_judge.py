@@ -49,6 +49,7 @@ class Fault:
         world_size: number of ranks; 3 where collectives are compared, as of two that differ neither is the odd one.
         needs_lab: each rank is on a host of its own.
         strategies: that can tell of it.
+        is_cut_off: the rank at fault is out of reach, so it tells by itself which others it cannot reach.
         is_survivor: the process of the rank at fault cannot end by itself.
         group_timeout_s: of the process group.
         limit_s: from the fault until it must have been told: ``after_s`` and 10 s, or the group's timeout where the
@@ -64,6 +65,7 @@ class Fault:
     world_size: int = 2
     needs_lab: bool = False
     strategies: Collection[str] = ("ddp", "commopt")
+    is_cut_off: bool = False
     is_survivor: bool = False
     group_timeout_s: float = 300.0
     limit_s: float = _REPORT_S
@@ -140,7 +142,14 @@ FAULTS: dict[str, Fault] = {
         operation=r"^broadcast \(3,\)",
         world_size=3,
     ),
-    "network": Fault(what="network gone", kinds=("unreachable",), phases=_STEP, operation=_SYNC, needs_lab=True),
+    "network": Fault(
+        what="network gone",
+        kinds=("unreachable",),
+        phases=("backward",),
+        operation=_SYNC,
+        needs_lab=True,
+        is_cut_off=True,
+    ),
     "interface": Fault(
         what="wrong GLOO_SOCKET_IFNAME",
         message=Message(
@@ -222,7 +231,8 @@ def judge(fault: Fault, report: Mapping[str, Any] | None, outputs: Sequence[str]
         report: from `read_report`.
         outputs: stdout and stderr of each rank.
     """
-    num_printed = sum(len(MONITOR_LINE.findall(output)) for output in outputs)
+    heard = [output for rank, output in enumerate(outputs) if not (fault.is_cut_off and rank == fault.rank)]
+    num_printed = sum(len(MONITOR_LINE.findall(output)) for output in heard)
     if report is not None:
         return Verdict(
             is_told=num_printed > 0,

@@ -49,6 +49,13 @@ def test_a_report_is_seen_once(outputs: list[str]) -> None:
     assert not judge(FAULTS["stopped"], _REPORT, outputs).right_rank
 
 
+def test_a_rank_that_is_cut_off_tells_by_itself() -> None:
+    """If it fails, two hosts that cannot reach each other must agree on who speaks."""
+    fault = replace(FAULTS["stopped"], is_cut_off=True)
+    assert judge(fault, _REPORT, [_SENTENCE, _SENTENCE, ""]).right_rank
+    assert not judge(fault, _REPORT, ["", _SENTENCE, ""]).right_rank
+
+
 def test_an_operation_where_there_is_none() -> None:
     """If it fails, a report passes that names an operation in which nobody is."""
     fault = replace(FAULTS["stopped"], operation=None)
