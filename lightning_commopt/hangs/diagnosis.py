@@ -76,7 +76,8 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
     busy = [each for each in ordered if each.state == "running" and not each.is_waiting]
     if not waiting:
         return _diagnosis("late", busy or ordered, ordered)
-    if left := _left_training(ordered):
+    known = [each for each in ordered if each.state != "silent"]
+    if left := _left_training(known):
         return _diagnosis("ended", left, ordered)
     if busy:
         return _diagnosis("late", busy, ordered)
@@ -86,8 +87,10 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
         if ahead := _ahead(differing, ordered):
             return _diagnosis("skipped", ahead, ordered)
         return _diagnosis("mismatch", differing, ordered, difference)
-    if behind := _behind(ordered):
+    if behind := _behind(known):
         return _diagnosis("late", behind, ordered)
+    if silent := [each for each in ordered if each not in known]:
+        return _diagnosis("unreachable", silent, ordered)
     return _diagnosis("waiting", ordered, ordered)
 
 

@@ -24,7 +24,7 @@ def what(kind: str, each: RankSnapshot) -> str:
         case "died":
             return f"{{has}} died {where}: {each.detail or f'process {each.pid} on {each.host} is gone'}"
         case "unreachable":
-            return f"cannot be reached: {each.detail}"
+            return f"cannot be {'asked' if each.state == 'silent' else 'reached'}: {each.detail}"
         case "stopped":
             return f"{{is}} stopped (process {each.pid} on {each.host}, by a signal or a debugger) {where}{place}"
         case "failed":

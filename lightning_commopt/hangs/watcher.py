@@ -38,6 +38,7 @@ _WAKE_S = 0.25
 _ASK_AGAIN_S = 5.0
 _SOON_S = 1.0
 _HELLO_S = 2.0
+_GREET_S = 15.0
 _STATE_S = 8.0
 _RAS_S = 4.0
 _DEATH_S = 2.0
@@ -212,8 +213,13 @@ class Watcher:
     def _greet(self) -> None:
         """Finds out at the start which watchers do not answer: later that would look like a lost host."""
         if self._rank == 0:
-            found = self._in_parallel(self._does_answer, list(self._peers))
-            self._silent = {rank for rank, answers in zip(self._peers, found, strict=True) if not answers}
+            unheard, deadline = list(self._peers), time.monotonic() + _GREET_S
+            while unheard and time.monotonic() < deadline:
+                found = self._in_parallel(self._does_answer, unheard)
+                unheard = [rank for rank, answers in zip(unheard, found, strict=True) if not answers]
+                unheard = [rank for rank in unheard if rank not in self._notices]
+                time.sleep(_SOON_S)
+            self._silent = set(unheard)
             if self._silent:
                 address = self._peers[min(self._silent)]
                 sys.stderr.write(

@@ -147,6 +147,19 @@ LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset b
             f"rank 1 cannot be reached: b does not answer at 10.0.0.2:4000 within 8 s; rank 0 {WAITS}",
         ),
         (
+            [syncing(0), RankSnapshot(rank=1, host="b", state="silent", detail="b does not answer"), syncing(2)],
+            "unreachable",
+            (1,),
+            f"rank 1 cannot be asked: b does not answer; ranks 0, 2 {WAIT}",
+        ),
+        (
+            [syncing(0), RankSnapshot(rank=1, host="b", state="silent"), syncing(2, step=140)],
+            "late",
+            (2,),
+            "rank 2 is behind: waits in the gradient sync of bucket 4 (layer3.*) of step 140; rank 0 "
+            f"{WAITS}; rank 1 cannot be asked: ",
+        ),
+        (
             [syncing(0), rank(1, state="finished", step=141)],
             "ended",
             (1,),
