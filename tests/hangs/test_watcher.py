@@ -1,5 +1,6 @@
 """What a watcher makes of its rank's end, and of what others have reported."""
 
+import json
 import queue
 import threading
 import time
@@ -51,8 +52,13 @@ class EndingRank:
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Path, monkeypatch: Any) -> None:
-    """If it fails, a rank that fails because all are being ended writes its own report over that of the cause."""
+    """If it fails, a rank that fails because all are being ended writes its own report over that of the cause.
+
+    Or the report does not say why there is no word of NCCL.
+    """
+    monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:1")
     monkeypatch.setattr(watching, "_DEATH_S", 0.0)
+    monkeypatch.setattr(watching, "_WAKE_S", 0.01)
     other = Server("token", lambda question: RankSnapshot(rank=1, host="a").to_plain())
     settings = {
         "rank": 0,
@@ -62,7 +68,7 @@ def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Pat
         "folder": str(tmp_path / "hangs"),
         "token": "token",
         "world_size": 2,
-        "has_nccl": False,
+        "has_nccl": True,
     }
     link, rank = Link(), EndingRank()
     watcher = watching.Watcher(settings, rank, link)  # type: ignore[arg-type]
@@ -72,7 +78,12 @@ def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Pat
     ask(Address("127.0.0.1", link.ports.get(), "a"), "token", {"reported": is_aborted, "abort": is_aborted}, 60)
     rank.ended = "failed"
     thread.join()
-    assert (tmp_path / "hangs" / "report.json").exists() == (not is_aborted)
+    path = tmp_path / "hangs" / "report.json"
+    assert path.exists() == (not is_aborted)
+    if not is_aborted:
+        report = json.loads(path.read_text())
+        assert (report["kind"], report["ranks"], report["nccl_ras"]) == ("failed", [0], None)
+        assert "NCCL RAS: nothing listens at 127.0.0.1:1" in report["snapshots"][0]["missing"]
 
 
 def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple[str, int, str]) -> RankSnapshot:
@@ -84,7 +95,7 @@ def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple
         host="a",
         pid=NO_PROCESS,
         fit_thread=1,
-        after_s=60.0,  # type: ignore[arg-type]
+        after_s=60.0,
         marks_fd=writer.fd,
         stacks_fd=-1,
         link=Link(),
