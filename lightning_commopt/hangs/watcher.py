@@ -146,7 +146,8 @@ class Watcher:
         return each.idle_s < (10 * each.limit_s if each.is_compiling else each.limit_s)
 
     def _report(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot]) -> None:
-        idle_s = max((each.idle_s for each in snapshots if each.state == "running"), default=0.0)
+        running = [each for each in snapshots if each.state == "running"]
+        idle_s = max(each.idle_s for each in running or snapshots)
         self._is_reported = True
         self._records.keep(snapshots[0], self._own.marks)
         path = self._records.report(
