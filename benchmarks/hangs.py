@@ -73,7 +73,7 @@ class Job:
     ) -> None:
         self.fault = FAULTS[name]
         self.folder = folder
-        self._server = server
+        self._server, self._has_monitor = server, has_monitor
         self._mark = f"COMMOPT_RUN={uuid.uuid4().hex}"
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         if lab is not None:
@@ -142,9 +142,10 @@ class Job:
     def left(self) -> list[int]:
         """Returns the processes of this run that have not ended, workers of dataloaders included.
 
-        A rank that was stopped from outside is not among them: it cannot end.
+        Where no monitor ends it, a rank that was stopped is not among them: it cannot end by itself.
         """
-        stopped = self.processes[self.fault.rank].pid if self.fault.is_survivor else None
+        cannot_end = self.fault.is_survivor and not self._has_monitor
+        stopped = self.processes[self.fault.rank].pid if cannot_end else None
         started = [process.pid for process in self.processes.values() if process.poll() is None]
         left = [pid for pid in started if pid != stopped]
         return left or [pid for pid in self._alive() if pid != stopped]
