@@ -3,7 +3,8 @@
 Protocol: lines of text over TCP. Each command but the last has a line as its answer; that to STATUS ends with the
 connection. NCCL has it since 2.24, and JSON since 2.28.7; older versions answer ``SET FORMAT`` with an error and go on.
 
-Source: NVIDIA/nccl, ``src/ras/client.cc``, ``src/ras/client_support.cc`` and ``troubleshooting/ras.rst`` of the guide.
+Source: NVIDIA/nccl, ``src/ras``: ``client.cc``, ``client_support.cc``, ``ras_internal.h``; ``troubleshooting/ras.rst``
+of its user guide.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _HOST, _PORT = "localhost", 28028
 _PROTOCOL = 2
 _MAX_BYTES = 16 * 2**20
 _PART_BYTES = 2**16
+_EXTRA_S = 6.0
 
 
 class RasError(OSError):
@@ -48,7 +50,8 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
 
     Args:
         address: from `ras_address`.
-        limit_s: seconds for all of it. NCCL waits for its other processes for about half of them, at least a second.
+        limit_s: seconds for all of it. NCCL may take five more than it is told to wait for its other processes, so with
+            fewer than eight there may be no answer where one of them is stuck.
 
     Returns:
         What NCCL has collected: its JSON, loaded, or from a version that has none its text.
@@ -63,7 +66,7 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
             asked = _Dialogue(connection, deadline)
             if not asked.ask(f"CLIENT PROTOCOL {_PROTOCOL}").upper().startswith("SERVER PROTOCOL "):
                 raise RasError(f"what listens at {where} is not NCCL")
-            asked.ask(f"TIMEOUT {max(1, math.floor(limit_s / 2))}")
+            asked.ask(f"TIMEOUT {max(1, math.floor(limit_s - _EXTRA_S))}")
             is_json = asked.ask("SET FORMAT json") == "OK"
             text = asked.rest("VERBOSE STATUS")
     except ConnectionRefusedError as error:

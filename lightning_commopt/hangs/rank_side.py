@@ -15,7 +15,6 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,7 +34,6 @@ _POLL_S = 0.02
 _MEET_S = 60.0
 _NUM_EVENTS = 256
 _NUM_FRAMES = 200
-_DETAIL_WIDTH = 240
 
 # By the default group, whose store must not see a run's keys twice.
 _runs: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -240,8 +238,7 @@ def _store_of_run() -> dist.Store:
 
 def _first_line(exception: BaseException) -> str:
     text = str(exception).strip().splitlines()
-    name = type(exception).__name__
-    return f"{name}: {shorten(text[0], _DETAIL_WIDTH, placeholder=' ...')}" if text else name
+    return f"{type(exception).__name__}: {text[0]}" if text else type(exception).__name__
 
 
 def _python_path() -> str:

@@ -61,7 +61,7 @@ class Records:
         except OSError:  # others are still in it
             pass
 
-    def report(self, diagnosis: Diagnosis, snapshots: Sequence[RankSnapshot], idle_s: float, ras: Any) -> Path:
+    def report(self, diagnosis: Diagnosis, snapshots: Sequence[RankSnapshot], idle_s: float, ras: Any = None) -> Path:
         """Writes the diagnosis with the snapshots of all ranks, and what NCCL's RAS says; returns the folder."""
         plain = diagnosis.to_plain() | {
             "time_unix_s": time.time(),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
+from textwrap import shorten
 
 from lightning_commopt.hangs.flight_recorder import Difference, Signature, find_departure
 from lightning_commopt.hangs.phases import PHASES
 from lightning_commopt.hangs.snapshot import RankSnapshot
 
 _NAMES_IN_SENTENCE = 2
+_DETAIL_WIDTH = 240
 
 
 def what(kind: str, each: RankSnapshot) -> str:
@@ -28,7 +30,7 @@ def what(kind: str, each: RankSnapshot) -> str:
         case "stopped":
             return f"{{is}} stopped (process {each.pid} on {each.host}, by a signal or a debugger) {where}{place}"
         case "failed":
-            return f"{{has}} failed {where}: {each.detail}{place}"
+            return f"{{has}} failed {where}: {shorten(each.detail, _DETAIL_WIDTH, placeholder=' ...')}{place}"
         case "departed":
             departure = find_departure(each.parsed_collectives())
             assert departure is not None

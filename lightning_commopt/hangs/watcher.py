@@ -40,7 +40,7 @@ _SOON_S = 1.0
 _HELLO_S = 2.0
 _GREET_S = 15.0
 _STATE_S = 8.0
-_RAS_S = 4.0
+_RAS_S = 8.0
 _DEATH_S = 2.0
 _ORDERLY_S = 2.0
 _FAILED_S = 8.0
@@ -150,9 +150,7 @@ class Watcher:
         idle_s = max(each.idle_s for each in running or snapshots)
         self._is_reported = True
         self._records.keep(snapshots[0], self._own.marks)
-        path = self._records.report(
-            diagnosis, snapshots, idle_s, self._ask_ras(snapshots[0]) if self._has_nccl else None
-        )
+        path = self._records.report(diagnosis, snapshots, idle_s)
         lines = [f"HangMonitor: {diagnosis.sentence}", f"  No progress for {idle_s:.0f} s."]
         lines += [f"  Try: {hint}" for hint in diagnosis.hints]
         lines.append(f"  Stacks and collectives of all ranks: {path} (commopt doctor {path} draws them)")
@@ -160,6 +158,9 @@ class Watcher:
             lines.append("  Ending all ranks, as action='abort' asks for.")
         sys.stderr.write("\n".join(lines) + "\n")
         sys.stderr.flush()
+        if self._has_nccl:  # takes seconds, and ends with the ranks
+            self._tell_all(reported=True)
+            self._records.report(diagnosis, snapshots, idle_s, self._ask_ras(snapshots[0]))
         self._tell_all(reported=True, abort=self._aborts)
         if self._aborts:
             self._must_abort.set()

@@ -164,7 +164,7 @@ def test_a_folder_that_is_used_again(tmp_path: Path) -> None:
     left = [RankSnapshot(rank=rank, host="a", step=3) for rank in range(4)]
     for each in left:
         Records(folder, each.rank).keep(each, [])
-    Records(folder, 0).report(diagnose(left), left, 1.0, None)
+    Records(folder, 0).report(diagnose(left), left, 1.0)
     assert read_left_behind(tmp_path).was_reported
     for rank in (1, 0):
         Records(folder, rank).begin(world_size=2)
