@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hang_judge import FIRST_STEP
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -69,6 +70,8 @@ class Model(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Returns the loss, if nothing goes wrong."""
+        if batch_idx == 0:
+            print(FIRST_STEP, flush=True)
         is_faulty = batch_idx == FAULT_STEP and self.global_rank == FAULT_RANK
         if batch_idx == FAULT_STEP:
             inject(self, is_faulty)

@@ -1,9 +1,10 @@
 """The judge of ``benchmarks/hangs.py`` lets nothing pass that is not what a fault asks for."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hang_judge import FAULTS, judge
+from hang_judge import FAULTS, FIRST_STEP, judge
 
 _SENTENCE = "HangMonitor: rank 1 is stopped (process 7) in forward of step 3\n"
 _REPORT = {
@@ -12,7 +13,7 @@ _REPORT = {
     "kind": "stopped",
     "phase": "forward",
     "step": 3,
-    "operation": "gradient sync of bucket 0",
+    "operation": "the gradient sync of bucket 0 (a, b)",
     "hints": [],
 }
 
@@ -32,6 +33,7 @@ def test_what_is_right_passes() -> None:
         ({"phase": "optimizer"}, "right_phase"),
         ({"operation": None}, "right_operation"),
         ({"operation": "broadcast (3,)"}, "right_operation"),
+        ({"operation": "the gradient sync of bucket 1 (a, b)"}, "right_operation"),
     ],
 )
 def test_what_is_wrong_does_not(changes: dict[str, Any], wrong: str) -> None:
@@ -41,9 +43,24 @@ def test_what_is_wrong_does_not(changes: dict[str, Any], wrong: str) -> None:
     assert passed == {"right_rank", "right_phase", "right_operation"} - {wrong}
 
 
-def test_a_report_that_nobody_sees_does_not_count() -> None:
-    """If it fails, a file on a disk counts as told."""
-    assert not judge(FAULTS["stopped"], _REPORT, ["", "", ""]).right_rank
+@pytest.mark.parametrize("outputs", [["", "", ""], [_SENTENCE, "", _SENTENCE], [_SENTENCE * 2, "", ""]])
+def test_a_report_is_seen_once(outputs: list[str]) -> None:
+    """If it fails, a file on a disk counts as told, or one report over the other does."""
+    assert not judge(FAULTS["stopped"], _REPORT, outputs).right_rank
+
+
+def test_a_rank_that_is_cut_off_tells_by_itself() -> None:
+    """If it fails, two hosts that cannot reach each other must agree on who speaks."""
+    fault = replace(FAULTS["stopped"], is_cut_off=True)
+    assert judge(fault, _REPORT, [_SENTENCE, _SENTENCE, ""]).right_rank
+    assert not judge(fault, _REPORT, ["", _SENTENCE, ""]).right_rank
+
+
+def test_an_operation_where_there_is_none() -> None:
+    """If it fails, a report passes that names an operation in which nobody is."""
+    fault = replace(FAULTS["stopped"], operation=None)
+    assert not judge(fault, _REPORT, [_SENTENCE]).right_operation
+    assert judge(fault, _REPORT | {"operation": None}, [_SENTENCE]).right_operation
 
 
 @pytest.mark.parametrize(
@@ -59,4 +76,27 @@ def test_messages_of_the_strategy(outputs: list[str], is_right: bool) -> None:
     """If it fails, torch's own error counts, or what only the faulty rank has said."""
     verdict = judge(FAULTS["killed"], None, outputs)
     assert (verdict.is_told, verdict.right_rank) == (is_right, is_right)
-    assert verdict.right_phase is verdict.right_operation is None
+    assert not verdict.right_phase
+    assert not verdict.right_operation
+
+
+_UNEVEN = "Ranks have different numbers of training batches: 12 batches on rank 0, 5 batches on rank 1."
+_ABSENT = "rank 0 on a waits at 10.0.0.1:29500 for rank 2; ranks 0, 1 are here. Look whether it was started."
+
+
+@pytest.mark.parametrize(
+    ("fault", "output", "right"),
+    [
+        ("uneven", _UNEVEN, (True, True, True)),
+        ("uneven", f"{FIRST_STEP}\n{_UNEVEN}", (True, False, True)),
+        ("uneven", _UNEVEN.replace(" on rank 0", " on rank 0 in all_reduce"), (True, True, False)),
+        ("uneven", f"{_SENTENCE}{_UNEVEN}", (False, True, True)),
+        ("absent", f"RuntimeError: {_ABSENT}", (True, True, True)),
+        ("absent", f"RuntimeError: {_ABSENT.removeprefix('rank 0 on a ')}", (True, True, False)),
+        ("absent", _ABSENT.replace("rank 2", "rank 3"), (False, False, False)),
+    ],
+)
+def test_messages_before_training(fault: str, output: str, right: tuple[bool, bool, bool]) -> None:
+    """If it fails, a message passes that comes late, or tells too little or too much."""
+    verdict = judge(FAULTS[fault], None, [output, ""])
+    assert (verdict.right_rank, verdict.right_phase, verdict.right_operation) == right

@@ -34,12 +34,15 @@ _BY_KIND = {
         " interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); commopt doctor checks them.",
     ),
 }
+_UNUSED = (
+    "A parameter that this rank has not used keeps its bucket from being ready: find_unused_parameters=True, or use all"
+    " parameters on all ranks."
+)
 _LATE = {
     "data": "Look at what the dataset or its worker waits for: a file system, a download, a lock; timeout=60 on the"
     " DataLoader turns it into an error.",
     "forward": "Look at the place above: a lock, a file, a compiler, or a wait for something that only other ranks do.",
-    "backward": "A parameter that this rank has not used keeps its bucket from being ready"
-    " (find_unused_parameters=True), or a custom backward waits.",
+    "backward": f"{_UNUSED} Or a custom backward waits.",
     "checkpoint": "Look at the file system that checkpoints go to.",
     "callbacks": "Look at callbacks and loggers: a logger's server, an upload, or work for rank 0 only.",
 }
@@ -50,6 +53,8 @@ def hints_for(kind: str, culprits: Sequence[RankSnapshot], waiting: Sequence[Ran
     if kind == "late":
         name = PHASES[culprits[0].phase].name
         found = [_LATE.get(name, "Look at the place above, and at the stacks in the files.")]
+    elif kind == "skipped":
+        found = [_UNUSED, _BY_KIND["mismatch"][0]]
     else:
         found = list(_BY_KIND["mismatch" if kind == "departed" else kind])
     if any(each.missing for each in (*culprits, *waiting)):

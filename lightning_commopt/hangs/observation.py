@@ -73,6 +73,7 @@ class Observation:
         self.ended: str | None = None
         self.ended_unix_s: float | None = None
         self._last_dump: dict[str, Any] = {}
+        self._raised: list[Frame] = []
         self.detail = ""
 
     @property
@@ -91,8 +92,9 @@ class Observation:
             self._names.update(dict(message["buckets"]))
             self._num_unmarked = len(self._names) if message["are_all"] else 0
         elif "ended" in message:
-            self.ended, self.detail, self.ended_unix_s = message["ended"], message["detail"], time.time()
-            self._last_dump = message["dump"]
+            self.ended, self.detail, self.ended_unix_s = message["ended"], message.get("detail", ""), time.time()
+            self._last_dump = message.get("dump", {})
+            self._raised = [Frame(*fields) for fields in message.get("raised", ())]
 
     def update(self) -> None:
         """Reads the rank's new marks, and looks whether its process is there."""
@@ -135,7 +137,8 @@ class Observation:
         if is_whole and state == "running":
             self._add_stacks(found)
             self._add_dump(found)
-        elif self._last_dump:
+        elif state == "failed":
+            self._add_thread(found, self._raised)
             self._apply_dump(found, self._last_dump)
         elif is_whole:
             found.missing.append(f"stacks and collectives: the process is {state}")
@@ -148,12 +151,15 @@ class Observation:
             return
         found.stacks[f"process {self._pid}"] = plain(stacks)
         frames = stacks.get(self._fit_thread, [])
-        found.place = _text_of(user_place(frames))
-        found.innermost = _text_of(next(iter(frames), None))
-        found.called = collective_in(frames)
+        self._add_thread(found, frames)
         found.is_compiling = is_compiling(frames)
         if found.phase in _DATALOADER:
             self._add_workers(found)
+
+    def _add_thread(self, found: RankSnapshot, frames: list[Frame]) -> None:
+        found.place = _text_of(user_place(frames))
+        found.innermost = _text_of(next(iter(frames), None))
+        found.called = collective_in(frames)
 
     def _add_workers(self, found: RankSnapshot) -> None:
         for pid in descendants(self._pid)[:_MAX_WORKERS]:
@@ -179,8 +185,8 @@ class Observation:
             self._find_unmarked(found)
         elif found.phase == BACKWARD and found.bucket is None and found.called is None:
             # A hook that is not ours, or DDP before it has built its buckets: what it waits in is all that is known.
-            outstanding = [each for each in found.parsed_collectives() if not each.is_done]
-            found.called = outstanding[0].signature.operation if outstanding else None
+            current = found.current_collective()
+            found.called = None if current is None else current.signature.operation
         if found.bucket is not None:
             found.bucket_names = list(self._names.get(found.bucket, []))
 
@@ -195,7 +201,8 @@ class Observation:
         ]
         found.ready = len(called)
         found.all_ready = len(called) >= self._num_unmarked
-        found.bucket = next((index for index, each in enumerate(called) if not each.is_done), None)
+        current = found.current_collective()
+        found.bucket = called.index(current) if current in called else None
 
 
 def _text_of(frame: Frame | None) -> str | None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObser
 _POLL_S = 0.02
 _MEET_S = 60.0
 _NUM_EVENTS = 256
+_NUM_FRAMES = 200
 
 # By the default group, whose store must not see a run's keys twice.
 _runs: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -69,6 +71,8 @@ class WatchedRank:
             "action": action,
             "folder": str(folder.absolute()),
             "token": self._shared_token(),
+            "world_size": self._world_size,
+            "has_nccl": device.type == "cuda",
         }
         own, others = socket.socketpair()
         with others:
@@ -131,9 +135,12 @@ class WatchedRank:
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        ended = "finished" if exception is None else "failed"
-        dump = {} if exception is None else self._dump()  # nobody can ask for it later
-        self._link.send(ended=ended, detail="" if exception is None else _first_line(exception), dump=dump)
+        if exception is None:
+            self._link.send(ended="finished")
+        else:  # nobody can ask for it later
+            frames = traceback.extract_tb(exception.__traceback__)[-_NUM_FRAMES:]
+            raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)]
+            self._link.send(ended="failed", detail=_first_line(exception), raised=raised, dump=self._dump())
         threading.Thread(target=self._see_off, daemon=True).start()
 
     def _see_off(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from lightning_commopt.hangs.marks import Mark
 from lightning_commopt.hangs.snapshot import RankSnapshot
 
 REPORT = "report.json"
+_PREVIOUS_REPORT = "previous_report.json"
+_RANK_FILE = re.compile(r"rank_(\d+)\.json")
 
 
 class Records:
@@ -29,6 +33,16 @@ class Records:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self._rank = rank
+
+    def begin(self, world_size: int) -> None:
+        """Takes away what another run has left in the folder; its report stays as ``previous_report.json``."""
+        with suppress(OSError):  # there is none, or another rank was faster
+            (self._folder / REPORT).replace(self._folder / _PREVIOUS_REPORT)
+        with suppress(OSError):
+            for path in self._folder.iterdir():
+                found = _RANK_FILE.fullmatch(path.name)
+                if found and (int(found[1]) == self._rank or int(found[1]) >= world_size):
+                    path.unlink(missing_ok=True)
 
     def keep(self, snapshot: RankSnapshot, marks: Sequence[Mark]) -> None:
         """Writes where the rank is, and its last marks with times in seconds since 1970."""
@@ -47,11 +61,12 @@ class Records:
         except OSError:  # others are still in it
             pass
 
-    def report(self, diagnosis: Diagnosis, snapshots: Sequence[RankSnapshot], idle_s: float) -> Path:
-        """Writes the diagnosis with the snapshots of all ranks; returns the folder."""
+    def report(self, diagnosis: Diagnosis, snapshots: Sequence[RankSnapshot], idle_s: float, ras: Any = None) -> Path:
+        """Writes the diagnosis with the snapshots of all ranks, and what NCCL's RAS says; returns the folder."""
         plain = diagnosis.to_plain() | {
             "time_unix_s": time.time(),
             "idle_s": idle_s,
+            "nccl_ras": ras,
             "snapshots": [each.to_plain() for each in sorted(snapshots, key=lambda each: each.rank)],
         }
         self._write(REPORT, plain)

@@ -43,8 +43,8 @@ class RankSnapshot:
         bucket: index of the oldest bucket that is ready and not averaged; None if there is none.
         bucket_names: of its parameters.
         all_ready: whether backward has handed over its last bucket.
-        called: the function of ``torch.distributed`` that the fit's thread is in; None if it is in none.
-        place: the user's own code that the fit's thread is in, as "file:line in function".
+        called: the function of ``torch.distributed`` that the fit's thread is in, or has raised in; None if it is none.
+        place: the user's own code that the fit's thread is in, or has raised in, as "file:line in function".
         innermost: the same of any code.
         worker_places: the user's own code that the dataloader's workers are in.
         is_compiling: whether the fit's thread is in a compiler.
@@ -97,6 +97,15 @@ class RankSnapshot:
     def parsed_collectives(self) -> list[Collective]:
         """Returns what the Flight Recorder has kept of this rank."""
         return parse_collectives(self.collectives)
+
+    def current_collective(self) -> Collective | None:
+        """Returns what the rank waits in, or waited in when it lost its connection; None if it is in no collective."""
+        collectives = self.parsed_collectives()
+        outstanding = next((each for each in collectives if not each.is_done), None)
+        was_in_one = self.is_consequence and (self.called is not None or self.phase == BACKWARD)
+        if outstanding is None and was_in_one and collectives:
+            return collectives[-1]  # gloo takes what has failed for ended
+        return outstanding
 
     def to_plain(self) -> dict[str, Any]:
         """Returns it as JSON has it."""

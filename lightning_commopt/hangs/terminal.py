@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lightning_commopt.hangs.diagnosis import waits_in
 from lightning_commopt.hangs.phases import PHASES
 from lightning_commopt.hangs.reading import LeftBehind, TimedMark, phases_of
+from lightning_commopt.hangs.sentences import waits_in
 from lightning_commopt.hangs.snapshot import RankSnapshot
 
 _LETTERS = {
@@ -64,7 +64,7 @@ def _ranks(snapshots: Sequence[RankSnapshot]) -> Table:
             str(each.step) if known else "",
             f"{each.idle_s:.0f} s" if known else "",
             escape(waits_in(each) or ""),
-            escape(next(iter(each.worker_places), each.place or shorten(each.detail, _DETAIL_WIDTH))),
+            escape(next(iter(each.worker_places), shorten(each.detail, _DETAIL_WIDTH) or each.place or "")),
         )
     return table
 

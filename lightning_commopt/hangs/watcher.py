@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from lightning_commopt.hangs.diagnosis import Diagnosis, diagnose
 from lightning_commopt.hangs.ending import end_rank
+from lightning_commopt.hangs.nccl_ras import RasError, ask_ras, ras_address
 from lightning_commopt.hangs.network import Address, GoneError, Server, UnreachableError, ask
 from lightning_commopt.hangs.observation import Observation
 from lightning_commopt.hangs.rank_link import RankLink
@@ -37,7 +38,9 @@ _WAKE_S = 0.25
 _ASK_AGAIN_S = 5.0
 _SOON_S = 1.0
 _HELLO_S = 2.0
+_GREET_S = 15.0
 _STATE_S = 8.0
+_RAS_S = 8.0
 _DEATH_S = 2.0
 _ORDERLY_S = 2.0
 _FAILED_S = 8.0
@@ -67,8 +70,10 @@ class Watcher:
         self._token: str = settings["token"]
         self._notices: dict[int, dict[str, Any]] = {}
         self._silent: set[int] = set()
+        self._has_nccl: bool = settings["has_nccl"]
         self._is_reported = False
         self._must_abort = threading.Event()
+        self._records.begin(settings["world_size"])
 
     def receive(self, message: dict[str, Any]) -> None:
         """Takes a message of the rank."""
@@ -111,7 +116,9 @@ class Watcher:
             return
         self._records.keep(snapshot, self._own.marks)
         time.sleep(_DEATH_S)  # what follows from it happens, and where all are ended together nobody hangs
-        if not self._is_reported and not any(_is_cause(notice, snapshot) for notice in self._notices.values()):
+        # What a rank does because all are being ended is not to be told about.
+        has_reported = self._is_reported or self._must_abort.is_set()
+        if not has_reported and not any(_is_cause(notice, snapshot) for notice in self._notices.values()):
             self._inquire(is_first_to_end=True)
 
     def _inquire(self, *, is_first_to_end: bool = False) -> None:
@@ -139,7 +146,8 @@ class Watcher:
         return each.idle_s < (10 * each.limit_s if each.is_compiling else each.limit_s)
 
     def _report(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot]) -> None:
-        idle_s = max((each.idle_s for each in snapshots if each.state == "running"), default=0.0)
+        running = [each for each in snapshots if each.state == "running"]
+        idle_s = max(each.idle_s for each in running or snapshots)
         self._is_reported = True
         self._records.keep(snapshots[0], self._own.marks)
         path = self._records.report(diagnosis, snapshots, idle_s)
@@ -150,9 +158,20 @@ class Watcher:
             lines.append("  Ending all ranks, as action='abort' asks for.")
         sys.stderr.write("\n".join(lines) + "\n")
         sys.stderr.flush()
+        if self._has_nccl:  # takes seconds, and ends with the ranks
+            self._tell_all(reported=True)
+            self._records.report(diagnosis, snapshots, idle_s, self._ask_ras(snapshots[0]))
         self._tell_all(reported=True, abort=self._aborts)
         if self._aborts:
             self._must_abort.set()
+
+    def _ask_ras(self, own: RankSnapshot) -> Any:
+        """Returns what NCCL says of the job; notes why, if it says nothing."""
+        try:
+            return ask_ras(ras_address(os.environ), _RAS_S)
+        except RasError as error:
+            own.missing.append(f"NCCL RAS: {error}")
+            return None
 
     def _is_lower_watching(self) -> bool:
         """Returns whether a lower rank is watched; asks several at once, as a host that is gone costs seconds."""
@@ -186,18 +205,23 @@ class Watcher:
             return self._own.snapshot().to_plain()
         if "notice" in question:
             self._notices[question["notice"]["rank"]] = question["notice"]
+        if question.get("abort"):
+            self._must_abort.set()
         if question.get("reported"):
             self._is_reported = True
             self._records.keep(self._own.snapshot(is_whole=False), self._own.marks)
-        if question.get("abort"):
-            self._must_abort.set()
         return {"is_watching": self._own.ended is None}
 
     def _greet(self) -> None:
         """Finds out at the start which watchers do not answer: later that would look like a lost host."""
         if self._rank == 0:
-            found = self._in_parallel(self._does_answer, list(self._peers))
-            self._silent = {rank for rank, answers in zip(self._peers, found, strict=True) if not answers}
+            unheard, deadline = list(self._peers), time.monotonic() + _GREET_S
+            while unheard and time.monotonic() < deadline:
+                found = self._in_parallel(self._does_answer, unheard)
+                unheard = [rank for rank, answers in zip(unheard, found, strict=True) if not answers]
+                unheard = [rank for rank in unheard if rank not in self._notices]
+                time.sleep(_SOON_S)
+            self._silent = set(unheard)
             if self._silent:
                 address = self._peers[min(self._silent)]
                 sys.stderr.write(

@@ -1,11 +1,13 @@
 """The sentence about a hang, from snapshots of all ranks."""
 
+import re
 from typing import Any
 
 import pytest
 
-from lightning_commopt.hangs.diagnosis import diagnose, ranks_text
+from lightning_commopt.hangs.diagnosis import diagnose
 from lightning_commopt.hangs.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, PHASES, first_of_stage
+from lightning_commopt.hangs.sentences import ranks_text
 from lightning_commopt.hangs.snapshot import RankSnapshot
 
 NAMES = ["layer3.0.weight", "layer3.0.bias", "layer3.1.weight"]
@@ -20,15 +22,15 @@ def syncing(number: int, **fields: Any) -> RankSnapshot:
 
 
 def recorded(calls: str) -> dict[str, Any]:
-    """Returns the record of all_gather for every g and all_reduce for every x; all are done."""
+    """Returns the record of all_gather for every g and all_reduce for every x; capitals are not done."""
     return {
         "entries": [
             {
                 "collective_seq_id": place + 1,
                 "process_group": ["0", ""],
-                "profiling_name": "gloo:" + ("all_gather" if call == "g" else "all_reduce"),
-                "input_sizes": [[3 if call == "g" else 180]],
-                "retired": True,
+                "profiling_name": "gloo:" + ("all_gather" if call in "gG" else "all_reduce"),
+                "input_sizes": [[3 if call in "gG" else 180]],
+                "retired": call.islower(),
             }
             for place, call in enumerate(calls)
         ]
@@ -110,6 +112,29 @@ LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset b
             " the gradient sync of bucket 4 (layer3.*) of step 141",
         ),
         (
+            [
+                rank(0, state="failed", detail=LOST, called="all_gather", collectives=recorded("gxg")),
+                rank(1, state="failed", detail="KeyError: 'x'", place="a/b.py:3 in f", ended_unix_s=1.0),
+                rank(2, phase=BACKWARD, state="failed", detail=LOST, collectives=recorded("gx")),
+            ],
+            "failed",
+            (1,),
+            "rank 1 has failed in forward of step 141: KeyError: 'x' (a/b.py:3 in f); rank 0 has lost the connection in"
+            " all_gather (3,) (number 3 of group default) of step 141; rank 2 has lost the connection in"
+            " all_reduce (180,) (number 2 of group default) of step 141",
+        ),
+        (
+            [
+                syncing(0, collectives=recorded("gxgX")),
+                rank(1, phase=DATA, step=142, called="broadcast", collectives=recorded("gxgG")),
+                syncing(2, collectives=recorded("gxgX")),
+            ],
+            "mismatch",
+            (1,),
+            "rank 1 has gone on to step 142 without the gradient sync of bucket 4 (layer3.*) of step 141, and waits in"
+            f" all_gather (3,) (number 4 of group default); ranks 0, 2 {WAIT}",
+        ),
+        (
             [rank(0, state="failed", detail=LOST, ended_unix_s=2.0), rank(1, state="finished", step=140)],
             "ended",
             (1,),
@@ -120,6 +145,19 @@ LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset b
             "unreachable",
             (1,),
             f"rank 1 cannot be reached: b does not answer at 10.0.0.2:4000 within 8 s; rank 0 {WAITS}",
+        ),
+        (
+            [syncing(0), RankSnapshot(rank=1, host="b", state="silent", detail="b does not answer"), syncing(2)],
+            "unreachable",
+            (1,),
+            f"rank 1 cannot be asked: b does not answer; ranks 0, 2 {WAIT}",
+        ),
+        (
+            [syncing(0), RankSnapshot(rank=1, host="b", state="silent"), syncing(2, step=140)],
+            "late",
+            (2,),
+            "rank 2 is behind: waits in the gradient sync of bucket 4 (layer3.*) of step 140; rank 0 "
+            f"{WAITS}; rank 1 cannot be asked: ",
         ),
         (
             [syncing(0), rank(1, state="finished", step=141)],
@@ -160,11 +198,13 @@ def test_sentence(snapshots: list[RankSnapshot], kind: str, at_fault: tuple[int,
     found = diagnose(snapshots[::-1])
     assert (found.sentence, found.kind, found.ranks) == (sentence, kind, at_fault)
     first = next(each for each in snapshots if each.rank == at_fault[0])
-    if kind != "unreachable":
-        assert (found.phase, found.step) == (PHASES[first.phase].name, first.step)
-    else:
+    if kind == "unreachable" or "has gone on" in sentence:
         assert (found.phase, found.step) == ("backward", 141)
+    else:
+        assert (found.phase, found.step) == (PHASES[first.phase].name, first.step)
     assert found.hints
+    is_in_one = re.search(r"(waits?|connection) in|has called", sentence) is not None
+    assert (found.operation is not None) == is_in_one
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_commopt.hangs import marks as kinds
+from lightning_commopt.hangs.diagnosis import diagnose
 from lightning_commopt.hangs.marks import NUM_BYTES, MarkWriter, read_marks
 from lightning_commopt.hangs.native import catches, descendants, is_alive, process_state
 from lightning_commopt.hangs.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, PhaseTimes
@@ -155,6 +156,21 @@ def test_files_of_a_job_that_was_killed(tmp_path: Path) -> None:
     Records(tmp_path / "hangs", 0).discard()
     with pytest.raises(FileNotFoundError, match=r"has no report\.json and no rank_"):
         read_left_behind(tmp_path)
+
+
+def test_a_folder_that_is_used_again(tmp_path: Path) -> None:
+    """If it fails, a new hang is explained with what another run has left."""
+    folder = tmp_path / "hangs"
+    left = [RankSnapshot(rank=rank, host="a", step=3) for rank in range(4)]
+    for each in left:
+        Records(folder, each.rank).keep(each, [])
+    Records(folder, 0).report(diagnose(left), left, 1.0)
+    assert read_left_behind(tmp_path).was_reported
+    for rank in (1, 0):
+        Records(folder, rank).begin(world_size=2)
+    assert sorted(path.name for path in folder.iterdir()) == ["previous_report.json"]
+    Records(tmp_path / "new", 0).begin(world_size=2)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_watcher_is_light() -> None:

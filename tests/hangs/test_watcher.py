@@ -1,0 +1,145 @@
+"""What a watcher makes of its rank's end, and of what others have reported."""
+
+import json
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_commopt.hangs import marks as kinds
+from lightning_commopt.hangs import watcher as watching
+from lightning_commopt.hangs.flight_recorder import Signature
+from lightning_commopt.hangs.marks import MarkWriter
+from lightning_commopt.hangs.network import Address, Server, ask
+from lightning_commopt.hangs.observation import Observation
+from lightning_commopt.hangs.phases import BACKWARD, FORWARD
+from lightning_commopt.hangs.rank_link import RankLink
+from lightning_commopt.hangs.snapshot import RankSnapshot
+
+LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer"
+TRAINER = ("/x/site-packages/lightning/pytorch/trainer/trainer.py", 9, "fit")
+NO_PROCESS = 2**22 + 1
+"""Above the highest number that Linux gives to a process."""
+
+
+class Link(RankLink):
+    """Keeps the watcher's port."""
+
+    def __init__(self) -> None:
+        self.ports: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def send(self, **message: Any) -> None:
+        if "port" in message:
+            self.ports.put(message["port"])
+
+
+class EndingRank:
+    """Goes on, and fails as soon as anybody looks at it."""
+
+    ended: str | None = None
+    detail, idle_s, marks = "", 0.0, ()
+
+    def update(self) -> None:
+        pass
+
+    def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
+        self.ended = "failed"
+        return RankSnapshot(rank=0, host="a", state="failed", detail="KeyError: 'x'", ended_unix_s=1.0)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """If it fails, a rank that fails because all are being ended writes its own report over that of the cause.
+
+    Or the report does not say why there is no word of NCCL.
+    """
+    monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:1")
+    monkeypatch.setattr(watching, "_DEATH_S", 0.0)
+    monkeypatch.setattr(watching, "_WAKE_S", 0.01)
+    other = Server("token", lambda question: RankSnapshot(rank=1, host="a").to_plain())
+    settings = {
+        "rank": 0,
+        "pid": NO_PROCESS,
+        "after_s": 60.0,
+        "action": "report",
+        "folder": str(tmp_path / "hangs"),
+        "token": "token",
+        "world_size": 2,
+        "has_nccl": True,
+    }
+    link, rank = Link(), EndingRank()
+    watcher = watching.Watcher(settings, rank, link)  # type: ignore[arg-type]
+    watcher.receive({"peers": [["127.0.0.1", 1, "a"], ["127.0.0.1", other.port, "a"]]})
+    thread = threading.Thread(target=watcher.run)
+    thread.start()
+    ask(Address("127.0.0.1", link.ports.get(), "a"), "token", {"reported": is_aborted, "abort": is_aborted}, 60)
+    rank.ended = "failed"
+    thread.join()
+    path = tmp_path / "hangs" / "report.json"
+    assert path.exists() == (not is_aborted)
+    if not is_aborted:
+        report = json.loads(path.read_text())
+        assert (report["kind"], report["ranks"], report["nccl_ras"]) == ("failed", [0], None)
+        assert "NCCL RAS: nothing listens at 127.0.0.1:1" in report["snapshots"][0]["missing"]
+
+
+def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple[str, int, str]) -> RankSnapshot:
+    """Returns the snapshot of a rank of two buckets that lost its connection after it had called collectives."""
+    writer = MarkWriter()
+    writer.write(kinds.PHASE, phase, 3)
+    observation = Observation(
+        rank=0,
+        host="a",
+        pid=NO_PROCESS,
+        fit_thread=1,
+        after_s=60.0,
+        marks_fd=writer.fd,
+        stacks_fd=-1,
+        link=Link(),
+    )
+    observation.learn({"buckets": [[0, ["a"]], [1, ["b"]]], "are_all": True})
+    entries = [
+        {
+            "collective_seq_id": number,
+            "process_group": ["0", ""],
+            "profiling_name": f"gloo:{operation}",
+            "input_sizes": [[number]],
+            "retired": is_done,
+            "time_created_ns": (time.time() + 1) * 1e9,
+        }
+        for number, (operation, is_done) in enumerate(operations, start=1)
+    ]
+    dump = {"collectives": {"entries": entries}}
+    observation.learn({"ended": "failed", "detail": LOST, "raised": [raised_in, TRAINER], "dump": dump})
+    return observation.snapshot()
+
+
+@pytest.mark.parametrize(
+    ("operations", "bucket"),
+    [
+        ([("all_reduce", True), ("all_reduce", True)], 1),
+        ([("all_reduce", True), ("all_reduce", False)], 1),
+        ([("all_reduce", False), ("all_reduce", False)], 0),
+        ([("all_reduce", True), ("all_reduce", True), ("all_gather", True)], None),
+    ],
+)
+def test_the_bucket_in_which_a_connection_was_lost(operations: list[tuple[str, bool]], bucket: int | None) -> None:
+    """If it fails, a rank that another's death has ended is not said to have been in gradient sync, or in which."""
+    found = failed_rank(BACKWARD, operations, ("/x/site-packages/torch/autograd/graph.py", 3, "backward"))
+    assert (found.bucket, found.is_consequence) == (bucket, True)
+
+
+def test_the_collective_in_which_a_connection_was_lost() -> None:
+    """If it fails, an exception is not said to come from a collective, or one of another kind is."""
+    own = ("/home/me/project/train.py", 7, "training_step")
+    within = ("/x/site-packages/torch/distributed/distributed_c10d.py", 5, "all_gather")
+    operations = [("all_reduce", True), ("all_gather", True)]
+    found = failed_rank(FORWARD, operations, within)
+    current = found.current_collective()
+    assert current is not None
+    assert (current.signature, current.number) == (Signature("0", "all_gather", ((2,),), ()), 2)
+    found = failed_rank(FORWARD, operations, own)
+    assert (found.place, found.current_collective()) == ("project/train.py:7 in training_step", None)
