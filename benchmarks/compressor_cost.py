@@ -93,7 +93,8 @@ def torch_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 # Two-round: read bucket and residual and write their sum (12), read that (4), write the mean (4). Alternating: the
 # first and the last of these. Casts: read 4, write 2; read 2, write 4. int8 with two ranks: read 4, write 1; read 1,
-# write 1/2; read 1, write 4. With error feedback read and write a residual as well, and that of one half twice (12).
+# write 1/2; read 1, write 4; int4 half of what is not 4. With error feedback read and write a residual as well, and that
+# of one half twice (12).
 PLANS: dict[str, Contender] = {
     "torch bf16": Contender(torch_hook=lambda: torch_bf16),
     "torch powersgd rank 1": Contender(torch_hook=lambda: torch_powersgd(1)),
@@ -107,6 +108,8 @@ PLANS: dict[str, Contender] = {
     "alternating rank 4": Contender({"name": "alternating_powersgd", "matrix_rank": 4}, bytes_per_gradient=16),
     "int8": Contender({"name": "int8", "error_feedback": False}, bytes_per_gradient=11.5),
     "int8, error feedback": Contender({"name": "int8"}, bytes_per_gradient=23.5),
+    "int4": Contender({"name": "int4", "error_feedback": False}, bytes_per_gradient=9.7),
+    "int4, error feedback": Contender({"name": "int4"}, bytes_per_gradient=21.7),
 }
 
 

@@ -86,6 +86,7 @@ COMM_HOOKS: dict[str, Any] = {
     "bf16": "bf16",
     "bf16_sum_float32": {"name": "bf16", "accumulate": "float32"},
     "int8": "int8",
+    "int4": "int4",
     **{f"powersgd_rank{r}": {"name": "powersgd", "matrix_rank": r} for r in (1, 4)},
     **{f"alternating_rank{r}": {"name": "alternating_powersgd", "matrix_rank": r} for r in (1, 4)},
 }

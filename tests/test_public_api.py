@@ -40,6 +40,7 @@ def test_names() -> None:
         "Compressor",
         "ErrorFeedback",
         "Hierarchical",
+        "Int4",
         "Int8",
         "NcclOptions",
         "OptionError",

@@ -15,7 +15,7 @@ REGISTRIES: Mapping[str, tuple[str, str]] = {
 }
 """For each module that has a registry: the registry's name in it, and the module of ours that has its `CommOptDDP`."""
 
-_COMM_HOOKS = (None, "bf16", "fp16", "int8", "powersgd")
+_COMM_HOOKS = (None, "bf16", "fp16", "int8", "int4", "powersgd")
 # As Lightning names them for ddp.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _UNUSED_PARAMETERS = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}

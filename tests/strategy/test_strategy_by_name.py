@@ -12,7 +12,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from strategy_models import SelfFed, trainer
 
-from lightning_commopt import Cast, Int8, PowerSGD
+from lightning_commopt import Cast, Int4, Int8, PowerSGD
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan import ddp_options
 from lightning_commopt.strategy.adapters import ADAPTERS
@@ -24,6 +24,7 @@ _HOOKS = {
     "_bf16": Cast(dtype=torch.bfloat16),
     "_fp16": Cast(dtype=torch.float16),
     "_int8": Int8(),
+    "_int4": Int4(),
     "_powersgd": PowerSGD(),
 }
 _OF_LIGHTNING = [name for name, entry in StrategyRegistry.items() if entry["strategy"] is DDPStrategy]
