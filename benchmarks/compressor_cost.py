@@ -93,8 +93,8 @@ def torch_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 # Two-round: read bucket and residual and write their sum (12), read that (4), write the mean (4). Alternating: the
 # first and the last of these. Casts: read 4, write 2; read 2, write 4. int8 with two ranks: read 4, write 1; read 1,
-# write 1/2; read 1, write 4; int4 half of what is not 4. With error feedback read and write a residual as well, and that
-# of one half twice (12).
+# write 1/2; read 1, write 4; int4 half of what is not 4. With error feedback read and write a residual too, and that of
+# one half twice (12).
 PLANS: dict[str, Contender] = {
     "torch bf16": Contender(torch_hook=lambda: torch_bf16),
     "torch powersgd rank 1": Contender(torch_hook=lambda: torch_powersgd(1)),
