@@ -108,8 +108,8 @@ PLANS: dict[str, Contender] = {
     "alternating rank 4": Contender({"name": "alternating_powersgd", "matrix_rank": 4}, bytes_per_gradient=16),
     "int8": Contender({"name": "int8", "error_feedback": False}, bytes_per_gradient=11.5),
     "int8, error feedback": Contender({"name": "int8"}, bytes_per_gradient=23.5),
-    "int4": Contender({"name": "int4", "error_feedback": False}, bytes_per_gradient=9.7),
-    "int4, error feedback": Contender({"name": "int4"}, bytes_per_gradient=21.7),
+    "int4": Contender("int4", bytes_per_gradient=9.7),
+    "int4, error feedback": Contender({"name": "int4", "error_feedback": True}, bytes_per_gradient=21.7),
 }
 
 

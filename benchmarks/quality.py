@@ -40,7 +40,7 @@ HOOKS: dict[str, Any] = {
     "int8": "int8",
     "int4": "int4",
     "int4, block 64": {"name": "int4", "block_size": 64},
-    "int4 without error feedback": {"name": "int4", "error_feedback": False},
+    "int4, error feedback": {"name": "int4", "error_feedback": True},
     "powersgd rank 1": {"name": "powersgd"},
     "powersgd rank 2": {"name": "powersgd", "matrix_rank": 2},
     "powersgd rank 4": {"name": "powersgd", "matrix_rank": 4},
