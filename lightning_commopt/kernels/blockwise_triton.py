@@ -31,6 +31,7 @@ from lightning_commopt.kernels.blockwise_format import (
     BlockFormat,
     Parts,
 )
+from lightning_commopt.kernels.division_triton import inverse_of, over_ranks
 
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _MAGIC = tl.constexpr(ROUNDING_MAGIC)
@@ -47,7 +48,14 @@ def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format:
     """Quantizes ``flat + residual`` to ``message``."""
     parts, added = block_format.split_for(flat, message), flat if residual is None else residual
     _launch(
-        _encode, block_format, parts, flat, added, flat.numel(), K=_k(block_format), HAS_RESIDUAL=residual is not None
+        _encode,
+        block_format,
+        parts,
+        flat,
+        added,
+        flat.numel(),
+        K=block_format.scale_of_top,
+        HAS_RESIDUAL=residual is not None,
     )
 
 
@@ -57,7 +65,16 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
     residual = _loadable(mean).scales if residual_shard is None else residual_shard
     numel = 0 if residual_shard is None else residual_shard.numel()
     world_size = len(shares.codes)
-    _launch(_reduce, block_format, mean, *_loadable(shares), residual, numel, K=_k(block_format), WORLD_SIZE=world_size)
+    _launch(
+        _reduce,
+        block_format,
+        mean,
+        *_loadable(shares),
+        residual,
+        numel,
+        K=block_format.scale_of_top,
+        WORLD_SIZE=world_size,
+    )
 
 
 def decode(message: Tensor, flat: Tensor, block_format: BlockFormat) -> None:
@@ -78,10 +95,6 @@ def undo_reduce(
     numel, world_size = residual_shard.numel(), len(shares.codes)
     args = (*_loadable(shares), residual_shard, numel, finite)
     _launch(_undo_reduce, block_format, mean, *args, WORLD_SIZE=world_size)
-
-
-def _k(block_format: BlockFormat) -> float:
-    return block_format.scale_of_top
 
 
 def _loadable(parts: Parts) -> Parts:
@@ -141,28 +154,6 @@ def _read(codes, scales, row, blocks, num_blocks, B: tl.constexpr, H: tl.constex
 
 
 @triton.jit
-def _inverse(x, SHAPE: tl.constexpr):
-    """Returns ``1 / x`` rounded as float32 rounds: an estimate, and two steps of Newton's method in float64.
-
-    ``tl.div_rn`` flushes subnormal numbers in some versions of Triton, and a division in float64 spills registers.
-    """
-    estimate = 1.0 / x
-    wide, one, inverse = x.to(tl.float64), tl.full(SHAPE, 1.0, tl.float64), estimate.to(tl.float64)
-    for _ in tl.static_range(2):
-        inverse = tl.fma(tl.fma(-wide, inverse, one), inverse, inverse)
-    return tl.where(x < float("inf"), inverse.to(tl.float32), estimate)
-
-
-@triton.jit
-def _over_ranks(x, WORLD_SIZE: tl.constexpr, SHAPE: tl.constexpr):
-    """Returns ``x / WORLD_SIZE`` rounded as float32 rounds: a product with the inverse, corrected in float64."""
-    wide, inverse = x.to(tl.float64), tl.full(SHAPE, 1 / WORLD_SIZE, tl.float64)
-    quotient = wide * inverse
-    rest = tl.fma(-quotient, tl.full(SHAPE, WORLD_SIZE, tl.float64), wide)
-    return tl.where(x < float("inf"), tl.fma(rest, inverse, quotient).to(tl.float32), x)
-
-
-@triton.jit
 def _average(
     codes, scales, blocks, num_blocks, WORLD_SIZE: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr, H: tl.constexpr
 ):
@@ -170,7 +161,7 @@ def _average(
     mean = tl.zeros((TILE, H, B // H), tl.float32)
     for rank in range(WORLD_SIZE):
         level, scale = _read(codes, scales, tl.program_id(1) + rank, blocks, num_blocks, B, H)
-        weight = _over_ranks(scale, WORLD_SIZE, (TILE, 1, 1))
+        weight = over_ranks(scale, WORLD_SIZE, (TILE, 1, 1))
         mean = tl.fma(level, tl.broadcast_to(weight, (TILE, H, B // H)), mean)
     return mean
 
@@ -193,7 +184,7 @@ def _scale(c, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
         scale = (scale.to(tl.int32, bitcast=True) & _UPPER_HALF).to(tl.float32, bitcast=True)
         scale = tl.where(top > _INFINITE, float("nan"), scale)
         scale = tl.where(top == _INFINITE, float("inf"), scale)
-    inverse = _inverse(scale, (TILE,))
+    inverse = inverse_of(scale, (TILE,))
     scale = tl.where(top == 0, 0.0, scale)
     if H == 2:
         # As signed integers all negative numbers are below the positive ones.
