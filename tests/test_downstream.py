@@ -84,7 +84,7 @@ def project(environment: Path, tmp_path: Path) -> ForeignProject:
 
 
 def test_groups_are_those_that_the_documentation_names() -> None:
-    assert set(_YAML) == {"none", "bf16", "fp16", "int8", "powersgd", "alternating_powersgd", "buckets"}
+    assert set(_YAML) == {"none", "bf16", "fp16", "int8", "int4", "powersgd", "alternating_powersgd", "buckets"}
     page = (REPOSITORY / "docs" / "hydra.md").read_text(encoding="utf-8")
     assert all(f"`+commopt={name}`" in page for name in _YAML)
 
