@@ -83,8 +83,8 @@ INLINE uint32_t top_bits_8(ptrdiff_t size, const float *values) {
     return (uint32_t)top;
 }
 
-/* Writes codes of a block, and what they leave out over it; returns its scale. */
-INLINE float encode_block_8(ptrdiff_t size, float *values, int8_t *codes) {
+/* Writes codes of a block, and what they leave out to `rest` if that is wanted; returns its scale. */
+INLINE float encode_block_8(ptrdiff_t size, const float *values, float *rest, int8_t *codes) {
     uint32_t top = top_bits_8(size, values);
     if (top >= INFINITE) {
         memset(codes, 0, size);
@@ -97,7 +97,7 @@ INLINE float encode_block_8(ptrdiff_t size, float *values, int8_t *codes) {
     for (ptrdiff_t i = 0; i < size; i++) {
         float rounded = ROUNDING_MAGIC + values[i] * inverse;
         codes[i] = (int8_t)bits_of(rounded);
-        values[i] -= (rounded - ROUNDING_MAGIC) * scale;
+        if (rest) rest[i] = values[i] - (rounded - ROUNDING_MAGIC) * scale;
     }
     return scale;
 }
@@ -121,8 +121,8 @@ INLINE float scale_of_block_4(ptrdiff_t size, const float *values) {
     return float_of((bits_of(scale) & 0xffff0000) | sign);
 }
 
-/* Returns the codes of some elements of a block with this scale, and writes what they leave out over them. */
-INLINE Ints encode_lanes_4(float scale, float inverse, float *values) {
+/* Returns the codes of some elements of a block with this scale, and writes what they leave out to `rest` if that is wanted. */
+INLINE Ints encode_lanes_4(float scale, float inverse, const float *values, float *rest) {
     float roots[LANES];
     Floats value, code;
     memcpy(&value, values, sizeof value);
@@ -135,29 +135,36 @@ INLINE Ints encode_lanes_4(float scale, float inverse, float *values) {
     int32_t most = (int32_t)bits_of(ROUNDING_MAGIC + 7);
     Ints bits = (Ints)code, is_less = bits < most;
     bits = (bits & is_less) | (most & ~is_less);
-    value -= level_of((Floats)bits - ROUNDING_MAGIC) * scale;
-    memcpy(values, &value, sizeof value);
+    if (rest) {
+        value -= level_of((Floats)bits - ROUNDING_MAGIC) * scale;
+        memcpy(rest, &value, sizeof value);
+    }
     return bits;
 }
 
-/* Writes codes of a block with this scale, and what they leave out over it. */
-INLINE void encode_block_4(ptrdiff_t size, float scale, float *values, int8_t *codes) {
+/* Writes codes of a block with this scale, and what they leave out to `rest` if that is wanted. */
+INLINE void encode_block_4(ptrdiff_t size, float scale, const float *values, float *rest, int8_t *codes) {
     float inverse = scale == 0 ? 0x1p126f : 1 / fabsf(scale);
-    for (ptrdiff_t i = 0; i < size / 2; i += LANES) {
-        Ints first = encode_lanes_4(scale, inverse, values + i), second = encode_lanes_4(scale, inverse, values + size / 2 + i);
+    for (ptrdiff_t i = 0, half = size / 2; i < half; i += LANES) {
+        Ints first = encode_lanes_4(scale, inverse, values + i, rest ? rest + i : NULL);
+        Ints second = encode_lanes_4(scale, inverse, values + half + i, rest ? rest + half + i : NULL);
         Bytes both = __builtin_convertvector((first & 15) | (second << 4), Bytes);
         memcpy(codes + i, &both, sizeof both);
     }
 }
 
-/* Writes codes and scales of `count` blocks, and what they leave out over those that are finite; all scales come first, as
- * each takes long, and the processor works on several. */
-INLINE void encode_blocks(int bits, ptrdiff_t count, ptrdiff_t size, float *values, int8_t *codes, float *scales) {
+/* Writes codes and scales of `count` blocks, and what they leave out of those that are finite to `rest`, which may be `values`
+ * or NULL; all scales come first, as each takes long, and the processor works on several. */
+INLINE void encode_blocks(int bits, ptrdiff_t count, ptrdiff_t size, const float *values, float *rest, int8_t *codes,
+                          float *scales) {
     for (ptrdiff_t k = 0; k < count; k++)
-        scales[k] = bits == 8 ? encode_block_8(size, values + k * size, codes + k * size) : scale_of_block_4(size, values + k * size);
+        if (bits == 8)
+            scales[k] = encode_block_8(size, values + k * size, rest ? rest + k * size : NULL, codes + k * size);
+        else
+            scales[k] = scale_of_block_4(size, values + k * size);
     for (ptrdiff_t k = 0; k < count && bits == 4; k++)
         if (isfinite(scales[k]))
-            encode_block_4(size, scales[k], values + k * size, codes + k * (size / 2));
+            encode_block_4(size, scales[k], values + k * size, rest ? rest + k * size : NULL, codes + k * (size / 2));
         else
             memset(codes + k * (size / 2), 0, size / 2);
 }
@@ -166,12 +173,17 @@ INLINE void encode_some(int bits, ptrdiff_t count, ptrdiff_t size, ptrdiff_t blo
                         float *residual, int8_t *codes, uint8_t *scales) {
     float values[GROUP * MOST_IN_BLOCK], new_scales[GROUP];
     ptrdiff_t first = block * size, n = present(first, count * size, numel);
-    if (n < count * size) memset(values, 0, sizeof(float) * count * size);
-    if (n == count * size && residual)
-        for (ptrdiff_t i = 0; i < count * size; i++) values[i] = flat[first + i] + residual[first + i];
-    else
-        for (ptrdiff_t i = 0; i < n; i++) values[i] = residual ? flat[first + i] + residual[first + i] : flat[first + i];
-    encode_blocks(bits, count, size, values, codes + block * (size * bits / 8), new_scales);
+    codes += block * (size * bits / 8);
+    if (n == count * size && !residual) {
+        encode_blocks(bits, count, size, flat + first, NULL, codes, new_scales);
+    } else {
+        if (n < count * size) memset(values, 0, sizeof(float) * count * size);
+        if (n == count * size)
+            for (ptrdiff_t i = 0; i < count * size; i++) values[i] = flat[first + i] + residual[first + i];
+        else
+            for (ptrdiff_t i = 0; i < n; i++) values[i] = residual ? flat[first + i] + residual[first + i] : flat[first + i];
+        encode_blocks(bits, count, size, values, values, codes, new_scales);
+    }
     for (ptrdiff_t k = 0; k < count; k++) {
         write_scale(bits, scales, block + k, new_scales[k]);
         if (isfinite(new_scales[k]) && residual)
@@ -226,7 +238,10 @@ INLINE void reduce_some(int bits, ptrdiff_t count, ptrdiff_t size, ptrdiff_t blo
     float values[GROUP * MOST_IN_BLOCK], new_scales[GROUP];
     for (ptrdiff_t k = 0; k < count; k++)
         average_block(bits, size, block + k, num_blocks, world_size, stride, shares, values + k * size);
-    encode_blocks(bits, count, size, values, codes + block * (size * bits / 8), new_scales);
+    if (residual)
+        encode_blocks(bits, count, size, values, values, codes + block * (size * bits / 8), new_scales);
+    else
+        encode_blocks(bits, count, size, values, NULL, codes + block * (size * bits / 8), new_scales);
     for (ptrdiff_t k = 0; k < count; k++) {
         write_scale(bits, scales, block + k, new_scales[k]);
         if (!isfinite(new_scales[k]) || !residual) continue;
