@@ -2,10 +2,12 @@
 
 Trains the digits CNN and the small GPT for the same steps, from the same seeds and batches, with each compressor, on
 two hosts of the network lab. The metric is that of the validation set: accuracy of the digits, loss of the GPT. Its
-difference to the uncompressed run of the same seed is what the compressor costs. "Time to equal" is the training time,
-without validation, until the metric is within a tolerance of the uncompressed run's last one: what a user buys.
+difference to the uncompressed run of the same seed is what the compressor costs; the interval is Student's, 95 % for
+the mean of these differences. "Time to equal" is the training time, without validation, until the metric is within a
+tolerance of the uncompressed run's last one: what a user buys.
 
 python benchmarks/quality.py --output benchmarks/results/quality_HARDWARE_DATE.json
+python benchmarks/quality.py --tasks gpt --num-steps 3000 --hooks none int4    # a longer training
 """
 
 import argparse
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.stats
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from results_file import write_result
@@ -55,16 +58,15 @@ TASKS: dict[str, dict[str, Any]] = {
         "higher_is_better": True,
         "tolerance": 0.002,  # of the metric
         "num_steps": 400,
-        "check_every": 20,
     },
     "gpt": {
         "metric": "val_loss",
         "higher_is_better": False,
         "tolerance": 0.005,
         "num_steps": 600,
-        "check_every": 30,
     },
 }
+NUM_CHECKS = 20
 
 
 class Curve(Callback):
@@ -109,13 +111,11 @@ def comm_hook(name: str, num_steps: int) -> Any:
     return config
 
 
-def train(task: str, name: str, seed: int, num_hosts: int) -> dict[str, Any]:
+def train(task: str, name: str, seed: int, num_hosts: int, num_steps: int) -> dict[str, Any]:
     """Makes one run on this rank; returns its curve and the bytes it sent in a step."""
-    settings = TASKS[task]
     seed_everything(seed, workers=True, verbose=False)
     model, data = model_and_data(task)
-    curve = Curve(settings["metric"])
-    num_steps = settings["num_steps"]
+    curve = Curve(TASKS[task]["metric"])
     strategy = CommOptDDP(
         comm_hook=comm_hook(name, num_steps), bucket_cap_mb=25, static_graph=True, gradient_as_bucket_view=True
     )
@@ -126,7 +126,7 @@ def train(task: str, name: str, seed: int, num_hosts: int) -> dict[str, Any]:
         strategy=strategy,
         max_steps=num_steps,
         max_epochs=-1,
-        val_check_interval=settings["check_every"],
+        val_check_interval=max(1, num_steps // NUM_CHECKS),
         check_val_every_n_epoch=None,
         limit_val_batches=40,
         num_sanity_val_steps=0,
@@ -147,7 +147,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for task in arguments.tasks:
         for name in arguments.hooks:
-            run = train(task, name, arguments.worker, arguments.num_hosts)
+            num_steps = arguments.num_steps or TASKS[task]["num_steps"]
+            run = train(task, name, arguments.worker, arguments.num_hosts, num_steps)
             if os.environ["RANK"] == "0":
                 print(RESULT + json.dumps({"task": task, "hook": name, "seed": arguments.worker, **run}), flush=True)
 
@@ -162,6 +163,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     for seed in range(arguments.num_seeds):
         with NetLab(arguments.num_hosts, arguments.rate) as lab:
             words = ["--worker", str(seed), "--num-hosts", str(arguments.num_hosts), "--tasks", *arguments.tasks]
+            words += ["--num-steps", str(arguments.num_steps)] if arguments.num_steps else []
             command = [sys.executable, __file__, *words, "--hooks", *arguments.hooks]
             output = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
         lines = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
@@ -174,6 +176,14 @@ def time_to(points: list[tuple[int, float, float]], target: float, sign: int, to
     """Returns the seconds until the metric was first within a share of ``target``, or better; None if it never was."""
     worst = target * (1 - sign * tolerance)
     return next((seconds for _, seconds, value in points if sign * value >= sign * worst), None)
+
+
+def interval_of_mean(differences: list[float]) -> tuple[float, float] | None:
+    """Returns Student's 95 % interval; None of one value, or of values that are all the same."""
+    if len(set(differences)) < 2:
+        return None
+    interval = scipy.stats.ttest_1samp(differences, 0).confidence_interval()
+    return float(interval.low), float(interval.high)
 
 
 def summary(runs: list[dict[str, Any]], task: str) -> dict[str, dict[str, Any]]:
@@ -189,9 +199,11 @@ def summary(runs: list[dict[str, Any]], task: str) -> dict[str, dict[str, Any]]:
         finals = [run["points"][-1][2] for run in of_hook.values()]
         targets = {seed: run["points"][-1][2] for seed, run in baseline_runs.items()}
         times = [time_to(run["points"], targets[seed], sign, tolerance) for seed, run in of_hook.items()]
+        differences = [run["points"][-1][2] - targets[seed] for seed, run in of_hook.items()]
         rows[name] = {
             "final": {"mean": float(np.mean(finals)), "min": min(finals), "max": max(finals)},
-            "difference": [run["points"][-1][2] - targets[seed] for seed, run in of_hook.items()],
+            "difference": differences,
+            "difference_interval": interval_of_mean(differences),
             "training_s": float(np.median([run["points"][-1][1] for run in of_hook.values()])),
             "time_to_equal_s": None if None in times else float(np.median([t for t in times if t is not None])),
             "reached": f"{sum(t is not None for t in times)} of {len(times)}",
@@ -202,19 +214,30 @@ def summary(runs: list[dict[str, Any]], task: str) -> dict[str, dict[str, Any]]:
 
 def print_table(rows: dict[str, dict[str, Any]], task: str) -> None:
     """Prints one row a compressor."""
-    table = Table(title=f"{task}: {TASKS[task]['metric']} after {TASKS[task]['num_steps']} steps")
-    for heading in ("comm hook", "final", "min-max", "to none", "training s", "s to equal", "reached", "MB/step"):
+    table = Table(title=f"{task}: {TASKS[task]['metric']} at the end")
+    for heading in (
+        "comm hook",
+        "final",
+        "min-max",
+        "to none",
+        "95 % interval",
+        "training s",
+        "s to equal",
+        "reached",
+        "MB/step",
+    ):
         table.add_column(heading, no_wrap=True)
     baseline = rows[BASELINE]["final"]["mean"]
     for name, row in rows.items():
-        final, difference = row["final"], float(np.mean(row["difference"]))
-        shown = f"{100 * difference:+.2f} points" if task == "digits" else f"{100 * difference / baseline:+.2f} %"
+        final, interval = row["final"], row["difference_interval"]
+        unit, one = ("points", 0.01) if task == "digits" else ("%", baseline / 100)
         equal = "-" if row["time_to_equal_s"] is None else f"{row['time_to_equal_s']:.1f}"
         table.add_row(
             name,
             f"{final['mean']:.4f}",
             f"{final['min']:.4f}-{final['max']:.4f}",
-            shown,
+            f"{np.mean(row['difference']) / one:+.2f} {unit}",
+            "-" if interval is None else f"{interval[0] / one:+.2f} to {interval[1] / one:+.2f}",
             f"{row['training_s']:.1f}",
             equal,
             row["reached"],
@@ -230,6 +253,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of each host's link in each direction")
     parser.add_argument("--num-seeds", type=int, default=3, help="stored after each")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--num-steps", type=int, help="of every task, instead of its own")
     parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=list(HOOKS), metavar="HOOK")
     parser.add_argument("--timeout-s", type=float, default=3600, help="for the runs of one seed")
     parser.add_argument("--output", type=Path)
@@ -241,6 +265,8 @@ def main() -> None:
     reason = why_not()
     if reason is not None:
         sys.exit(reason)
+    if arguments.num_steps is not None and arguments.num_steps < 1:
+        parser.error(f"--num-steps must be above 0, got {arguments.num_steps}")
     if BASELINE not in arguments.hooks:
         parser.error(f"--hooks must hold {BASELINE!r}, to compare with")
     load = os.getloadavg()[0]
