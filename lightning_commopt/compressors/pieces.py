@@ -13,8 +13,9 @@ from lightning_commopt.compressors.base import Rounds
 if TYPE_CHECKING:
     from lightning_commopt.collectives.channel import Channel, Pending
 
-PIECE_NUMEL = 2**21
-"""Elements in a piece: few enough that a bucket has several, and so many that a collective's latency does not count."""
+PIECE_NUMEL = 2**22
+"""Elements in a piece: few enough that a large bucket has several, and so many that a collective's latency does not
+count. A thread that waited for one shares its core with backward, and may get it milliseconds later."""
 
 RoundsOfPiece: TypeAlias = Callable[[Tensor, Tensor | None, "Channel"], Rounds]
 
