@@ -1,7 +1,8 @@
 """What it costs to keep the link model of a run up to date: a window of `CommTimeMonitor`, without the training.
 
-Stores no result: prints the medians and the longest of 200 windows of 50 steps, in microseconds, for several numbers of
-buckets: `rows` of this rank's steps, `update` with those of all ranks, which is the fit, and the file, on rank 0 only.
+Stores no result: prints the median and the longest processor time of 200 windows of 50 steps, in microseconds, for
+several numbers of buckets: `rows` of this rank's steps, `update` with those of all ranks, which is the fit to the last
+200 steps, and the file, which rank 0 writes.
 
 python benchmarks/link_refresh.py
 """

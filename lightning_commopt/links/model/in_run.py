@@ -17,7 +17,8 @@ from lightning_commopt.links.model.model import LinkModel
 from lightning_commopt.measure.record import StepRecord
 
 NUM_MESSAGES = 8
-"""Buckets of a step that count, at most: enough sizes for a curve, and the fit stays below a millisecond."""
+"""Buckets of a step that count, at most: enough sizes for a curve, and a fit takes about a millisecond
+(``benchmarks/link_refresh.py``)."""
 
 _SIZES_RATIO = 2
 """Between the largest and the smallest message, at least, to tell latency from bandwidth: the relative error of the
