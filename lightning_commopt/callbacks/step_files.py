@@ -15,7 +15,7 @@ from lightning_commopt.validation import warn
 
 
 class StepFiles:
-    """Writes this rank's steps, and on rank 0 the link model. After a failure, of which it warns, it writes no more.
+    """Writes this rank's steps, and on rank 0 the link model. After a failure it warns, and writes that file no more.
 
     Args:
         folder: the run's directory.
@@ -34,17 +34,19 @@ class StepFiles:
             for layout, group in groupby(steps, lambda step: step.layout):
                 self._writer.write([step.record for step in group], layout)
         except OSError as error:
-            self._give_up("steps", error)
+            self._writer = None
+            _warn("steps", error)
 
     def save_model(self, model: LinkModel) -> None:
         """Writes the model in place of the one before."""
-        if self._writer is None or self._model_path is None:
+        if self._model_path is None:
             return
         try:
             model.save(self._model_path)
         except OSError as error:
-            self._give_up("link model", error)
+            self._model_path = None
+            _warn("link model", error)
 
-    def _give_up(self, what: str, error: OSError) -> None:
-        self._writer = None
-        warn(f"CommTimeMonitor: the {what} cannot be saved any more ({error}); training goes on.", on_every_rank=True)
+
+def _warn(what: str, error: OSError) -> None:
+    warn(f"CommTimeMonitor: the {what} cannot be saved any more ({error}); training goes on.", on_every_rank=True)
