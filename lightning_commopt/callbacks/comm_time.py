@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,13 @@ from rich.console import Console
 from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends, samples_in, step_of_loggers
 from lightning_commopt.callbacks.publisher import MetricPublisher
 from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
+from lightning_commopt.callbacks.step_files import StepFiles
 from lightning_commopt.collectives.groups import BorrowedGroups, borrow_host_group
 from lightning_commopt.ddp.observed import observe, stop_observing
+from lightning_commopt.links.model.in_run import NUM_MESSAGES, LinkTracker
 from lightning_commopt.measure.all_ranks import AllRanks
 from lightning_commopt.measure.clock import clock_for
-from lightning_commopt.measure.files import StepWriter, rank_file
-from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
+from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, StepStatistics, row
 from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
 from lightning_commopt.measure.verdict import Verdict
@@ -52,10 +52,11 @@ class CommTimeMonitor(PhaseCallback):
     Args:
         every_n_steps: optimizer steps in a window.
         num_warmup_steps: optimizer steps that the summary of the fit leaves out. Loggers get them.
-        log: "default" for the ten numbers in `LOGGED_BY_DEFAULT`, "all" for every one.
-        dirpath: where ``comm_time/rank_0.jsonl``, ... go; None for the logger's directory, else the Trainer's
-            ``default_root_dir``.
-        save_records: write every step of every rank to those files.
+        log: "default" for the twelve numbers in `LOGGED_BY_DEFAULT`, "all" for every one.
+        dirpath: where ``comm_time/rank_0.jsonl``, ... and ``link_model.json`` go; None for the logger's directory, else
+            the Trainer's ``default_root_dir``.
+        save_records: write every step of every rank to those files, and the link model.
+        fit_link_model: fit a `LinkModel` to the buckets of the last 200 steps, anew with every window.
         print_summary: print a table and a verdict at the end of a fit, also of one that was interrupted.
 
     Attributes:
@@ -75,18 +76,21 @@ class CommTimeMonitor(PhaseCallback):
         log: str = "default",
         dirpath: str | Path | None = None,
         save_records: bool = True,
+        fit_link_model: bool = True,
         print_summary: bool = True,
     ) -> None:
         check_integer("every_n_steps", every_n_steps, at_least=1)
         check_integer("num_warmup_steps", num_warmup_steps, at_least=0)
         check_choice("log", log, ("default", "all"))
         check_switch("save_records", save_records)
+        check_switch("fit_link_model", fit_link_model)
         check_switch("print_summary", print_summary)
         self._every_n_steps = every_n_steps
         self._num_warmup_steps = num_warmup_steps
         self._logs_all = log == "all"
         self._dirpath = dirpath
         self._save_records = save_records
+        self._fit_link_model = fit_link_model
         self._print_summary = print_summary
         self._recorder: StepRecorder | None = None
         self._reset(world_size=1)
@@ -105,7 +109,8 @@ class CommTimeMonitor(PhaseCallback):
         self._all_ranks: AllRanks | None = None
         self._group: BorrowedGroups | None = None
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=False)
-        self._writer: StepWriter | None = None
+        self._link: LinkTracker | None = None
+        self._files: StepFiles | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begins to observe the gradient sync, before the strategy wraps the model."""
@@ -126,18 +131,20 @@ class CommTimeMonitor(PhaseCallback):
         has_peers = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
         self._group = _borrow_group() if has_peers else None
         group = self._group.all_ranks if self._group is not None else None
-        self._all_ranks = AllRanks(group, (self._every_n_steps, len(QUANTITIES)))
         is_shared = group is not None or trainer.world_size == 1
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=is_shared)
         # All ranks must ask for log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
+        assert self._recorder is not None
+        header = describe_rank(trainer) | {
+            "origin_unix_s": self._recorder.origin_unix_s,
+            "num_warmup_steps": self._num_warmup_steps,
+        }
+        self._link = LinkTracker(Path(folder), header) if self._fit_link_model else None
+        num_columns = len(QUANTITIES) + (NUM_MESSAGES if self._fit_link_model else 0)
+        self._all_ranks = AllRanks(group, (self._every_n_steps, num_columns))
         if self._save_records and not getattr(trainer, "fast_dev_run", False):
-            assert self._recorder is not None
-            header = describe_rank(trainer) | {
-                "origin_unix_s": self._recorder.origin_unix_s,
-                "num_warmup_steps": self._num_warmup_steps,
-            }
-            self._writer = StepWriter(rank_file(folder, trainer.global_rank), header)
+            self._files = StepFiles(folder, header)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publishes what there is, for callbacks that look at the end of the validation."""
@@ -156,7 +163,7 @@ class CommTimeMonitor(PhaseCallback):
                     " summary is without them."
                 )
                 self._all_ranks = None
-            self._send(self._every_n_steps)
+            self._send(trainer)
         self._conclude(trainer)
         if not self.summary and self._print_summary:
             info(
@@ -174,9 +181,9 @@ class CommTimeMonitor(PhaseCallback):
                 super().on_exception(trainer, pl_module, exception)
                 self._receive(trainer, _INTERRUPTED_LIMIT_S)
                 while self._recorder is not None and self._recorder.has(1):
-                    self._own_rows += self._take(1)
+                    self._own_rows += self._take(trainer, 1)
             if self._of_fit.num_ranks <= 1 and self._own_rows:  # else the steps of all ranks say more
-                self._add(np.array([self._own_rows]))
+                self._add(np.array([self._own_rows])[:, :, : len(QUANTITIES)])
             if self.verdict is None:
                 self._conclude(trainer)
         finally:
@@ -196,7 +203,7 @@ class CommTimeMonitor(PhaseCallback):
             # By counts that are the same on all ranks, as callback_metrics must not differ between them.
             if self._recorder.num_pending >= self._every_n_steps + self._recorder.num_lag_steps:
                 self._receive(trainer)
-                self._send(self._every_n_steps)
+                self._send(trainer)
         if epoch_ends(trainer):
             self._catch_up(trainer)
 
@@ -204,35 +211,29 @@ class CommTimeMonitor(PhaseCallback):
         """Publishes the window that is under way; if there was none yet, the steps so far."""
         self._receive(trainer)
         if not self.metrics and self._all_ranks is not None:
-            self._send(self._every_n_steps)
+            self._send(trainer)
             self._receive(trainer)
 
-    def _send(self, num_steps: int) -> None:
-        """Sends the oldest steps to all ranks, at most so many."""
-        rows = self._take(num_steps)
+    def _send(self, trainer: Trainer) -> None:
+        """Sends the oldest steps to all ranks, at most a window."""
+        rows = self._take(trainer, self._every_n_steps)
         if rows and self._all_ranks is not None:
             self._own_rows = rows
             self._all_ranks.send(torch.tensor(rows, dtype=torch.float64, device="cpu"))
 
-    def _take(self, num_steps: int) -> list[list[float]]:
+    def _take(self, trainer: Trainer, num_steps: int) -> list[list[float]]:
         """Saves the oldest steps, at most so many, and returns their numbers."""
         assert self._recorder is not None
         steps = self._recorder.take(num_steps)
         if steps:
             self._last_step, self._num_buckets = steps[-1].record.step, len(steps[-1].layout)
-            self._save(steps)
-        return [row(step.record) for step in steps]
-
-    def _save(self, steps: list[RecordedStep]) -> None:
-        if self._writer is None:
-            return
-        try:
-            for layout, group in groupby(steps, lambda step: step.layout):
-                self._writer.write([step.record for step in group], layout)
-        except OSError as error:
-            self._writer = None
-            message = f"CommTimeMonitor: the steps cannot be saved any more ({error}); training goes on."
-            warn(message, on_every_rank=True)
+            if self._files is not None:
+                self._files.save_steps(steps)
+        records = [step.record for step in steps]
+        if self._link is None:
+            return [row(record) for record in records]
+        times_s = self._link.rows(records, describe_hook(trainer.strategy)["comm_hook"])
+        return [row(record) + of_buckets for record, of_buckets in zip(records, times_s, strict=True)]
 
     def _receive(self, trainer: Trainer, limit_s: float = math.inf) -> bool:
         """Publishes the window that was sent; returns false if it has not come from all ranks."""
@@ -252,9 +253,15 @@ class CommTimeMonitor(PhaseCallback):
         return True
 
     def _publish(self, trainer: Trainer, values: NDArray[np.float64]) -> None:
+        values, times_s = np.split(values, [len(QUANTITIES)], axis=2)
         window = StepStatistics(world_size=self._world_size)
         window.update(values)
         self.metrics = window.compute()
+        if self._link is not None:
+            model = self._link.update(times_s)
+            if model is not None and self._files is not None:
+                self._files.save_model(model)
+            self.metrics |= self._link.metrics
         self._add(values)
         self._publisher.share(trainer, self.metrics)
         self._publisher.log(trainer, self.metrics, step=self._last_step)
@@ -274,7 +281,8 @@ class CommTimeMonitor(PhaseCallback):
             num_buckets=self._num_buckets,
             **describe_hook(trainer.strategy),
         )
-        self.summary, self.verdict = dict(summary.metrics), summary.verdict
+        self.summary = {**summary.metrics, **(self._link.metrics if self._link is not None else {})}
+        self.verdict = summary.verdict
         if self._print_summary and trainer.is_global_zero:
             Console().print(summary.table())
 

@@ -17,7 +17,7 @@ PREFIX = "comm_time/"
 
 LOGGED_BY_DEFAULT = (
     *("step_s", "data_s", "comm_s", "exposed_s", "exposed_share", "exposed_wait_s"),
-    *("wire_bytes", "bus_bandwidth", "samples_per_s", "straggler_rank"),
+    *("wire_bytes", "bus_bandwidth", "link_latency_s", "link_bandwidth", "samples_per_s", "straggler_rank"),
 )
 """What goes to loggers with ``log="default"``."""
 

@@ -70,7 +70,8 @@ def bench(
         Path | None, typer.Option(metavar="RUN_DIR", help="With --plan: the buckets of this run, to the byte.")
     ] = None,
     load: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measure nothing: take what --output has written.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure nothing: take what --output has written, or a link model."),
     ] = None,
     from_run: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="Measure nothing: take the buckets of a training run.")
@@ -80,11 +81,18 @@ def bench(
 
     Exit status 1 if a result is wrong or a rank fails, 2 for mistakes in the arguments.
     """
+    from lightning_commopt.links.bench.result import kind_of
     from lightning_commopt.links.bench.settings import COLLECTIVES, PLACES, BenchSettings
     from lightning_commopt.links.bench.sizes import parse_size, sizes_between
+    from lightning_commopt.links.model.model import MODEL_KIND
 
     _check_folders(output, csv, page, model)
     predicted = [parse_size("--predict", size) for size in predict.split(",")] if predict else []
+    if load is not None and kind_of(load) == MODEL_KIND:
+        if (output, csv, page, model) != (None,) * 4:
+            raise ValueError(f"{load} is a link model: --output, --csv, --page and --model need the times of a bench")
+        _show_model(load, json, predicted)
+        return
     if load is not None or from_run is not None:
         result: BenchResult | None = _kept(load, from_run)
     else:
@@ -164,6 +172,18 @@ def _show(result: "BenchResult", json: bool, sizes_bytes: Sequence[int]) -> None
         return
     print_bench(result, Console())
     for line in model_lines(model, sizes_bytes) if model else ():
+        typer.echo(line)
+
+
+def _show_model(path: Path, json: bool, sizes_bytes: Sequence[int]) -> None:
+    from lightning_commopt.links.model.model import LinkModel
+    from lightning_commopt.links.model.terminal import kept_model_lines, predictions
+
+    model = LinkModel.load(path)
+    if json:
+        typer.echo(json_text.dumps({**model.to_plain(), "predictions": predictions(model, sizes_bytes)}, indent=2))
+        return
+    for line in kept_model_lines(model, sizes_bytes):
         typer.echo(line)
 
 

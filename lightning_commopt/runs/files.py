@@ -8,6 +8,9 @@ RUN_FILE = "run.json"
 LOSS_FILE = "loss.jsonl"
 """Of a run: its loss against steps and seconds."""
 
+LINK_MODEL_FILE = "link_model.json"
+"""Of a run: the link model that its steps tell, refreshed while it trains."""
+
 CONFIG_FILE = "config.yaml"
 """Of a run: what it was configured with, resolved."""
 

@@ -100,14 +100,13 @@ def test_every_window_is_logged_alike_on_all_ranks(comm_hook: str | None) -> Non
             assert math.isclose(named["samples_per_s"], 6 * named["steps_per_s"])
             assert named["bus_bandwidth"] == named["algorithm_bandwidth"] > 0  # two ranks: 2 (n - 1) / n = 1
         assert headline
-    assert answers[0][0] == answers[1][0]
-    assert answers[0][1] == answers[1][1]
+    assert repr(answers[0][:2]) == repr(answers[1][:2])  # NaN as well, as one bucket tells no latency
 
 
-def test_ten_numbers_are_logged_by_default() -> None:
+def test_twelve_numbers_are_logged_by_default() -> None:
     kept = MemoryLogger()
     fit(CommTimeMonitor(every_n_steps=5, save_records=False), devices=1, logger=kept)
-    assert len(LOGGED_BY_DEFAULT) == 10
+    assert len(LOGGED_BY_DEFAULT) == 12
     for _, metrics in kept.logged:
         assert set(metrics) == {f"comm_time/{name}" for name in LOGGED_BY_DEFAULT}
 
@@ -300,6 +299,7 @@ def test_steps_are_counted_on_after_a_resume(tmp_path: Path) -> None:
         ({"num_warmup_steps": -1}, "num_warmup_steps must be .* at least 0, got -1"),
         ({"log": "none"}, "log must be one of 'default', 'all', got 'none'"),
         ({"save_records": "yes"}, "save_records"),
+        ({"fit_link_model": 1}, "fit_link_model must be .*, got 1"),
         ({"print_summary": None}, "print_summary"),
     ],
 )

@@ -74,7 +74,7 @@ def test_ranks_see_the_same_at_the_same_step() -> None:
     """If it fails, a ModelCheckpoint on one rank waits for a collective that the other ranks never start."""
     ranks = run_ranks(all_seen)
     for (one, summary), (other, _), (_, _, first) in zip(*ranks, CASES, strict=True):
-        assert one == other
+        assert repr(one) == repr(other)  # NaN as well, as one bucket tells no latency
         with_metrics = [(hook, step) for hook, step, found in one if MONITOR in found]
         assert with_metrics[0] == first
         last = one[-1][2]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from marked_processes import Program
@@ -133,6 +134,8 @@ MISTAKES = [
     (("--predict", "25X"), "--predict must be a number of bytes"),
     (("--buckets-of", "."), "needs the plan of that run"),
     (("--from-run", "."), "has no records of steps"),
+    (("--load", "model.json", "--csv", "bench.csv"), "model.json is a link model: --output, --csv, --page and --model"),
+    (("--load", "model.json"), "model.json is damaged"),
 ]
 
 
@@ -144,6 +147,7 @@ def test_a_mistake_is_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     Path("binary.json").write_bytes(b"\x00\xff\xd5")
     Path("list.json").write_text("[]")
+    Path("model.json").write_text('{"kind": "commopt link model", "format": 1}')
     (line,) = _run(*arguments, status=2).splitlines()
     assert line.startswith("commopt: ")
     assert said in line
@@ -198,6 +202,22 @@ def test_a_run_tells_of_its_link_without_a_probe(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [row.time_s.median for row in result.rows] == [pytest.approx(0.011), pytest.approx(0.101)]
     assert "5M: 53.4 ms" in _run("--from-run", str(tmp_path), "--predict", "5M")
+
+
+@pytest.mark.parametrize("where", [{}, {"run": "first", "last_step": 49}])
+def test_a_kept_model_predicts(where: dict[str, Any], tmp_path: Path) -> None:
+    """If it fails, nobody can look at the model that a bench, or a run that trains, has written."""
+    model = LinkModel.fit(result_of(sample(lambda size: 1e-3 + size / 1e8, noise=0.0), **where))
+    model.save(tmp_path / "link_model.json")
+    shown = _run("--load", str(tmp_path / "link_model.json"), "--predict", "100K").splitlines()
+    assert shown[0].startswith(
+        "# run first: buckets of 2 ranks, up to step 49" if where else "# commopt bench: 2 ranks"
+    )
+    assert "#   all_reduce (2 ranks): 1.00 ms + size / 100 MB/s; sizes left out are off by 0 % (median)" in shown
+    assert "#     100K: 2.02 ms (2.02 to 2.02)" in shown
+    plain = json.loads(_run("--load", str(tmp_path / "link_model.json"), "--predict", "100K", "--json"))
+    assert plain["predictions"][0]["time_s"] == pytest.approx(1e-3 + 102400e-8)
+    assert plain["curves"] == model.to_plain()["curves"]
 
 
 @pytest.mark.exhaustive

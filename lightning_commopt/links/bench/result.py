@@ -205,6 +205,19 @@ class BenchResult:
             writer.writerows(rows)
 
 
+def kind_of(path: Path) -> object:
+    """Returns what a JSON file of ours says it is; None of any other file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        plain = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    return plain.get("kind") if isinstance(plain, dict) else None
+
+
 def load_json(path: Path, kind: str, newest_format: int) -> dict[str, Any]:
     """Reads a JSON object that a command of ours has written.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import cache
 from math import comb
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ def median_of(values: Sequence[float]) -> Median:
     return Median(statistics.median(ordered), ordered[skipped], ordered[len(ordered) - 1 - skipped])
 
 
+@cache
 def _skipped(num_values: int) -> int:
     """Returns how many values at each end the interval leaves out: the most that keep 95 % between them."""
     tail, skipped = 0.0, 0

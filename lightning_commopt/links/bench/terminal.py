@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich.console import Console
 
@@ -32,17 +33,24 @@ def bench_lines(result: BenchResult) -> list[str]:
 
 def where_lines(result: BenchResult) -> list[str]:
     """Returns where and when the result was measured."""
-    where = result.where
+    lines = place_lines(result.where)
+    if "run" not in result.where:
+        repetitions = count(result.settings["num_repetitions"], "repetition")
+        lines[-1] += f"; {repetitions} in turns: medians with their interval"
+    return lines
+
+
+def place_lines(where: Mapping[str, Any]) -> list[str]:
+    """Returns what `BenchResult.where` says, or the same of a link model."""
     if "run" in where:
         return [f"run {where['run']}: buckets of {count(where['world_size'], 'rank')}, up to step {where['last_step']}"]
     ranks = f"{count(where['world_size'], 'rank')} on {count(where['num_nodes'], 'host')}"
     link = f", {where['link']} between them (network lab)" if where.get("link") else ""
     devices = f"{', '.join(where['devices'])}, {count(where['num_cores'], 'core')} a rank"
-    load = f"load average {where['load_at_start']:.1f} at the start, {where['load_at_end']:.1f} at the end"
     return [
         f"commopt bench: {ranks}{link}, {where['backend']}, torch {where['versions']['torch']}",
         f"{devices}, {where['started_at']}, {where['seconds']} s",
-        f"{load}; {count(result.settings['num_repetitions'], 'repetition')} in turns: medians with their interval",
+        f"load average {where['load_at_start']:.1f} at the start, {where['load_at_end']:.1f} at the end",
     ]
 
 

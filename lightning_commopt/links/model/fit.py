@@ -66,11 +66,11 @@ def fit_segments(points: Sequence[Point]) -> tuple[Segment, ...]:
     >>> [(f"{each.latency_s:.2g}", f"{1 / each.s_per_byte:.2g}") for each in fit_segments(points)]
     [('0.001', '1e+08')]
     """
-    best: tuple[Segment, ...] = (_fit(points),)
+    fits = _fits(points)
+    best: tuple[Segment, ...] = (fits[0, len(points)].segment,)
     best_score = math.inf
     for num_segments in range(1, min(_MAX_SEGMENTS, max(1, len(points) // _MIN_POINTS)) + 1):
-        segments = _best_split(points, num_segments)
-        squares = sum(_squares(_inside(points, segment), segment) for segment in segments)
+        squares, segments = _best_split(fits, len(points), num_segments)
         score = squares + 3 * num_segments * math.log(len(points))
         if score < best_score:
             best, best_score = segments, score
@@ -102,25 +102,40 @@ def errors_left_out(points: Sequence[Point], segments: Sequence[Segment]) -> lis
         segments: their ends stay as they are.
     """
     errors = []
-    for number, point in enumerate(points):
-        others = [*points[:number], *points[number + 1 :]]
-        refitted = [_fit(inside) for segment in segments if (inside := _inside(others, segment))]
+    for point in points:
+        own = next(segment for segment in segments if point.size_bytes <= segment.last_bytes)
+        inside = [each for each in points if own.first_bytes <= each.size_bytes <= own.last_bytes]
+        others = [each for each in inside if each is not point]
+        without = [_fit(others)] if others else []
+        refitted = [fitted for segment in segments for fitted in (without if segment is own else [segment])]
         errors.append(point.time_s / time_at(refitted, point.size_bytes) - 1 if refitted else 0.0)
     return errors
 
 
-def _inside(points: Sequence[Point], segment: Segment) -> list[Point]:
-    return [point for point in points if segment.first_bytes <= point.size_bytes <= segment.last_bytes]
+class _Fitted(NamedTuple):
+    """A segment and the sum of its points' weighted squared relative errors."""
+
+    segment: Segment
+    squares: float
 
 
-def _best_split(points: Sequence[Point], num_segments: int) -> tuple[Segment, ...]:
-    """Returns so many segments with the least sum of squares, by dynamic programming over where they begin."""
-    size, fits = len(points), {}
-    for start in range(size):
-        for stop in range(start + 1, size + 1):
-            if stop - start >= _MIN_POINTS or stop - start == size:
-                segment = _fit(points[start:stop])
-                fits[start, stop] = segment, _squares(points[start:stop], segment)
+def _fits(points: Sequence[Point]) -> dict[tuple[int, int], _Fitted]:
+    """Returns the fits to all runs of points that are long enough, and to all points."""
+    fits = {}
+    for start, first in enumerate(points):
+        sums = _Sums()
+        for stop, last in enumerate(points[start:], start + 1):
+            sums.add(last)
+            if stop - start >= _MIN_POINTS or stop - start == len(points):
+                segment = Segment(first.size_bytes, last.size_bytes, *sums.line())
+                fits[start, stop] = _Fitted(segment, sums.squares(segment))
+    return fits
+
+
+def _best_split(
+    fits: dict[tuple[int, int], _Fitted], num_points: int, num_segments: int
+) -> tuple[float, tuple[Segment, ...]]:
+    """Returns the least sum of squares of so many segments, and these; by dynamic programming over where they begin."""
     best: dict[int, tuple[float, tuple[Segment, ...]]] = {0: (0.0, ())}
     for _ in range(num_segments):
         longer: dict[int, tuple[float, tuple[Segment, ...]]] = {}
@@ -128,31 +143,53 @@ def _best_split(points: Sequence[Point], num_segments: int) -> tuple[Segment, ..
             if start in best and best[start][0] + squares < longer.get(stop, (math.inf, ()))[0]:
                 longer[stop] = best[start][0] + squares, (*best[start][1], segment)
         best = longer
-    return best[size][1]
-
-
-def _squares(points: Sequence[Point], segment: Segment) -> float:
-    return sum(point.weight * (segment.time_s(point.size_bytes) / point.time_s - 1) ** 2 for point in points)
+    return best[num_points]
 
 
 def _fit(points: Sequence[Point]) -> Segment:
-    """Returns the line of least relative squares whose latency and inverse bandwidth are not below 0."""
-    # The line is latency * inverse + s_per_byte * rate = 1 at every point; all times the root of its weight.
-    ones = [math.sqrt(point.weight) for point in points]
-    rates = [one * point.size_bytes / point.time_s for one, point in zip(ones, points, strict=True)]
-    inverses = [one / point.time_s for one, point in zip(ones, points, strict=True)]
-    aa, ab, bb = _dot(inverses, inverses), _dot(inverses, rates), _dot(rates, rates)
-    a1, b1 = _dot(inverses, ones), _dot(rates, ones)
-    determinant = aa * bb - ab * ab
-    latency_s, s_per_byte = 0.0, b1 / bb
-    if determinant > 1e-12 * aa * bb:
+    sums = _Sums()
+    for point in points:
+        sums.add(point)
+    return Segment(points[0].size_bytes, points[-1].size_bytes, *sums.line())
+
+
+class _Sums:
+    """What the line of least relative squares needs of its points: latency * inverse + s_per_byte * rate is near 1."""
+
+    __slots__ = ("inverses", "inverses_rates", "rates", "squared_inverses", "squared_rates", "weights")
+
+    def __init__(self) -> None:
+        self.weights = self.inverses = self.rates = 0.0
+        self.squared_inverses = self.inverses_rates = self.squared_rates = 0.0
+
+    def add(self, point: Point) -> None:
+        """Adds a point."""
+        weight = point.weight
+        inverse, rate = 1 / point.time_s, point.size_bytes / point.time_s
+        self.weights += weight
+        self.inverses += weight * inverse
+        self.rates += weight * rate
+        self.squared_inverses += weight * inverse * inverse
+        self.inverses_rates += weight * inverse * rate
+        self.squared_rates += weight * rate * rate
+
+    def line(self) -> tuple[float, float]:
+        """Returns the latency and the seconds of a byte, neither of them below 0."""
+        aa, ab, bb = self.squared_inverses, self.inverses_rates, self.squared_rates
+        a1, b1 = self.inverses, self.rates
+        determinant = aa * bb - ab * ab
+        if determinant <= 1e-12 * aa * bb:
+            return 0.0, b1 / bb
         latency_s, s_per_byte = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
         if s_per_byte < 0:
-            latency_s, s_per_byte = a1 / aa, 0.0
-        elif latency_s < 0:
-            latency_s, s_per_byte = 0.0, b1 / bb
-    return Segment(points[0].size_bytes, points[-1].size_bytes, latency_s, s_per_byte)
+            return a1 / aa, 0.0
+        if latency_s < 0:
+            return 0.0, b1 / bb
+        return latency_s, s_per_byte
 
-
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
+    def squares(self, line: Segment) -> float:
+        """Returns the weighted sum of squared relative errors of a line."""
+        a, b = line.latency_s, line.s_per_byte
+        linear = a * self.inverses + b * self.rates
+        mixed = a * a * self.squared_inverses + 2 * a * b * self.inverses_rates + b * b * self.squared_rates
+        return mixed - 2 * linear + self.weights

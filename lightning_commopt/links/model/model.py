@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,11 +16,14 @@ from lightning_commopt.links.bench.result import BenchResult, Case, Row, load_js
 from lightning_commopt.links.bench.sizes import size_text
 from lightning_commopt.links.bench.statistic import CONFIDENCE
 from lightning_commopt.links.model.fit import Point, Segment, errors_left_out, fit_segments, time_at
+from lightning_commopt.runs.record import write_json
 
 FORMAT = 1
 """Of the JSON. A later version that changes what a key means raises it; new keys do not."""
 
-_KIND = "commopt link model"
+MODEL_KIND = "commopt link model"
+"""What the JSON says it is."""
+
 _MIN_SIZES = 3
 
 
@@ -86,7 +88,7 @@ class Curve:
         segments = fit_segments(points)
         errors = errors_left_out(points, segments)
         ratios = [
-            [time_s / point.time_s * (1 + error) for time_s in row.times_s]
+            [time_s / point.time_s * (1 + error) for time_s in sorted(row.times_s)]
             for row, point, error in zip(rows, points, errors, strict=True)
         ]
         spreads = [
@@ -208,11 +210,11 @@ class LinkModel:
             plain["segments"] = [segment._asdict() for segment in curve.segments]
             plain["spreads"] = [spread._asdict() for spread in curve.spreads]
             curves.append(plain)
-        return {"kind": _KIND, "format": FORMAT, "where": dict(self.where), "curves": curves}
+        return {"kind": MODEL_KIND, "format": FORMAT, "where": dict(self.where), "curves": curves}
 
     def save(self, path: Path) -> None:
-        """Writes the model as JSON."""
-        path.write_text(json.dumps(self.to_plain(), indent=2) + "\n", encoding="utf-8")
+        """Writes the model as JSON; who reads it meanwhile finds the old one or the new, never a part."""
+        write_json(path, self.to_plain())
 
     @classmethod
     def load(cls, path: Path) -> LinkModel:
@@ -222,7 +224,7 @@ class LinkModel:
             OSError: the file cannot be read.
             ValueError: it is not such a file, or it is cut.
         """
-        plain = load_json(path, _KIND, FORMAT)
+        plain = load_json(path, MODEL_KIND, FORMAT)
         try:
             curves = tuple(_curve_of(each) for each in plain["curves"])
             return cls(curves=curves, where=plain["where"])

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_commopt.formatting import number
 from lightning_commopt.links.bench.sizes import size_text
+from lightning_commopt.links.bench.terminal import place_lines
 from lightning_commopt.links.model.model import LinkModel
 
 
@@ -30,3 +31,8 @@ def model_lines(model: LinkModel, sizes_bytes: Sequence[int]) -> list[str]:
             ends = f"{number(1e3 * found.low_s)} to {number(1e3 * found.high_s)}"
             lines.append(f"#     {size_text(size)}: {number(1e3 * found.time_s)} ms ({ends}){beyond}")
     return lines
+
+
+def kept_model_lines(model: LinkModel, sizes_bytes: Sequence[int]) -> list[str]:
+    """Returns where a model was measured, and its `model_lines`."""
+    return [*(f"# {line}" for line in place_lines(model.where)), *model_lines(model, sizes_bytes)]

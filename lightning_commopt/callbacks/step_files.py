@@ -1,0 +1,52 @@
+"""What `CommTimeMonitor` writes into the run's directory; a disk that fails does not end training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lightning_commopt.links.model.model import LinkModel
+from lightning_commopt.measure.files import StepWriter, rank_file
+from lightning_commopt.measure.recorder import RecordedStep
+from lightning_commopt.runs.files import LINK_MODEL_FILE
+from lightning_commopt.validation import warn
+
+
+class StepFiles:
+    """Writes this rank's steps, and on rank 0 the link model. After a failure it warns, and writes that file no more.
+
+    Args:
+        folder: the run's directory.
+        header: what to say of the rank; see `StepWriter`.
+    """
+
+    def __init__(self, folder: str | Path, header: Mapping[str, Any]) -> None:
+        self._writer: StepWriter | None = StepWriter(rank_file(folder, header["rank"]), header)
+        self._model_path = Path(folder) / LINK_MODEL_FILE if header["rank"] == 0 else None
+
+    def save_steps(self, steps: Sequence[RecordedStep]) -> None:
+        """Appends steps."""
+        if self._writer is None:
+            return
+        try:
+            for layout, group in groupby(steps, lambda step: step.layout):
+                self._writer.write([step.record for step in group], layout)
+        except OSError as error:
+            self._writer = None
+            _warn("steps", error)
+
+    def save_model(self, model: LinkModel) -> None:
+        """Writes the model in place of the one before."""
+        if self._model_path is None:
+            return
+        try:
+            model.save(self._model_path)
+        except OSError as error:
+            self._model_path = None
+            _warn("link model", error)
+
+
+def _warn(what: str, error: OSError) -> None:
+    warn(f"CommTimeMonitor: the {what} cannot be saved any more ({error}); training goes on.", on_every_rank=True)
