@@ -162,7 +162,7 @@ class Int4(Preset):
     """Int4 as it is used: `BlockInt4`, without `ErrorFeedback` unless asked for.
 
     What error feedback adds to a step is rounded with it; a GPT trained with AdamW ended with a lower loss without it,
-    with each of three seeds (docs/compression.md). Where gradients hardly change from step to step, small ones may be
+    with each of five seeds (docs/compression.md). Where gradients hardly change from step to step, small ones may be
     rounded to zero in every step without it.
 
     Attributes:
