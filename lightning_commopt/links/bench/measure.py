@@ -122,7 +122,6 @@ class _Bench:
             if entry.case.size_bytes < _BURST_SHARE_BYTES or entry.call_s < self.settings.block_s:
                 entry.call.run()
                 self._synchronize()
-            _meet()
             return self._time(entry.call, entry.num_iters) / entry.num_iters
 
     def _prepare(self, entry: _Entry) -> None:
@@ -141,15 +140,22 @@ class _Bench:
         self._synchronize()
 
     def _time(self, call: Call, num_iters: int) -> float:
+        """Returns the seconds of some calls, from when all ranks have met.
+
+        Nothing lies between the meeting and the clock: threads that wait fall asleep in microseconds, and the first
+        call would have to wake them.
+        """
         run = call.run
         if self.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            _meet()
             start.record()
             for _ in range(num_iters):
                 run()
             end.record()
             end.synchronize()
             return start.elapsed_time(end) / 1e3
+        _meet()
         started = time.perf_counter()
         for _ in range(num_iters):
             run()

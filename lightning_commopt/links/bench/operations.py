@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ class Call:
     """A case that can be run.
 
     Attributes:
-        run: makes one call, which is done when the current stream is.
+        run: makes one call, which is done when the current stream is. A plain collective is torch's function with
+            positional arguments: what Python adds shows in small messages, a keyword as 1 % of an all-reduce of 8 bytes.
         fill: prepares the memory for a call whose result is checked.
         num_wrong: of this rank's elements after such a call.
     """
@@ -53,24 +55,25 @@ class _Job:
         """Where this rank's part is in a message that is divided."""
         return slice(self.ranks.index * self.case.count, (self.ranks.index + 1) * self.case.count)
 
-    def copy(self) -> None:
-        if self.case.place == "out":
-            self.recv.copy_(self.send)
+    def copies(self) -> list[Callable[[], object]]:
+        """Returns what goes before a call that works in place only: a copy where the case is out of place."""
+        return [] if self.case.place == "in" else [partial(self.recv.copy_, self.send)]
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, _REDOPS[self.case.redop], group=self.ranks.group)
+    def all_reduce(self, tensor: Tensor) -> Callable[[], object]:
+        return partial(dist.all_reduce, tensor, _REDOPS[self.case.redop], self.ranks.group)
 
-    def reduce(self, tensor: Tensor) -> None:
-        dist.reduce(tensor, self.ranks.members[self.root], _REDOPS[self.case.redop], group=self.ranks.group)
+    def reduce(self, tensor: Tensor) -> Callable[[], object]:
+        root, redop = self.ranks.members[self.root], _REDOPS[self.case.redop]
+        return partial(dist.reduce, tensor, root, redop, self.ranks.group)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, self.ranks.members[self.root], group=self.ranks.group)
+    def broadcast(self, tensor: Tensor) -> Callable[[], object]:
+        return partial(dist.broadcast, tensor, self.ranks.members[self.root], self.ranks.group)
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        dist.reduce_scatter_tensor(part, whole, _REDOPS[self.case.redop], group=self.ranks.group)
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Callable[[], object]:
+        return partial(dist.reduce_scatter_tensor, part, whole, _REDOPS[self.case.redop], self.ranks.group)
 
-    def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        dist.all_gather_into_tensor(whole, part, group=self.ranks.group)
+    def all_gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
+        return partial(dist.all_gather_into_tensor, whole, part, self.ranks.group)
 
     def fill_own(self) -> None:
         pattern.fill(self.send, self.ranks.index)
@@ -94,52 +97,47 @@ def prepare(case: Case, ranks: Ranks, memory: Memory, root: int) -> Call:
     return _PREPARE[case.operation](job)
 
 
-def _all_reduce(job: _Job) -> Call:
-    def run() -> None:
-        job.copy()
-        job.all_reduce(job.recv)
+def _in_turn(*calls: Callable[[], object]) -> Callable[[], object]:
+    """Returns a function that makes these calls; a single one is returned as it is."""
+    if len(calls) == 1:
+        return calls[0]
 
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _all_reduce(job: _Job) -> Call:
+    run = _in_turn(*job.copies(), job.all_reduce(job.recv))
     return Call(run, job.fill_own, lambda: job.wrong(job.recv))
 
 
 def _reduce(job: _Job) -> Call:
-    def run() -> None:
-        job.copy()
-        job.reduce(job.recv)
-
+    run = _in_turn(*job.copies(), job.reduce(job.recv))
     return Call(run, job.fill_own, lambda: job.wrong(job.recv) if job.is_root else 0)
 
 
 def _reduce_broadcast(job: _Job) -> Call:
-    def run() -> None:
-        job.copy()
-        job.reduce(job.recv)
-        job.broadcast(job.recv)
-
+    run = _in_turn(*job.copies(), job.reduce(job.recv), job.broadcast(job.recv))
     return Call(run, job.fill_own, lambda: job.wrong(job.recv))
 
 
 def _broadcast(job: _Job) -> Call:
-    def run() -> None:
-        if job.is_root:
-            job.copy()
-        job.broadcast(job.recv)
-
+    copies = job.copies() if job.is_root else []
+    run = _in_turn(*copies, job.broadcast(job.recv))
     return Call(run, job.fill_own, lambda: pattern.num_wrong(job.recv, [job.root]))
 
 
 def _reduce_scatter(job: _Job) -> Call:
     part = job.recv[job.own] if job.case.place == "in" else job.recv[: job.case.count]
-    return Call(lambda: job.reduce_scatter(part, job.send), job.fill_own, lambda: job.wrong(part, job.own.start))
+    return Call(job.reduce_scatter(part, job.send), job.fill_own, lambda: job.wrong(part, job.own.start))
 
 
 def _reduce_scatter_all_gather(job: _Job) -> Call:
     part = job.recv[job.own]
-
-    def run() -> None:
-        job.reduce_scatter(part, job.send)
-        job.all_gather(job.recv, part)
-
+    run = _in_turn(job.reduce_scatter(part, job.send), job.all_gather(job.recv, part))
     return Call(run, job.fill_own, lambda: job.wrong(job.recv))
 
 
@@ -150,7 +148,7 @@ def _all_gather(job: _Job) -> Call:
         parts = enumerate(job.recv.split(job.case.count))
         return sum(pattern.num_wrong(each, [rank], offset=rank * job.case.count) for rank, each in parts)
 
-    return Call(lambda: job.all_gather(job.recv, part), job.fill_own, num_wrong)
+    return Call(job.all_gather(job.recv, part), job.fill_own, num_wrong)
 
 
 def _all_to_all(job: _Job) -> Call:
@@ -158,7 +156,8 @@ def _all_to_all(job: _Job) -> Call:
         parts = enumerate(job.recv.split(job.case.count))
         return sum(pattern.num_wrong(each, [rank], offset=job.own.start) for rank, each in parts)
 
-    return Call(lambda: dist.all_to_all_single(job.recv, job.send, group=job.ranks.group), job.fill_own, num_wrong)
+    run = partial(dist.all_to_all_single, job.recv, job.send, group=job.ranks.group)
+    return Call(run, job.fill_own, num_wrong)
 
 
 def _send_recv(job: _Job) -> Call:
