@@ -4,9 +4,9 @@ Simulates data parallelism in one process: the gradients of each rank's micro-ba
 rounded, averaged, and the mean is rounded again, as `compressors/blockwise.py` does with a network between. `int4` and
 `int8` go through the package's own kernels. Model, data, seeds and steps are those of `quality.py --tasks gpt`.
 
-The difference to the uncompressed run of the same seed is what a variant costs, and luck: "perturbed", whose gradients
-are off by a millionth, shows how much of it is luck. "Error" is that of the mean of the step's gradients, relative and
-in the 2-norm, averaged over the steps of a run. "EF" is error feedback.
+The difference to the uncompressed run of the same seed is what a variant costs, and luck: "perturbed" is the same with
+gradients that are off by a millionth. "Error" is that of the mean of the step's gradients, relative and in the 2-norm,
+averaged over the steps of a run. "EF" is error feedback.
 
 python benchmarks/int4_variants.py --output benchmarks/results/int4_variants_HARDWARE_DATE.json
 """
@@ -63,6 +63,11 @@ def packaged(bits: int, block_size: int) -> Rounding:
         return sent
 
     return Rounding(8 * block_format.block_bytes / block_size, apply)
+
+
+def perturbed(rounding: Rounding) -> Rounding:
+    """Returns ``rounding`` of elements that are off by a millionth."""
+    return Rounding(rounding.bits, lambda flat: rounding.apply(flat + 1e-6 * flat * torch.randn_like(flat)))
 
 
 def to_levels(
@@ -130,29 +135,23 @@ def quadratic(bits: int) -> Tensor:
 
 
 class Variant(NamedTuple):
-    """How the mean of all ranks' gradients is made.
+    """How ranks average their gradients."""
 
-    Attributes:
-        share: rounding of what each rank sends.
-        mean: rounding of the mean; None for that of the shares.
-        kept: share of the residual that the next step adds; 0 without error feedback.
-        small_in_int8: embeddings and one-dimensional parameters are rounded to int8.
-    """
-
-    share: Rounding
-    mean: Rounding | None = None
-    kept: float = 0.0
-    small_in_int8: bool = False
+    share: Rounding  # of what each rank sends
+    mean: Rounding | None = None  # None for that of the shares
+    kept: float = 0.0  # of the residual, in the next step: 0 without error feedback
+    small_in_int8: bool = False  # embeddings and one-dimensional parameters
 
 
-INT4, INT8 = packaged(4, 32), packaged(8, 128)
+EXACT, INT4, INT8 = Rounding(32, lambda flat: flat), packaged(4, 32), packaged(8, 128)
 SEVENTHS = torch.arange(-7, 8) / 7
 EVEN, NORMAL = to_levels(SEVENTHS), to_levels(NF4)
 VARIANTS = {
-    BASELINE: Variant(Rounding(32, lambda flat: flat)),
-    "perturbed": Variant(Rounding(32, lambda flat: flat + 1e-6 * flat * torch.randn_like(flat))),
+    BASELINE: Variant(EXACT),
+    "none, perturbed": Variant(perturbed(EXACT)),
     "int8 + EF": Variant(INT8, kept=1.0),
     "int4": Variant(INT4),
+    "int4, perturbed": Variant(perturbed(INT4)),
     "int4 + EF": Variant(INT4, kept=1.0),
     "int4 + EF, residual halved": Variant(INT4, kept=0.5),
     "int4, mean in int8": Variant(INT4, INT8),
