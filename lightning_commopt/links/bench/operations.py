@@ -26,7 +26,7 @@ class Call:
 
     Attributes:
         run: makes one call, which is done when the current stream is. A plain collective is torch's function with
-            positional arguments: what Python adds shows in small messages, a keyword as 1 % of 8 bytes' all-reduce.
+            positional arguments: what Python adds shows in small messages, a keyword as 1 % of 8 bytes over gloo.
         fill: prepares the memory for a call whose result is checked.
         num_wrong: of this rank's elements after such a call.
     """
