@@ -20,7 +20,7 @@ from results_file import median_with_interval
 
 from lightning_commopt.compat.torch import default_store
 from lightning_commopt.selftest.ranks import run_ranks
-from lightning_commopt.strategy.join_watch import JoinWatch
+from lightning_commopt.watch.join_watch import JoinWatch
 
 
 def start_seconds(ports: list[int], late_s: float) -> list[float]:

@@ -26,7 +26,7 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
 from lightning_commopt.strategy.base import check_group, explain_one_rank, prepare_nccl, strategy_from_plan
-from lightning_commopt.strategy.join_watch import watch_joining
+from lightning_commopt.watch.join_watch import watch_joining
 
 
 class CommOptDDP(DDPStrategy):

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.ddp.buckets import bucket_names
-from lightning_commopt.hangs import marks as kinds
-from lightning_commopt.hangs import phases
-from lightning_commopt.hangs.rank_side import WatchedRank
 from lightning_commopt.strategy.base import plan_of
-from lightning_commopt.strategy.peers import is_orderly
 from lightning_commopt.validation import check_choice, check_positive, warn_once
+from lightning_commopt.watch.hangs import marks as kinds
+from lightning_commopt.watch.hangs import phases
+from lightning_commopt.watch.hangs.rank_side import WatchedRank
+from lightning_commopt.watch.peers import is_orderly
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

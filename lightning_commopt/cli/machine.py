@@ -101,8 +101,8 @@ def doctor(
 
 
 def _explain_hang(run_dir: Path, *, json: bool) -> None:
-    from lightning_commopt.hangs.reading import read_left_behind
-    from lightning_commopt.hangs.terminal import print_left_behind
+    from lightning_commopt.watch.hangs.reading import read_left_behind
+    from lightning_commopt.watch.hangs.terminal import print_left_behind
 
     with errors_in_a_line(status=2):
         found = read_left_behind(run_dir)

@@ -17,8 +17,8 @@ from lightning_commopt.plan import (
     ddp_keywords,
     plan_options,
 )
-from lightning_commopt.strategy.uneven_batches import POLICIES
 from lightning_commopt.validation import did_you_mean
+from lightning_commopt.watch.uneven_batches import POLICIES
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _CHOICES = {"start_method": START_METHODS, "uneven_batches": POLICIES}

@@ -28,9 +28,9 @@ from lightning_commopt.strategy.checks import (
     explain_unused_parameters,
     warn_of_fp16_under_scaler,
 )
-from lightning_commopt.strategy.fit_watch import FitWatch
 from lightning_commopt.strategy.gradient_sync import GradientSync
-from lightning_commopt.strategy.join_watch import watch_joining
+from lightning_commopt.watch.fit_watch import FitWatch
+from lightning_commopt.watch.join_watch import watch_joining
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy

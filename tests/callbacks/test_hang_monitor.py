@@ -8,7 +8,7 @@ from hanging_fits import fit_slowly, fit_with_faults
 from marked_processes import Program
 
 from lightning_commopt.callbacks import HangMonitor
-from lightning_commopt.hangs.reading import read_left_behind
+from lightning_commopt.watch.hangs.reading import read_left_behind
 from ranks import run_ranks
 
 _FAULTS = [("forward", "ddp"), ("stopped", "int8")]

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from lightning_commopt.compat.loops import LoopEvents, num_begun
 from lightning_commopt.compat.torch import default_store
-from lightning_commopt.strategy.epoch_ends import EpochEnds
-from lightning_commopt.strategy.peers import Peers
-from lightning_commopt.strategy.uneven_batches import UnevenBatchesError, make_even
+from lightning_commopt.watch.epoch_ends import EpochEnds
+from lightning_commopt.watch.peers import Peers
+from lightning_commopt.watch.uneven_batches import UnevenBatchesError, make_even
 
 _WAKE_S = 1.0
 _STALLED_S = 2.0
@@ -41,7 +41,7 @@ class FitWatch:
 
     Args:
         trainer: about to fit.
-        uneven_batches: one of `lightning_commopt.strategy.uneven_batches.POLICIES`.
+        uneven_batches: one of `lightning_commopt.watch.uneven_batches.POLICIES`.
         device: whose tensors the default group can gather.
         ranks_here: the ranks on this host.
         launcher_pid: the process that has started this one and waits for it; None if there is no such one.

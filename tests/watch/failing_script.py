@@ -21,7 +21,7 @@ from strategy_models import Tiny, loader, trainer
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.strategy import fit_watch
+from lightning_commopt.watch import fit_watch
 
 fit_watch._WAKE_S, fit_watch._STALLED_S, fit_watch._GRACE_S = 0.2, 1.0, 2.0
 

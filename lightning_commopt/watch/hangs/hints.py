@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_commopt.hangs.phases import PHASES
-from lightning_commopt.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs.phases import PHASES
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _BY_KIND = {
     "died": (

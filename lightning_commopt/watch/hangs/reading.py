@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_commopt.hangs import marks as kinds
-from lightning_commopt.hangs.diagnosis import Diagnosis, diagnose
-from lightning_commopt.hangs.records import REPORT
-from lightning_commopt.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs import marks as kinds
+from lightning_commopt.watch.hangs.diagnosis import Diagnosis, diagnose
+from lightning_commopt.watch.hangs.records import REPORT
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 
 class TimedMark(NamedTuple):

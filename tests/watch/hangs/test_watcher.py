@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.hangs import marks as kinds
-from lightning_commopt.hangs import watcher as watching
-from lightning_commopt.hangs.flight_recorder import Signature
-from lightning_commopt.hangs.marks import MarkWriter
-from lightning_commopt.hangs.network import Address, Server, ask
-from lightning_commopt.hangs.observation import Observation
-from lightning_commopt.hangs.phases import BACKWARD, FORWARD
-from lightning_commopt.hangs.rank_link import RankLink
-from lightning_commopt.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs import marks as kinds
+from lightning_commopt.watch.hangs import watcher as watching
+from lightning_commopt.watch.hangs.flight_recorder import Signature
+from lightning_commopt.watch.hangs.marks import MarkWriter
+from lightning_commopt.watch.hangs.network import Address, Server, ask
+from lightning_commopt.watch.hangs.observation import Observation
+from lightning_commopt.watch.hangs.phases import BACKWARD, FORWARD
+from lightning_commopt.watch.hangs.rank_link import RankLink
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer"
 TRAINER = ("/x/site-packages/lightning/pytorch/trainer/trainer.py", 9, "fit")

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from lightning_commopt.hangs.marks import anonymous_file
-from lightning_commopt.hangs.native import catches
+from lightning_commopt.watch.hangs.marks import anonymous_file
+from lightning_commopt.watch.hangs.native import catches
 
 SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 _POLL_S = 0.01

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from textwrap import shorten
 
-from lightning_commopt.hangs.flight_recorder import Difference, Signature, find_departure
-from lightning_commopt.hangs.phases import PHASES
-from lightning_commopt.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs.flight_recorder import Difference, Signature, find_departure
+from lightning_commopt.watch.hangs.phases import PHASES
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _NAMES_IN_SENTENCE = 2
 _DETAIL_WIDTH = 240

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from lightning_commopt.hangs.flight_recorder import Difference, find_departure, find_difference
-from lightning_commopt.hangs.hints import hints_for
-from lightning_commopt.hangs.phases import BACKWARD, EPOCH_END, PHASES
-from lightning_commopt.hangs.sentences import (
+from lightning_commopt.watch.hangs.flight_recorder import Difference, find_departure, find_difference
+from lightning_commopt.watch.hangs.hints import hints_for
+from lightning_commopt.watch.hangs.phases import BACKWARD, EPOCH_END, PHASES
+from lightning_commopt.watch.hangs.sentences import (
     difference_text,
     group_text,
     operation_of,
@@ -21,7 +21,7 @@ from lightning_commopt.hangs.sentences import (
     what_skipped,
     what_waits,
 )
-from lightning_commopt.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _DOWN = ("unreachable", "stopped", "finished")
 _TRAINS = ("data", "forward", "backward", "optimizer", "callbacks")

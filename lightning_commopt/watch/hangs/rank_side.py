@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.compat.torch import default_store, flight_recorder_json
-from lightning_commopt.hangs import marks as kinds
-from lightning_commopt.hangs.marks import MarkWriter
-from lightning_commopt.hangs.network import own_ip
-from lightning_commopt.hangs.rank_link import RankLink
-from lightning_commopt.hangs.stacks import make_dumpable
-from lightning_commopt.hangs.watcher import SETTINGS_VARIABLE
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
+from lightning_commopt.watch.hangs import marks as kinds
+from lightning_commopt.watch.hangs.marks import MarkWriter
+from lightning_commopt.watch.hangs.network import own_ip
+from lightning_commopt.watch.hangs.rank_link import RankLink
+from lightning_commopt.watch.hangs.stacks import make_dumpable
+from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
 
 _POLL_S = 0.02
 _MEET_S = 60.0
@@ -78,7 +78,7 @@ class WatchedRank:
         with others:
             fds = (others.fileno(), self._marks.fd, make_dumpable())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_commopt.hangs.watcher", *map(str, fds)],
+                [sys.executable, "-m", "lightning_commopt.watch.hangs.watcher", *map(str, fds)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -101,7 +101,7 @@ class WatchedRank:
         """A phase begins.
 
         Args:
-            phase: index into `lightning_commopt.hangs.phases.PHASES`.
+            phase: index into `lightning_commopt.watch.hangs.phases.PHASES`.
             step: optimizer steps before it.
         """
         self._marks.write(kinds.PHASE, phase, step)
@@ -243,5 +243,5 @@ def _first_line(exception: BaseException) -> str:
 
 def _python_path() -> str:
     """Returns a path on which the watcher finds this package, wherever it was imported from."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

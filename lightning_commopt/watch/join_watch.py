@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_commopt.launch.interfaces import find_listening, list_interfaces
 from lightning_commopt.launch.ports import try_port
-from lightning_commopt.strategy.join_texts import Arrival, find_odd, missing_text, unconnected_text
+from lightning_commopt.watch.join_texts import Arrival, find_odd, missing_text, unconnected_text
 
 _TELL_AFTER_S = 20.0
 _LOOK_S = 1.0

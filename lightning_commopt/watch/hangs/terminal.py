@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lightning_commopt.hangs.phases import PHASES
-from lightning_commopt.hangs.reading import LeftBehind, TimedMark, phases_of
-from lightning_commopt.hangs.sentences import waits_in
-from lightning_commopt.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs.phases import PHASES
+from lightning_commopt.watch.hangs.reading import LeftBehind, TimedMark, phases_of
+from lightning_commopt.watch.hangs.sentences import waits_in
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _LETTERS = {
     "setup": ("s", "white"),

@@ -19,7 +19,7 @@ _NUM_MARKS = 2048
 NUM_BYTES = _MARK.size * _NUM_MARKS
 
 PHASE, BUCKET_READY, BUCKET_START, COLLECTIVE_START, COLLECTIVE_END, BUCKET_END, BATCH = range(1, 8)
-"""Kinds of marks. ``code`` of a phase is its index in `lightning_commopt.hangs.phases.PHASES`."""
+"""Kinds of marks. ``code`` of a phase is its index in `lightning_commopt.watch.hangs.phases.PHASES`."""
 
 
 class Mark(NamedTuple):

@@ -7,13 +7,13 @@ import threading
 import time
 from typing import Any
 
-from lightning_commopt.hangs import marks as kinds
-from lightning_commopt.hangs.marks import NUM_BYTES, Mark, read_marks
-from lightning_commopt.hangs.native import ProcessState, descendants, is_alive, process_state
-from lightning_commopt.hangs.phases import BACKWARD, DATA, DATA_START, PHASES, SETUP, PhaseTimes
-from lightning_commopt.hangs.rank_link import RankLink
-from lightning_commopt.hangs.snapshot import RankSnapshot, place_in_training
-from lightning_commopt.hangs.stacks import (
+from lightning_commopt.watch.hangs import marks as kinds
+from lightning_commopt.watch.hangs.marks import NUM_BYTES, Mark, read_marks
+from lightning_commopt.watch.hangs.native import ProcessState, descendants, is_alive, process_state
+from lightning_commopt.watch.hangs.phases import BACKWARD, DATA, DATA_START, PHASES, SETUP, PhaseTimes
+from lightning_commopt.watch.hangs.rank_link import RankLink
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
+from lightning_commopt.watch.hangs.stacks import (
     Frame,
     collective_in,
     dump_stacks,

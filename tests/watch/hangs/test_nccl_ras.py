@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_commopt.hangs.nccl_ras import RasError, ask_ras, ras_address
+from lightning_commopt.watch.hangs.nccl_ras import RasError, ask_ras, ras_address
 
 _STATUS = {"nccl_version": "2.29.1", "communicators": [{"size": 2, "missing_ranks": [{"rank": 1}]}]}
 _TEXT = "Job summary\n===========\n"

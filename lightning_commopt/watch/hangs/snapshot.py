@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lightning_commopt.hangs import marks as kinds
-from lightning_commopt.hangs.flight_recorder import Collective, parse_collectives
-from lightning_commopt.hangs.marks import Mark
-from lightning_commopt.hangs.phases import BACKWARD, PHASES, SETUP
+from lightning_commopt.watch.hangs import marks as kinds
+from lightning_commopt.watch.hangs.flight_recorder import Collective, parse_collectives
+from lightning_commopt.watch.hangs.marks import Mark
+from lightning_commopt.watch.hangs.phases import BACKWARD, PHASES, SETUP
 
 STATES = ("running", "stopped", "died", "failed", "finished", "unreachable", "silent")
 
@@ -34,7 +34,7 @@ class RankSnapshot:
             not answer, "silent" could never be asked.
         detail: what more is known of the state: the exception, or why it is unreachable.
         ended_unix_s: when it has ended, in seconds since 1970; None for one that has not.
-        phase: index into `lightning_commopt.hangs.phases.PHASES`.
+        phase: index into `lightning_commopt.watch.hangs.phases.PHASES`.
         step: optimizer steps before this one.
         batch: index of the last batch of an evaluation; -1 outside of one.
         idle_s: seconds since the last mark.

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.hangs.diagnosis import diagnose
-from lightning_commopt.hangs.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, PHASES, first_of_stage
-from lightning_commopt.hangs.sentences import ranks_text
-from lightning_commopt.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs.diagnosis import diagnose
+from lightning_commopt.watch.hangs.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, PHASES, first_of_stage
+from lightning_commopt.watch.hangs.sentences import ranks_text
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 NAMES = ["layer3.0.weight", "layer3.0.bias", "layer3.1.weight"]
 

@@ -16,9 +16,9 @@ from strategy_models import Tiny, loader, trainer
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.launch.interfaces import Interface, Listening, find_listening, list_interfaces
-from lightning_commopt.strategy import join_watch
-from lightning_commopt.strategy.join_texts import Arrival, find_odd, missing_text, unconnected_text
-from lightning_commopt.strategy.join_watch import JoinWatch
+from lightning_commopt.watch import join_watch
+from lightning_commopt.watch.join_texts import Arrival, find_odd, missing_text, unconnected_text
+from lightning_commopt.watch.join_watch import JoinWatch
 from ranks import run_ranks, run_ranks_or_raise
 
 _PROGRAM = Path(__file__).parent / "joining_lab.py"

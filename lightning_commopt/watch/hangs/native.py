@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
-_WORKER_MODULE = "lightning_commopt.hangs.watcher"
+_WORKER_MODULE = "lightning_commopt.watch.hangs.watcher"
 _STATES = {
     "R": "running",
     "S": "sleeping",

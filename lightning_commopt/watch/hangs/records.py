@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.hangs.diagnosis import Diagnosis
-from lightning_commopt.hangs.marks import Mark
-from lightning_commopt.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs.diagnosis import Diagnosis
+from lightning_commopt.watch.hangs.marks import Mark
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 REPORT = "report.json"
 _PREVIOUS_REPORT = "previous_report.json"

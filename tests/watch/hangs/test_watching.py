@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_commopt.hangs import marks as kinds
-from lightning_commopt.hangs.diagnosis import diagnose
-from lightning_commopt.hangs.marks import NUM_BYTES, MarkWriter, read_marks
-from lightning_commopt.hangs.native import catches, descendants, is_alive, process_state
-from lightning_commopt.hangs.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, PhaseTimes
-from lightning_commopt.hangs.reading import read_left_behind
-from lightning_commopt.hangs.records import Records
-from lightning_commopt.hangs.snapshot import RankSnapshot, place_in_training
-from lightning_commopt.hangs.stacks import SIGNAL, Frame, collective_in, dump_stacks, parse_stacks, user_place
+from lightning_commopt.watch.hangs import marks as kinds
+from lightning_commopt.watch.hangs.diagnosis import diagnose
+from lightning_commopt.watch.hangs.marks import NUM_BYTES, MarkWriter, read_marks
+from lightning_commopt.watch.hangs.native import catches, descendants, is_alive, process_state
+from lightning_commopt.watch.hangs.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, PhaseTimes
+from lightning_commopt.watch.hangs.reading import read_left_behind
+from lightning_commopt.watch.hangs.records import Records
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
+from lightning_commopt.watch.hangs.stacks import SIGNAL, Frame, collective_in, dump_stacks, parse_stacks, user_place
 
 
 def test_marks_keep_the_newest() -> None:
@@ -85,7 +85,7 @@ def test_limits_follow_what_a_run_has_shown() -> None:
 
 _STUCK = """
 import sys, threading, time
-from lightning_commopt.hangs.stacks import make_dumpable
+from lightning_commopt.watch.hangs.stacks import make_dumpable
 fd = make_dumpable()
 def in_thread():
     threading.Event().wait()
@@ -175,6 +175,8 @@ def test_a_folder_that_is_used_again(tmp_path: Path) -> None:
 
 def test_a_watcher_is_light() -> None:
     """If it fails, every rank costs another import of torch."""
-    program = "import sys, lightning_commopt.hangs.watcher; print({'torch', 'lightning', 'rich'} & {*sys.modules})"
+    program = (
+        "import sys, lightning_commopt.watch.hangs.watcher; print({'torch', 'lightning', 'rich'} & {*sys.modules})"
+    )
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "set()"

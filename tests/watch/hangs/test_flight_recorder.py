@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_commopt.hangs.flight_recorder import Collective, Signature, find_difference, parse_collectives
+from lightning_commopt.watch.hangs.flight_recorder import Collective, Signature, find_difference, parse_collectives
 
 SYNC = ("0", "all_reduce", (180,))
 GATHER = ("0", "all_gather", (3,))

@@ -6,8 +6,8 @@ import os
 import signal
 import time
 
-from lightning_commopt.hangs.native import descendants, is_alive
-from lightning_commopt.hangs.rank_link import RankLink
+from lightning_commopt.watch.hangs.native import descendants, is_alive
+from lightning_commopt.watch.hangs.rank_link import RankLink
 
 _POLL_S = 0.05
 

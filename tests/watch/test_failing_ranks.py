@@ -11,7 +11,7 @@ from strategy_models import SelfFed, trainer
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.strategy import fit_watch
+from lightning_commopt.watch import fit_watch
 from ranks import run_ranks_or_raise
 
 _SCRIPT = str(Path(__file__).parent / "failing_script.py")

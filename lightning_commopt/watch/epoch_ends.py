@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from lightning_commopt.strategy.uneven_batches import UnevenBatchesError, different_ends_message, goes_on_message
+from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different_ends_message, goes_on_message
 
 _FIRST_POLL_S = 0.001
 _LAST_POLL_S = 0.05

@@ -20,14 +20,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_commopt.hangs.diagnosis import Diagnosis, diagnose
-from lightning_commopt.hangs.ending import end_rank
-from lightning_commopt.hangs.nccl_ras import RasError, ask_ras, ras_address
-from lightning_commopt.hangs.network import Address, GoneError, Server, UnreachableError, ask
-from lightning_commopt.hangs.observation import Observation
-from lightning_commopt.hangs.rank_link import RankLink
-from lightning_commopt.hangs.records import Records
-from lightning_commopt.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs.diagnosis import Diagnosis, diagnose
+from lightning_commopt.watch.hangs.ending import end_rank
+from lightning_commopt.watch.hangs.nccl_ras import RasError, ask_ras, ras_address
+from lightning_commopt.watch.hangs.network import Address, GoneError, Server, UnreachableError, ask
+from lightning_commopt.watch.hangs.observation import Observation
+from lightning_commopt.watch.hangs.rank_link import RankLink
+from lightning_commopt.watch.hangs.records import Records
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _T = TypeVar("_T")
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 from strategy_models import Tiny, loader, trainer
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.strategy import join_watch
+from lightning_commopt.watch import join_watch
 
 
 def main() -> None:
