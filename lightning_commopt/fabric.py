@@ -25,8 +25,7 @@ from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
-from lightning_commopt.strategy.base import check_group, explain_one_rank, prepare_nccl, strategy_from_plan
-from lightning_commopt.watch.join_watch import watch_joining
+from lightning_commopt.strategy.base import explain_one_rank, join_group, prepare_nccl, strategy_from_plan
 
 
 class CommOptDDP(DDPStrategy):
@@ -56,6 +55,7 @@ class CommOptDDP(DDPStrategy):
         batched_grad_copy: see `CommPlan`.
         lazy_bucket_allocation: see `CommPlan`.
         nccl: see `lightning_commopt.CommOptDDP`.
+        watch: report what the process group waits for while it is made, and end a rank that joins in vain.
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
@@ -88,6 +88,7 @@ class CommOptDDP(DDPStrategy):
         batched_grad_copy: bool | None = None,
         lazy_bucket_allocation: bool | None = None,
         nccl: str | dict[str, Any] | NcclOptions | None = None,
+        watch: bool = True,
         **kwargs: Any,
     ) -> None:
         self._plan, ddp_kwargs = plan_from_arguments(locals())
@@ -103,6 +104,7 @@ class CommOptDDP(DDPStrategy):
             **ddp_kwargs,
         )
         self._nccl = NcclOptions.from_config(nccl)
+        self._watch = watch
         self._hooks: set[BucketHook] = set()
         self._earlier_bytes = 0
         self._backward_sync_control = _SyncControl()
@@ -155,9 +157,8 @@ class CommOptDDP(DDPStrategy):
 
     def _setup_distributed(self) -> None:
         prepare_nccl(self._nccl, self.process_group_backend, self.root_device)
-        with watch_joining(self, self.process_group_backend):
+        with join_group(self, self.process_group_backend, watch=self._watch):
             super()._setup_distributed()
-        check_group(self.world_size, type(self).__name__)
 
 
 class _SyncControl(DDPBackwardSyncControl):

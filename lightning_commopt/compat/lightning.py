@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The packages that have a Trainer; the first is meant where a program has imported neither."""
 
+RUNS_CALLBACKS, SAVES_CHECKPOINTS = "_call_callback_hooks", "save_checkpoint"
+"""Functions on the stack of a thread that runs a callback, or saves a checkpoint."""
+
 _FABRICS = ("lightning.fabric", "lightning_fabric")
 
 if not TYPE_CHECKING:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.collectives.groups import let_gloo_finish_at_exit
+from lightning_commopt.collectives.store import fresh_default_store, prepare_key_spaces
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.links.nccl_environment import find_mistakes
 from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.links.nccl_variables import names_in_library
 from lightning_commopt.plan import CommPlan, plan_options
 from lightning_commopt.validation import info, warn_once
+from lightning_commopt.watch.join_watch import watch_joining
 
 _Strategy = TypeVar("_Strategy")
 
@@ -41,16 +45,27 @@ def plan_of(strategy: object) -> CommPlan | None:
     return plan if isinstance(plan, CommPlan) else None
 
 
-def check_group(world_size: int, strategy: str) -> None:
-    """Refuses a process group that has more or fewer ranks than the strategy, and sees to a clean end of the process.
+@contextmanager
+def join_group(strategy: Any, backend: str | None, *, watch: bool) -> Generator[None, None, None]:
+    """Has a strategy make its process group within: one that fits it, of this attempt of the job alone.
 
     Args:
-        world_size: of the strategy.
-        strategy: its name.
+        strategy: Lightning's ``DDPStrategy``, of a Trainer or of Fabric.
+        backend: of the group; None for that of the device.
+        watch: report what the group waits for.
 
     Raises:
-        MisconfigurationException: the sizes differ.
+        MisconfigurationException: the group has more or fewer ranks than the strategy.
     """
+    with watch_joining(strategy, backend) if watch else nullcontext(), fresh_default_store():
+        yield
+    _check_group(strategy.world_size, type(strategy).__name__)
+    if strategy.world_size > 1 and dist.is_initialized():
+        prepare_key_spaces()
+    let_gloo_finish_at_exit()
+
+
+def _check_group(world_size: int, strategy: str) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() != world_size:
         raise MisconfigurationException(
             f"{strategy} was made for {world_size} processes, but the process group that exists has"
@@ -58,7 +73,6 @@ def check_group(world_size: int, strategy: str) -> None:
             " torch.distributed.destroy_process_group() and remove LOCAL_RANK and WORLD_SIZE from the environment"
             " after each run, or start every run in a process of its own (commopt-train does)."
         )
-    let_gloo_finish_at_exit()
 
 
 def prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch.device) -> None:

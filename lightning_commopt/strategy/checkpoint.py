@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_commopt.collectives.gather import all_come, gather_on_rank_0
+from lightning_commopt.collectives.gather import all_ranks_ready, gather_on_rank_0
 from lightning_commopt.collectives.groups import backends_of
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.base import as_real
@@ -51,7 +51,7 @@ def gather_state(
         return None if state is None else to_checkpoint(state.compressor, state.num_syncs, parts)
     position = None if is_in_batch else str(state.num_syncs)
     patience_s, timeout_s = min(_PATIENCE, timeout).total_seconds(), timeout.total_seconds()
-    if not dist.is_initialized() or not all_come(position, patience_s, timeout_s):
+    if not dist.is_initialized() or not all_ranks_ready(position, patience_s, timeout_s):
         warn(
             "A checkpoint is saved without the state of comm_hook: not all ranks came to save it between the same two"
             " batches."

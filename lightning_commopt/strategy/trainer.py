@@ -19,7 +19,7 @@ from lightning_commopt.launch.lightning_launcher import configure_multirun_launc
 from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.base import check_group, explain_one_rank, prepare_nccl
+from lightning_commopt.strategy.base import explain_one_rank, join_group, prepare_nccl
 from lightning_commopt.strategy.checkpoint import gather_state, read_state
 from lightning_commopt.strategy.checks import (
     check_graph_is_static,
@@ -30,7 +30,6 @@ from lightning_commopt.strategy.checks import (
 )
 from lightning_commopt.strategy.gradient_sync import GradientSync
 from lightning_commopt.watch.fit_watch import FitWatch
-from lightning_commopt.watch.join_watch import watch_joining
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
@@ -44,19 +43,20 @@ class OwnGroupStrategy(_DDPStrategy):
     Comes before Lightning's ``DDPStrategy`` among the bases.
     """
 
+    _watch = True
+
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         configure_multirun_launcher(self)
 
     def setup_distributed(self) -> None:
-        """Joins the process group, saying what it waits for, and refuses one of another size.
+        """Joins the process group, reporting what it waits for, and refuses one of another size.
 
         Raises:
             MisconfigurationException: the process group has more or fewer ranks than this strategy.
         """
-        with watch_joining(self, self.process_group_backend):
+        with join_group(self, self.process_group_backend, watch=self._watch):
             super().setup_distributed()
-        check_group(self.world_size, type(self).__name__)
 
 
 class GradientSyncStrategy(OwnGroupStrategy):
@@ -103,13 +103,16 @@ class GradientSyncStrategy(OwnGroupStrategy):
         """Joins the process group, and guards a fit against ranks that do not come."""
         super().setup_environment()
         module = self.lightning_module
-        if self.world_size > 1 and module is not None and has_trainer(module) and module.trainer.state.fn == "fit":
-            first = self.node_rank * self.num_processes
+        is_fit = module is not None and has_trainer(module) and module.trainer.state.fn == "fit"
+        if self._watch and self.world_size > 1 and is_fit:
+            assert module is not None
+            assert self.cluster_environment is not None
             self._fit_watch = FitWatch(
                 module.trainer,
                 self._uneven_batches,
                 self.root_device,
-                ranks_here=range(first, first + self.num_processes),
+                ranks_per_node=self.num_processes,
+                main_address=self.cluster_environment.main_address,
                 launcher_pid=launcher_pid(self._start_method),
                 timeout=self._timeout or default_pg_timeout,
             )
@@ -247,7 +250,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        """Says what to do about compiled modules and unused parameters, and tells the other ranks."""
+        """Says what to do about compiled modules and unused parameters, and lets the other ranks know."""
         explain_compiled_buckets(exception)
         explain_unused_parameters(exception)
         if self._fit_watch is not None:

@@ -36,9 +36,9 @@ def _arrival(rank: int, address: str | None = None, **changes: object) -> Arriva
 
 def test_missing_ranks_are_named() -> None:
     """If it fails, one looks for the wrong rank."""
-    told = missing_text(_STORE, [_arrival(0), _arrival(1)], 4)
+    told = missing_text(_STORE, [_arrival(0), _arrival(1)], [2, 3], {})
     assert told.startswith(f"rank 0 on h0 waits at {_STORE} for ranks 2, 3; ranks 0, 1 are here (h0, h1). ")
-    assert "for rank 1; only rank 0 is here." in missing_text(_STORE, [_arrival(0)], 2)
+    assert "for rank 1; only rank 0 is here." in missing_text(_STORE, [_arrival(0)], [1], {})
     assert Arrival.from_json(_arrival(3).to_json()) == _arrival(3)
 
 
@@ -115,7 +115,7 @@ def _come_late(folder: Path, port: int) -> int:
     rank = int(os.environ["LOCAL_RANK"])
     os.environ["MASTER_PORT"] = str(port)
     os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
-    join_watch._TELL_AFTER_S, join_watch._LOOK_S = 0.2, 0.05
+    join_watch._REPORT_AFTER_S, join_watch._LOOK_S = 0.2, 0.05
     for waiting, told, late in ((1, "refuses connections", 0), (0, "for rank 2; ranks 0, 1 are here", 2)):
         while rank == late and told not in (folder / str(waiting)).read_text():
             time.sleep(0.02)
@@ -149,9 +149,9 @@ def _fail_on_rank_0(folder: Path, port: int) -> None:
     join_watch._LOOK_S, join_watch._GRACE_S = 0.05, 0.2
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
-    with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, backend="gloo") as watch:
+    with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, ranks_per_node=2, backend="gloo"):
         if rank == 0:
-            server.wait([f"{watch._prefix}/here/1"])
+            server.wait(["commopt/join/ask/1"])
             raise ArithmeticError("broken on purpose")
         threading.Event().wait(600)
 
@@ -171,13 +171,13 @@ def test_ranks_end_when_another_has_failed(tmp_path: Path) -> None:
 
 def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, ranks wait in silence for a program that is no store."""
-    monkeypatch.setattr(join_watch, "_TELL_AFTER_S", 0.0)
+    monkeypatch.setattr(join_watch, "_REPORT_AFTER_S", 0.0)
     monkeypatch.setattr(join_watch, "_LOOK_S", 0.01)
     monkeypatch.setattr(join_watch, "_TRY_S", 0.05)
     said = ""
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
-        JoinWatch("127.0.0.1", other.getsockname()[1], rank=1, world_size=2, backend="gloo"),
+        JoinWatch("127.0.0.1", other.getsockname()[1], rank=1, world_size=2, ranks_per_node=1, backend="gloo"),
     ):
         deadline = time.monotonic() + _LIMIT_S
         while "[rank 1]" not in said and time.monotonic() < deadline:
