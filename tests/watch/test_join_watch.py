@@ -17,7 +17,7 @@ from strategy_models import Tiny, loader, trainer
 from lightning_commopt import CommOptDDP
 from lightning_commopt.launch.interfaces import Interface, Listening, find_listening, list_interfaces
 from lightning_commopt.watch import join_watch
-from lightning_commopt.watch.join_texts import Arrival, find_odd, missing_text, unconnected_text
+from lightning_commopt.watch.join_texts import Arrival, find_odd, find_starting, missing_text, unconnected_text
 from lightning_commopt.watch.join_watch import JoinWatch
 from ranks import run_ranks, run_ranks_or_raise
 
@@ -240,3 +240,21 @@ class TestOnHosts:
         assert "rank 1 on" in first[0]
         assert "listens on 9.9.9.9 (wrong0, GLOO_SOCKET_IFNAME=wrong0), which is not in 10.0.0.0/24" in first[0]
         assert first[0].endswith("Set GLOO_SOCKET_IFNAME=eth0 on rank 1.")
+
+
+def test_a_process_that_still_starts_is_found_by_its_environment() -> None:
+    """If it fails, one is asked whether a rank was started at all while it imports."""
+    environment = {**os.environ, "LOCAL_RANK": "1", "MASTER_PORT": "1234"}
+    environment.pop("RANK", None)
+    environment.pop("SLURM_PROCID", None)
+    with subprocess.Popen(["sleep", "60"], env=environment) as process:
+        try:
+            found = find_starting([1, 2], range(2), 1234)
+            assert {rank: state.pid for rank, state in found.items()} == {1: process.pid}
+            assert find_starting([1, 2], range(2), 4321) == {}
+            assert {*find_starting([5], range(4, 8), 1234)} == {5}
+        finally:
+            process.kill()
+    text = missing_text(_STORE, [_arrival(0)], [1, 2], found)
+    assert "waits at 10.0.0.1:29500 for ranks 1, 2; only rank 0 is here. rank 1 still starts: its process" in text
+    assert text.endswith("cannot reach 10.0.0.1:29500: its own output of rank 2 shows it")
