@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_commopt.launch.interfaces import Listening
 from lightning_commopt.links.nccl_log.finding import ranks_text
-from lightning_commopt.watch.hangs.native import ProcessState, descendants, process_state
+from lightning_commopt.watch.hangs.native import descendants, process_state
 
 _MOST_SHOWN = 8
 
@@ -56,16 +56,14 @@ class Arrival:
         return f"listens on {at.address.partition('/')[0]} ({interface}{variable})"
 
 
-def missing_text(
-    address: str, arrivals: Sequence[Arrival], missing: Sequence[int], starting: Mapping[int, ProcessState]
-) -> str:
-    """Returns which ranks have not come, and what their processes do.
+def missing_text(address: str, arrivals: Sequence[Arrival], missing: Sequence[int], starting: Mapping[int, int]) -> str:
+    """Returns which ranks have not come.
 
     Args:
         address: host and port where rank 0 waits.
         arrivals: of the ranks that came, rank 0 first.
         missing: the others.
-        starting: processes on rank 0's host of ranks that are missing.
+        starting: processes of ranks that are missing, from `find_starting`.
     """
     here = [arrival.rank for arrival in arrivals]
     those = f"only {ranks_text(here)} is" if len(here) == 1 else f"{ranks_text(here)} are"
@@ -73,10 +71,9 @@ def missing_text(
     on_hosts = f" ({', '.join(hosts[:_MOST_SHOWN])})" if len(hosts) > 1 else ""
     text = f"rank 0 on {hosts[0]} waits at {address} for {ranks_text(missing)}; {those} here{on_hosts}"
     shown = [
-        f"rank {rank} still starts: its process {process.pid} on this host is {process.state}, after"
-        f" {process.cpu_s:.0f} s of CPU time, and has not come to init_process_group (imports, data, or code before the"
-        " Trainer)"
-        for rank, process in [*starting.items()][:_MOST_SHOWN]
+        f"Rank {rank} still starts: its process {pid} on this host has not come to init_process_group (imports, data,"
+        " or code before the Trainer)"
+        for rank, pid in [*starting.items()][:_MOST_SHOWN]
     ]
     unknown = [rank for rank in missing if rank not in starting]
     if unknown:
@@ -181,7 +178,14 @@ def _places(arrivals: Sequence[Arrival]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def find_starting(missing: Collection[int], ranks_here: range, port: int) -> dict[int, ProcessState]:
+def activity_text(starting: Mapping[int, int]) -> str:
+    """Returns what processes do at this moment, behind a sentence; "" if there are none."""
+    states = [process_state(pid) for pid in starting.values()]
+    each = ", ".join(f"{one.pid} is {one.state}, {one.cpu_s:.0f} s of CPU time" for one in states[:_MOST_SHOWN])
+    return f". Now: process {each}" if each else ""
+
+
+def find_starting(missing: Collection[int], ranks_here: range, port: int) -> dict[int, int]:
     """Returns the processes of ranks that have not come, where their environment shows which rank they are.
 
     Args:
@@ -189,12 +193,12 @@ def find_starting(missing: Collection[int], ranks_here: range, port: int) -> dic
         ranks_here: the ranks on this host.
         port: of the store, which distinguishes this job from others.
     """
-    found: dict[int, ProcessState] = {}
+    found: dict[int, int] = {}
     # torchrun and srun have started this process and the others, Lightning's own launcher starts them from this one.
     for pid in descendants(os.getppid()) if missing else ():
         rank = _rank_of(pid, ranks_here, port)
         if rank in missing and pid != os.getpid():
-            found.setdefault(rank, process_state(pid))
+            found.setdefault(rank, pid)
     return found
 
 

@@ -19,7 +19,14 @@ from lightning_commopt.collectives.store import Agreement, poll
 from lightning_commopt.launch.interfaces import find_listening, list_interfaces
 from lightning_commopt.launch.ports import try_port
 from lightning_commopt.watch.ending import end_process, print_now
-from lightning_commopt.watch.join_texts import Arrival, find_odd, find_starting, missing_text, unconnected_text
+from lightning_commopt.watch.join_texts import (
+    Arrival,
+    activity_text,
+    find_odd,
+    find_starting,
+    missing_text,
+    unconnected_text,
+)
 
 _REPORT_AFTER_S = 20.0
 _LOOK_S = 1.0
@@ -60,6 +67,7 @@ class JoinWatch:
         self._agreement: Agreement | None = None
         self._store: dist.Store | None = None
         self._is_store_lost = False
+        self._starting: dict[int, int] = {}
         self._arrivals: dict[int, Arrival] = {}
         self._complete_at: float | None = None
         self._begin = time.monotonic()
@@ -114,7 +122,8 @@ class JoinWatch:
         if sentence is not None and sentence != self._reported and not (self._stop.is_set() and self._error is None):
             self._reported = sentence
             waited_s = time.monotonic() - self._begin
-            print_now(f"[rank {self._rank}] {waited_s:.0f} s in init_process_group: {sentence}.")
+            states = activity_text(self._starting)
+            print_now(f"[rank {self._rank}] {waited_s:.0f} s in init_process_group: {sentence}{states}.")
 
     def _find_reason(self, is_late: bool) -> str | None:
         """Returns why this rank still waits; None if it does not know, or another rank reports it."""
@@ -193,8 +202,9 @@ class JoinWatch:
             if self._rank != 0:
                 return None
             missing = sorted(set(range(self._world_size)) - self._arrivals.keys())
-            starting = find_starting(missing, self._ranks_here, self._port)
-            return missing_text(self._address, arrivals, missing, starting)
+            self._starting = find_starting(missing, self._ranks_here, self._port)
+            return missing_text(self._address, arrivals, missing, self._starting)
+        self._starting = {}
         self._complete_at = self._complete_at or time.monotonic()
         if time.monotonic() - self._complete_at < _REPORT_AFTER_S / 2:
             return None

@@ -17,7 +17,14 @@ from strategy_models import Tiny, loader, trainer
 from lightning_commopt import CommOptDDP
 from lightning_commopt.launch.interfaces import Interface, Listening, find_listening, list_interfaces
 from lightning_commopt.watch import join_watch
-from lightning_commopt.watch.join_texts import Arrival, find_odd, find_starting, missing_text, unconnected_text
+from lightning_commopt.watch.join_texts import (
+    Arrival,
+    activity_text,
+    find_odd,
+    find_starting,
+    missing_text,
+    unconnected_text,
+)
 from lightning_commopt.watch.join_watch import JoinWatch
 from ranks import run_ranks, run_ranks_or_raise
 
@@ -250,11 +257,12 @@ def test_a_process_that_still_starts_is_found_by_its_environment() -> None:
     with subprocess.Popen(["sleep", "60"], env=environment) as process:
         try:
             found = find_starting([1, 2], range(2), 1234)
-            assert {rank: state.pid for rank, state in found.items()} == {1: process.pid}
+            assert found == {1: process.pid}
+            assert activity_text(found).startswith(f". Now: process {process.pid} is ")
             assert find_starting([1, 2], range(2), 4321) == {}
             assert {*find_starting([5], range(4, 8), 1234)} == {5}
         finally:
             process.kill()
     text = missing_text(_STORE, [_arrival(0)], [1, 2], found)
-    assert "waits at 10.0.0.1:29500 for ranks 1, 2; only rank 0 is here. rank 1 still starts: its process" in text
+    assert "waits at 10.0.0.1:29500 for ranks 1, 2; only rank 0 is here. Rank 1 still starts: its process" in text
     assert text.endswith("cannot reach 10.0.0.1:29500: its own output of rank 2 shows it")
