@@ -117,6 +117,12 @@ class Compressor(ABC):
         """Whether its arithmetic has a C form for CPU, which is compiled when gradient sync is set up."""
         return False
 
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether its state holds a residual: what a step left out, and a later one sends."""
+        layout = Layout((torch.Size([1]),), ((1,),), torch.float32)
+        return self.residual(layout, self.init(layout, torch.device("cpu"))) is not None
+
     @abstractmethod
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns the state for one bucket, equal on every rank.

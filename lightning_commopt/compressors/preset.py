@@ -57,6 +57,11 @@ class Preset(Compressor):
         """Whether that compressor has."""
         return self.compressor.has_c_kernels
 
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether that compressor does."""
+        return self.compressor.keeps_residual
+
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns its state."""
         return self.compressor.init(layout, device, step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import has_trainer, optimizer_is_toggled
+from lightning_commopt.compressors import Compressor
 from lightning_commopt.ddp.state import KEY
 from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.launch.lightning_launcher import configure_multirun_launcher
@@ -160,7 +161,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
             with super().block_backward_sync():
                 yield
 
-    def apply_plan(self, plan: CommPlan) -> None:
+    def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:
         """Changes how gradients travel, in the middle of a fit if need be.
 
         All ranks must call it, with equal plans. Called between two batches it takes effect at once; within a
@@ -168,12 +169,15 @@ class GradientSyncStrategy(OwnGroupStrategy):
         goes on as if nothing had happened; a compressor's residual is added to the next gradients.
 
         Args:
-            plan: the new plan.
+            plan: the new plan; or what ``comm_hook`` takes ("bf16", a compressor, ...), for the present plan with that
+                ``comm_hook``.
 
         Raises:
-            OptionError: the strategy has a ``ddp_comm_hook`` too, nodes cannot be made of the ranks as the plan asks,
-                or the ranks' plans differ. The old plan stays.
+            OptionError: ``plan`` is neither, the strategy has a ``ddp_comm_hook`` too, nodes cannot be made of the
+                ranks as the plan asks, or the ranks' plans differ. The old plan stays.
         """
+        if not isinstance(plan, CommPlan):
+            plan = (self._next_plan or self.plan).with_comm_hook(plan)
         self.gradient_sync.check_plan(plan)
         if self._is_in_batch:
             self._next_plan = plan
