@@ -53,6 +53,16 @@ class Preset(Compressor):
         return self.compressor.is_lossy
 
     @property
+    def error_bound(self) -> float | None:
+        """That of the compressor."""
+        return self.compressor.error_bound
+
+    @property
+    def untracked_error(self) -> float:
+        """That of the compressor."""
+        return self.compressor.untracked_error
+
+    @property
     def has_c_kernels(self) -> bool:
         """Whether that compressor has."""
         return self.compressor.has_c_kernels

@@ -41,6 +41,16 @@ class Wrapper(Compressor):
         return self.inner.is_lossy
 
     @property
+    def error_bound(self) -> float | None:
+        """That of ``inner``."""
+        return self.inner.error_bound
+
+    @property
+    def untracked_error(self) -> float:
+        """That of ``inner``."""
+        return self.inner.untracked_error
+
+    @property
     def has_c_kernels(self) -> bool:
         """Whether ``inner`` has."""
         return self.inner.has_c_kernels
@@ -103,6 +113,12 @@ class ErrorFeedback(Wrapper):
     def keeps_residual(self) -> bool:
         """Always."""
         return True
+
+    @property
+    def untracked_error(self) -> float:
+        """That of ``inner``, and what the dtype of the residual rounds off."""
+        rounding = 0.0 if self.residual_dtype == "float32" else torch.finfo(torch.bfloat16).eps / 2
+        return self.inner.untracked_error + rounding
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns a residual of zero and the state of ``inner``."""
