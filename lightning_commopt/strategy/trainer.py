@@ -20,7 +20,13 @@ from lightning_commopt.launch.lightning_launcher import configure_multirun_launc
 from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.base import check_group, explain_one_rank, prepare_nccl
+from lightning_commopt.strategy.base import (
+    check_group,
+    check_start_method,
+    explain_one_rank,
+    prepare_nccl,
+    warn_of_local_decisions,
+)
 from lightning_commopt.strategy.checkpoint import gather_state, read_state
 from lightning_commopt.strategy.checks import (
     check_graph_is_static,
@@ -94,6 +100,16 @@ class GradientSyncStrategy(OwnGroupStrategy):
         is the size of the gradients, once for each backward that was synchronized.
         """
         return self.gradient_sync.wire_bytes
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        check_start_method(self._launcher)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Makes the optimizers, and warns of those that cannot be used on several ranks as they are."""
+        super().setup_optimizers(trainer)
+        if self.world_size > 1:
+            warn_of_local_decisions(self.optimizers)
 
     def setup_distributed(self) -> None:
         """Sets NCCL's variables before it joins the process group."""
