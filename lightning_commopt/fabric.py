@@ -15,6 +15,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
 from torch.nn import Module
+from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_commopt.compat.fabric import DDPBackwardSyncControl, StrategyRegistry
@@ -25,7 +26,14 @@ from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
-from lightning_commopt.strategy.base import explain_one_rank, join_group, prepare_nccl, strategy_from_plan
+from lightning_commopt.strategy.base import (
+    check_start_method,
+    explain_one_rank,
+    join_group,
+    prepare_nccl,
+    strategy_from_plan,
+    warn_of_local_decisions,
+)
 
 
 class CommOptDDP(DDPStrategy):
@@ -136,6 +144,16 @@ class CommOptDDP(DDPStrategy):
     def wire_bytes(self) -> int:
         """Payload bytes that this rank's compressors have handed to collectives; 0 without ``comm_hook``."""
         return self._earlier_bytes + sum(hook.bytes_sent for hook in tuple(self._hooks))
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        check_start_method(self._launcher)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Warns of an optimizer that cannot be used on several ranks as it is."""
+        if self.world_size > 1:
+            warn_of_local_decisions([optimizer])
+        return super().setup_optimizer(optimizer)
 
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """Wraps the module, unless there is only one rank."""

@@ -133,6 +133,12 @@ def has_trainer(module: LightningModule) -> bool:
     return module._trainer is not None
 
 
+def is_interactive() -> bool:
+    """Returns whether Lightning takes this program for a notebook or an interactive interpreter."""
+    modules = (sys.modules.get(f"{fabric}.utilities.imports") for fabric in _FABRICS)
+    return any(module._IS_INTERACTIVE for module in modules if module is not None)
+
+
 def renew_rank() -> None:
     """Has messages that are for rank 0 follow the environment as it is now: Lightning reads it once, when imported."""
     for fabric in _FABRICS:

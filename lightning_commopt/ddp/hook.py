@@ -39,6 +39,9 @@ class BucketHook:
         step: gradient syncs that were made before this hook came.
         observers: notified of every bucket.
         groups: that ``channel`` is over, if they were borrowed for this hook.
+
+    Attributes:
+        lost: parameters whose residuals `close` had to drop.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class BucketHook:
         self._states: BucketStates = {}
         self._residuals: dict[str, Tensor] = {}
         self._relayout: Relayout | None = None
+        self._under_way: set[int] = set()
+        self.lost: tuple[str, ...] = ()
 
     @property
     def compressor(self) -> Compressor:
@@ -136,13 +141,14 @@ class BucketHook:
         """Ends the executor, drops all states, and returns borrowed groups unless ranks may be out of step.
 
         Returns:
-            This rank's residuals, by parameter name: what error feedback held back. Nothing after a failure.
+            This rank's residuals, by parameter name: what error feedback held back. After a failure without those of
+            buckets whose gradient sync did not end, as they may be half updated.
         """
-        if not self._executor.close():
-            self._states, self._residuals = {}, {}
-            return {}
-        if self._groups is not None:
+        if self._executor.close() and self._groups is not None:
             self._groups.return_to_pool()
+        broken = [self._states.pop(index) for index in sorted(self._under_way) if index in self._states]
+        if self._compressor.keeps_residual:
+            self.lost = tuple(name for names, _, _ in broken for name in names)
         self._retire_states()
         residuals, self._residuals = self._residuals, {}
         return residuals
@@ -192,8 +198,10 @@ class BucketHook:
 
     def _sync(self, bucket: Bucket) -> None:
         bytes_before = self._channel.bytes_sent
+        self._under_way.add(bucket.index)
         bucket.sync.start()
         _run(self._rounds(bucket), bucket.sync)
+        self._under_way.remove(bucket.index)
         bucket.sync.end(self._channel.bytes_sent - bytes_before)
 
     def _rounds(self, bucket: Bucket) -> Rounds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_commopt.collectives.groups import let_gloo_finish_at_exit
 from lightning_commopt.collectives.store import fresh_default_store, prepare_key_spaces
-from lightning_commopt.compat.lightning import MisconfigurationException
+from lightning_commopt.compat.lightning import MisconfigurationException, is_interactive
 from lightning_commopt.links.nccl_environment import find_mistakes
 from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.links.nccl_variables import names_in_library
@@ -73,6 +73,36 @@ def _check_group(world_size: int, strategy: str) -> None:
             " torch.distributed.destroy_process_group() and remove LOCAL_RANK and WORLD_SIZE from the environment"
             " after each run, or start every run in a process of its own (commopt-train does)."
         )
+
+
+def check_start_method(launcher: Any) -> None:
+    """Refuses a launcher that cannot start processes from a notebook, before Lightning does and names its own DDP.
+
+    Raises:
+        MisconfigurationException: this is a notebook, and the launcher is none for it.
+    """
+    if is_interactive() and launcher is not None and not launcher.is_interactive_compatible:
+        raise MisconfigurationException(
+            "CommOptDDP cannot start its processes in a notebook or an interactive interpreter with this start_method:"
+            " use strategy='commopt_ddp_notebook' ('commopt_ddp_bf16_notebook', ...), CommOptDDP(start_method='fork',"
+            " ...), or a script."
+        )
+
+
+def warn_of_local_decisions(optimizers: Iterable[Any]) -> None:
+    """Warns of LBFGS where it decides by this rank's loss how often it calls its closure, which holds a backward."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS) and any(map(_looks_at_loss, optimizer.param_groups)):
+            warn_once(
+                "LBFGS decides by the loss, which differs between ranks, how often it evaluates its closure: a rank"
+                " that evaluates it once more waits for the others in gradient sync until the timeout. Use"
+                " LBFGS(line_search_fn=None, tolerance_change=0), which decides by the gradients only, or return a"
+                " loss of the same value on all ranks: mean + (loss - loss.detach()), with the all-reduced mean."
+            )
+
+
+def _looks_at_loss(group: Mapping[str, Any]) -> bool:
+    return group["line_search_fn"] is not None or group["tolerance_change"] > 0
 
 
 def prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch.device) -> None:

@@ -23,6 +23,7 @@ from lightning_commopt.strategy.checkpoint import usable_state
 from lightning_commopt.strategy.checks import (
     check_plans_agree,
     warn_if_never_compressed,
+    warn_of_lost_residuals,
     warn_of_torchs_powersgd,
     warn_of_unused_residuals,
 )
@@ -205,16 +206,20 @@ class GradientSync:
             self.rewrap(wrap)
 
     def rewrap(self, wrap: Callable[[Module], None]) -> None:
-        """Takes the model out of its wrapper and has it wrapped again, without loss. All ranks must call it.
+        """Takes the model out of its wrapper and has it wrapped again. All ranks must call it.
+
+        Without loss, but for residuals of buckets whose last gradient sync did not end: those are named in a warning.
 
         Args:
             wrap: see `change_plan`.
         """
         assert self._model is not None
         resumed = self._hook.state() if self._hook is not None and self._hook.has_only_resumed else None
-        device = self._model.device
+        device, hook = self._model.device, self._hook
         module = unwrap(self._model)
         residuals = self.detach()
+        if hook is not None and hook.lost:
+            warn_of_lost_residuals(hook.lost)
         with kept_buffers(module):  # wrapping sends those of rank 0 to the others
             _synchronize(device)  # Lightning wraps on a stream that does not wait for the last step
             wrap(module)

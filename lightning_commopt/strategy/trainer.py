@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,13 +13,20 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import has_trainer, optimizer_is_toggled
+from lightning_commopt.compressors import Compressor
 from lightning_commopt.ddp.state import KEY
 from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.launch.lightning_launcher import configure_multirun_launcher
 from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.base import explain_one_rank, join_group, prepare_nccl
+from lightning_commopt.strategy.base import (
+    check_start_method,
+    explain_one_rank,
+    join_group,
+    prepare_nccl,
+    warn_of_local_decisions,
+)
 from lightning_commopt.strategy.checkpoint import gather_state, read_state
 from lightning_commopt.strategy.checks import (
     check_graph_is_static,
@@ -94,6 +101,16 @@ class GradientSyncStrategy(OwnGroupStrategy):
         """
         return self.gradient_sync.wire_bytes
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        check_start_method(self._launcher)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Makes the optimizers, and warns of those that cannot be used on several ranks as they are."""
+        super().setup_optimizers(trainer)
+        if self.world_size > 1:
+            warn_of_local_decisions(self.optimizers)
+
     def setup_distributed(self) -> None:
         """Sets NCCL's variables before it joins the process group."""
         prepare_nccl(self._nccl, self.process_group_backend, self.root_device)
@@ -163,7 +180,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
             with super().block_backward_sync():
                 yield
 
-    def apply_plan(self, plan: CommPlan) -> None:
+    def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:
         """Changes how gradients travel, in the middle of a fit if need be.
 
         All ranks must call it, with equal plans. Called between two batches it takes effect at once; within a
@@ -171,12 +188,15 @@ class GradientSyncStrategy(OwnGroupStrategy):
         goes on as if nothing had happened; a compressor's residual is added to the next gradients.
 
         Args:
-            plan: the new plan.
+            plan: the new plan; or what ``comm_hook`` takes ("bf16", a compressor, ...), for the present plan with that
+                ``comm_hook``.
 
         Raises:
-            OptionError: the strategy has a ``ddp_comm_hook`` too, nodes cannot be made of the ranks as the plan asks,
-                or the ranks' plans differ. The old plan stays.
+            OptionError: ``plan`` is neither, the strategy has a ``ddp_comm_hook`` too, nodes cannot be made of the
+                ranks as the plan asks, or the ranks' plans differ. The old plan stays.
         """
+        if not isinstance(plan, CommPlan):
+            plan = (self._next_plan or self.plan).with_comm_hook(plan)
         self.gradient_sync.check_plan(plan)
         if self._is_in_batch:
             self._next_plan = plan

@@ -123,6 +123,31 @@ def test_losses_are_averaged_over_ranks(tmp_path):
     assert [(point.step, point.loss) for point in points if point.kind == "val"] == [(6, 11.0)]
 
 
+class SomeLosses(RankLoss):
+    """Rank 0 has a loss in even batches, rank 1 in those that 3 divides; nothing is learnt."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().step()  # type: ignore[union-attr]
+        if batch_idx % (2 + self.global_rank) == 0:
+            return {"loss": torch.tensor(batch_idx + 10.0 * self.global_rank)}
+        return None
+
+
+def ranks_with_different_losses(folder):
+    fit(folder, strategy=CommOptDDP(), devices=2, model=SomeLosses())
+
+
+def test_ranks_may_have_different_numbers_of_losses(tmp_path):
+    """If it fails, the end of a fit hangs or writes garbage where some ranks have batches without a loss."""
+    run_ranks(ranks_with_different_losses, tmp_path, group_timeout_s=20)
+    points = [point for point in read_losses(tmp_path) if point.kind == "train"]
+    assert [(point.step, point.loss) for point in points] == [(1, 5), (3, 2), (4, 13), (5, 4)]
+
+
 def test_names_of_metrics_are_the_projects_own(tmp_path):
     fit(tmp_path, recorder=RunRecorder(dirpath=tmp_path, val_accuracy="val/acc"), val_check_interval=3)
     record = RunRecord.load(tmp_path)
