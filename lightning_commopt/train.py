@@ -35,6 +35,7 @@ from lightning_commopt.sweep.lab_run import train_in_lab
 from lightning_commopt.sweep.launcher import register_launcher
 from lightning_commopt.sweep.process import InterruptedRun
 from lightning_commopt.sweep.resolvers import register_resolvers
+from lightning_commopt.terminal import print_in_any_encoding
 
 _NOISE = (
     # The workloads make a batch in less time than another process would take to send it.
@@ -48,6 +49,7 @@ _NOISE = (
 
 def main() -> None:
     """Runs ``commopt-train`` with the arguments of this process."""
+    print_in_any_encoding()
     sys.argv[1:] = flags_first(sys.argv[1:])
     if get_args_parser().parse_known_args()[0].multirun:
         preload("lightning_commopt.train")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from lightning_commopt.terminal import print_text
+
 if TYPE_CHECKING:
     from lightning_commopt.links.bench.result import BenchResult
     from lightning_commopt.links.bench.settings import BenchSettings
@@ -170,9 +172,10 @@ def _show(result: "BenchResult", json: bool, sizes_bytes: Sequence[int]) -> None
         foreseen = predictions(model, sizes_bytes) if model else []
         typer.echo(json_text.dumps({**result.to_plain(), "predictions": foreseen}, indent=2))
         return
-    print_bench(result, Console())
+    console = Console()
+    print_bench(result, console)
     for line in model_lines(model, sizes_bytes) if model else ():
-        typer.echo(line)
+        print_text(line, console)
 
 
 def _show_model(path: Path, json: bool, sizes_bytes: Sequence[int]) -> None:
@@ -183,8 +186,9 @@ def _show_model(path: Path, json: bool, sizes_bytes: Sequence[int]) -> None:
     if json:
         typer.echo(json_text.dumps({**model.to_plain(), "predictions": predictions(model, sizes_bytes)}, indent=2))
         return
+    console = Console()
     for line in kept_model_lines(model, sizes_bytes):
-        typer.echo(line)
+        print_text(line, console)
 
 
 def _write(result: "BenchResult", output: Path | None, csv: Path | None, page: Path | None, model: Path | None) -> None:

@@ -8,6 +8,7 @@ import typer
 from lightning_commopt.cli import links, machine, runs
 from lightning_commopt.cli.bench import bench
 from lightning_commopt.cli.errors import errors_in_a_line
+from lightning_commopt.terminal import print_in_any_encoding
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,8 +19,7 @@ app = typer.Typer(
 
 @app.callback()
 def _main() -> None:
-    # With a callback typer keeps the command's name even while there is one command only.
-    pass
+    print_in_any_encoding()
 
 
 app.command()(machine.info)

@@ -34,11 +34,12 @@ def selftest(
     Exit status 1 if a check fails, 2 if it cannot run.
     """
     from lightning_commopt.selftest.run import run_selftest
-    from lightning_commopt.selftest.terminal import print_selftest
+    from lightning_commopt.selftest.terminal import print_selftest, progress_lines
 
     console = Console()
-    with errors_in_a_line(status=2), console.status("starting two ranks") as status:
-        found = run_selftest(device, lambda name: status.update(name))
+    with errors_in_a_line(status=2), progress_lines(console) as on_progress:
+        on_progress("starting two ranks")
+        found = run_selftest(device, on_progress)
     print_selftest(found, console)
     if output is not None:
         output.write_text(json_text.dumps(found.to_dict(), indent=2), encoding="utf-8")

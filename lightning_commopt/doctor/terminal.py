@@ -10,6 +10,7 @@ from rich.text import Text
 from lightning_commopt.doctor.adapter_findings import list_unchecked
 from lightning_commopt.doctor.facts import Facts
 from lightning_commopt.doctor.finding import Finding
+from lightning_commopt.terminal import print_text
 
 _HOSTS_SHOWN = 8
 
@@ -25,7 +26,7 @@ def print_findings(found: Sequence[Finding], everybody: Sequence[Facts], console
     else:
         console.print("Nothing is wrong as far as can be seen before a run.")
     for each in list_unchecked(everybody):
-        console.print(Text(f"not checked: {each}", style="dim"), soft_wrap=not console.is_terminal)
+        print_text(f"not checked: {each}", console, "dim")
 
 
 def _print_interfaces(everybody: Sequence[Facts], console: Console) -> None:
@@ -38,7 +39,7 @@ def _print_interfaces(everybody: Sequence[Facts], console: Console) -> None:
     for text, hosts in alike.items():
         more = f" and {len(hosts) - _HOSTS_SHOWN} more" if len(hosts) > _HOSTS_SHOWN else ""
         line = f"{', '.join(hosts[:_HOSTS_SHOWN])}{more}: {text}"
-        console.print(Text(line), soft_wrap=not console.is_terminal)
+        print_text(line, console)
 
 
 def _print_list(found: Sequence[Finding], console: Console) -> None:
@@ -46,5 +47,5 @@ def _print_list(found: Sequence[Finding], console: Console) -> None:
     for number, each in enumerate(found, start=1):
         style = "red" if each.severity == "error" else "yellow"
         line = Text.assemble(f"{number}. ", (each.severity, style), f" {each.where}: {each.message}")
-        console.print(line, soft_wrap=not console.is_terminal)
-        console.print(Text(f"   {each.remedy}"), soft_wrap=not console.is_terminal)
+        print_text(line, console)
+        print_text(f"   {each.remedy}", console)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich import box
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
@@ -13,6 +12,7 @@ from rich.text import Text
 from lightning_commopt.formatting import number, percent
 from lightning_commopt.measure.exposed_share import share_of_step
 from lightning_commopt.measure.verdict import Verdict
+from lightning_commopt.terminal import TextTable
 
 _PHASES = (
     ("data", "data_s"),
@@ -37,7 +37,7 @@ _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str = "steps and ranks") -> Group:
-    """Returns what a fit cost, to be printed; it fits into 80 columns.
+    """Returns what a fit cost, to be printed: a table, or a list in a terminal that is too narrow for it.
 
     Args:
         metrics: what `StepStatistics.compute` gives.
@@ -65,11 +65,8 @@ def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str 
     )
 
 
-def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, str]]], title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("ms", no_wrap=True)
-    for heading in (*_COLUMNS, "of step"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, str]]], title: str) -> TextTable:
+    table = TextTable("ms", *_COLUMNS, "of step", numbers=(*_COLUMNS, "of step"), title=title)
     for rows in sections:
         for label, name in rows:
             times = [

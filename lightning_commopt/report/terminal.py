@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from lightning_commopt.formatting import number
@@ -16,10 +12,9 @@ from lightning_commopt.report.model import Group, Report
 from lightning_commopt.report.phrases import spread_text
 from lightning_commopt.report.regressions import Change, Outcome, Regressions
 from lightning_commopt.runs.files import LOG_FILE
+from lightning_commopt.terminal import TextTable, print_heading, print_text
 
-_NAME_WIDTH = 16
 _WITH_ENDS = ("samples_per_s", "speedup")
-_ANY_WIDTH = 10_000
 _HEADINGS: dict[Outcome, str] = {
     "slower": "slower",
     "failed": "failed, worked before",
@@ -35,66 +30,48 @@ def print_report(report: Report, console: Console) -> None:
     """Prints all groups, then failed runs and warnings."""
     for group in report.groups:
         if group.name:
-            console.rule(Text(group.name), align="left")
-        _print_settings(group, console)
+            print_heading(group.name, console)
+        console.print(settings_table(group))
         _print_published(group, console)
         for sentence in group.answer:
-            _print(sentence, console)
+            print_text(sentence, console)
         chosen = group.recommended or group.fastest
         is_highest = not group.recommended and chosen.samples_per_s is not None
         heading = f"# {chosen.name}: the highest throughput so far" if is_highest else f"# {chosen.name}"
         console.print(Text("\n".join(["", heading, *chosen.config_lines]), style="cyan"), soft_wrap=True)
     for run in report.failed:
-        _print(f"{run.name} ({run.setting}) failed: {run.record.error}", console, style="red")
+        print_text(f"{run.name} ({run.setting}) failed: {run.record.error}", console, style="red")
         log = run.folder / LOG_FILE
         if log.exists():
-            _print(f"  log: {log}", console, style="red")
+            print_text(f"  log: {log}", console, style="red")
     for problem in report.problems:
-        _print(f"warning: {problem}", console, style="yellow")
+        print_text(f"warning: {problem}", console, style="yellow")
 
 
 def print_regressions(found: Regressions, console: Console) -> None:
     """Prints what has changed, the worst first."""
-    _print(f"compared with {found.other}, with a tolerance of {100 * found.tolerance:g} %:", console)
+    print_text(f"compared with {found.other}, with a tolerance of {100 * found.tolerance:g} %:", console)
     for outcome, heading in _HEADINGS.items():
         changes = [change for change in found.changes if change.outcome == outcome]
         if changes:
             style = "red" if outcome in ("slower", "failed") else ""
-            _print(f"{heading} ({len(changes)})", console, style=style)
+            print_text(f"{heading} ({len(changes)})", console, style=style)
         for change in changes:
-            _print(f"  {_change_text(change)}", console)
+            print_text(f"  {_change_text(change)}", console)
     for condition in found.conditions:
-        _print(f"warning: different conditions: {condition}", console, style="yellow")
+        print_text(f"warning: different conditions: {condition}", console, style="yellow")
 
 
-def settings_table(group: Group) -> Table:
+def settings_table(group: Group) -> TextTable:
     """Returns a row for each setting, with the columns for which there are numbers."""
     columns = _columns(group)
-    table = Table("setting", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.columns[0].min_width = min(_NAME_WIDTH, max(len(setting.name) for setting in group.settings))
-    for name, cells in columns.items():
-        width = max(len(text) for text in [*name.split(), *(line for cell in cells for line in cell)])
-        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True, min_width=width)
-    if link := link_of(group.baseline.runs[0]):
-        table.caption, table.caption_justify = f"hosts with {link} between them", "left"
+    headings = [name.replace(" ", "\n", 1) for name in columns]
+    link = link_of(group.baseline.runs[0])
+    table = TextTable("setting", *headings, numbers=headings, caption=f"hosts with {link} between them" if link else "")
     for index, setting in enumerate(group.settings):
-        style = "bold" if setting is group.fastest else None
-        table.add_row(Text(setting.name), *("\n".join(cells[index]) for cells in columns.values()), style=style)
+        style = "bold" if setting is group.fastest else ""
+        table.add_row(setting.name, *("\n".join(cells[index]) for cells in columns.values()), style=style)
     return table
-
-
-def _print_settings(group: Group, console: Console) -> None:
-    """Prints the table, or where it would lose digits the same as a list."""
-    table = settings_table(group)
-    needed = Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), table).minimum
-    if needed <= console.width:
-        console.print(table)
-        return
-    for index, setting in enumerate(group.settings):
-        cells = {name: " ".join(cells[index]) for name, cells in _columns(group).items()}
-        console.print(Text(setting.name, style="bold" if setting is group.fastest else ""))
-        console.print(Padding(Text(", ".join(f"{name} {cell}" for name, cell in cells.items() if cell)), (0, 0, 0, 2)))
-    console.print()
 
 
 def _columns(group: Group) -> dict[str, list[list[str]]]:
@@ -115,14 +92,10 @@ def _print_published(group: Group, console: Console) -> None:
     if not figures:
         return
     sources = dict.fromkeys(figure.source for _, figure in figures)
-    _print(f"Published by others, on their hardware ({'; '.join(sources)}):", console)
+    print_text(f"Published by others, on their hardware ({'; '.join(sources)}):", console)
     for name in dict.fromkeys(name for name, _ in figures):
-        _print(f"  {name}: {'; '.join(figure.label for other, figure in figures if other == name)}", console)
+        print_text(f"  {name}: {'; '.join(figure.label for other, figure in figures if other == name)}", console)
     console.print()
-
-
-def _print(text: str, console: Console, style: str = "") -> None:
-    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
 
 def _change_text(change: Change) -> str:

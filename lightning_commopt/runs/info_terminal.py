@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from lightning_commopt.runs.info import Info
+from lightning_commopt.terminal import TextTable
 
 _KERNELS = {"c": "C", "triton": "Triton", "torch": "plain torch"}
 
@@ -22,41 +21,33 @@ def print_info(found: Info, console: Console) -> None:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
-def _versions_table(found: Info) -> Table:
-    table = _table("versions", "")
+def _versions_table(found: Info) -> TextTable:
+    table = TextTable("versions", "")
     for name, version in found.versions.items():
         table.add_row(name, version)
     table.add_row("platform", found.platform)
     return table
 
 
-def _devices_table(found: Info) -> Table:
-    table = _table("devices", "name", "memory", "cores")
+def _devices_table(found: Info) -> TextTable:
+    table = TextTable("devices", "name", "memory", "cores")
     for device in found.devices:
         table.add_row(device.kind, device.name, f"{device.memory_bytes / 2**30:.1f} GiB", str(device.num_cores))
     return table
 
 
-def _backends_table(found: Info) -> Table:
-    table = _table("backends", "in this torch")
+def _backends_table(found: Info) -> TextTable:
+    table = TextTable("backends", "in this torch")
     for name, available in found.backends.items():
         shown = f"yes, {found.nccl_version}" if name == "nccl" and available else _yes_or_no(available)
         table.add_row(name, shown)
     return table
 
 
-def _options_table(found: Info) -> Table:
-    table = _table("DDP options", "in this torch", "since torch")
+def _options_table(found: Info) -> TextTable:
+    table = TextTable("DDP options", "in this torch", "since torch")
     for option in found.ddp_options:
         table.add_row(option.name, _yes_or_no(option.available), option.since)
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(*columns, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for column in table.columns:
-        column.overflow = "fold"  # where the output is narrow nothing is cut off
-    table.columns[0].no_wrap = True
     return table
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from rich import box
-from rich.table import Table
-
 from lightning_commopt.formatting import megabytes, number, percent
 from lightning_commopt.runs.record import RunRecord
+from lightning_commopt.terminal import TextTable
 
 
-def run_table(record: RunRecord) -> Table:
+def run_table(record: RunRecord) -> TextTable:
     """Returns one row with what was measured, and a dash for what was not."""
     cells = {
         "plan": record.plan_name or record.sync_method,
@@ -23,10 +21,7 @@ def run_table(record: RunRecord) -> Table:
         "exposed": _text(record.exposed_share, percent),
         "final\nvalidation loss": _text(record.val_loss, partial(number, digits=4)),
     }
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in cells:
-        # A number must not lose digits in a narrow terminal.
-        table.add_column(name, justify="left" if name == "plan" else "right", overflow="fold")
+    table = TextTable(*cells, numbers=list(cells)[1:])
     table.add_row(*cells.values())
     return table
 

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from rich import box
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from lightning_commopt.selftest.run import SelfTest
+from lightning_commopt.terminal import TextTable
 
 _COLORS = {"passed": "green", "failed": "red", "not checked": "yellow"}
 
 
+@contextmanager
+def progress_lines(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows what is running: one line that changes on a terminal, a line each elsewhere."""
+    if not console.is_terminal:
+        yield lambda text: print(f"running: {text}", file=console.file, flush=True)
+        return
+    with console.status("", spinner="line") as status:
+        yield status.update
+
+
 def print_selftest(found: SelfTest, console: Console) -> None:
     """Prints a row for each check, and where ranks could not run."""
-    table = Table(found.place, "", "", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = TextTable(found.place, "", "")
     for outcome in found.outcomes:
-        table.add_row(outcome.name, f"[{_COLORS[outcome.status]}]{outcome.status}[/]", outcome.detail)
+        table.add_row(outcome.name, Text(outcome.status, _COLORS[outcome.status]), outcome.detail)
     console.print(table)
     for place, why in found.refused.items():
         console.print(f"{place}: refused ({why})", highlight=False)

@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from lightning_commopt.sweep.job import Job, JobResult, SweepObserver
+from lightning_commopt.terminal import print_heading
 
 
 class SweepDisplay(SweepObserver):
@@ -85,7 +86,7 @@ class SweepDisplay(SweepObserver):
         if self._console.is_terminal and not self._live.is_started:
             self._live.start()
         title = f"job {job.number} ({len(self.results) + 1} of {self._num_jobs}): {_overrides_text(job)}"
-        self._console.rule(Text(title), align="left")
+        print_heading(title, self._console)
 
     def on_output(self, text: str, is_final: bool) -> None:
         """Prints a line that stays; shows another one above the bar."""

@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from narrow import WIDTHS, check_numbers_are_whole
 from rich.console import Console
 from sample_metrics import NAN, sample_metrics
 
@@ -64,6 +65,14 @@ def test_it_fits_into_80_columns(metrics: dict[str, float]) -> None:
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
     assert " ".join(" ".join(lines).split()).replace("─", "") == " ".join(" ".join(wide).split()).replace("─", "")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("metrics", EXTREMES)
+def test_no_number_is_cut(metrics: dict[str, float], width: int) -> None:
+    """If it fails, the table at the end of a fit loses digits in a narrow terminal."""
+    result = verdict(metrics, world_size=8, num_buckets=1, comm_hook="none", is_lossy=False)
+    check_numbers_are_whole(lambda console: console.print(summary_table(metrics, result)), width)
 
 
 def test_no_rows_of_communication_that_was_not_observed() -> None:

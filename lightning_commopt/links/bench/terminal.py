@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -11,24 +11,47 @@ from lightning_commopt.formatting import count
 from lightning_commopt.links.bench.payoff import payoffs
 from lightning_commopt.links.bench.result import BenchResult, Row
 from lightning_commopt.links.bench.sizes import size_text
+from lightning_commopt.terminal import TextTable, print_text
 
 _SIZE = "{:>12}  {:>12}  {:>8}  {:>6}"
 _TIMES = "  {:>10}  {:>6}  {:>7}  {:>7}  {:>6}"
+_PLACES = {"out": "out of place", "in": "in place"}
+_PEERS = "copies between GPUs, GB/s (row: from, column: to)"
 
 
 def print_bench(result: BenchResult, console: Console) -> None:
-    """Prints where it was measured, a table for each series, and what comes of it."""
-    for line in bench_lines(result):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    """Prints where it was measured, a table for each series, and what comes of it.
+
+    Tables are in nccl-tests' columns, which scripts read, unless a terminal is too narrow for them.
+    """
+    for part in _parts(result):
+        is_narrow = console.is_terminal and max(map(len, part.lines)) > console.width
+        for table in part.tables if is_narrow else ():
+            console.print(table)
+        for line in () if is_narrow and part.tables else part.lines:
+            print_text(line, console)
 
 
 def bench_lines(result: BenchResult) -> list[str]:
     """Returns the lines of the output."""
-    lines = [f"# {line}" for line in where_lines(result)]
+    return [line for part in _parts(result) for line in part.lines]
+
+
+class _Part(NamedTuple):
+    """Lines of the output, and tables that show the same in a narrow terminal, if they need any."""
+
+    lines: list[str]
+    tables: list[TextTable]
+
+
+def _parts(result: BenchResult) -> Iterator[_Part]:
+    yield _Part([f"# {line}" for line in where_lines(result)], [])
     for title, rows in _tables(result):
-        lines += ["#", f"# {title}", *_table(rows)]
-    lines += ["#", *(f"# {line}" for line in _closing_lines(result))]
-    return lines
+        yield _Part(["#", f"# {title}"], [])
+        yield _Part(_table(rows), _narrow_tables(rows))
+    yield _Part(["#", *(f"# {line}" for line in _closing_lines(result))], [])
+    if result.peer_copies:
+        yield _Part([f"# {line}" for line in peer_lines(result)], [_peer_table(result.peer_copies)])
 
 
 def where_lines(result: BenchResult) -> list[str]:
@@ -68,17 +91,16 @@ def _tables(result: BenchResult) -> Iterable[tuple[str, list[Row]]]:
 
 
 def _table(rows: list[Row]) -> list[str]:
-    places = [place for place in ("out", "in") if any(row.case.place == place for row in rows)]
+    places = _places(rows)
     by_size: dict[int, dict[str, Row]] = {}
     for row in rows:
         by_size.setdefault(row.case.size_bytes, {})[row.case.place] = row
-    names = {"out": "out of place", "in": "in place"}
     heading = _SIZE.format("size", "count", "type", "redop")
     units = _SIZE.format("(B)", "(elements)", "", "")
     width = len(_TIMES.format(*[""] * 5))
     above = " " * len(heading)
     for place in places:
-        above += names[place].center(width)
+        above += _PLACES[place].center(width)
         heading += _TIMES.format("time", "±", "algbw", "busbw", "#wrong")
         units += _TIMES.format("(us)", "(%)", "(GB/s)", "(GB/s)", "")
     lines = [f"#{each[1:]}" for each in (above.rstrip(), heading, units)]
@@ -91,16 +113,37 @@ def _table(rows: list[Row]) -> list[str]:
     return lines
 
 
+def _narrow_tables(rows: list[Row]) -> list[TextTable]:
+    """Returns a table for each place, with what has failed below it."""
+    headings = "size\n(B)", "count", "type", "redop", "time\n(us)", "±\n(%)", "algbw\n(GB/s)", "busbw\n(GB/s)", "#wrong"
+    tables = []
+    for place in _places(rows):
+        shown = [row for row in rows if row.case.place == place]
+        failed = [f"{row.case.size_bytes} B failed: {row.error}" for row in shown if row.error is not None]
+        table = TextTable(*headings, numbers=headings, title=_PLACES[place], caption="\n".join(failed))
+        for row in shown:
+            case, times = row.case, ["-"] * 5 if row.error is not None else _times(row)
+            table.add_row(str(case.size_bytes), str(case.count), case.dtype, case.redop, *times)
+        tables.append(table)
+    return tables
+
+
+def _places(rows: list[Row]) -> list[str]:
+    return [place for place in _PLACES if any(row.case.place == place for row in rows)]
+
+
 def _cells(row: Row | None) -> str:
-    if row is None:
-        return _TIMES.format(*["-"] * 5)
-    if row.error is not None:
+    if row is not None and row.error is not None:
         return f"  failed: {row.error}"
+    return _TIMES.format(*(["-"] * 5 if row is None else _times(row)))
+
+
+def _times(row: Row) -> list[str]:
     half = (row.time_s.high - row.time_s.low) / 2 / row.time_s.median
-    wrong = "N/A" if row.num_wrong is None else row.num_wrong
+    wrong = "N/A" if row.num_wrong is None else str(row.num_wrong)
     time_us = row.time_s.median * 1e6
     shown = f"{time_us:.2f}" if time_us < 1e3 else f"{time_us:.1f}" if time_us < 1e5 else f"{time_us:.0f}"
-    return _TIMES.format(shown, f"{100 * half:.1f}", _gb(row.algbw), _gb(row.busbw), wrong)
+    return [shown, f"{100 * half:.1f}", _gb(row.algbw), _gb(row.busbw), wrong]
 
 
 def _gb(rate: float) -> str:
@@ -119,7 +162,6 @@ def _closing_lines(result: BenchResult) -> list[str]:
         lines.append(f"Avg bus bandwidth    : {_gb(average)} GB/s")
     lines += against_link(result)
     lines += [sentence.text for sentence in payoffs(result)]
-    lines += peer_lines(result)
     return lines
 
 
@@ -143,10 +185,21 @@ def peer_lines(result: BenchResult) -> list[str]:
         return []
     num_gpus = len(result.peer_copies)
     lines = [
-        "copies between GPUs, GB/s (row: from, column: to)",
+        _PEERS,
         "     " + "".join(f"{to:>8}" for to in range(num_gpus)),
     ]
     for source, rates in enumerate(result.peer_copies):
-        cells = "".join(f"{'-' if rate is None else f'{rate / 1e9:.1f}':>8}" for rate in rates)
-        lines.append(f"{source:>4} {cells}")
+        lines.append(f"{source:>4} " + "".join(f"{cell:>8}" for cell in _peer_cells(rates)))
     return lines
+
+
+def _peer_table(copies: Sequence[Sequence[float | None]]) -> TextTable:
+    headings = ["from", *(f"to {to}" for to in range(len(copies)))]
+    table = TextTable(*headings, numbers=headings, title=_PEERS)
+    for source, rates in enumerate(copies):
+        table.add_row(str(source), *_peer_cells(rates))
+    return table
+
+
+def _peer_cells(rates: Sequence[float | None]) -> list[str]:
+    return ["-" if rate is None else f"{rate / 1e9:.1f}" for rate in rates]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lightning_commopt.links.nccl_log.facts import Communicator, NcclLog
@@ -18,6 +16,7 @@ from lightning_commopt.links.nccl_log.summary import (
     trees_of,
     versions_of,
 )
+from lightning_commopt.terminal import TextTable, print_text
 
 _STYLES = {"error": "bold red", "slow": "yellow", "differs": "magenta", "note": "cyan"}
 _MOST_PAIRS = 6
@@ -31,9 +30,11 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     """Prints communicators, the tuner's choices and settings, then all findings, each with its evidence."""
     version = " and ".join(versions_of(log)) or "of unknown version"
     num_files = len(log.files)
-    _print(f"NCCL {version}: {log.num_lines} lines in {num_files} file{'s' if num_files != 1 else ''}", console, "bold")
+    print_text(
+        f"NCCL {version}: {log.num_lines} lines in {num_files} file{'s' if num_files != 1 else ''}", console, "bold"
+    )
     for file in log.silent_files:
-        _print(f"warning: {file} has no line of NCCL", console, "yellow")
+        print_text(f"warning: {file} has no line of NCCL", console, "yellow")
     shown = sorted(log.communicators, key=lambda each: -len(each.members))[:_MOST_COMMUNICATORS]
     others = [each for each in log.communicators if each not in shown]
     for communicator in sorted(shown, key=lambda each: each.number):
@@ -41,12 +42,12 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     if others:
         sizes = ", ".join(str(each.num_ranks or "?") for each in others[:_MOST_CHOICES])
         more = ", ..." if len(others) > _MOST_CHOICES else ""
-        _print(f"{len(others)} more communicators, of {sizes}{more} ranks: see --json", console)
+        print_text(f"{len(others)} more communicators, of {sizes}{more} ranks: see --json", console)
     _print_choices(log, console)
     _print_settings(log, console)
     console.print()
     if not findings:
-        _print("nothing is wrong, slow or unequal, as far as the log says", console, "green")
+        print_text("nothing is wrong, slow or unequal, as far as the log says", console, "green")
     for finding in findings:
         _print_finding(finding, console)
 
@@ -64,30 +65,29 @@ def _print_communicator(communicator: Communicator, console: Console) -> None:
         parts.append(f"network {' and '.join(networks)}")
     parts += [f"{name}: {value}" for name, value in extras_of(communicator).items()]
     console.print()
-    _print(f"communicator {communicator.number}: {', '.join(parts)}", console, "bold")
+    print_text(f"communicator {communicator.number}: {', '.join(parts)}", console, "bold")
     for machine, ranks in communicator.machines.items():
-        _print(f"  {' '.join(filter(None, machine)) or 'host unknown'}: {ranks_text(ranks)}", console)
+        print_text(f"  {' '.join(filter(None, machine)) or 'host unknown'}: {ranks_text(ranks)}", console)
     _print_paths(communicator, console)
     rings = list(rings_of(communicator).items())
     for ring, channels in rings[:_MOST_RINGS]:
         order = " ".join(map(str, ring[:_MOST_RANKS])) + (" ..." if len(ring) > _MOST_RANKS else "")
-        _print(f"  ring on {_channels_text(channels)}: {order}", console)
+        print_text(f"  ring on {_channels_text(channels)}: {order}", console)
     if len(rings) > _MOST_RINGS:
-        _print(f"  and {len(rings) - _MOST_RINGS} other rings", console)
+        print_text(f"  and {len(rings) - _MOST_RINGS} other rings", console)
     for tree in trees_of(communicator)[:_MOST_RINGS]:
         root = "root unknown" if tree.root is None else f"root {tree.root}"
-        _print(f"  tree on {_channels_text(tree.channels)}: {root}, depth {tree.depth}", console)
+        print_text(f"  tree on {_channels_text(tree.channels)}: {root}, depth {tree.depth}", console)
 
 
 def _print_paths(communicator: Communicator, console: Console) -> None:
-    table = Table("path", "where", "pairs (sender > receiver)", "channels", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns:
-        column.overflow = "fold"
-    for path in paths_of(communicator):
+    table = TextTable("path", "where", "pairs (sender > receiver)", "channels")
+    paths = paths_of(communicator)
+    for path in paths:
         pairs = ", ".join(f"{sender} > {receiver}" for sender, receiver in path.pairs[:_MOST_PAIRS])
         more = f" and {len(path.pairs) - _MOST_PAIRS} more" if len(path.pairs) > _MOST_PAIRS else ""
-        table.add_row(Text(path.name), path.place, f"{pairs}{more}", str(path.num_channels))
-    if table.row_count:
+        table.add_row(path.name, path.place, f"{pairs}{more}", str(path.num_channels))
+    if paths:
         console.print(table)
 
 
@@ -99,9 +99,7 @@ def _channels_text(channels: list[int]) -> str:
 def _print_choices(log: NcclLog, console: Console) -> None:
     if not log.choices:
         return
-    table = Table(
-        "operation", "bytes", "algorithm", "protocol", "channels", "times", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    table = TextTable("operation", "bytes", "algorithm", "protocol", "channels", "times")
     for choice, times in sorted(log.choices.most_common(_MOST_CHOICES), key=lambda item: item[0].num_bytes):
         cells = (
             choice.operation,
@@ -111,9 +109,9 @@ def _print_choices(log: NcclLog, console: Console) -> None:
             choice.channels,
             f"{times}",
         )
-        table.add_row(*map(Text, cells))
+        table.add_row(*cells)
     console.print()
-    _print("the tuner's choices", console, "bold")
+    print_text("the tuner's choices", console, "bold")
     console.print(table)
 
 
@@ -125,18 +123,14 @@ def _print_settings(log: NcclLog, console: Console) -> None:
     if settings:
         shown = ", ".join(f"{name}={'|'.join(sorted(values))}" for name, values in sorted(settings.items()))
         console.print()
-        _print(f"environment: {shown}", console)
+        print_text(f"environment: {shown}", console)
 
 
 def _print_finding(finding: Finding, console: Console) -> None:
     place = f" (communicator {finding.communicator})" if finding.communicator is not None else ""
     text = Text.assemble((f"{finding.severity}: ", _STYLES[finding.severity]), finding.what, place)
-    console.print(text, soft_wrap=not console.is_terminal)
-    _print(f"  why: {finding.why}", console)
-    _print(f"  try: {finding.advice}", console)
+    print_text(text, console)
+    print_text(f"  why: {finding.why}", console)
+    print_text(f"  try: {finding.advice}", console)
     for line in finding.evidence:
-        _print(f"  {line.file}:{line.number}: {line.text}", console, "dim")
-
-
-def _print(text: str, console: Console, style: str = "") -> None:
-    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
+        print_text(f"  {line.file}:{line.number}: {line.text}", console, "dim")

@@ -8,9 +8,10 @@ from rich.text import Text
 from lightning_commopt.formatting import count
 from lightning_commopt.links.topology.expectations import expect_all_reduce
 from lightning_commopt.links.topology.findings import Finding
-from lightning_commopt.links.topology.machine import Gpu, Link, Machine, Nic, cpus_text
+from lightning_commopt.links.topology.machine import Gpu, Machine, Nic, cpus_text
 from lightning_commopt.links.topology.rings import find_ring
 from lightning_commopt.links.topology.summary import Pair, by_link, by_node, gpu_pairs, nic_pairs
+from lightning_commopt.terminal import TextTable, print_text
 
 _COLORS = {"NV": "green", "PIX": "cyan", "PXB": "cyan", "PHB": "yellow", "NODE": "yellow", "SYS": "red"}
 _SEVERITIES = {"error": "bold red", "slow": "yellow", "note": "cyan"}
@@ -21,13 +22,13 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
     """Prints all of it."""
     names = dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name is not None)
     kind = f" ({', '.join(names)})" if names else ""
-    _print(
+    print_text(
         f"{machine.source}: {count(len(machine.gpus), 'GPU')}{kind}, {count(len(machine.nics), 'NIC')}", console, "bold"
     )
     for notice in machine.notices:
-        _print(f"note: {notice}", console, "yellow")
+        print_text(f"note: {notice}", console, "yellow")
     console.print()
-    _print_matrix(machine, [gpu.label for gpu in machine.gpus], console)
+    _print_matrix(machine, {gpu.label: gpu.label for gpu in machine.gpus}, console)
     if machine.nics:
         console.print()
         _print_nics(machine, console)
@@ -38,63 +39,75 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
     ring = find_ring(machine)
     if ring is not None:
         worst = ring.worst.replace("NV", "NVLink")
-        _print(f"ring: {' '.join(label.removeprefix('GPU') for label in ring.labels)}, slowest link {worst}", console)
+        print_text(
+            f"ring: {' '.join(label.removeprefix('GPU') for label in ring.labels)}, slowest link {worst}", console
+        )
     if (all_reduce := expect_all_reduce(machine)) is not None:
-        _print(f"expect: {all_reduce.text} [{all_reduce.source}]", console, "dim")
+        print_text(f"expect: {all_reduce.text} [{all_reduce.source}]", console, "dim")
     console.print()
     if not findings:
-        _print("nothing here hurts, as far as the topology says", console, "green")
+        print_text("nothing here hurts, as far as the topology says", console, "green")
     print_findings(findings, console)
 
 
 def print_findings(findings: list[Finding], console: Console) -> None:
     """Prints each with its reason and what to try."""
     for finding in findings:
-        _print(Text.assemble((f"{finding.severity}: ", _SEVERITIES[finding.severity]), finding.what), console)
-        _print(f"  why: {finding.why}", console)
-        _print(f"  try: {finding.advice}", console)
+        print_text(Text.assemble((f"{finding.severity}: ", _SEVERITIES[finding.severity]), finding.what), console)
+        print_text(f"  why: {finding.why}", console)
+        print_text(f"  try: {finding.advice}", console)
 
 
-def _print_matrix(machine: Machine, labels: list[str], console: Console) -> None:
-    width = max(5, *(len(label) + 1 for label in labels))
-    _print("".join(["".ljust(width), *(label.ljust(width) for label in labels)]), console, "bold")
-    for one in labels:
-        line = Text(one.ljust(width), style="bold")
-        for other in labels:
-            link = machine.link(one, other)
-            word, color = ("x", "dim") if one == other else _word(link)
-            line.append(word.ljust(width), style=f"not bold {color}")
-        _print(line, console)
+def _print_matrix(machine: Machine, columns: dict[str, str], console: Console) -> None:
+    """Prints the link from each GPU to each device.
+
+    Args:
+        machine: that they are in.
+        columns: labels of the devices, by heading.
+        console: to print on.
+    """
+    rows = {gpu.label: [_word(machine, gpu.label, other) for other in columns.values()] for gpu in machine.gpus}
+    width = max(5, *(len(text) + 1 for text in (*rows, *columns)))
+    if console.is_terminal and width * (1 + len(columns)) > console.width:
+        table = TextTable("", *columns, has_rules=False)
+        for label, words in rows.items():
+            table.add_row(label, *words)
+        console.print(table)
+        return
+    lines = [Text("").join([Text("".ljust(width)), *(Text(heading.ljust(width)) for heading in columns)])]
+    for label, words in rows.items():
+        padded = [Text(word.plain.ljust(width), word.style) for word in words]
+        lines.append(Text.assemble((label.ljust(width), "bold"), *padded))
+    lines[0].stylize("bold")
+    for line in lines:
+        line.rstrip()
+        print_text(line, console)
 
 
 def _print_nics(machine: Machine, console: Console) -> None:
     """Prints adapters as columns of their own matrix, whose heads are numbers: their names are long."""
-    labels = [f"NIC{index}" for index in range(len(machine.nics))]
-    width = max(5, *(len(gpu.label) + 1 for gpu in machine.gpus), *(len(label) + 1 for label in labels))
-    _print("".join(["".ljust(width), *(label.ljust(width) for label in labels)]), console, "bold")
-    for gpu in machine.gpus:
-        line = Text(gpu.label.ljust(width), style="bold")
-        for nic in machine.nics:
-            word, color = _word(machine.link(gpu.label, nic.label))
-            line.append(word.ljust(width), style=f"not bold {color}")
-        _print(line, console)
-    named = [f"{label} {_nic_text(nic)}" for label, nic in zip(labels, machine.nics, strict=True)]
-    _print(", ".join(named), console, "dim")
+    headings = {f"NIC{index}": nic for index, nic in enumerate(machine.nics)}
+    _print_matrix(machine, {heading: nic.label for heading, nic in headings.items()}, console)
+    named = [f"{heading} {_nic_text(nic)}" for heading, nic in headings.items()]
+    print_text(", ".join(named), console, "dim")
 
 
 def _nic_text(nic: Nic) -> str:
     return nic.name if nic.bytes_per_s is None else f"{nic.name} ({nic.bytes_per_s * 8 / 1e9:.0f} Gbit/s)"
 
 
-def _word(link: Link | None) -> tuple[str, str]:
-    return ("?", "dim") if link is None else (str(link), _COLORS[link.kind])
+def _word(machine: Machine, one: str, other: str) -> Text:
+    if one == other:
+        return Text("x", "dim")
+    link = machine.link(one, other)
+    return Text("?", "dim") if link is None else Text(str(link), _COLORS[link.kind])
 
 
 def _print_nodes(machine: Machine, console: Console) -> None:
     for node, gpus in by_node(machine).items():
         cores = cpus_text(frozenset[int]().union(*(gpu.cpus for gpu in gpus)))
         place = "NUMA node unknown" if node is None else f"NUMA node {node}"
-        _print(
+        print_text(
             f"{place}: {', '.join(_gpu_text(machine, gpu) for gpu in gpus)}{f'; cores {cores}' if cores else ''}",
             console,
         )
@@ -121,11 +134,5 @@ def _print_links(title: str, pairs: list[Pair], console: Console) -> None:
         )
         first = alike[0]
         text = Text.assemble((f"{link}", _COLORS[link.kind]), f" {title}: {first.meaning} ({shown})")
-        _print(text, console)
-        _print(f"  expect: {first.expectation.text} [{first.expectation.source}]", console, "dim")
-
-
-def _print(text: str | Text, console: Console, style: str = "") -> None:
-    line = Text(text, style=style) if isinstance(text, str) else text
-    line.rstrip()
-    console.print(line, soft_wrap=not console.is_terminal)
+        print_text(text, console)
+        print_text(f"  expect: {first.expectation.text} [{first.expectation.source}]", console, "dim")

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from textwrap import shorten
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from lightning_commopt.terminal import TextTable, print_text
 from lightning_commopt.watch.hangs.phases import PHASES
 from lightning_commopt.watch.hangs.reading import LeftBehind, TimedMark, phases_of
 from lightning_commopt.watch.hangs.sentences import waits_in
@@ -38,9 +37,9 @@ def print_left_behind(found: LeftBehind, console: Console) -> None:
     """Prints the sentence, what to try, a line for each rank, and a picture of their phases."""
     diagnosis = found.diagnosis
     if found.was_reported:
-        console.print(escape(diagnosis.sentence), highlight=False, style="bold")
+        print_text(diagnosis.sentence, console, "bold")
         for hint in diagnosis.hints:
-            console.print(f"Try: {escape(hint)}", highlight=False)
+            print_text(f"Try: {hint}", console)
     else:
         console.print("No hang was reported. The ranks were last seen like this:", style="bold")
     console.print()
@@ -50,21 +49,21 @@ def print_left_behind(found: LeftBehind, console: Console) -> None:
         _print_timeline(found, console)
 
 
-def _ranks(snapshots: Sequence[RankSnapshot]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("rank", "host", "state", "phase", "step", "no progress for", "waits in", "at"):
-        table.add_column(name, justify="right" if name in ("rank", "step", "no progress for") else "left")
+def _ranks(snapshots: Sequence[RankSnapshot]) -> TextTable:
+    numbers = "rank", "step", "no progress\nfor"
+    headings = "rank", "host", "state", "phase", "step", "no progress\nfor", "waits in", "at"
+    table = TextTable(*headings, numbers=numbers, has_rules=False)
     for each in sorted(snapshots, key=lambda each: each.rank):
         known = each.state not in ("unreachable", "silent")
         table.add_row(
             str(each.rank),
-            escape(each.host),
+            each.host,
             each.state,
             PHASES[each.phase].name if known else "",
             str(each.step) if known else "",
             f"{each.idle_s:.0f} s" if known else "",
-            escape(waits_in(each) or ""),
-            escape(next(iter(each.worker_places), shorten(each.detail, _DETAIL_WIDTH) or each.place or "")),
+            waits_in(each) or "",
+            next(iter(each.worker_places), shorten(each.detail, _DETAIL_WIDTH) or each.place or ""),
         )
     return table
 

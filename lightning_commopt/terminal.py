@@ -1,0 +1,173 @@
+"""What every command prints with: tables that keep numbers whole in a narrow terminal, and text in any encoding."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import sys
+from collections.abc import Collection, Iterator, Sequence
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+_ANY_WIDTH = 10_000
+_ROOMY, _TIGHT = (0, 1, 0, 1), (0, 1, 0, 0)
+_BELOW = (0, 0, 0, 2)
+_ASCII = str.maketrans(
+    {
+        "\N{NO-BREAK SPACE}": " ",
+        "\N{PLUS-MINUS SIGN}": "+-",
+        "\N{MULTIPLICATION SIGN}": "x",
+        "\N{MICRO SIGN}": "u",
+        "\N{HORIZONTAL ELLIPSIS}": "...",
+        "\N{EN DASH}": "-",
+        "\N{EM DASH}": "-",
+        "\N{LEFT SINGLE QUOTATION MARK}": "'",
+        "\N{RIGHT SINGLE QUOTATION MARK}": "'",
+        "\N{LEFT DOUBLE QUOTATION MARK}": '"',
+        "\N{RIGHT DOUBLE QUOTATION MARK}": '"',
+    }
+)
+
+
+class TextTable:
+    """A table for `Console.print` that breaks no word and no number, however narrow the console is.
+
+    Text wraps between words. Where the longest words do not fit side by side, the table becomes a list: a line for
+    each row's first cell, and below it the other cells behind their headings.
+
+    Args:
+        headings: of the columns; may have several lines.
+        numbers: headings of columns that are aligned right and never wrap.
+        title: above the table.
+        caption: below the table.
+        has_rules: draw a line below the headings and between sections.
+    """
+
+    def __init__(
+        self,
+        *headings: str,
+        numbers: Collection[str] = (),
+        title: str = "",
+        caption: str = "",
+        has_rules: bool = True,
+    ) -> None:
+        self._headings = headings
+        self._numbers = numbers
+        self._title = title
+        self._caption = caption
+        self._box = box.SIMPLE_HEAD if has_rules else None
+        self._rows: list[tuple[list[Text], str]] = []
+        self._ends_of_sections: set[int] = set()
+
+    def add_row(self, *cells: str | Text, style: str = "") -> None:
+        """Adds a row; a str is text, never markup."""
+        assert len(cells) == len(self._headings), (cells, self._headings)
+        self._rows.append(([Text(cell) if isinstance(cell, str) else cell for cell in cells], style))
+
+    def add_section(self) -> None:
+        """Separates the rows so far from those that follow."""
+        self._ends_of_sections.add(len(self._rows) - 1)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Yields the table, or the list where the table would have to break words."""
+        for padding in (_ROOMY, _TIGHT):
+            widths = self._widths(console, options, padding)
+            if widths is not None:
+                yield self._table(widths, padding)
+                return
+        yield from self._list(options.max_width)
+
+    def _table(self, widths: Sequence[int], padding: tuple[int, int, int, int]) -> Table:
+        table = Table(
+            title=self._title or None,
+            title_justify="left",
+            caption=self._caption or None,
+            caption_justify="left",
+            box=self._box,
+            padding=padding,
+            pad_edge=False,
+        )
+        for heading, width in zip(self._headings, widths, strict=True):
+            is_number = heading in self._numbers
+            table.add_column(Text(heading), justify="right" if is_number else "left", no_wrap=is_number, width=width)
+        for index, (cells, style) in enumerate(self._rows):
+            table.add_row(*cells, style=style, end_section=index in self._ends_of_sections)
+        return table
+
+    def _widths(
+        self, console: Console, options: ConsoleOptions, padding: tuple[int, int, int, int]
+    ) -> list[int] | None:
+        """Returns the width of each column, at least that of its longest word; None where they do not fit."""
+        anything = options.update(max_width=_ANY_WIDTH)
+        columns = [
+            [Text(heading), *(cells[index] for cells, _ in self._rows)] for index, heading in enumerate(self._headings)
+        ]
+        measured = [[Measurement.get(console, anything, cell) for cell in column] for column in columns]
+        full = [max(each.maximum for each in column) for column in measured]
+        least = [
+            widest if heading in self._numbers else max(each.minimum for each in column)
+            for heading, widest, column in zip(self._headings, full, measured, strict=True)
+        ]
+        between = Measurement.get(console, anything, self._table(full, padding)).maximum - sum(full)
+        left, wanted = options.max_width - between - sum(least), sum(full) - sum(least)
+        if left < 0:
+            return None
+        share = min(1.0, left / wanted) if wanted else 0.0
+        return [low + int(share * (high - low)) for low, high in zip(least, full, strict=True)]
+
+    def _list(self, width: int) -> Iterator[RenderableType]:
+        names = [" ".join(heading.split()) for heading in self._headings]
+        is_number = self._headings[0] in self._numbers
+        above = [self._title.strip(), "" if is_number else names[0]]
+        if any(above):
+            yield Text(", ".join(filter(None, above)), style="italic")
+        for cells, style in self._rows:
+            first, *others = (Text(" ").join(cell.split("\n")) for cell in cells)
+            name = f"{names[0]} {first.plain}" if is_number else first.plain.strip()
+            rest = Text(", ").join(
+                Text.assemble(other, " " if other else "", cell)
+                for other, cell in zip(names[1:], others, strict=True)
+                if cell.plain.strip()
+            )
+            if len(name) + 2 + len(rest) <= width:
+                yield Text.assemble((name, style or "bold"), ": " if rest else "", rest)
+            else:
+                yield Text(name, style=style or "bold")
+                yield Padding(rest, _BELOW)
+        yield Text(self._caption, style="italic")
+
+
+def print_text(text: str | Text, console: Console, style: str = "") -> None:
+    """Prints a text, never as markup: wrapped between words on a terminal, else in one line."""
+    console.print(Text(text, style=style) if isinstance(text, str) else text, soft_wrap=not console.is_terminal)
+
+
+def print_heading(text: str, console: Console) -> None:
+    """Prints a line across the console with a text in it, or the text alone where they do not fit side by side."""
+    if len(text) + 4 <= console.width:
+        console.rule(Text(text), align="left")
+    else:
+        console.print(Text(text, style="bold"))
+
+
+def print_in_any_encoding() -> None:
+    """Lets this process print what its terminal's encoding lacks: as ASCII that reads the same, or escaped.
+
+    For commands only: standard output and standard error belong to the program otherwise.
+    """
+    codecs.register_error("commopt", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        # In the C locale errors are "surrogateescape", which fails as "strict" does.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="commopt")
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    return text.translate(_ASCII).encode("ascii", "backslashreplace").decode("ascii"), error.end
