@@ -71,7 +71,7 @@ def read_state(saved: Any, rank: int, world_size: int, compressor: Compressor | 
         compressor: the one in use now.
     """
     if saved is None:
-        return CommState()
+        return CommState(is_common=True)
     try:
         return from_checkpoint(saved, rank, world_size, compressor)
     except CheckpointError as error:

@@ -20,7 +20,8 @@ from lightning_commopt.strategy.adapters import adapter_for
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
 from lightning_commopt.strategy.base import strategy_from_plan
-from lightning_commopt.strategy.gradient_sync import GradientSync, TorchHook
+from lightning_commopt.strategy.gradient_sync import GradientSync
+from lightning_commopt.strategy.torch_hook import TorchHook
 from lightning_commopt.strategy.trainer import GradientSyncStrategy
 
 
