@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_commopt.doctor.facts import Facts
-from lightning_commopt.doctor.finding import Finding
+from lightning_commopt.findings import Finding
+from lightning_commopt.formatting import list_some
 
 
 def find_in_adapters(facts: Facts) -> Iterator[Finding]:
@@ -13,40 +14,42 @@ def find_in_adapters(facts: Facts) -> Iterator[Finding]:
     for port in facts.ports:
         if port.state != "ACTIVE":
             yield Finding(
-                "warning",
-                facts.host,
-                f"port {port.name} is {port.state}",
-                "check the cable and the subnet manager, or leave the port out with NCCL_IB_HCA",
+                severity="warning",
+                where=facts.host,
+                what=f"port {port.name} is {port.state}",
+                advice="check the cable and the subnet manager, or leave the port out with NCCL_IB_HCA",
             )
         if port.errors:
             counts = ", ".join(f"{name} {count}" for name, count in port.errors.items())
             yield Finding(
-                "warning",
-                facts.host,
-                f"port {port.name} has counted errors since it was reset: {counts}",
-                "look whether they grow while you train; if so, change the cable or the transceiver",
+                severity="warning",
+                where=facts.host,
+                what=f"port {port.name} has counted errors since it was reset: {counts}",
+                advice="look whether they grow while you train; if so, change the cable or the transceiver",
             )
     yield from _unequal_rates(facts)
     if facts.ports and facts.max_locked_bytes is not None:
         yield Finding(
-            "error",
-            facts.host,
-            f"a process may lock {facts.max_locked_bytes / 2**20:.0f} MiB of memory: InfiniBand needs more",
-            "ulimit -l unlimited; docker run --ulimit memlock=-1",
+            severity="error",
+            where=facts.host,
+            what=f"a process may lock {facts.max_locked_bytes / 2**20:.0f} MiB of memory: InfiniBand needs more",
+            advice="ulimit -l unlimited; docker run --ulimit memlock=-1",
         )
     if facts.ports and facts.gpus and not facts.has_peer_memory and not facts.can_dma_buf:
         yield Finding(
-            "warning",
-            facts.host,
-            "no GPUDirect RDMA: nvidia_peermem is not loaded, and DMA-BUF needs Linux 5.12 and NVIDIA's open modules",
-            "modprobe nvidia_peermem; commopt nccl-log shows whether NCCL uses GDRDMA",
+            severity="warning",
+            where=facts.host,
+            what="no GPUDirect RDMA: nvidia_peermem is not loaded, and DMA-BUF needs Linux 5.12 and NVIDIA's open"
+            " modules",
+            advice="modprobe nvidia_peermem; commopt nccl-log shows whether NCCL uses GDRDMA",
         )
     if facts.environment.get("NCCL_COLLNET_ENABLE") == "1" and not facts.has_sharp_plugin:
         yield Finding(
-            "warning",
-            facts.host,
-            "NCCL_COLLNET_ENABLE=1, and no libnccl-net.so, without which NCCL has no SHARP",
-            "put nccl-rdma-sharp-plugins (HPC-X) on LD_LIBRARY_PATH; 'CollNet' in NCCL's log says that it is used",
+            severity="warning",
+            where=facts.host,
+            what="NCCL_COLLNET_ENABLE=1, and no libnccl-net.so, without which NCCL has no SHARP",
+            advice="put nccl-rdma-sharp-plugins (HPC-X) on LD_LIBRARY_PATH; 'CollNet' in NCCL's log shows that it is"
+            " used",
         )
 
 
@@ -54,10 +57,10 @@ def _unequal_rates(facts: Facts) -> Iterator[Finding]:
     rates = {port.name: port.rate for port in facts.ports if port.state == "ACTIVE" and port.rate}
     if len(set(rates.values())) > 1:
         yield Finding(
-            "warning",
-            facts.host,
-            f"ports run at different rates: {', '.join(f'{name} {rate}' for name, rate in rates.items())}",
-            "check cables and switch ports; if the slow ones are for storage, leave them out with NCCL_IB_HCA",
+            severity="warning",
+            where=facts.host,
+            what=f"ports run at different rates: {', '.join(f'{name} {rate}' for name, rate in rates.items())}",
+            advice="check cables and switch ports; if the slow ones are for storage, leave them out with NCCL_IB_HCA",
         )
 
 
@@ -78,4 +81,4 @@ def list_unchecked(everybody: Sequence[Facts]) -> list[str]:
 
 def _names(some: Iterator[Facts]) -> str:
     names = [facts.host for facts in some][::-1]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return list_some(names)

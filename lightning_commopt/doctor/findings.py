@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_commopt.doctor.adapter_findings import find_in_adapters
 from lightning_commopt.doctor.doors import ClosedDoor
 from lightning_commopt.doctor.facts import Facts
-from lightning_commopt.doctor.finding import Finding, Severity
 from lightning_commopt.doctor.interface_findings import find_wrong_interfaces
+from lightning_commopt.findings import Finding, Severity, worst_first
+from lightning_commopt.formatting import ranks_text
 from lightning_commopt.links.nccl_environment import find_mistakes, parse_version
 from lightning_commopt.links.nccl_variables import names_in_library
 
 _SMALL_SHARED_MEMORY_BYTES = 2**30
-_RANKS_IN_MESSAGE = 8
 _SHARED_INTERFACE = (
     "set GLOO_SOCKET_IFNAME to the interface between the hosts; TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
 )
@@ -35,7 +36,8 @@ def find(everybody: Sequence[Facts], closed: Sequence[ClosedDoor] = (), gloo_err
     """
     found: list[Finding] = list(_closed_doors(closed))
     if gloo_error is not None:
-        found.append(Finding("error", "all hosts", f"an all-reduce over gloo fails: {gloo_error}", _SHARED_INTERFACE))
+        what = f"an all-reduce over gloo fails: {gloo_error}"
+        found.append(Finding(severity="error", where="all hosts", what=what, advice=_SHARED_INTERFACE))
     hosts = list({facts.host: facts for facts in reversed(everybody)}.values())[::-1]
     for facts in hosts:
         found += _of_host(facts)
@@ -44,7 +46,7 @@ def find(everybody: Sequence[Facts], closed: Sequence[ClosedDoor] = (), gloo_err
         found += find_in_adapters(facts)
         found += _of_topology(facts)
     found += _differences(everybody)
-    return sorted(dict.fromkeys(found), key=lambda finding: finding.severity)
+    return worst_first(found)
 
 
 def _closed_doors(closed: Sequence[ClosedDoor]) -> Iterator[Finding]:
@@ -57,50 +59,48 @@ def _closed_doors(closed: Sequence[ClosedDoor]) -> Iterator[Finding]:
             f" {each.reason}"
             for each in doors
         )
-        yield Finding("error", one, f"cannot reach {other} at {shown}", _OPEN_PORTS)
+        yield Finding(severity="error", where=one, what=f"cannot reach {other} at {shown}", advice=_OPEN_PORTS)
 
 
 def _of_topology(facts: Facts) -> Iterator[Finding]:
     """Passes on what ``commopt topo`` finds."""
     for each in facts.topology:
         if each.severity != "note":
-            severity: Severity = "error" if each.severity == "error" else "warning"
-            yield Finding(severity, facts.host, each.what, f"{each.advice}; commopt topo shows all")
+            yield replace(each, where=facts.host, advice=f"{each.advice}; commopt topo shows all")
 
 
 def _of_host(facts: Facts) -> Iterator[Finding]:
     yield from _packages_and_variables(facts)
     if facts.has_gpu_driver and not facts.gpus:
         yield Finding(
-            "error",
-            facts.host,
-            f"NVIDIA's driver is loaded, but torch {facts.versions.get('torch')} finds no CUDA device",
-            "install a torch that is built for CUDA and for this driver; check CUDA_VISIBLE_DEVICES",
+            severity="error",
+            where=facts.host,
+            what=f"NVIDIA's driver is loaded, but torch {facts.versions.get('torch')} finds no CUDA device",
+            advice="install a torch that is built for CUDA and for this driver; check CUDA_VISIBLE_DEVICES",
         )
     if facts.shared_memory_bytes is not None and facts.shared_memory_bytes < _SMALL_SHARED_MEMORY_BYTES:
         yield Finding(
-            "warning",
-            facts.host,
-            f"/dev/shm has {facts.shared_memory_bytes / 2**20:.0f} MiB: NCCL and the workers of dataloaders need more",
-            "docker run --ipc=host, or --shm-size=8g; in Kubernetes a memory volume at /dev/shm",
+            severity="warning",
+            where=facts.host,
+            what=f"/dev/shm has {facts.shared_memory_bytes / 2**20:.0f} MiB: NCCL and the workers of dataloaders need"
+            " more",
+            advice="docker run --ipc=host, or --shm-size=8g; in Kubernetes a memory volume at /dev/shm",
         )
     num_threads = facts.num_threads * facts.ranks_per_node
     if facts.ranks_per_node > 1 and num_threads > facts.num_cores:
         yield Finding(
-            "warning",
-            facts.host,
-            f"{facts.ranks_per_node} ranks with {facts.num_threads} threads each share {facts.num_cores} cores",
-            f"OMP_NUM_THREADS={max(1, facts.num_cores // facts.ranks_per_node)}",
+            severity="warning",
+            where=facts.host,
+            what=f"{facts.ranks_per_node} ranks with {facts.num_threads} threads each share {facts.num_cores} cores",
+            advice=f"OMP_NUM_THREADS={max(1, facts.num_cores // facts.ranks_per_node)}",
         )
 
 
 def _packages_and_variables(facts: Facts) -> Iterator[Finding]:
-    for advisory in facts.advisories:
-        yield Finding("error", facts.host, advisory, "change the version")
     version = parse_version(facts.versions["nccl"]) if "nccl" in facts.versions else None
     if find_mistakes(facts.environment, version=version):
         for mistake in find_mistakes(facts.environment, version=version, known=names_in_library()):
-            yield Finding("error", facts.host, mistake.message, f"correct or unset {mistake.name}")
+            yield replace(mistake, where=facts.host)
 
 
 def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
@@ -136,11 +136,6 @@ def _different(
     for facts, value in zip(everybody, values, strict=True):
         ranks[value].append(facts.rank)
     if len(ranks) > 1:
-        shown = [f"{'none' if value in (None, '') else value} on {_ranks(those)}" for value, those in ranks.items()]
+        shown = [f"{'none' if value in (None, '') else value} on {ranks_text(those)}" for value, those in ranks.items()]
         message = f"{what} differs: {', '.join(shown)}"
-        yield Finding(severity, "all hosts", message, "make it the same everywhere")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_RANKS_IN_MESSAGE])) + (" ..." if len(ranks) > _RANKS_IN_MESSAGE else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+        yield Finding(severity=severity, where="all hosts", what=message, advice="make it the same everywhere")

@@ -7,21 +7,24 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from lightning_commopt import findings
 from lightning_commopt.doctor.adapter_findings import list_unchecked
 from lightning_commopt.doctor.facts import Facts
-from lightning_commopt.doctor.finding import Finding
+from lightning_commopt.formatting import list_some
 
 _HOSTS_SHOWN = 8
 
 
-def print_findings(found: Sequence[Finding], everybody: Sequence[Facts], console: Console) -> None:
+def print_findings(found: Sequence[findings.Finding], everybody: Sequence[Facts], console: Console) -> None:
     """Prints findings with what to do, the worst first, and then what was not looked at."""
     hosts = list(dict.fromkeys(facts.host for facts in everybody))
     console.print(f"{len(everybody)} rank(s) on {len(hosts)} host(s)", highlight=False)
     if len(hosts) > 1:
         _print_interfaces(everybody, console)
     if found:
-        _print_list(found, console)
+        is_broken = found[0].severity == "error"
+        console.print("Fix this first:" if is_broken else "Nothing must be fixed. It may be worth it:")
+        findings.print_findings(found, console)
     else:
         console.print("Nothing is wrong as far as can be seen before a run.")
     for each in list_unchecked(everybody):
@@ -36,15 +39,4 @@ def _print_interfaces(everybody: Sequence[Facts], console: Console) -> None:
         text = ", ".join(f"{user} would take {'none' if each is None else each.name}" for user, each in taken.items())
         alike.setdefault(text, []).insert(0, facts.host)
     for text, hosts in alike.items():
-        more = f" and {len(hosts) - _HOSTS_SHOWN} more" if len(hosts) > _HOSTS_SHOWN else ""
-        line = f"{', '.join(hosts[:_HOSTS_SHOWN])}{more}: {text}"
-        console.print(Text(line), soft_wrap=not console.is_terminal)
-
-
-def _print_list(found: Sequence[Finding], console: Console) -> None:
-    console.print("Fix this first:" if found[0].severity == "error" else "Nothing must be fixed. It may be worth it:")
-    for number, each in enumerate(found, start=1):
-        style = "red" if each.severity == "error" else "yellow"
-        line = Text.assemble(f"{number}. ", (each.severity, style), f" {each.where}: {each.message}")
-        console.print(line, soft_wrap=not console.is_terminal)
-        console.print(Text(f"   {each.remedy}"), soft_wrap=not console.is_terminal)
+        console.print(Text(f"{list_some(hosts, _HOSTS_SHOWN)}: {text}"), soft_wrap=not console.is_terminal)

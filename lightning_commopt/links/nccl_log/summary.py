@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from lightning_commopt.findings import Finding
 from lightning_commopt.links.nccl_log.facts import Communicator, Connection, Member, NcclLog
-from lightning_commopt.links.nccl_log.finding import Finding
 from lightning_commopt.links.nccl_log.paths import is_in_host
 
 
@@ -142,7 +142,7 @@ def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
         "tuner": [{**choice._asdict(), "times": times} for choice, times in log.choices.most_common()],
         "warnings": [dataclasses.asdict(each) for each in log.warnings],
         "timeouts": [dataclasses.asdict(each) for each in log.timeouts.values()],
-        "findings": [dataclasses.asdict(each) for each in findings],
+        "findings": [each.to_plain() for each in findings],
     }
 
 

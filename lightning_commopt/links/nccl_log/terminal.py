@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_commopt.findings import Finding, print_findings
+from lightning_commopt.formatting import list_some, numbers_text, ranks_text
 from lightning_commopt.links.nccl_log.facts import Communicator, NcclLog
-from lightning_commopt.links.nccl_log.finding import Finding, ranks_text
 from lightning_commopt.links.nccl_log.summary import (
     channels_of,
     extras_of,
@@ -19,7 +20,6 @@ from lightning_commopt.links.nccl_log.summary import (
     versions_of,
 )
 
-_STYLES = {"error": "bold red", "slow": "yellow", "differs": "magenta", "note": "cyan"}
 _MOST_PAIRS = 6
 _MOST_RINGS = 4
 _MOST_RANKS = 16
@@ -39,16 +39,14 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     for communicator in sorted(shown, key=lambda each: each.number):
         _print_communicator(communicator, console)
     if others:
-        sizes = ", ".join(str(each.num_ranks or "?") for each in others[:_MOST_CHOICES])
-        more = ", ..." if len(others) > _MOST_CHOICES else ""
-        _print(f"{len(others)} more communicators, of {sizes}{more} ranks: see --json", console)
+        sizes = list_some([each.num_ranks or "?" for each in others], _MOST_CHOICES)
+        _print(f"{len(others)} more communicators, of {sizes} ranks: see --json", console)
     _print_choices(log, console)
     _print_settings(log, console)
     console.print()
     if not findings:
         _print("nothing is wrong, slow or unequal, as far as the log says", console, "green")
-    for finding in findings:
-        _print_finding(finding, console)
+    print_findings(findings, console)
 
 
 def _print_communicator(communicator: Communicator, console: Console) -> None:
@@ -84,16 +82,14 @@ def _print_paths(communicator: Communicator, console: Console) -> None:
     for column in table.columns:
         column.overflow = "fold"
     for path in paths_of(communicator):
-        pairs = ", ".join(f"{sender} > {receiver}" for sender, receiver in path.pairs[:_MOST_PAIRS])
-        more = f" and {len(path.pairs) - _MOST_PAIRS} more" if len(path.pairs) > _MOST_PAIRS else ""
-        table.add_row(Text(path.name), path.place, f"{pairs}{more}", str(path.num_channels))
+        pairs = list_some([f"{sender} > {receiver}" for sender, receiver in path.pairs], _MOST_PAIRS)
+        table.add_row(Text(path.name), path.place, pairs, str(path.num_channels))
     if table.row_count:
         console.print(table)
 
 
 def _channels_text(channels: list[int]) -> str:
-    shown = ranks_text(channels).split(" ", 1)[1]
-    return f"channel{'s' if len(channels) > 1 else ''} {shown}"
+    return f"channel{'s' if len(channels) > 1 else ''} {numbers_text(channels)}"
 
 
 def _print_choices(log: NcclLog, console: Console) -> None:
@@ -126,16 +122,6 @@ def _print_settings(log: NcclLog, console: Console) -> None:
         shown = ", ".join(f"{name}={'|'.join(sorted(values))}" for name, values in sorted(settings.items()))
         console.print()
         _print(f"environment: {shown}", console)
-
-
-def _print_finding(finding: Finding, console: Console) -> None:
-    place = f" (communicator {finding.communicator})" if finding.communicator is not None else ""
-    text = Text.assemble((f"{finding.severity}: ", _STYLES[finding.severity]), finding.what, place)
-    console.print(text, soft_wrap=not console.is_terminal)
-    _print(f"  why: {finding.why}", console)
-    _print(f"  try: {finding.advice}", console)
-    for line in finding.evidence:
-        _print(f"  {line.file}:{line.number}: {line.text}", console, "dim")
 
 
 def _print(text: str, console: Console, style: str = "") -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from lightning_commopt.findings import Finding, print_findings
 from lightning_commopt.formatting import count
 from lightning_commopt.links.topology.expectations import expect_all_reduce
-from lightning_commopt.links.topology.findings import Finding
 from lightning_commopt.links.topology.machine import Gpu, Link, Machine, Nic, cpus_text
 from lightning_commopt.links.topology.rings import find_ring
 from lightning_commopt.links.topology.summary import Pair, by_link, by_node, gpu_pairs, nic_pairs
 
 _COLORS = {"NV": "green", "PIX": "cyan", "PXB": "cyan", "PHB": "yellow", "NODE": "yellow", "SYS": "red"}
-_SEVERITIES = {"error": "bold red", "slow": "yellow", "note": "cyan"}
 _MOST_PAIRS = 6
 
 
@@ -45,14 +44,6 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
     if not findings:
         _print("nothing here hurts, as far as the topology says", console, "green")
     print_findings(findings, console)
-
-
-def print_findings(findings: list[Finding], console: Console) -> None:
-    """Prints each with its reason and what to try."""
-    for finding in findings:
-        _print(Text.assemble((f"{finding.severity}: ", _SEVERITIES[finding.severity]), finding.what), console)
-        _print(f"  why: {finding.why}", console)
-        _print(f"  try: {finding.advice}", console)
 
 
 def _print_matrix(machine: Machine, labels: list[str], console: Console) -> None:
