@@ -92,7 +92,7 @@ class RunRecorder(Callback):
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             known = describe_run(trainer, pl_module)
             record = self._begun(self._folder(trainer), known["sync_method"])
-            settings = {**record.settings, **plan_settings(trainer.strategy), **nccl_settings()}
+            settings = record.settings | plan_settings(trainer.strategy) | nccl_settings()
             self._record = dataclasses.replace(record, **known, settings=settings)
             self._save(self._folder(trainer))
 
@@ -219,6 +219,5 @@ class RunRecorder(Callback):
                 results["num_timed_steps"] = callback.num_steps
                 results["wire_bytes_per_step"] = callback.wire_bytes_per_step
             elif isinstance(callback, CommTimeMonitor):
-                results["exposed_share"] = callback.summary.get("exposed_share")
                 results["comm_time"] = dict(callback.summary)
         return results

@@ -140,6 +140,12 @@ class Setting:
     num_diverged: int = 0
 
     @property
+    def plan_options(self) -> frozenset[str]:
+        """Options of a `CommPlan` that the runs have set."""
+        names = (name.split(".") for name in self.runs[0].settings)
+        return frozenset(parts[1] for parts in names if parts[0] == "plan" and len(parts) > 1)
+
+    @property
     def is_beyond_limit(self) -> bool:
         """Whether the speed-up is more than communication explains; a tenth may be noise, or work saved elsewhere."""
         if self.speedup is None or self.speedup_limit is None:
