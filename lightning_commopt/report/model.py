@@ -54,7 +54,7 @@ class Interval:
 
     Attributes:
         median: over repetitions.
-        low: lower end of the bootstrap 95 % interval of the median, which is the range of less than six values; None
+        low: lower end of the 95 % interval of the median, which is the range of less than six values; None
             with a single one, and for what others are divided by.
         high: upper end; None as well.
         num_values: repetitions.
