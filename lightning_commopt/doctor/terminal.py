@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from lightning_commopt import findings
-from lightning_commopt.doctor.adapter_findings import list_unchecked
 from lightning_commopt.doctor.facts import Facts
 from lightning_commopt.formatting import list_some
 
@@ -40,3 +39,23 @@ def _print_interfaces(everybody: Sequence[Facts], console: Console) -> None:
         alike.setdefault(text, []).insert(0, facts.host)
     for text, hosts in alike.items():
         console.print(Text(f"{list_some(hosts, _HOSTS_SHOWN)}: {text}"), soft_wrap=not console.is_terminal)
+
+
+def list_unchecked(everybody: Sequence[Facts]) -> list[str]:
+    """Returns what was not looked at, and why."""
+    hosts = {facts.host: facts for facts in reversed(everybody)}
+    found = []
+    if len(hosts) == 1:
+        found.append("connections to other hosts: torchrun, srun or --hosts a,b on each host")
+    if without := _names(facts for facts in hosts.values() if facts.no_topology is not None):
+        found.append(f"links between GPUs: no GPU on {without}")
+    if without := _names(facts for facts in hosts.values() if not facts.ports):
+        found.append(f"InfiniBand, RoCE and GPUDirect RDMA: no adapter in /sys/class/infiniband of {without}")
+    elif not any(facts.environment.get("NCCL_COLLNET_ENABLE") == "1" for facts in everybody):
+        found.append("SHARP: NCCL_COLLNET_ENABLE is not 1")
+    return found
+
+
+def _names(some: Iterator[Facts]) -> str:
+    names = [facts.host for facts in some][::-1]
+    return list_some(names)

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.doctor.adapter_findings import find_in_adapters, list_unchecked
 from lightning_commopt.doctor.adapters import Port, can_dma_buf, has_peer_memory, has_sharp_plugin
 from lightning_commopt.doctor.doors import ClosedDoor, Door, find_closed, open_doors
 from lightning_commopt.doctor.facts import Facts
-from lightning_commopt.doctor.findings import find
-from lightning_commopt.doctor.interface_findings import find_wrong_interfaces
+from lightning_commopt.doctor.findings import find, find_in_adapters, find_wrong_interfaces
 from lightning_commopt.doctor.meeting import MeetingError, meet, name_apart
 from lightning_commopt.doctor.places import Place
+from lightning_commopt.doctor.terminal import list_unchecked
 from lightning_commopt.findings import Finding, Severity
 from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
 from lightning_commopt.netlab import NetLab, RankError
