@@ -96,7 +96,6 @@ class CUDAProfilerWindow(Callback):
             warn_once("CUDAProfilerWindow does nothing: there is no CUDA device in this training.")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the profiler if a window begins with the epoch."""
         if not trainer.fit_loop.epoch_loop.restarting:  # else Lightning still corrects its count of steps
             self._check_starts(trainer)
             self._start(trainer, step_of_loggers(trainer))
@@ -125,12 +124,10 @@ class CUDAProfilerWindow(Callback):
             self._start(trainer, step)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the profiler if a window begins after a validation."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and batch_follows(trainer):
             self._start(trainer, _steps_after_batch(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the profiler if training has ended inside a window."""
         self._stop(trainer)
         never = [start for start in self._start_steps if start not in self._captured]
         if self._is_active and never:
@@ -140,7 +137,6 @@ class CUDAProfilerWindow(Callback):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stops the profiler; what was captured in this window has no result."""
         if self._open is not None:
             self._open = None
             self._stop_profiler()  # the device may be what failed: waiting for it could hide why

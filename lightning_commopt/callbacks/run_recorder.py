@@ -84,7 +84,6 @@ class RunRecorder(Callback):
         self._created = time.perf_counter()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes the record of a run that begins."""
         if stage != "fit":
             return
         self._reset()
@@ -108,7 +107,6 @@ class RunRecorder(Callback):
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock; a fit that was resumed goes on with its curve."""
         if trainer.global_step > 0 and self._record is not None:
             with suppress(OSError, ValueError):
                 self._other_points = [p for p in read_losses(self._folder(trainer)) if p.step <= trainer.global_step]
@@ -118,7 +116,6 @@ class RunRecorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes in the loss of the batch."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             # Lightning has divided it by what it accumulates.
@@ -126,11 +123,9 @@ class RunRecorder(Callback):
             self._curve.add(loss * scale, trainer.global_step, self._training_s())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock."""
         self._seconds, self._started = self._training_s(), None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes in the loss of the validation, and goes on."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         self._has_validated = True
@@ -142,7 +137,6 @@ class RunRecorder(Callback):
         self._started = time.perf_counter()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Averages the losses over ranks, and writes the results."""
         assert self._memory is not None
         device = trainer.strategy.root_device
         losses = trainer.strategy.reduce(self._curve.values(device), reduce_op="mean")
@@ -155,7 +149,6 @@ class RunRecorder(Callback):
             self._save(self._folder(trainer), self._curve.points(losses))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Records why the run has failed, and this rank's losses until then."""
         folder = self._folder(trainer)
         if self._record is not None:
             with suppress(RuntimeError, OSError):  # the device or the disk may be what failed

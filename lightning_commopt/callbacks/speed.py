@@ -51,12 +51,10 @@ class SpeedMonitor(StepClock, Callback):
         return self._wire_bytes / self.num_steps if self.num_steps and self._wire_bytes is not None else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resets all counts."""
         self._reset()
         self._global_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Starts the clock where it stands still after the warm-up."""
         if not self.is_running and self._num_warmed_up >= self._num_warmup_steps:
             _synchronize(pl_module)
             self._wire_bytes_at_start = getattr(trainer.strategy, "wire_bytes", None)
@@ -65,7 +63,6 @@ class SpeedMonitor(StepClock, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch, and the step if the batch ended one."""
         has_stepped = trainer.global_step > self._global_step
         self._global_step = trainer.global_step
         if not self.is_running:
@@ -77,15 +74,12 @@ class SpeedMonitor(StepClock, Callback):
             self._wire_bytes = None if num_bytes is None else self._wire_bytes + num_bytes
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock."""
         self._stop(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock."""
         self._stop(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock."""
         self._stop(trainer, pl_module)
 
     def _stop(self, trainer: Trainer, pl_module: LightningModule) -> None:

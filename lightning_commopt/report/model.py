@@ -123,10 +123,10 @@ class Setting:
     runs: tuple[Run, ...]
     samples_per_s: Interval | None
     steps_per_s: Interval | None
-    speedup: Interval | None
-    difference: Difference | None
-    speedup_limit: float | None
-    efficiency: float | None
+    speedup: Interval | None = None
+    difference: Difference | None = None
+    speedup_limit: float | None = None
+    efficiency: float | None = None
     step_s: Interval | None
     comm_s: Interval | None
     exposed_s: Interval | None
