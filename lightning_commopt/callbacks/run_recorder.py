@@ -85,7 +85,6 @@ class RunRecorder(Callback):
         self._created = time.perf_counter()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes the record of a run that begins."""
         if stage != "fit":
             return
         self._reset()
@@ -93,7 +92,7 @@ class RunRecorder(Callback):
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             known = describe_run(trainer, pl_module)
             record = self._begun(self._folder(trainer), known["sync_method"])
-            settings = {**record.settings, **plan_settings(trainer.strategy), **nccl_settings()}
+            settings = record.settings | plan_settings(trainer.strategy) | nccl_settings()
             self._record = dataclasses.replace(record, **known, settings=settings)
             self._save(self._folder(trainer))
 
@@ -109,7 +108,6 @@ class RunRecorder(Callback):
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock; a fit that was resumed goes on with its curve."""
         if trainer.global_step > 0 and self._record is not None:
             with suppress(OSError, ValueError):
                 self._other_points = [p for p in read_losses(self._folder(trainer)) if p.step <= trainer.global_step]
@@ -119,7 +117,6 @@ class RunRecorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Adds the batch to the curve, with its loss if it has one."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             # Lightning has divided it by what it accumulates.
@@ -129,11 +126,9 @@ class RunRecorder(Callback):
         self._curve.add(loss, trainer.global_step, self._training_s())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock."""
         self._seconds, self._started = self._training_s(), None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes in the loss of the validation, and goes on."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         self._has_validated = True
@@ -145,7 +140,6 @@ class RunRecorder(Callback):
         self._started = time.perf_counter()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Averages the losses over ranks, and writes the results."""
         assert self._memory is not None
         device = trainer.strategy.root_device
         losses = self._curve.points(device, self._reduce_with(trainer))
@@ -158,7 +152,6 @@ class RunRecorder(Callback):
             self._save(self._folder(trainer), losses)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Records why the run has failed, and this rank's losses until then."""
         folder = self._folder(trainer)
         if self._record is not None:
             with suppress(RuntimeError, OSError):  # the device or the disk may be what failed
@@ -227,6 +220,5 @@ class RunRecorder(Callback):
                 results["num_timed_steps"] = callback.num_steps
                 results["wire_bytes_per_step"] = callback.wire_bytes_per_step
             elif isinstance(callback, CommTimeMonitor):
-                results["exposed_share"] = callback.summary.get("exposed_share")
                 results["comm_time"] = dict(callback.summary)
         return results

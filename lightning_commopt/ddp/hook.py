@@ -18,6 +18,7 @@ from lightning_commopt.ddp.buckets import BucketOrder
 from lightning_commopt.ddp.executors import Executor
 from lightning_commopt.ddp.resumed_layout import Bucket, HeldBuckets, Relayout
 from lightning_commopt.ddp.state import BucketStates, CommState, residuals_by_name
+from lightning_commopt.formatting import list_some
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, Observers
 from lightning_commopt.validation import warn_once
 
@@ -189,11 +190,9 @@ class BucketHook:
             with torch.no_grad(), torch.autocast(bucket.flat.device.type, enabled=False):
                 self._sync(bucket)
         except Exception as error:
-            shown = ", ".join(bucket.names[:_NAMES_IN_MESSAGE])
-            more = len(bucket.names) - _NAMES_IN_MESSAGE
             raise GradientSyncError(
                 f"gradient sync of bucket {bucket.index} failed ({type(error).__name__}: {error}); "
-                f"its parameters: {shown}{f' and {more} more' if more > 0 else ''}"
+                f"its parameters: {list_some(bucket.names, _NAMES_IN_MESSAGE)}"
             ) from error
 
     def _sync(self, bucket: Bucket) -> None:

@@ -124,7 +124,7 @@ def prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch
     if find_mistakes(os.environ, version=version):
         # Only now, as it reads the whole library.
         for mistake in find_mistakes(os.environ, version=version, known=names_in_library()):
-            warn_once(f"NCCL: {mistake.message}")
+            warn_once(f"NCCL: {mistake.what}")
 
 
 def explain_one_rank(unused_hook: str | None) -> None:

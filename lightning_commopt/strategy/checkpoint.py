@@ -22,6 +22,7 @@ from lightning_commopt.ddp.state import (
     to_checkpoint,
     to_plain,
 )
+from lightning_commopt.formatting import list_some
 from lightning_commopt.validation import info, warn
 
 _PATIENCE = timedelta(seconds=60)
@@ -134,7 +135,7 @@ def _select_known(residuals: dict[str, Tensor], module: Module) -> dict[str, Ten
     shapes = {name: as_real(parameter).shape for name, parameter in module.named_parameters()}
     lost = [name for name, value in residuals.items() if shapes.get(name) != value.shape]
     if lost:
-        shown = ", ".join(lost[:_NAMES_IN_MESSAGE]) + (", ..." if len(lost) > _NAMES_IN_MESSAGE else "")
+        shown = list_some(lost, _NAMES_IN_MESSAGE)
         warn(
             f"comm_hook: residuals of {len(lost)} parameters in the checkpoint are dropped, as the model has none of"
             f" that name and shape: {shown}."

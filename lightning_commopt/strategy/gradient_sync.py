@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.torch import flush_static_graph
 from lightning_commopt.ddp.attach import attach_bucket_hook, place_compressor
+from lightning_commopt.ddp.buckets import gradient_bytes
 from lightning_commopt.ddp.hook import BucketHook
 from lightning_commopt.ddp.observed import observe_all_reduce
-from lightning_commopt.ddp.rewrap import ResidualAdder, Trainable, gradient_bytes, kept_buffers, unwrap
+from lightning_commopt.ddp.rewrap import ResidualAdder, Trainable, kept_buffers, unwrap
 from lightning_commopt.ddp.state import CommState
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan, OptionError

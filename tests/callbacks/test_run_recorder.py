@@ -74,7 +74,7 @@ def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
         "CommOptDDP",
         "cpu",
     )
-    assert record.plan == {"comm_hook": {"name": "bf16"}}
+    assert record.plan == ("plan.comm_hook.name",)
     assert record.settings == {"plan.comm_hook.name": "bf16", "plan.comm_hook.accumulate": None}
     assert record.is_lossy
     assert (record.world_size, record.num_parameters, record.num_timed_steps) == (2, 8, 4)
@@ -106,7 +106,8 @@ def test_a_compressor_without_a_name_is_described_by_its_repr(tmp_path):
     run_ranks(own_compressor, tmp_path)
     record = RunRecord.load(tmp_path)
     assert (record.status, record.sync_method) == ("finished", "OwnCompressor")
-    assert record.plan == {"bucket_cap_mb": 5, "comm_hook": "OwnCompressor(dtype=torch.float16)"}
+    assert record.plan == ("plan.bucket_cap_mb", "plan.comm_hook")
+    assert record.settings["plan.comm_hook"] == "OwnCompressor(dtype=torch.float16)"
     assert record.is_lossy is False
     lines = build_report([tmp_path]).groups[0].settings[0].config_lines
     assert lines == ("# in Python: CommOptDDP(bucket_cap_mb=5, comm_hook=OwnCompressor(dtype=torch.float16))",)
