@@ -263,8 +263,17 @@ class StepsLater(Net):
 
 def steps_on_some_ranks() -> list[float]:
     comm_time = CommTimeMonitor(num_warmup_steps=0, save_records=False, print_summary=False)
-    quiet: Any = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=CommOptDDP(), callbacks=[comm_time], max_epochs=2, **quiet)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=CommOptDDP(),
+        callbacks=[comm_time],
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(StepsLater(), DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=3))
