@@ -12,12 +12,10 @@ import pytest
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import watcher as watching
 from lightning_commopt.watch.hangs.flight_recorder import Signature
-from lightning_commopt.watch.hangs.marks import MarkWriter
-from lightning_commopt.watch.hangs.network import Address, Server, ask
+from lightning_commopt.watch.hangs.marks import BACKWARD, FORWARD, MarkWriter
 from lightning_commopt.watch.hangs.observation import Observation
-from lightning_commopt.watch.hangs.phases import BACKWARD, FORWARD
-from lightning_commopt.watch.hangs.rank_link import RankLink
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs.transport import Address, RankLink, Server, ask
 
 LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer"
 TRAINER = ("/x/site-packages/lightning/pytorch/trainer/trainer.py", 9, "fit")
@@ -45,6 +43,9 @@ class EndingRank:
     def update(self) -> None:
         pass
 
+    def resume(self) -> None:
+        pass
+
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
         self.ended = "failed"
         return RankSnapshot(rank=0, host="a", state="failed", detail="KeyError: 'x'", ended_unix_s=1.0)
@@ -59,23 +60,24 @@ def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Pat
     monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:1")
     monkeypatch.setattr(watching, "_DEATH_S", 0.0)
     monkeypatch.setattr(watching, "_WAKE_S", 0.01)
-    other = Server("token", lambda question: RankSnapshot(rank=1, host="a").to_plain())
+    other = Server("127.0.0.1", "key", lambda question: RankSnapshot(rank=1, host="a").to_plain())
     settings = {
         "rank": 0,
         "pid": NO_PROCESS,
         "after_s": 60.0,
         "action": "report",
         "folder": str(tmp_path / "hangs"),
-        "token": "token",
+        "key": "key",
         "world_size": 2,
         "has_nccl": True,
     }
     link, rank = Link(), EndingRank()
     watcher = watching.Watcher(settings, rank, link)  # type: ignore[arg-type]
+    watcher.receive({"listen": "127.0.0.1"})
     watcher.receive({"peers": [["127.0.0.1", 1, "a"], ["127.0.0.1", other.port, "a"]]})
     thread = threading.Thread(target=watcher.run)
     thread.start()
-    ask(Address("127.0.0.1", link.ports.get(), "a"), "token", {"reported": is_aborted, "abort": is_aborted}, 60)
+    ask(Address("127.0.0.1", link.ports.get(), "a"), "key", {"reported": is_aborted, "abort": is_aborted}, 60)
     rank.ended = "failed"
     thread.join()
     path = tmp_path / "hangs" / "report.json"
@@ -94,8 +96,9 @@ def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple
         rank=0,
         host="a",
         pid=NO_PROCESS,
-        fit_thread=1,
+        fit_thread=(1, 1),
         after_s=60.0,
+        has_gpu=False,
         marks_fd=writer.fd,
         stacks_fd=-1,
         link=Link(),
