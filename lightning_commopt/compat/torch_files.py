@@ -10,8 +10,8 @@ _OTHERS = ("elastic/", "launcher/", "run.py", "checkpoint/", "c10d_logger.py")
 _OWN_WAITS = ("/lightning_commopt/watch/epoch_ends.py", "/lightning_commopt/collectives/gather.py")
 
 
-def is_collective_frame(file: str, function: str, *, is_innermost: bool) -> bool:
-    """Returns whether a function on a thread's stack waits for other ranks.
+def waited_in(file: str, function: str, *, is_innermost: bool) -> str | None:
+    """Returns what a function on a thread's stack waits in for other ranks; None if it does not.
 
     Args:
         file: that defines it.
@@ -19,9 +19,9 @@ def is_collective_frame(file: str, function: str, *, is_innermost: bool) -> bool
         is_innermost: whether it has called no other Python function: a wait for a handle, in FSDP for example, is
             then a wait for others too, while further out the same file may be around a whole forward.
     """
-    if function == "wrapper":
-        return False
     if file.endswith(_OWN_WAITS):
-        return True
+        return "a meeting of all ranks"
     _, is_torchs, part = file.rpartition(_DISTRIBUTED)
-    return bool(is_torchs) and (part in _WAITING or (is_innermost and not part.startswith(_OTHERS)))
+    if not is_torchs or function == "wrapper":
+        return None
+    return function if part in _WAITING or (is_innermost and not part.startswith(_OTHERS)) else None

@@ -162,7 +162,7 @@ def test_a_missing_monitor_is_waited_for_once() -> None:
     with pytest.warns(UserWarning, match="not all ranks' monitors have started within a minute"):
         monitor.on_validation_start(trainer, None)  # type: ignore[arg-type]
     for _ in range(3):  # a warning is an error in tests
-        monitor.on_validation_epoch_end(trainer, None)  # type: ignore[arg-type]
+        monitor.on_validation_epoch_end(trainer, None)
         monitor.on_validation_start(trainer, None)  # type: ignore[arg-type]
     assert watched.num_waits == 1
 

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.compat.torch_files import is_collective_frame
+from lightning_commopt.compat.torch_files import waited_in
 from lightning_commopt.watch.hangs.marks import anonymous_file
 from lightning_commopt.watch.hangs.transport import RankLink
 
@@ -248,8 +248,7 @@ def collective_in(frames: Sequence[Frame]) -> str | None:
     """Returns the collective that a thread has called; None if it is in none."""
     called = None
     for depth, frame in enumerate(frames):
-        if is_collective_frame(frame.file, frame.function, is_innermost=depth == 0):
-            called = frame.function
+        called = waited_in(frame.file, frame.function, is_innermost=depth == 0) or called
     return called
 
 

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -74,19 +74,14 @@ def address(port: int) -> Address:
     return Address("127.0.0.1", port, "a")
 
 
-@pytest.fixture
-def wait_for_end() -> Iterator[Any]:
-    def wait(connection: socket.socket) -> bytes:
-        connection.settimeout(60)
-        received = b""
-        try:
-            while part := connection.recv(2**16):
-                received += part
-        except ConnectionResetError:
-            pass
-        return received
-
-    return wait
+def receive_all(connection: socket.socket) -> bytes:
+    """Returns what comes until the other end hangs up."""
+    connection.settimeout(60)
+    received = b""
+    with suppress(ConnectionResetError):
+        while part := connection.recv(2**16):
+            received += part
+    return received
 
 
 def test_a_question_and_its_answer(server: Server, asked: list[dict[str, Any]]) -> None:
@@ -96,7 +91,7 @@ def test_a_question_and_its_answer(server: Server, asked: list[dict[str, Any]]) 
     assert asked == [question]
 
 
-def test_a_recorded_abort_cannot_be_sent_again(server: Server, asked: list[dict[str, Any]], wait_for_end: Any) -> None:
+def test_a_recorded_abort_cannot_be_sent_again(server: Server, asked: list[dict[str, Any]]) -> None:
     """If it fails, whoever listens to one abort can end every later run of the same watchers."""
     relay = Relay(server.port)
     assert ask(address(relay.port), KEY, {"abort": True}, 60) == {"seen": 1}
@@ -104,7 +99,7 @@ def test_a_recorded_abort_cannot_be_sent_again(server: Server, asked: list[dict[
     assert KEY.encode() not in relay.to_server + relay.to_client
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(bytes(relay.to_server))
-        wait_for_end(connection)
+        receive_all(connection)
     assert asked == [{"abort": True}]
 
 
@@ -125,9 +120,7 @@ def test_a_recorded_answer_is_not_believed(server: Server) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"\n", b"0" * 64 + b"\n", b"x" * 10**6, json.dumps({"abort": True}).encode() + b"\n"])
-def test_a_stranger_is_not_answered(
-    sent: bytes, server: Server, asked: list[dict[str, Any]], wait_for_end: Any
-) -> None:
+def test_a_stranger_is_not_answered(sent: bytes, server: Server, asked: list[dict[str, Any]]) -> None:
     """If it fails, anybody on the network can ask where a run is, or end it."""
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         try:
@@ -135,7 +128,7 @@ def test_a_stranger_is_not_answered(
             connection.shutdown(socket.SHUT_WR)
         except OSError:  # it has hung up in the middle
             pass
-        received = wait_for_end(connection)
+        received = receive_all(connection)
     assert len(received) <= 65  # its random number
     with pytest.raises(GoneError):
         ask(address(server.port), "another key", {"abort": True}, 60)

@@ -12,7 +12,7 @@ import pytest
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import watcher as watching
 from lightning_commopt.watch.hangs.flight_recorder import Signature
-from lightning_commopt.watch.hangs.marks import BACKWARD, FORWARD, MarkWriter
+from lightning_commopt.watch.hangs.marks import BACKWARD, DATA, FORWARD, MarkWriter
 from lightning_commopt.watch.hangs.observation import Observation
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 from lightning_commopt.watch.hangs.transport import Address, RankLink, Server, ask
@@ -51,6 +51,27 @@ class EndingRank:
         return RankSnapshot(rank=0, host="a", state="failed", detail="KeyError: 'x'", ended_unix_s=1.0)
 
 
+def make_watcher(
+    folder: Path, rank: Any, other_port: int, *, action: str, has_nccl: bool = False
+) -> tuple[watching.Watcher, Link]:
+    """Returns the watcher of rank 0 of two."""
+    settings = {
+        "rank": 0,
+        "pid": NO_PROCESS,
+        "after_s": 60.0,
+        "action": action,
+        "folder": str(folder / "hangs"),
+        "key": "key",
+        "world_size": 2,
+        "has_nccl": has_nccl,
+    }
+    link = Link()
+    watcher = watching.Watcher(settings, rank, link)
+    watcher.receive({"listen": "127.0.0.1"})
+    watcher.receive({"peers": [["127.0.0.1", 1, "a"], ["127.0.0.1", other_port, "a"]]})
+    return watcher, link
+
+
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """If it fails, a rank that fails because all are being ended writes its own report over that of the cause.
@@ -61,20 +82,8 @@ def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Pat
     monkeypatch.setattr(watching, "_DEATH_S", 0.0)
     monkeypatch.setattr(watching, "_WAKE_S", 0.01)
     other = Server("127.0.0.1", "key", lambda question: RankSnapshot(rank=1, host="a").to_plain())
-    settings = {
-        "rank": 0,
-        "pid": NO_PROCESS,
-        "after_s": 60.0,
-        "action": "report",
-        "folder": str(tmp_path / "hangs"),
-        "key": "key",
-        "world_size": 2,
-        "has_nccl": True,
-    }
-    link, rank = Link(), EndingRank()
-    watcher = watching.Watcher(settings, rank, link)  # type: ignore[arg-type]
-    watcher.receive({"listen": "127.0.0.1"})
-    watcher.receive({"peers": [["127.0.0.1", 1, "a"], ["127.0.0.1", other.port, "a"]]})
+    rank = EndingRank()
+    watcher, link = make_watcher(tmp_path, rank, other.port, action="report", has_nccl=True)
     thread = threading.Thread(target=watcher.run)
     thread.start()
     ask(Address("127.0.0.1", link.ports.get(), "a"), "key", {"reported": is_aborted, "abort": is_aborted}, 60)
@@ -86,6 +95,46 @@ def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Pat
         report = json.loads(path.read_text())
         assert (report["kind"], report["ranks"], report["nccl_ras"]) == ("failed", [0], None)
         assert "NCCL RAS: nothing listens at 127.0.0.1:1" in report["snapshots"][0]["missing"]
+
+
+class StuckRank(EndingRank):
+    """Is in its dataloader for ever."""
+
+    idle_s = 100.0
+
+    def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
+        return stuck(0)
+
+
+def stuck(rank: int, **fields: Any) -> RankSnapshot:
+    return RankSnapshot(rank=rank, host="a", phase=DATA, idle_s=100.0, limit_s=60.0, innermost="a.py:1 in f", **fields)
+
+
+def test_ranks_are_ended_once_one_waits(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    """If it fails, ``action="abort"`` ends ranks that hold up nobody, or, once they do, never does."""
+    for name in ("_WAKE_S", "_ASK_AGAIN_S", "_SOON_S"):
+        monkeypatch.setattr(watching, name, 0.01)
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    called: list[str | None] = [None]
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        heard.put(question)
+        return stuck(1, called=called[0]).to_plain()
+
+    watcher, _ = make_watcher(tmp_path, StuckRank(), Server("127.0.0.1", "key", answer).port, action="abort")
+    thread = threading.Thread(target=watcher.run)
+    thread.start()
+    while "reported" not in (question := heard.get(timeout=60)):
+        pass
+    assert question == {"reported": True, "abort": False}
+    for _ in range(10):
+        assert not heard.get(timeout=60).get("abort")  # it keeps asking
+    called[0] = "all_reduce"
+    thread.join(60)
+    assert not thread.is_alive()
+    printed = capfd.readouterr().err
+    assert printed.count("HangMonitor: ranks 0, 1 are still in the dataloader") == 1
+    assert printed.count("Ending all ranks, as action='abort' asks for.") == 1
 
 
 def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple[str, int, str]) -> RankSnapshot:

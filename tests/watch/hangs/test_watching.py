@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ import torch
 
 from lightning_commopt.compat.hooks import activity_of
 from lightning_commopt.compat.torch import flight_records
-from lightning_commopt.watch.hangs import computing
+from lightning_commopt.watch.hangs import computing, rank_side
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.marks import (
@@ -168,6 +171,8 @@ def test_frames_that_matter() -> None:
     assert collective_in([own, sharded, trainer, launched]) is None
     assert collective_in([saving, trainer]) is None
     assert collective_in([sharded, own, trainer, launched]) == "_pre_forward"  # nothing else has been called
+    meeting = Frame("/x/lightning_commopt/watch/epoch_ends.py", 9, "leave")
+    assert collective_in([Frame("/x/store.py", 1, "check"), meeting, trainer]) == "a meeting of all ranks"
     assert str(own) == "project/train.py:3 in training_step"
 
 
@@ -382,3 +387,24 @@ def test_the_recorders_of_all_backends(has_backends: bool, monkeypatch: pytest.M
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", dump, raising=False)
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump_nccl, raising=False)
     assert [each["collective_seq_id"] for each in flight_records()["entries"]] == [1, 2, 3]
+
+
+def test_where_a_watcher_listens_if_the_master_is_loopback_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, rank 0's watcher cannot be reached from other hosts, as its own name means 127.0.1.1 there."""
+    ips = {"master": "127.0.1.1", "10.9.9.9": "10.9.9.1"}
+    monkeypatch.setattr(rank_side, "find_own_ip", lambda towards, port=0: ips[towards])
+    heard: list[dict[str, Any]] = []
+    rank = object.__new__(WatchedRank)
+    rank._rank, rank._world_size, rank._main_address = 0, 2, ("master", 1)
+    rank._store, rank._is_closed, rank._has_met = torch.distributed.HashStore(), threading.Event(), threading.Event()
+    rank._began_s, rank._port = time.monotonic(), SimpleQueue()
+    rank._link = SimpleNamespace(send=lambda **message: heard.append(message))  # type: ignore[assignment]
+    rank._port.put(7)
+    rank._store.set("ip/1", json.dumps("10.9.9.9"))
+    rank._store.set("address/1", json.dumps(["10.9.9.9", 8, "b"]))
+    rank._meet()
+    assert heard == [
+        {"listen": "10.9.9.1"},
+        {"peers": [["10.9.9.1", 7, socket.gethostname()], ["10.9.9.9", 8, "b"]]},
+    ]
+    assert rank.meet()
