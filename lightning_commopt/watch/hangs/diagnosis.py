@@ -1,4 +1,4 @@
-"""Diagnosis: the sentence that says which rank the others wait for, and in what."""
+"""Diagnosis: the sentence that names which rank the others wait for, and in what."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _departed(dead: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> list[Ran
     elsewhere = [each for each in snapshots if (each.step, each.phase) != (dead.step, dead.phase)]
     departed = [each for each in elsewhere if find_departure(each.parsed_collectives())]
     if len(snapshots) == 2:  # nobody to compare with, so the order must have been well established
-        return [each for each in departed if find_departure(each.parsed_collectives(), shortest_context=_ESTABLISHED)]
+        return [each for each in departed if find_departure(each.parsed_collectives(), min_context=_ESTABLISHED)]
     return departed if len(departed) < len(snapshots) - 1 else []
 
 

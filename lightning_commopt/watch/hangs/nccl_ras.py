@@ -1,4 +1,4 @@
-"""What NCCL's own RAS threads say of a job: which ranks they miss, and how many collectives each has called.
+"""What NCCL's own RAS threads know of a job: which ranks they miss, and how many collectives each has called.
 
 Protocol: lines of text over TCP. Each command but the last has a line as its answer; that to STATUS ends with the
 connection. NCCL has it since 2.24, and JSON since 2.28.7; older versions answer ``SET FORMAT`` with an error and go on.
@@ -24,7 +24,7 @@ _EXTRA_S = 6.0
 
 
 class RasError(OSError):
-    """There is no answer; the message says why."""
+    """There is no answer; the message has the reason."""
 
 
 def ras_address(environment: Mapping[str, str]) -> tuple[str, int]:
@@ -50,7 +50,7 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
 
     Args:
         address: from `ras_address`.
-        limit_s: seconds for all of it. NCCL may take five more than it is told to wait for its other processes, so with
+        limit_s: seconds for all of it. NCCL may take five more than the time-out for its other processes, so with
             fewer than eight there may be no answer where one of them is stuck.
 
     Returns:

@@ -64,7 +64,7 @@ class Records:
             pass
 
     def report(self, diagnosis: Diagnosis, snapshots: Sequence[RankSnapshot], idle_s: float, ras: Any = None) -> Path:
-        """Writes the diagnosis with the snapshots of all ranks, and what NCCL's RAS says; returns the folder."""
+        """Writes the diagnosis with the snapshots of all ranks, and the answer of NCCL's RAS; returns the folder."""
         plain = diagnosis.to_plain() | {
             "time_unix_s": time.time(),
             "idle_s": idle_s,

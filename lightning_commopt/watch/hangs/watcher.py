@@ -159,15 +159,14 @@ class Watcher:
             lines.append(f"  No progress for {idle_s:.0f} s{verdict}.")
             lines += [f"  Try: {hint}" for hint in diagnosis.hints]
             lines.append(f"  Stacks and collectives of all ranks: {path} (commopt doctor {path} draws them)")
-        if aborts:
-            ending = "Ending all ranks, as action='abort' asks for."
-            lines = [*lines, f"  {ending}"] if is_first else [f"HangMonitor: {diagnosis.sentence}", f"  {ending}"]
-        _print(*lines)
+        _print(*(lines if is_first else lines[:1]))
         if self._has_nccl and is_first:  # takes seconds, and ends with the ranks
             self._peers.send_all(reported=True)
             self._records.report(diagnosis, snapshots, idle_s, self._ask_ras(snapshots[0]))
+            aborts = aborts and (self._own.ended is not None or not has_moved(snapshots, self._look()))
         self._peers.send_all(reported=True, abort=aborts)
         if aborts:
+            _print("  Ending all ranks, as action='abort' asks for.")
             self._must_abort.set()
 
     def _note_progress(self) -> None:

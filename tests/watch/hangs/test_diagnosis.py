@@ -280,7 +280,7 @@ TIMED_OUT = "DistBackendError: Watchdog caught collective operation timeout: NCC
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
 def test_sentence(snapshots: list[RankSnapshot], kind: str, at_fault: tuple[int, ...], sentence: str) -> None:
-    """If it fails, the wrong rank is blamed, or the sentence does not say for what."""
+    """If it fails, the wrong rank is blamed, or the sentence does not name for what."""
     found = diagnose(snapshots[::-1])
     assert (found.sentence, found.kind, found.ranks) == (sentence, kind, at_fault)
     first = next(each for each in snapshots if each.rank == at_fault[0])
@@ -337,7 +337,7 @@ def test_ranks_text(ranks: list[int], text: str) -> None:
 
 
 def test_snapshots_survive_their_files() -> None:
-    """If it fails, what a rank has said is lost between processes, or a file of something else is taken for it."""
+    """If it fails, what a rank has reported is lost between processes, or a file of something else is taken for it."""
     before = syncing(3, stacks={"process 103": {"0x1": ["a.py:1 in f"]}}, missing=["x"])
     assert RankSnapshot.from_plain(before.to_plain()) == before
     for plain in ({}, {"rank": 1}, {"rank": 1, "host": "a", "phase": 99}, {"rank": 1, "host": "a", "phase": "x"}):

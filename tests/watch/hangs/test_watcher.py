@@ -76,7 +76,7 @@ def make_watcher(
 def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """If it fails, a rank that fails because all are being ended writes its own report over that of the cause.
 
-    Or the report does not say why there is no word of NCCL.
+    Or the report lacks the reason why NCCL's RAS has not answered.
     """
     monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:1")
     monkeypatch.setattr(watching, "_DEATH_S", 0.0)
@@ -179,13 +179,13 @@ def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple
     ],
 )
 def test_the_bucket_in_which_a_connection_was_lost(operations: list[tuple[str, bool]], bucket: int | None) -> None:
-    """If it fails, a rank that another's death has ended is not said to have been in gradient sync, or in which."""
+    """If it fails, a rank that another's death has ended is not reported as in gradient sync, or in the wrong one."""
     found = failed_rank(BACKWARD, operations, ("/x/site-packages/torch/autograd/graph.py", 3, "backward"))
     assert (found.bucket, found.is_consequence) == (bucket, True)
 
 
 def test_the_collective_in_which_a_connection_was_lost() -> None:
-    """If it fails, an exception is not said to come from a collective, or one of another kind is."""
+    """If it fails, an exception is not traced to a collective, or one of another kind is."""
     own = ("/home/me/project/train.py", 7, "training_step")
     within = ("/x/site-packages/torch/distributed/distributed_c10d.py", 5, "all_gather")
     operations = [("all_reduce", True), ("all_gather", True)]

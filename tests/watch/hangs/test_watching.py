@@ -67,7 +67,7 @@ def test_marks_keep_the_newest() -> None:
 
 
 def test_place_in_training() -> None:
-    """If it fails, a rank is said to wait for a bucket that has arrived, or for one of an earlier step."""
+    """If it fails, a rank seems to wait for a bucket that has arrived, or for one of an earlier step."""
     writer = MarkWriter()
 
     def place() -> dict[str, object]:
