@@ -20,6 +20,7 @@ _CALLERS = {
 _CALL_FILE = "/trainer/call.py"
 _FETCHER_FILE = "/loops/fetchers.py"
 _TRAINER_FILE = "/trainer/trainer.py"
+_SIGNAL_FILE, _SIGTERM_HANDLER = "/connectors/signal_connector.py", "_sigterm_notifier_fn"
 _PACKAGES = ("/lightning/pytorch/", "/pytorch_lightning/")
 
 
@@ -27,7 +28,8 @@ class Activity(NamedTuple):
     """What the thread that trains does within Lightning.
 
     Attributes:
-        kind: "hook", "data" or "checkpoint".
+        kind: "hook", "data", "checkpoint", or "SIGTERM" for the handler of that signal, in which Lightning 2.6 waits
+            for the other ranks.
         owner: "callback", "module" or "datamodule" of a hook.
         hook: its name.
     """
@@ -51,6 +53,8 @@ def activity_of(frames: Sequence[tuple[str, str]]) -> Activity | None:
             if file.endswith(_CALL_FILE) and function in _CALLERS and called:
                 owner = {"pl_module": "module", "trainer": "datamodule"}.get(_CALLERS[function], "callback")
                 return Activity("hook", owner, called)
+            if file.endswith(_SIGNAL_FILE) and function == _SIGTERM_HANDLER:
+                return Activity("SIGTERM")
             if file.endswith(_FETCHER_FILE):
                 return Activity("data")
             if file.endswith(_TRAINER_FILE) and function == "save_checkpoint":

@@ -43,6 +43,7 @@ ENDINGS: dict[str, Callable[[Any], object]] = {
     "exit": lambda module: sys.exit(3),
     "interrupt": interrupt_main,
     "should_stop": stop_here,
+    "terminated": lambda module: os.kill(os.getpid(), signal.SIGTERM),
     "killed": lambda module: os.kill(os.getpid(), signal.SIGKILL),
 }
 

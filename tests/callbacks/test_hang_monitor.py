@@ -107,6 +107,13 @@ def sentences_in(output: str) -> list[str]:
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
+            "terminated",
+            "terminated",
+            "rank 1 has ",  # received SIGTERM and waits, or with a Lightning that does not wait in its handler, ended
+            "SIGTERM comes from a scheduler",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
             "killed",
             "died",
             "rank 1 has died in forward of step 4: process ",

@@ -75,6 +75,9 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
     if first := _first_to_fail(ordered):
         departed = _departed(first, ordered)
         return _diagnosis("departed" if departed else first.state, departed or [first], ordered)
+    signalled = [each for each in ordered if each.state == "running" and each.stop_reason == "SIGTERM"]
+    if 0 < len(signalled) < len(ordered):
+        return _diagnosis("terminated", signalled, ordered)
     waiting = [each for each in ordered if each.is_waiting]
     busy = [each for each in ordered if each.state == "running" and not each.is_waiting]
     is_ending = bool(busy) and all(each.phase == END for each in (*waiting, *busy))

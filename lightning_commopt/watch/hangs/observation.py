@@ -220,6 +220,9 @@ class Observation:
         activity = activity_of([(frame.file, frame.function) for frame in frames])
         if activity is None:
             return
+        if activity.kind == "SIGTERM":
+            found.stop_reason = activity.kind
+            return
         if activity.kind == "hook":
             found.hook = _hook_text(activity.owner, owner, activity.hook)
         if found.called is None and found.phase not in (SETUP, END):

@@ -108,6 +108,8 @@ def what(kind: str, each: RankSnapshot) -> str:
             return f"{{is}} stopped (process {each.pid} on {each.host}, by a signal or a debugger) {where}{place}"
         case "interrupted":
             return f"{{has}} been interrupted (Ctrl-C or SIGINT) {where}{place}"
+        case "terminated" if each.state == "running":
+            return f"{{has}} received SIGTERM {where}, and {{wait}} for the others in Lightning's handler"
         case "terminated":
             return f"{{has}} been ended by SIGTERM {where}{place}"
         case "failed" if each.detail.startswith("SystemExit"):

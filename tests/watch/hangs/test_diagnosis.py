@@ -175,6 +175,13 @@ TIMED_OUT = "DistBackendError: Watchdog caught collective operation timeout: NCC
             f"rank 0 has been ended by SIGTERM in forward of step 141; rank 1 {WAITS}",
         ),
         (
+            [rank(0, called="broadcast", stop_reason="SIGTERM"), syncing(1)],
+            "terminated",
+            (0,),
+            "rank 0 has received SIGTERM in forward of step 141, and waits for the others in Lightning's handler;"
+            f" rank 1 {WAITS}",
+        ),
+        (
             [rank(0, state="failed", detail="SystemExit: 3", place="a/b.py:3 in f", ended_unix_s=1.0), syncing(1)],
             "failed",
             (0,),
@@ -289,7 +296,7 @@ def test_sentence(snapshots: list[RankSnapshot], kind: str, at_fault: tuple[int,
     else:
         assert (found.phase, found.step) == (PHASES[first.phase].name, first.step)
     assert bool(found.hints) == (kind != "interrupted")
-    is_in_one = re.search(r"(waits?|connection|timed out) in|has called", sentence) is not None
+    is_in_one = re.search(r"(waits?|connection|timed out) in|Lightning's handler|has called", sentence) is not None
     assert (found.operation is not None) == is_in_one
 
 

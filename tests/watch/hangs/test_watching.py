@@ -332,6 +332,15 @@ STEP = ("/x/site-packages/lightning/pytorch/loops/training_epoch_loop.py", "adva
             [("/me/a.py", "on_train_epoch_end"), (CALL, "_call_lightning_module_hook"), STEP],
             ("hook", "module", "on_train_epoch_end"),
         ),
+        (
+            [
+                ("/x/torch/distributed/distributed_c10d.py", "broadcast"),
+                ("/x/lightning/pytorch/trainer/connectors/signal_connector.py", "_sigterm_notifier_fn"),
+                ("/me/a.py", "on_train_batch_end"),
+                (CALL, "_call_callback_hooks"),
+            ],
+            ("SIGTERM", "", ""),
+        ),
         ([("/me/a.py", "training_step"), ("/me/a.py", "optimizer_step"), (CALL, "_call_lightning_module_hook")], None),
         (
             [
