@@ -124,16 +124,21 @@ def catches(pid: int, signal_number: int) -> bool:
 def descendants(pid: int) -> list[int]:
     """Returns the living processes that a process has started, and those that these have, parents first.
 
-    The watchers of ranks are not among them.
+    Watchers are not among them, nor are other ranks, which have one: Lightning's launcher starts them from rank 0.
     """
     children: dict[int, list[int]] = defaultdict(list)
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if entry.name.isdecimal() and (fields := _stat(entry.name)) is not None and fields[0] not in "ZX":
             children[int(fields[1])].append(int(entry.name))
     found = [pid]
-    for parent in found:
-        found += children[parent]
-    return [each for each in found[1:] if _WATCHER_MODULE not in _read(f"{each}/cmdline")]
+    for parent in found:  # grows
+        started = [each for each in children[parent] if not _is_watcher(each)]
+        found += [each for each in started if not any(_is_watcher(child) for child in children[each])]
+    return found[1:]
+
+
+def _is_watcher(pid: int) -> bool:
+    return _WATCHER_MODULE in _read(f"{pid}/cmdline")
 
 
 def end_rank(pid: int, link: RankLink, orderly_s: float) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
@@ -417,3 +418,22 @@ def test_where_a_watcher_listens_if_the_master_is_loopback_here(monkeypatch: pyt
         {"peers": [["10.9.9.1", 7, socket.gethostname()], ["10.9.9.9", 8, "b"]]},
     ]
     assert rank.meet()
+
+
+def test_other_ranks_are_no_workers() -> None:
+    """If it fails, rank 0, which has started the others, is reported in a dataloader where another rank is."""
+    sleep = "print(flush=True); input()"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleep!r}, *sys.argv[1:]])"
+    watcher = "lightning_commopt.watch.hangs.watcher"
+    with (
+        subprocess.Popen([sys.executable, "-c", start, watcher], stdin=PIPE, stdout=PIPE) as rank,
+        subprocess.Popen([sys.executable, "-c", start], stdin=PIPE, stdout=PIPE) as worker,
+    ):
+        for process in (rank, worker):
+            assert process.stdout is not None
+            process.stdout.readline()
+        found = descendants(os.getpid())
+        own = descendants(worker.pid)
+        assert len(own) == 1
+        assert {worker.pid, *own} <= {*found}
+        assert rank.pid not in found
