@@ -80,7 +80,7 @@ def test_messages_of_the_strategy(outputs: list[str], is_right: bool) -> None:
     assert not verdict.right_operation
 
 
-_UNEVEN = "Ranks have different numbers of training batches: 12 batches on rank 0, 5 batches on rank 1."
+_UNEVEN = "Ranks have different numbers of training batches: 12 batches on rank 0; 5 batches on rank 1."
 _ABSENT = "rank 0 on a waits at 10.0.0.1:29500 for rank 2; ranks 0, 1 are here. Look whether it was started."
 
 

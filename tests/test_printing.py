@@ -37,10 +37,9 @@ from lightning_commopt.selftest.run import Outcome, SelfTest
 from lightning_commopt.selftest.terminal import print_selftest, progress_lines
 from lightning_commopt.terminal import TextTable
 from lightning_commopt.watch.hangs.diagnosis import diagnose
-from lightning_commopt.watch.hangs.reading import LeftBehind
-from lightning_commopt.watch.hangs.records import Records
+from lightning_commopt.watch.hangs.records import HangReport, Records
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
-from lightning_commopt.watch.hangs.terminal import print_left_behind
+from lightning_commopt.watch.hangs.terminal import print_hang_report
 
 SNAPSHOTS = [
     RankSnapshot(rank=0, host="gpu-node-0001", step=123456, idle_s=1234, called="all_reduce", place="src/fit.py:1234"),
@@ -129,9 +128,9 @@ def test_nccl_logs(job: SampleJob, width: int, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("width", WIDTHS)
 def test_hangs(width: int) -> None:
     """If it fails, `commopt doctor DIR` does not show where a rank is."""
-    found = LeftBehind(diagnose(SNAPSHOTS), was_reported=True, at_unix_s=0.0, snapshots=SNAPSHOTS, marks={})
-    check_numbers_are_whole(lambda console: print_left_behind(found, console), width)
-    words = printed(lambda console: print_left_behind(found, console), width).split()
+    found = HangReport(diagnose(SNAPSHOTS), was_reported=True, at_unix_s=0.0, snapshots=SNAPSHOTS, marks={})
+    check_numbers_are_whole(lambda console: print_hang_report(found, console), width)
+    words = printed(lambda console: print_hang_report(found, console), width).split()
     assert {"src/fit.py:1234", "experiments/training_loop.py:98765"} <= set(words)
 
 

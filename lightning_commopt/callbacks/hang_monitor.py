@@ -1,4 +1,4 @@
-"""HangMonitor: says which rank the others wait for, in what, and why."""
+"""HangMonitor: reports which rank the others wait for, in what, and why."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from lightning_commopt.ddp.buckets import bucket_names
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.validation import check_choice, check_positive, warn_once
 from lightning_commopt.watch.hangs import marks as kinds
-from lightning_commopt.watch.hangs import phases
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
-from lightning_commopt.watch.peers import is_orderly
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _NUM_LOOKS = 10  # DDP rebuilds its buckets after the first or the second step, or never
 _PHASES = {
-    "data": phases.DATA,
-    "forward": phases.FORWARD,
-    "backward": phases.BACKWARD,
-    "optimizer": phases.OPTIMIZER,
-    "other": phases.CALLBACKS,
+    "data": kinds.DATA,
+    "forward": kinds.FORWARD,
+    "backward": kinds.BACKWARD,
+    "optimizer": kinds.OPTIMIZER,
+    "other": kinds.CALLBACKS,
 }
 _STAGES = {"fit": "validation", "validate": "validation", "test": "test", "predict": "predict"}
 
@@ -41,14 +39,14 @@ class HangMonitor(PhaseCallback):
     (layer3.*)``, then what to try. The state, the stacks of all threads, and the last collectives of all ranks go to
     files, which ``commopt doctor DIR`` reads.
 
-    A phase that has not ended before, a checkpoint, the start of a dataloader, and the start and end of an epoch or a
-    validation may take ten times ``after_s``; every phase three times as long as it has taken before in this run. Works
-    with every strategy whose ranks have a process group; on one rank it does nothing. Needs Linux.
-    ``docs/hangs.md`` tells more.
+    A phase that has not ended before, a checkpoint, a callback, the start of a dataloader, and the start and end of an
+    epoch or a validation may take ten times ``after_s``; every phase three times as long as it has taken before in this
+    run. Where no rank waits for others, none is ended, and after the last batch none is reported. Works with every
+    strategy whose ranks have a process group; on one rank it does nothing. Needs Linux. See ``docs/hangs.md``.
 
     Args:
         after_s: seconds without progress before a report.
-        action: "report", or "abort" to end all ranks too, with a status that is not zero.
+        action: "report", or "abort" to end all ranks too, with a status that is not zero, if some wait for others.
         dirpath: where the folder ``hangs`` goes; None for the Trainer's ``log_dir``, else its ``default_root_dir``.
 
     Raises:
@@ -66,6 +64,7 @@ class HangMonitor(PhaseCallback):
         self._num_looks = 0
         self._step = 0
         self._stage = 0
+        self._is_ending = self._has_waited = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Starts the watch, and begins to observe the gradient sync."""
@@ -86,9 +85,10 @@ class HangMonitor(PhaseCallback):
             main_address=main_address,
             device=trainer.strategy.root_device,
         )
-        self._stage = phases.first_of_stage(_STAGES[stage])
+        self._stage = kinds.first_of_stage(_STAGES[stage])
         self._step = trainer.global_step
-        self._enter_number(phases.SETUP)
+        self._is_ending = self._has_waited = False
+        self._enter_number(kinds.SETUP)
         self._num_looks = _NUM_LOOKS if stage == "fit" else 0
         plan = plan_of(trainer.strategy)
         if stage == "fit" and plan is not None and plan.comm_hook is not None:
@@ -102,9 +102,9 @@ class HangMonitor(PhaseCallback):
         self._stop_watching()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Says that this rank has failed: the others may wait for it."""
+        """Reports to the watchers what has ended the fit of this rank: the others may wait for it."""
         super().on_exception(trainer, pl_module, exception)
-        self._stop_watching(None if is_orderly(exception) else exception)
+        self._stop_watching(exception)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits until the ranks' watchers know each other, which they have mostly had the time for."""
@@ -113,20 +113,23 @@ class HangMonitor(PhaseCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The dataloader starts."""
-        self._enter_number(phases.DATA_START)
+        self._enter_number(kinds.DATA_START)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What belongs to no batch begins."""
-        self._enter_number(phases.EPOCH_END)
+        self._note_stop(trainer)
+        self._enter_number(kinds.EPOCH_END)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What belongs to no batch begins."""
+        """The fit ends: ranks may do different things from here on."""
         super().on_train_end(trainer, pl_module)
-        self._enter_number(phases.EPOCH_END)
+        self._note_stop(trainer)
+        self._end()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is being written."""
-        self._enter_number(phases.CHECKPOINT)
+        if not self._is_ending:
+            self._enter_number(kinds.CHECKPOINT)
 
     def _enter(self, phase: str | None) -> None:
         if phase is not None:
@@ -150,9 +153,23 @@ class HangMonitor(PhaseCallback):
             if batch is not None:
                 self._watched.mark(kinds.BATCH, 0, batch)
 
+    def _note_stop(self, trainer: Trainer) -> None:
+        if trainer.should_stop and self._watched is not None:
+            self._watched.note_stop("trainer.should_stop")
+
+    def _end(self) -> None:
+        self._is_ending = True
+        self._enter_number(kinds.END)
+
     def _meet(self) -> None:
-        if self._watched is not None and not self._watched.meet():
-            warn_once("HangMonitor: not all ranks' monitors have started, so hangs are not told.")
+        """Waits once in a run: a monitor that has not started by then may never do so."""
+        if self._watched is not None and not self._has_waited:
+            self._has_waited = True
+            if not self._watched.meet():
+                warn_once(
+                    "HangMonitor: not all ranks' monitors have started within a minute. Hangs will not be reported"
+                    " before they have."
+                )
 
     def _stop_watching(self, exception: BaseException | None = None) -> None:
         if self._watched is not None:
@@ -164,28 +181,33 @@ class HangMonitor(PhaseCallback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A validation begins."""
         self._meet()
-        self._enter_evaluation(phases.EVALUATION_START)
+        self._enter_evaluation(kinds.EVALUATION_START)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Goes on waiting for the next batch, if there is one."""
         super().on_validation_end(trainer, pl_module)
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
-            self._enter_evaluation(phases.EVALUATION_START)
+        if trainer.sanity_checking:
+            self._enter_evaluation(kinds.EVALUATION_START)
+        elif trainer.state.fn != "fit":
+            self._end()
 
     def _start_evaluation(self, trainer: Trainer, *args: Any) -> None:
         self._meet()
-        self._enter_evaluation(phases.EVALUATION_START)
+        self._enter_evaluation(kinds.EVALUATION_START)
+
+    def _end_evaluation(self, trainer: Trainer, *args: Any) -> None:
+        self._end()
 
     def _start_evaluation_batch(self, trainer: Trainer, module: Any, batch: Any, index: int, loader: int = 0) -> None:
-        self._enter_evaluation(phases.EVALUATION_BATCH, index)
+        self._enter_evaluation(kinds.EVALUATION_BATCH, index)
 
     def _end_evaluation_batch(
         self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int, loader: int = 0
     ) -> None:
-        self._enter_evaluation(phases.EVALUATION_DATA, index)
+        self._enter_evaluation(kinds.EVALUATION_DATA, index)
 
-    on_test_start = on_test_end = _start_evaluation  # type: ignore[assignment]
-    on_predict_start = on_predict_end = _start_evaluation  # type: ignore[assignment]
+    on_test_start = on_predict_start = _start_evaluation  # type: ignore[assignment]
+    on_test_end = on_predict_end = _end_evaluation  # type: ignore[assignment]
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _start_evaluation  # type: ignore[assignment]
     on_validation_batch_start = _start_evaluation_batch  # type: ignore[assignment]
     on_test_batch_start = on_predict_batch_start = _start_evaluation_batch  # type: ignore[assignment]

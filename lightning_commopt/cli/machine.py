@@ -102,14 +102,14 @@ def doctor(
 
 
 def _explain_hang(run_dir: Path, *, json: bool) -> None:
-    from lightning_commopt.watch.hangs.reading import read_left_behind
-    from lightning_commopt.watch.hangs.terminal import print_left_behind
+    from lightning_commopt.watch.hangs.records import read_hang_report
+    from lightning_commopt.watch.hangs.terminal import print_hang_report
 
     with errors_in_a_line(status=2):
-        found = read_left_behind(run_dir)
+        found = read_hang_report(run_dir)
     if json:
         plain = {"was_reported": found.was_reported, "time_unix_s": found.at_unix_s}
         snapshots = [each.to_plain() for each in found.snapshots]
         typer.echo(json_text.dumps(plain | found.diagnosis.to_plain() | {"snapshots": snapshots}, indent=2))
     else:
-        print_left_behind(found, Console())
+        print_hang_report(found, Console())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import _broadcast_coalesced as broadcast_coalesced
@@ -14,7 +18,7 @@ __all__ = [
     "broadcast_coalesced",  # DDP's own way to send buffers, for baselines that send as much as DDP
     "bucket_parameters",
     "default_store",  # ranks can meet there without a collective, which a rank that does not come would break
-    "flight_recorder_json",
+    "flight_records",
     "flush_static_graph",
     "foreach_copy_",  # what optimizers use for many small tensors
     "foreach_mul_",
@@ -69,14 +73,27 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values() if tensor.is_sparse else tensor
 
 
-def flight_recorder_json() -> bytes:
-    """Returns the collectives that torch has recorded in this process, as JSON.
+def flight_records() -> dict[str, Any]:
+    """Returns the collectives that torch has recorded in this process, as its JSON has them, the oldest first.
+
+    Each backend may have a recorder of its own: gloo, NCCL's first backend ("nccl-legacy" since torch 2.15, "nccl"
+    before), and its second one, which records through a hook.
 
     Raises:
         RuntimeError: this torch records none.
     """
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # the second before torch recorded gloo's too
-        if (dump := getattr(torch._C._distributed_c10d, name, None)) is not None:
-            found: bytes = dump(includeCollectives=True, onlyActive=False)
-            return found
-    raise RuntimeError("this torch has no Flight Recorder")
+    dumps = []
+    if (dump := getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)) is not None:
+        dumps = [partial(dump, backend=name) for name in ("gloo", "nccl", "nccl2", "nccl-lazy")]
+        if "backend" not in (dump.__doc__ or ""):  # it has one recorder for all
+            dumps = [dump]
+    if (dump := getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)) is not None:
+        dumps.append(dump)
+    if not dumps:
+        raise RuntimeError("this torch has no Flight Recorder")
+    entries: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for dump in dumps:
+        for entry in json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", ()):
+            key = (str(entry.get("process_group")), entry.get("collective_seq_id"), entry.get("p2p_seq_id"))
+            entries.setdefault((*key, entry.get("profiling_name"), entry.get("time_created_ns")), entry)
+    return {"entries": sorted(entries.values(), key=lambda entry: entry.get("time_created_ns", 0))}

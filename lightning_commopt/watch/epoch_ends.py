@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lightning_commopt.collectives.store import poll
-from lightning_commopt.links.nccl_log.finding import ranks_text
+from lightning_commopt.formatting import ranks_text
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different_ends_message, goes_on_message
 
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lightning_commopt.formatting import ranks_text
 from lightning_commopt.launch.interfaces import Listening
-from lightning_commopt.links.nccl_log.finding import ranks_text
-from lightning_commopt.watch.hangs.native import descendants, process_state
+from lightning_commopt.watch.hangs.process import descendants, process_state
 
 _MOST_SHOWN = 8
 
@@ -180,8 +180,8 @@ def _places(arrivals: Sequence[Arrival]) -> str:
 
 def activity_text(starting: Mapping[int, int]) -> str:
     """Returns what processes do at this moment, behind a sentence; "" if there are none."""
-    states = [process_state(pid) for pid in starting.values()]
-    each = ", ".join(f"{one.pid} is {one.state}, {one.cpu_s:.0f} s of CPU time" for one in states[:_MOST_SHOWN])
+    states = [(pid, process_state(pid)) for pid in [*starting.values()][:_MOST_SHOWN]]
+    each = ", ".join(f"{pid} is {state.state}, {state.cpu_s:.0f} s of CPU time" for pid, state in states)
     return f". Now: process {each}" if each else ""
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.compat.loops import limit_batches, most_batches_left, num_batches, repeat_batches
+from lightning_commopt.formatting import ranks_text
 from lightning_commopt.validation import warn_once
 
 POLICIES = ("error", "drop", "pad", "allow")
@@ -20,7 +21,6 @@ _WHAT_TO_DO = (
     " same on all ranks. Or choose: CommOptDDP(uneven_batches='drop') ends epochs at the smallest number, 'pad' repeats"
     " batches up to the largest, and Trainer(limit_train_batches=N) sets a number."
 )
-_RANKS_IN_MESSAGE = 8
 
 
 class UnevenBatchesError(RuntimeError):
@@ -119,7 +119,7 @@ def _gather(own: int | None, device: torch.device) -> list[int | None]:
 def _unknown_message(policy: str, ranks: Sequence[int]) -> str:
     return (
         f"uneven_batches={policy!r} needs to know before an epoch how many batches each rank has, and the dataloader of"
-        f" {_ranks(ranks)} has no length. Give the IterableDataset a __len__, or set"
+        f" {ranks_text(ranks)} has no length. Give the IterableDataset a __len__, or set"
         " Trainer(limit_train_batches=N), or leave uneven_batches='error', which tells when a rank runs out."
     )
 
@@ -128,30 +128,15 @@ def _listed(numbers: Sequence[int | None]) -> str:
     """Returns which ranks have how many.
 
     >>> _listed([6, 6, 5])
-    '6 batches on ranks 0 and 1, 5 batches on rank 2'
+    '6 batches on ranks 0, 1; 5 batches on rank 2'
     """
     ranks_with: dict[int | None, list[int]] = defaultdict(list)
     for rank, number in enumerate(numbers):
         ranks_with[number].append(rank)
-    return ", ".join(
-        f"{'more' if number is None else _count(number)} on {_ranks(ranks)}" for number, ranks in ranks_with.items()
+    return "; ".join(
+        f"{'more' if number is None else _count(number)} on {ranks_text(ranks)}" for number, ranks in ranks_with.items()
     )
 
 
 def _count(number: int) -> str:
     return f"{number} batch" if number == 1 else f"{number} batches"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Returns ranks in words.
-
-    >>> _ranks([3])
-    'rank 3'
-    >>> _ranks(range(20))
-    'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more'
-    """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > _RANKS_IN_MESSAGE:
-        return f"ranks {', '.join(map(str, ranks[:_RANKS_IN_MESSAGE]))} and {len(ranks) - _RANKS_IN_MESSAGE} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

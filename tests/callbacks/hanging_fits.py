@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import HangMonitor
-from lightnings import DDPStrategy
+from lightnings import Callback, DDPStrategy
 
 AFTER_S = 1.0
 LIMIT_S = 120.0
@@ -26,6 +26,25 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": DDPStrategy,
     "native": CommOptDDP,
     "int8": lambda: CommOptDDP(comm_hook="int8"),
+}
+
+
+def interrupt_main(module: Any) -> None:
+    """Interrupts rank 0's process, which has started this one, and waits for it."""
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(LIMIT_S)
+
+
+def stop_here(module: Any) -> None:
+    module.trainer.should_stop = True
+
+
+ENDINGS: dict[str, Callable[[Any], object]] = {
+    "exit": lambda module: sys.exit(3),
+    "interrupt": interrupt_main,
+    "should_stop": stop_here,
+    "terminated": lambda module: os.kill(os.getpid(), signal.SIGTERM),
+    "killed": lambda module: os.kill(os.getpid(), signal.SIGKILL),
 }
 
 
@@ -47,10 +66,27 @@ class Holding(Tiny):
             stop_until(self.report)
         if self.fault == "collective" and not is_at_fault:
             self.all_gather(torch.ones(3))
+        if self.fault in ENDINGS and is_at_fault:
+            ENDINGS[self.fault](self)
         return super().training_step(batch, batch_idx)
+
+    def on_fit_end(self) -> None:
+        if self.fault == "long_end" and self.global_rank == 0:
+            time.sleep(13 * AFTER_S)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.fault == "callbacks" and self.trainer.global_step == 4 and self.global_rank == 1:
+            wait_for(self.report)
+
+
+class Blocking(Callback):
+    """Another callback, whose hook comes after that of the monitor; on rank 1 it takes until a hang is reported."""
+
+    def __init__(self, report: Path) -> None:
+        self.report = report
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4 and trainer.global_rank == 1:
             wait_for(self.report)
 
 
@@ -74,11 +110,22 @@ def fit_with_faults(folder: Path, faults: list[tuple[str, str]]) -> list[dict[st
     for fault, strategy in faults:
         own = folder / f"{fault}-{strategy}"
         monitor = HangMonitor(after_s=AFTER_S, dirpath=own)
-        run = trainer(STRATEGIES[strategy](), callbacks=[monitor], max_epochs=1)
+        others = [Blocking(own / "hangs" / "report.json")] if fault == "hook" else []
+        run = trainer(STRATEGIES[strategy](), callbacks=[monitor, *others], max_epochs=1)
         run.fit(Holding(fault, own))
         assert run.global_step == 6
-        reports.append(json.loads((own / "hangs" / "report.json").read_text()))
+        reports.append(read_when_over(own / "hangs" / "report.json"))
     return reports
+
+
+def read_when_over(path: Path) -> dict[str, Any]:
+    """Returns a report once its watcher has noted that the ranks have gone on."""
+    deadline = time.monotonic() + LIMIT_S
+    while (report := json.loads(path.read_text()))["verdict"] == "non-communication hang":
+        assert time.monotonic() < deadline, "nobody has noted that the ranks have gone on"
+        time.sleep(0.05)
+    assert isinstance(report, dict)
+    return report
 
 
 class Slow(Tiny):
@@ -122,7 +169,8 @@ def fit_slowly(folder: Path, after_s: float) -> list[str]:
 def main() -> None:
     """Trains on two ranks that a fault keeps from ending; usage: hanging_fits.py FOLDER FAULT STRATEGY."""
     folder, fault, strategy = Path(sys.argv[1]), *sys.argv[2:]
-    monitor = HangMonitor(after_s=3 * AFTER_S, action="abort", dirpath=folder)
+    after_s = AFTER_S if fault == "long_end" else 3 * AFTER_S
+    monitor = HangMonitor(after_s=after_s, action="abort", dirpath=folder)
     run = trainer(STRATEGIES[strategy](), callbacks=[monitor], devices=2)
     run.fit(Holding(fault, folder / "never"))
 

@@ -1,6 +1,7 @@
 """HangMonitor, on real ranks of which one keeps the others waiting."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,14 +9,16 @@ from hanging_fits import fit_slowly, fit_with_faults
 from marked_processes import Program
 
 from lightning_commopt.callbacks import HangMonitor
-from lightning_commopt.watch.hangs.reading import read_left_behind
+from lightning_commopt.watch.hangs.records import read_hang_report
 from ranks import run_ranks
 
-_FAULTS = [("forward", "ddp"), ("stopped", "int8")]
+_FAULTS = [("forward", "ddp"), ("stopped", "int8"), ("hook", "native")]
 _MORE_FAULTS = [
     *((fault, strategy) for fault in ("forward", "stopped") for strategy in ("ddp", "native", "int8")),
     ("callbacks", "native"),
+    ("hook", "ddp"),
 ]
+HOOKS = {"callbacks": "Holding.on_before_optimizer_step", "hook": "Blocking.on_train_batch_end"}
 _SYNC = "rank 0 waits in the gradient sync of bucket 0 (layers.*) of step 4"
 
 
@@ -28,21 +31,23 @@ def test_the_rank_that_is_waited_for_is_named(faults: list[tuple[str, str]], tmp
     assert reports == same
     for (fault, strategy), report in zip(faults, reports, strict=True):
         check(fault, report)
-        snapshots = {each.rank: each for each in read_left_behind(tmp_path / f"{fault}-{strategy}").snapshots}
+        snapshots = {each.rank: each for each in read_hang_report(tmp_path / f"{fault}-{strategy}").snapshots}
         assert any("hanging_fits.py" in frame for frame in frames_of(snapshots[1])) == (fault != "stopped")
 
 
 def check(fault: str, report: dict[str, Any]) -> None:
     assert report["ranks"] == [1]
-    assert report["step"] == 4
-    assert report["sentence"].endswith(_SYNC) or fault == "callbacks", report["sentence"]
+    assert report["step"] == 4 + (fault == "hook")
+    assert report["sentence"].endswith(_SYNC) or fault in HOOKS, report["sentence"]
     assert report["hints"]
     if fault == "stopped":
         assert (report["kind"], report["phase"]) == ("stopped", "forward")
         assert report["sentence"].startswith("rank 1 is stopped (process ")
     else:
-        assert (report["kind"], report["phase"]) == ("late", "optimizer" if fault == "callbacks" else "forward")
-        assert report["sentence"].startswith("rank 1 is still in ")
+        assert (report["kind"], report["phase"]) == ("late", "callbacks" if fault in HOOKS else "forward")
+        assert report["sentence"].startswith(f"rank 1 is still in {HOOKS.get(fault, 'forward')} of step ")
+        assert report["verdict"] == "non-communication slow"  # as it went on after the report
+        assert any("callbacks and loggers" in hint for hint in report["hints"]) == (fault in HOOKS)
         assert "hanging_fits.py" in report["sentence"]
 
 
@@ -56,22 +61,117 @@ def test_phases_that_take_long_are_no_hangs(tmp_path: Path) -> None:
     assert run_ranks(fit_slowly, tmp_path, 2.0) == [[], []]
 
 
+def run_program(fault: str, strategy: str, folder: Path) -> tuple[str, int]:
+    """Returns what a job on two ranks has printed, and its status; all its processes have ended by themselves."""
+    program = Program([str(Path(__file__).parent / "hanging_fits.py"), str(folder), fault, strategy], folder)
+    try:
+        assert program.wait(240), f"{program.processes()} are left: {program.output}"
+    finally:
+        program.kill()
+    return program.output, program.process.returncode
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["ddp", "int8"])
 def test_abort_ends_all_ranks(strategy: str, tmp_path: Path) -> None:
-    """If it fails, ranks in different collectives are not told apart, or a job that is dead keeps its devices."""
-    program = Program([str(Path(__file__).parent / "hanging_fits.py"), str(tmp_path), "collective", strategy], tmp_path)
-    try:
-        assert program.wait(120), f"{program.processes()} are left: {program.output}"
-    finally:
-        program.kill()
-    assert program.process.returncode != 0
-    (sentence,) = [line for line in program.output.splitlines() if line.startswith("HangMonitor: ")]
+    """If it fails, ranks in different collectives look the same, or a job that is dead keeps its devices."""
+    output, status = run_program("collective", strategy, tmp_path)
+    assert status != 0
+    (sentence,) = sentences_in(output)
     assert "rank 1 has" in sentence, sentence
     assert "all_gather (3,)" in sentence, sentence
-    found = read_left_behind(tmp_path)
+    found = read_hang_report(tmp_path)
     assert (found.diagnosis.kind, found.diagnosis.ranks) == ("mismatch", (1,))
+    assert found.diagnosis.verdict == "communication hang"
     assert f"HangMonitor: {found.diagnosis.sentence}" == sentence
+
+
+def sentences_in(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("HangMonitor: ")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "beginning", "hint"),
+    [
+        (
+            "exit",
+            "failed",
+            "rank 1 has called sys.exit(3) in forward of step 4 (callbacks/hanging_fits.py:",
+            "Call sys.exit on all ranks",
+        ),
+        pytest.param(
+            "should_stop",
+            "ended",
+            "rank 1 has left training's batches after step 5, as trainer.should_stop was set there, and is in the end",
+            "reduce_boolean_decision(stop, all=False)",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "terminated",
+            "terminated",
+            "rank 1 has ",  # received SIGTERM and waits, or with a Lightning that does not wait in its handler, ended
+            "SIGTERM comes from a scheduler",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "killed",
+            "died",
+            "rank 1 has died in forward of step 4: process ",
+            "memory",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_what_has_ended_a_rank_is_named(fault: str, kind: str, beginning: str, hint: str, tmp_path: Path) -> None:
+    """If it fails, the reason of a rank's end is guessed, and the hints lead away from it."""
+    output, status = run_program(fault, "ddp", tmp_path)
+    assert status != 0
+    (sentence,) = sentences_in(output)
+    found = read_hang_report(tmp_path).diagnosis
+    assert sentence.startswith(f"HangMonitor: {beginning}"), sentence
+    assert (found.kind, found.ranks) == (kind, (1,))
+    assert hint in found.hints[0]
+
+
+def test_an_interrupted_job_raises_no_alarm(tmp_path: Path) -> None:
+    """If it fails, Ctrl-C looks like a process that is out of memory: Lightning kills the other ranks after it."""
+    output, status = run_program("interrupt", "ddp", tmp_path)
+    assert status != 0
+    assert "Detected KeyboardInterrupt" in output
+    assert sentences_in(output) == []
+    assert not (tmp_path / "hangs" / "report.json").exists()
+
+
+def test_a_long_end_of_one_rank_is_no_hang(tmp_path: Path) -> None:
+    """If it fails, an upload in ``on_fit_end`` of a rank for which nobody waits ends the job."""
+    output, status = run_program("long_end", "ddp", tmp_path)
+    assert (status, sentences_in(output)) == (0, []), output
+
+
+class MissingMonitor:
+    """A watch whose other monitors never come up."""
+
+    num_waits = 0
+
+    def meet(self) -> bool:
+        self.num_waits += 1
+        return False
+
+    def enter(self, phase: int, step: int) -> None:
+        pass
+
+
+def test_a_missing_monitor_is_waited_for_once() -> None:
+    """If it fails, a monitor that never starts costs a minute at the start and end of every validation."""
+    monitor, watched = HangMonitor(), MissingMonitor()
+    monitor._watched = watched  # type: ignore[assignment]
+    trainer: Any = SimpleNamespace(training=False, validating=False, sanity_checking=False)
+    with pytest.warns(UserWarning, match="not all ranks' monitors have started within a minute"):
+        monitor.on_validation_start(trainer, None)  # type: ignore[arg-type]
+    for _ in range(3):  # a warning is an error in tests
+        monitor.on_validation_epoch_end(trainer, None)
+        monitor.on_validation_start(trainer, None)  # type: ignore[arg-type]
+    assert watched.num_waits == 1
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def _fit_with(arguments: Any, options: Any) -> Any:
 def test_lengths_that_differ_are_an_error_before_training() -> None:
     """If it fails, a broken sampler makes ranks wait for each other, or pairs gradients of different epochs."""
     for trace in _errors(Rows, (3, 2, 3), {}, world_size=3):
-        found = "3 batches on ranks 0 and 2, 2 batches on rank 1."
+        found = "3 batches on ranks 0, 2; 2 batches on rank 1."
         assert f"UnevenBatchesError: Ranks have different numbers of training batches: {found}" in trace
         assert "uneven_batches='drop'" in trace
 
@@ -118,7 +118,7 @@ class Cycled(Rows):
         return super().__getitem__(index % 12 if dist.get_rank() == 0 else index)
 
 
-_FOUND = "Ranks have different numbers of training batches: 3 batches on rank 0, 5 batches on rank 1."
+_FOUND = "Ranks have different numbers of training batches: 3 batches on rank 0; 5 batches on rank 1."
 _WHAT_IS_DONE = (
     "uneven_batches='drop': every epoch ends after 3 batches on all ranks, and 2 in all are left out.",
     "uneven_batches='pad': every epoch has 5 batches on all ranks; those with fewer begin anew, and 2 batches count",

@@ -1,4 +1,4 @@
-"""Diagnosis: the sentence that says which rank the others wait for, and in what."""
+"""Diagnosis: the sentence that names which rank the others wait for, and in what."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from lightning_commopt.watch.hangs.flight_recorder import Difference, find_departure, find_difference
-from lightning_commopt.watch.hangs.hints import hints_for
-from lightning_commopt.watch.hangs.phases import BACKWARD, EPOCH_END, PHASES
+from lightning_commopt.watch.hangs.marks import BACKWARD, END, EPOCH_END, PHASES
 from lightning_commopt.watch.hangs.sentences import (
     difference_text,
     group_text,
+    hints_for,
     operation_of,
     operation_text,
     was_waiting,
@@ -23,9 +23,12 @@ from lightning_commopt.watch.hangs.sentences import (
 )
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
-_DOWN = ("unreachable", "stopped", "finished")
+_DOWN = ("unreachable", "unwatched", "stopped", "finished")
 _TRAINS = ("data", "forward", "backward", "optimizer", "callbacks")
 _ESTABLISHED = 4
+
+VERDICTS = ("communication hang", "communication slow", "non-communication hang", "non-communication slow")
+"""The four cases of C4 (Dong et al., 2024): where ranks stand still, and whether for ever as far as can be seen."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,15 @@ class Diagnosis:
 
     Attributes:
         sentence: all of it.
-        kind: "died", "unreachable", "stopped", "failed", "ended", "late", "mismatch" or "waiting".
-        ranks: those at fault; several sides, if that cannot be told.
+        kind: "died", "failed", "interrupted", "terminated", "unreachable", "stopped", "ended", "late", "mismatch" or
+            "waiting".
+        ranks: those at fault; several sides, if it is unknown which.
         phase: name of the phase that the first of them is in, or has left without what others wait in.
         step: the same.
         operation: what the others wait in, or waited in when they lost the connection; if none of them does, what the
             ranks at fault have called; None if no rank is in a collective.
         hints: what to try.
+        verdict: one of `VERDICTS`; None where a rank has ended or is stopped.
     """
 
     sentence: str
@@ -50,6 +55,7 @@ class Diagnosis:
     step: int
     operation: str | None
     hints: tuple[str, ...]
+    verdict: str | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
@@ -57,7 +63,7 @@ class Diagnosis:
 
 
 def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
-    """Says which ranks keep the others waiting.
+    """Finds the ranks that keep the others waiting.
 
     Ranks whose processes are gone, stopped or out of reach come first, then ranks that have left the training that
     others are in, then those that are somewhere else than in a collective, and last those in another collective.
@@ -69,13 +75,18 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
     if first := _first_to_fail(ordered):
         departed = _departed(first, ordered)
         return _diagnosis("departed" if departed else first.state, departed or [first], ordered)
-    for state in _DOWN:
-        if culprits := [each for each in ordered if each.state == state]:
-            return _diagnosis("ended" if state == "finished" else state, culprits, ordered)
+    signalled = [each for each in ordered if each.state == "running" and each.stop_reason == "SIGTERM"]
+    if 0 < len(signalled) < len(ordered):
+        return _diagnosis("terminated", signalled, ordered)
     waiting = [each for each in ordered if each.is_waiting]
     busy = [each for each in ordered if each.state == "running" and not each.is_waiting]
+    is_ending = bool(busy) and all(each.phase == END for each in (*waiting, *busy))
+    for state in _DOWN:
+        if culprits := [each for each in ordered if each.state == state and not (state == "finished" and is_ending)]:
+            kind = {"finished": "ended", "unwatched": "unreachable"}.get(state, state)
+            return _diagnosis(kind, culprits, ordered)
     if not waiting:
-        return _diagnosis("late", busy or ordered, ordered)
+        return _diagnosis("late", _outliers(busy) or busy or ordered, ordered)
     known = [each for each in ordered if each.state != "silent"]
     if left := _left_training(known):
         return _diagnosis("ended", left, ordered)
@@ -91,14 +102,34 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
         return _diagnosis("late", behind, ordered)
     if silent := [each for each in ordered if each not in known]:
         return _diagnosis("unreachable", silent, ordered)
+    if outliers := _outliers(ordered):
+        return _diagnosis("outlier", outliers, ordered)
     return _diagnosis("waiting", ordered, ordered)
 
 
+def _outliers(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
+    """Returns the ranks whose stacks differ from those of the majority; empty if there is none, or no rank differs.
+
+    Source: ByteRobust (Wan et al., 2025), section on aggregated stacks: they take the largest group for healthy too.
+    """
+    groups: dict[tuple[str, ...], list[RankSnapshot]] = {}
+    for each in snapshots:
+        groups.setdefault(tuple(each.frames), []).append(each)
+    largest = max(groups.values(), key=len)
+    if () in groups or 2 * len(largest) <= len(snapshots):
+        return []
+    return [each for each in snapshots if each not in largest]
+
+
 def _first_to_fail(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:
-    """Returns the rank that has died or failed before the others; None if none has, but for one that ended well."""
-    ended = [each for each in snapshots if each.state in ("died", "failed")]
+    """Returns the rank that has died or failed before the others; None if none has, or others are the reason."""
+    ended = [each for each in snapshots if each.state in ("died", "failed", "interrupted", "terminated")]
     causes = [each for each in ended if not each.is_consequence]
-    if not causes and any(each.state == "finished" for each in snapshots):
+    others = [each for each in snapshots if each not in ended]
+    if not causes and (
+        any(each.state == "finished" for each in others)
+        or (all(each.has_timed_out for each in ended) and any(not each.is_waiting for each in others))
+    ):
         return None
     return min(causes or ended, key=lambda each: each.ended_unix_s or math.inf, default=None)
 
@@ -113,15 +144,16 @@ def _departed(dead: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> list[Ran
     elsewhere = [each for each in snapshots if (each.step, each.phase) != (dead.step, dead.phase)]
     departed = [each for each in elsewhere if find_departure(each.parsed_collectives())]
     if len(snapshots) == 2:  # nobody to compare with, so the order must have been well established
-        return [each for each in departed if find_departure(each.parsed_collectives(), shortest_context=_ESTABLISHED)]
+        return [each for each in departed if find_departure(each.parsed_collectives(), min_context=_ESTABLISHED)]
     return departed if len(departed) < len(snapshots) - 1 else []
 
 
 def _left_training(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     """Returns the ranks that have gone on behind an epoch's batches while others still train; the lesser part."""
-    training = [each for each in snapshots if PHASES[each.phase].name in _TRAINS and each.phase != EPOCH_END]
-    left = [each for each in snapshots if each not in training]
-    return left if training and left and all(each.is_waiting for each in left) else []
+    running = [each for each in snapshots if each.state == "running"]
+    training = [each for each in running if PHASES[each.phase].name in _TRAINS and each.phase not in (EPOCH_END, END)]
+    left = [each for each in running if each not in training]
+    return left if training and left and all(each.is_waiting or each.phase == END for each in left) else []
 
 
 def _ahead(differing: Sequence[RankSnapshot], snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
@@ -163,14 +195,23 @@ def _diagnosis(
         operation = next(map(operation_text, in_one), None)
     if left is not None:
         first = left  # what is wrong is there
-    elif first.state in ("unreachable", "silent") and waiting:
+    elif first.is_unknown and waiting:
         first = waiting[0]  # of it nothing is known but that the others got there
     return Diagnosis(
         sentence=sentence,
-        kind="mismatch" if kind in ("departed", "skipped") else kind,
+        kind={"departed": "mismatch", "skipped": "mismatch", "outlier": "waiting"}.get(kind, kind),
         ranks=tuple(each.rank for each in culprits),
         phase=PHASES[first.phase].name,
         step=first.step,
         operation=operation,
         hints=hints_for(kind, culprits, waiting),
+        verdict=_verdict(kind, culprits),
     )
+
+
+def _verdict(kind: str, culprits: Sequence[RankSnapshot]) -> str | None:
+    if kind not in ("late", "mismatch", "departed", "skipped", "outlier", "waiting", "unreachable"):
+        return None
+    if kind == "late" and not any(each.is_waiting for each in culprits):
+        return VERDICTS[3 if any(each.is_computing for each in culprits) else 2]
+    return VERDICTS[0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_LONGEST_CONTEXT = 12
+_MAX_CONTEXT = 12
 
 
 class Signature(NamedTuple):
@@ -47,7 +47,7 @@ class Collective(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """A collective that is not the one that should come."""
+    """A collective that is not the one that was expected."""
 
     called: Signature
     expected: Signature
@@ -58,9 +58,9 @@ class Difference:
     """Ranks that are not in the same collective of a group.
 
     Attributes:
-        ranks: those at fault; several sides, if that cannot be told.
+        ranks: those at fault; several sides, if it is unknown which.
         number: of the collective in its group.
-        called: what each rank has called as that number; None for one that has not come to it.
+        called: what each rank has called as that number; None for one that has not reached it.
         is_certain: whether the side at fault is known, as it departs from what the ranks did before.
     """
 
@@ -101,7 +101,7 @@ def find_difference(by_rank: Mapping[int, Sequence[Collective]]) -> Difference |
     seen from what each has called before.
 
     Args:
-        by_rank: the collectives of each rank that could say, the oldest first.
+        by_rank: the collectives of each rank that has a record, the oldest first.
 
     Returns:
         The first difference; None if there is none, or if no rank is in a collective that others could be missing from.
@@ -157,27 +157,27 @@ def _find_absent(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | No
     return Difference(ranks, each.number, called, is_certain or set(missing) != set(absent))
 
 
-def find_departure(collectives: Sequence[Collective], *, shortest_context: int = 1) -> Departure | None:
+def find_departure(collectives: Sequence[Collective], *, min_context: int = 1) -> Departure | None:
     """Finds out whether the collective that a rank is in is another than what followed the same ones before.
 
     Args:
         collectives: of the rank, the oldest first. If all are done, it is about the last.
-        shortest_context: how many collectives before it must have come before in the same order.
+        min_context: how many collectives before it must have been called before in the same order.
 
     Returns:
         What it has called, and what it would have; None if it has not departed.
     """
     place = next((place for place, each in enumerate(collectives) if not each.is_done), len(collectives) - 1)
-    expected = _expected_after([each.signature for each in collectives[: max(place, 0)]], shortest_context)
+    expected = _expected_after([each.signature for each in collectives[: max(place, 0)]], min_context)
     if expected is None or _comparable(expected) == _comparable(collectives[place].signature):
         return None
     return Departure(collectives[place].signature, expected)
 
 
-def _expected_after(history: Sequence[Signature], shortest_context: int = 1) -> Signature | None:
+def _expected_after(history: Sequence[Signature], min_context: int = 1) -> Signature | None:
     """Returns what has followed the end of a history when it, or as much of it as possible, came before."""
     keys = [_comparable(signature) for signature in history]
-    for length in range(min(_LONGEST_CONTEXT, len(keys) - 1), shortest_context - 1, -1):
+    for length in range(min(_MAX_CONTEXT, len(keys) - 1), min_context - 1, -1):
         for start in range(len(keys) - length - 1, -1, -1):
             if keys[start : start + length] == keys[-length:]:
                 return history[start + length]

@@ -1,4 +1,4 @@
-"""What NCCL's own RAS threads say of a job: which ranks they miss, and how many collectives each has called.
+"""What NCCL's own RAS threads know of a job: which ranks they miss, and how many collectives each has called.
 
 Protocol: lines of text over TCP. Each command but the last has a line as its answer; that to STATUS ends with the
 connection. NCCL has it since 2.24, and JSON since 2.28.7; older versions answer ``SET FORMAT`` with an error and go on.
@@ -19,12 +19,12 @@ from typing import Any
 _HOST, _PORT = "localhost", 28028
 _PROTOCOL = 2
 _MAX_BYTES = 16 * 2**20
-_PART_BYTES = 2**16
 _EXTRA_S = 6.0
+_SHORTEST_S = 0.001
 
 
 class RasError(OSError):
-    """There is no answer; the message says why."""
+    """There is no answer; the message has the reason."""
 
 
 def ras_address(environment: Mapping[str, str]) -> tuple[str, int]:
@@ -50,7 +50,7 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
 
     Args:
         address: from `ras_address`.
-        limit_s: seconds for all of it. NCCL may take five more than it is told to wait for its other processes, so with
+        limit_s: seconds for all of it. NCCL may take five more than the time-out for its other processes, so with
             fewer than eight there may be no answer where one of them is stuck.
 
     Returns:
@@ -62,13 +62,25 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
     deadline = time.monotonic() + limit_s
     where = f"{address[0]}:{address[1]}"
     try:
-        with socket.create_connection(address, timeout=limit_s) as connection:
-            asked = _Dialogue(connection, deadline)
-            if not asked.ask(f"CLIENT PROTOCOL {_PROTOCOL}").upper().startswith("SERVER PROTOCOL "):
+        with socket.create_connection(address, timeout=limit_s) as connection, connection.makefile("rb") as reader:
+
+            def send(command: str) -> None:
+                connection.settimeout(max(_SHORTEST_S, deadline - time.monotonic()))
+                connection.sendall(f"{command}\n".encode())
+
+            def ask(command: str) -> str:
+                send(command)
+                line = reader.readline(_MAX_BYTES)
+                if not line:
+                    raise RasError("the connection was closed")
+                return line.decode("utf-8", "replace").strip()
+
+            if not ask(f"CLIENT PROTOCOL {_PROTOCOL}").upper().startswith("SERVER PROTOCOL "):
                 raise RasError(f"what listens at {where} is not NCCL")
-            asked.ask(f"TIMEOUT {max(1, math.floor(limit_s - _EXTRA_S))}")
-            is_json = asked.ask("SET FORMAT json") == "OK"
-            text = asked.rest("VERBOSE STATUS")
+            ask(f"TIMEOUT {max(1, math.floor(limit_s - _EXTRA_S))}")
+            is_json = ask("SET FORMAT json") == "OK"
+            send("VERBOSE STATUS")
+            text = reader.read(_MAX_BYTES).decode("utf-8", "replace")  # NCCL closes the connection
     except ConnectionRefusedError as error:
         raise RasError(f"nothing listens at {where}") from error
     except TimeoutError as error:
@@ -82,44 +94,3 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
     except ValueError:
         found = text
     return found if isinstance(found, dict) and found else text
-
-
-class _Dialogue:
-    """Lines there and back, until a deadline."""
-
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self._connection, self._deadline = connection, deadline
-        self._unread = b""
-
-    def ask(self, command: str) -> str:
-        """Sends a command; returns the line that answers it."""
-        self._send(command)
-        while b"\n" not in self._unread:
-            part = self._receive()
-            if not part:
-                raise RasError("the connection was closed")
-            self._unread += part
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line.decode("utf-8", "replace").strip()
-
-    def rest(self, command: str) -> str:
-        """Sends a command; returns all that comes until the other side ends."""
-        self._send(command)
-        parts = [self._unread]
-        while (part := self._receive()) and sum(map(len, parts)) < _MAX_BYTES:
-            parts.append(part)
-        return b"".join(parts).decode("utf-8", "replace")
-
-    def _send(self, command: str) -> None:
-        self._limit()
-        self._connection.sendall(f"{command}\n".encode())
-
-    def _receive(self) -> bytes:
-        self._limit()
-        return self._connection.recv(_PART_BYTES)
-
-    def _limit(self) -> None:
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        self._connection.settimeout(left_s)

@@ -7,25 +7,41 @@ import threading
 import time
 from typing import Any
 
+from lightning_commopt.compat.hooks import activity_of
 from lightning_commopt.watch.hangs import marks as kinds
-from lightning_commopt.watch.hangs.marks import NUM_BYTES, Mark, read_marks
-from lightning_commopt.watch.hangs.native import ProcessState, descendants, is_alive, process_state
-from lightning_commopt.watch.hangs.phases import BACKWARD, DATA, DATA_START, PHASES, SETUP, PhaseTimes
-from lightning_commopt.watch.hangs.rank_link import RankLink
-from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
-from lightning_commopt.watch.hangs.stacks import (
+from lightning_commopt.watch.hangs.computing import ComputingProbe
+from lightning_commopt.watch.hangs.marks import (
+    BACKWARD,
+    CALLBACKS,
+    CHECKPOINT,
+    DATA,
+    DATA_START,
+    END,
+    NUM_BYTES,
+    PHASES,
+    SETUP,
+    Mark,
+    PhaseTimes,
+    read_marks,
+)
+from lightning_commopt.watch.hangs.process import (
     Frame,
     collective_in,
+    descendants,
     dump_stacks,
+    find_exit,
+    is_alive,
     is_compiling,
-    parse_stacks,
-    plain,
+    plain_stacks,
+    process_state,
     user_place,
 )
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
+from lightning_commopt.watch.hangs.transport import RankLink
 
 _STACKS_S = 1.0
 _DUMP_S = 2.0
-_LAST_WORDS_S = 0.5
+_LAST_MESSAGE_S = 0.5
 _MAX_WORKERS = 4
 _DATALOADER = {DATA, DATA_START, *(n for n, phase in enumerate(PHASES) if phase.where.startswith("in the dataloader"))}
 
@@ -37,15 +53,17 @@ class Observation:
         rank: the rank.
         host: name of this host.
         pid: of the rank's process.
-        fit_thread: ident of the thread that trains.
+        fit_thread: ident of the thread that trains, and its number in the kernel.
         after_s: seconds without progress that a phase is allowed at least.
+        has_gpu: whether the rank trains on one.
         marks_fd: of the memory with its marks.
         stacks_fd: of the file that it writes stacks to.
         link: to its process.
 
     Attributes:
-        ended: "finished" or "failed" once the rank has said so; "died" if its process has gone without.
-        detail: the exception of one that has failed.
+        ended: "finished", "failed", "interrupted" or "terminated" once the rank has reported that; "died" if its
+            process has gone without.
+        detail: the exception of one that has failed, or how the process of one that has died has ended.
         ended_unix_s: when it has ended, in seconds since 1970; None before.
     """
 
@@ -55,14 +73,15 @@ class Observation:
         rank: int,
         host: str,
         pid: int,
-        fit_thread: int,
+        fit_thread: tuple[int, int],
         after_s: float,
+        has_gpu: bool,
         marks_fd: int,
         stacks_fd: int,
         link: RankLink,
     ) -> None:
         self.rank, self._host, self._pid = rank, host, pid
-        self._fit_thread, self._link, self._stacks_fd = fit_thread, link, stacks_fd
+        self._fit_thread, self._link, self._stacks_fd, self._has_gpu = fit_thread, link, stacks_fd, has_gpu
         self._memory = mmap.mmap(marks_fd, NUM_BYTES, prot=mmap.PROT_READ)
         self._names: dict[int, list[str]] = {}
         self._num_unmarked = 0
@@ -74,7 +93,10 @@ class Observation:
         self.ended_unix_s: float | None = None
         self._last_dump: dict[str, Any] = {}
         self._raised: list[Frame] = []
-        self.detail = ""
+        self.detail = self._stop_reason = ""
+        self._resumed_s = time.monotonic()
+        self._was_stopped = False
+        self._probe = None if has_gpu else ComputingProbe(pid, fit_thread[1], after_s)
 
     @property
     def marks(self) -> list[Mark]:
@@ -83,21 +105,24 @@ class Observation:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last mark."""
-        return time.monotonic() - self._last.at_s
+        """Seconds since the last mark; since the rank, or this process, has gone on after a stop, if that is later."""
+        return time.monotonic() - max(self._last.at_s, self._resumed_s)
 
     def learn(self, message: dict[str, Any]) -> None:
-        """Takes in what the rank says of itself."""
+        """Stores what the rank reports of itself."""
         if "buckets" in message:
             self._names.update(dict(message["buckets"]))
             self._num_unmarked = len(self._names) if message["are_all"] else 0
+        elif "stop_reason" in message:
+            self._stop_reason = message["stop_reason"]
         elif "ended" in message:
-            self.ended, self.detail, self.ended_unix_s = message["ended"], message.get("detail", ""), time.time()
+            self.detail, self.ended_unix_s = message.get("detail", ""), time.time()
             self._last_dump = message.get("dump", {})
             self._raised = [Frame(*fields) for fields in message.get("raised", ())]
+            self.ended = message["ended"]
 
     def update(self) -> None:
-        """Reads the rank's new marks, and looks whether its process is there."""
+        """Reads the rank's new marks, and looks whether its process is there, or has been stopped."""
         new = [mark for mark in self.marks if mark.number > self._last.number]
         for mark in new:
             self._longest_idle_s = max(self._longest_idle_s, mark.at_s - self._last.at_s)
@@ -105,10 +130,32 @@ class Observation:
             if mark.kind == kinds.PHASE:
                 self._times.add(self._phase, self._longest_idle_s)
                 self._phase, self._longest_idle_s = mark.code, 0.0
-        if self.ended is None and not is_alive(self._pid):
+        state = process_state(self._pid).state
+        is_stopped = state.startswith("stopped")
+        if self._was_stopped and not is_stopped:
+            self.resume()
+        self._was_stopped = is_stopped
+        if self.ended is None and state == "dead":
+            self.note_exit()
             self.ended_unix_s = self.ended_unix_s or time.time()
-            if time.time() - self.ended_unix_s > _LAST_WORDS_S:  # what it has said last may still be on its way
+            if time.time() - self.ended_unix_s > _LAST_MESSAGE_S:  # its last message may still be on its way
                 self.ended = "died"
+        elif self._probe is not None:
+            self._probe.sample(self.idle_s, with_children=self._phase in _DATALOADER)
+
+    def resume(self) -> None:
+        """Counts idle seconds anew: a job that was suspended, and goes on, does not hang."""
+        self._resumed_s = time.monotonic()
+
+    def note_exit(self) -> None:
+        """Looks how the rank's process ends: its parent may take that away at any time."""
+        for _ in range(200):
+            if self.ended is not None or self.detail:
+                return
+            self.detail = find_exit(self._pid) or ""
+            if not is_alive(self._pid):
+                return
+            time.sleep(0.001)
 
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
         """Returns where the rank is; takes up to some seconds.
@@ -128,43 +175,68 @@ class Observation:
             pid=self._pid,
             state=state,
             detail=self.detail,
+            stop_reason=self._stop_reason,
             ended_unix_s=self.ended_unix_s,
             idle_s=self.idle_s,
-            process=_process_text(process),
+            is_computing=self._probe is not None and self._probe.is_computing(),
+            fit_thread=hex(self._fit_thread[0]),
+            process=str(process),
             **place_in_training(self.marks, self._names),
         )
-        found.limit_s = self._times.limit_s(found.phase)
         if is_whole and state == "running":
             self._add_stacks(found)
             self._add_dump(found)
-        elif state == "failed":
-            self._add_thread(found, self._raised)
+        elif self._raised:
+            self._add_thread(found, self._raised, self._last_dump.get("owner"))
             self._apply_dump(found, self._last_dump)
         elif is_whole:
             found.missing.append(f"stacks and collectives: the process is {state}")
+        found.limit_s = self._times.limit_s(found.phase)
         return found
 
     def _add_stacks(self, found: RankSnapshot) -> None:
-        stacks = parse_stacks(dump_stacks(self._pid, self._stacks_fd, _STACKS_S))
+        stacks = dump_stacks(self._pid, self._stacks_fd, _STACKS_S)
         if not stacks:
             found.missing.append("stacks: the process did not write them")
             return
-        found.stacks[f"process {self._pid}"] = plain(stacks)
-        frames = stacks.get(self._fit_thread, [])
-        self._add_thread(found, frames)
+        found.stacks[f"process {self._pid}"] = plain_stacks(stacks)
+        frames = stacks.get(self._fit_thread[0], [])
+        self._add_thread(found, frames, None)
         found.is_compiling = is_compiling(frames)
         if found.phase in _DATALOADER:
             self._add_workers(found)
 
-    def _add_thread(self, found: RankSnapshot, frames: list[Frame]) -> None:
+    def _add_thread(self, found: RankSnapshot, frames: list[Frame], owner: str | None) -> None:
+        """Adds where a thread is. A hook of another callback is no mark: it may run after ours has set the next phase.
+
+        Args:
+            found: to add it to.
+            frames: of the thread.
+            owner: name of the class whose hook it is in.
+        """
         found.place = _text_of(user_place(frames))
         found.innermost = _text_of(next(iter(frames), None))
         found.called = collective_in(frames)
+        activity = activity_of([(frame.file, frame.function) for frame in frames])
+        if activity is None:
+            return
+        if activity.kind == "SIGTERM":
+            found.stop_reason = activity.kind
+            return
+        if activity.kind == "hook":
+            found.hook = _hook_text(activity.owner, owner, activity.hook)
+        if found.called is None and found.phase not in (SETUP, END):
+            if activity.kind == "hook":
+                found.phase = CALLBACKS
+            elif activity.kind == "checkpoint":
+                found.phase = CHECKPOINT
+            elif found.phase in (CALLBACKS, CHECKPOINT):
+                found.phase = DATA
 
     def _add_workers(self, found: RankSnapshot) -> None:
         for pid in descendants(self._pid)[:_MAX_WORKERS]:
-            stacks = parse_stacks(dump_stacks(pid, self._stacks_fd, _STACKS_S))
-            found.stacks[f"process {pid}"] = plain(stacks)
+            stacks = dump_stacks(pid, self._stacks_fd, _STACKS_S)
+            found.stacks[f"process {pid}"] = plain_stacks(stacks)
             if (place := user_place(next(reversed(stacks.values()), []))) is not None:
                 found.worker_places.append(str(place))
 
@@ -173,12 +245,17 @@ class Observation:
         if dump is None:
             found.missing.append(f"collectives: no thread of the process has answered within {_DUMP_S:g} s")
             return
+        if dump.get("owner") and found.hook is not None:
+            found.hook = _hook_text("", dump["owner"], found.hook.rpartition(" ")[2])
         self._apply_dump(found, dump)
 
     def _apply_dump(self, found: RankSnapshot, dump: dict[str, Any]) -> None:
         found.collectives = dump.get("collectives")
         if dump.get("missing"):
             found.missing.append(dump["missing"])
+        if self._has_gpu and found.called is None and (current := found.current_collective()) is not None:
+            # The host runs ahead, and waits in whatever needs a result: what the device waits in counts.
+            found.called = current.signature.operation
         if dump.get("device_bucket") is not None and found.bucket is None:
             found.bucket, found.all_ready = dump["device_bucket"], True
         elif found.phase == BACKWARD and self._num_unmarked:
@@ -209,9 +286,6 @@ def _text_of(frame: Frame | None) -> str | None:
     return None if frame is None else str(frame)
 
 
-def _process_text(process: ProcessState) -> str:
-    kernel = f" in {process.kernel_function}" if process.kernel_function else ""
-    return (
-        f"{process.state}{kernel}, {process.cpu_s:.1f} s of CPU time, {process.num_threads} threads,"
-        f" {process.resident_bytes / 2**20:.0f} MiB"
-    )
+def _hook_text(kind: str, owner: str | None, hook: str) -> str:
+    """Returns "ModelCheckpoint.on_train_batch_end", or without the name of the class "a callback's ..."."""
+    return f"{owner}.{hook}" if owner else f"a {kind}'s {hook}"

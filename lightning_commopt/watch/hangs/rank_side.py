@@ -1,8 +1,7 @@
-"""What a rank does for its watcher: starts it, writes marks, and answers what only its own process knows."""
+"""The rank's side of the watch: starts its watcher, writes marks, and answers what only its own process knows."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import secrets
@@ -13,30 +12,30 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.compat.torch import default_store, flight_recorder_json
+from lightning_commopt.collectives.store import key_space
+from lightning_commopt.compat.hooks import hook_owner
+from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
+from lightning_commopt.watch.ending import end_process
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
-from lightning_commopt.watch.hangs.network import own_ip
-from lightning_commopt.watch.hangs.rank_link import RankLink
-from lightning_commopt.watch.hangs.stacks import make_dumpable
+from lightning_commopt.watch.hangs.process import make_dumpable
+from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip, is_loopback
 from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
 
-_POLL_S = 0.02
+_FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
 _MEET_S = 60.0
 _NUM_EVENTS = 256
 _NUM_FRAMES = 200
-
-# By the default group, whose store must not see a run's keys twice.
-_runs: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 class WatchedRank:
@@ -60,17 +59,19 @@ class WatchedRank:
         self._world_size = dist.get_world_size()
         self._rank = dist.get_rank()
         self._main_address = main_address
-        self._store = _store_of_run()
+        self._store = key_space("hangs")
         self._is_closed, self._has_met = threading.Event(), threading.Event()
+        self._began_s = time.monotonic()
+        self._fit_thread = threading.get_ident()
         settings = {
             "rank": self._rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "fit_thread": threading.get_ident(),
+            "fit_thread": (self._fit_thread, threading.get_native_id()),
             "after_s": after_s,
             "action": action,
             "folder": str(folder.absolute()),
-            "token": self._shared_token(),
+            "key": self._store.compare_set("key", "", secrets.token_hex(32)).decode(),
             "world_size": self._world_size,
             "has_nccl": device.type == "cuda",
         }
@@ -92,16 +93,18 @@ class WatchedRank:
         )
         self._link = RankLink(own)
         self._link.start(self._receive)
+        self._port: SimpleQueue[int] = SimpleQueue()
+        threading.Thread(target=self._meet, name="commopt-hang-monitor", daemon=True).start()
 
     def meet(self) -> bool:
-        """Waits until the watchers of all ranks know each other; returns whether they do."""
-        return self._has_met.wait(_MEET_S)
+        """Waits until the watchers of all ranks know each other, for a minute in all; returns whether they do."""
+        return self._has_met.wait(max(0.0, self._began_s + _MEET_S - time.monotonic()))
 
     def enter(self, phase: int, step: int) -> None:
         """A phase begins.
 
         Args:
-            phase: index into `lightning_commopt.watch.hangs.phases.PHASES`.
+            phase: index into `lightning_commopt.watch.hangs.marks.PHASES`.
             step: optimizer steps before it.
         """
         self._marks.write(kinds.PHASE, phase, step)
@@ -111,7 +114,7 @@ class WatchedRank:
         self._marks.write(kind, code, value)
 
     def name_buckets(self, names: Mapping[int, Sequence[str]], *, are_all: bool = False) -> None:
-        """Says which parameters buckets have.
+        """Reports which parameters buckets have.
 
         Args:
             names: by the index of a bucket.
@@ -125,6 +128,10 @@ class WatchedRank:
             event = torch.cuda.Event()
             event.record()
             self._events.append((index, event))
+
+    def note_stop(self, reason: str) -> None:
+        """Reports what ends the training of this rank before its last batch."""
+        self._link.send(stop_reason=reason)
 
     def close(self, exception: BaseException | None = None) -> None:
         """Ends the watch.
@@ -140,10 +147,11 @@ class WatchedRank:
         else:  # nobody can ask for it later
             frames = traceback.extract_tb(exception.__traceback__)[-_NUM_FRAMES:]
             raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)]
-            self._link.send(ended="failed", detail=_first_line(exception), raised=raised, dump=self._dump())
-        threading.Thread(target=self._see_off, daemon=True).start()
+            ended, detail = _ending_of(exception)
+            self._link.send(ended=ended, detail=detail, raised=raised, dump=self._dump(_innermost(exception)))
+        threading.Thread(target=self._reap_watcher, daemon=True).start()
 
-    def _see_off(self) -> None:
+    def _reap_watcher(self) -> None:
         self._process.wait()  # else it stays as a zombie
         self._link.close()
 
@@ -151,42 +159,49 @@ class WatchedRank:
         if self._is_closed.is_set():
             return
         if "port" in message:
-            threading.Thread(target=self._meet, args=(message["port"],), daemon=True).start()
+            self._port.put(message["port"])
         elif "dump" in message:
-            self._link.send(answer=message["request"], **self._dump())
+            self._link.send(answer=message["request"], **self._dump(sys._current_frames().get(self._fit_thread)))
         elif "abort" in message:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            end_process(f"[rank {self._rank}] HangMonitor ends this rank, as action='abort' asks for.")
 
-    def _dump(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _dump(self, frame: FrameType | None) -> dict[str, Any]:
+        found: dict[str, Any] = {"owner": hook_owner(frame)}
         try:
-            found["collectives"] = json.loads(flight_recorder_json())
+            found["collectives"] = flight_records()
         except (RuntimeError, ValueError) as error:
             found["missing"] = f"collectives: {error}"
         if self._events is not None:
-            found["device_bucket"] = next((index for index, event in [*self._events] if not event.query()), None)
+            try:
+                found["device_bucket"] = next((index for index, event in [*self._events] if not event.query()), None)
+            except RuntimeError as error:  # after an error of CUDA every call raises it again
+                found["missing"] = f"buckets on the device: {_first_line(error)}"
         return found
 
-    def _meet(self, port: int) -> None:
-        """Exchanges the watchers' addresses through the store, and tells them to this rank's."""
-        address = [own_ip(*self._main_address), port, socket.gethostname()]
-        keys = [f"address/{rank}" for rank in range(self._world_size)]
-        deadline = time.monotonic() + _MEET_S
+    def _meet(self) -> None:
+        """Has the watcher listen at the interface towards the others, and exchanges addresses through the store."""
         try:
-            self._store.set(keys[self._rank], json.dumps(address))
-            while not self._store.check(keys):  # a wait would block the store's other users
-                if self._is_closed.is_set() or time.monotonic() > deadline:
-                    return
-                time.sleep(_POLL_S)
-            self._link.send(peers=[json.loads(self._store.get(key)) for key in keys])
+            own = find_own_ip(*self._main_address)
+            ips = self._exchange("ip", own)
+            # MASTER_ADDR may be a name that means loopback on rank 0's own host.
+            others = [ip for ip in ips if not is_loopback(ip)]
+            ip = find_own_ip(others[0]) if is_loopback(own) and others else own
+            self._link.send(listen=ip)
+            self._link.send(peers=self._exchange("address", [ip, self._port.get(), socket.gethostname()]))
             self._has_met.set()
-        except RuntimeError:  # the store has gone, and with it rank 0: the launcher knows
+        except (RuntimeError, EOFError):  # the store has gone, and with it rank 0: the launcher knows
             return
 
-    def _shared_token(self) -> str:
-        return self._store.compare_set("token", "", secrets.token_hex(16)).decode()
+    def _exchange(self, name: str, own: Any) -> list[Any]:
+        """Returns what each rank has given; waits until all have, or the watch ends."""
+        keys = [f"{name}/{rank}" for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], json.dumps(own))
+        pause_s = _FIRST_POLL_S
+        while not self._store.check(keys):  # a wait would block the store's other users
+            if self._is_closed.wait(pause_s):
+                raise EOFError
+            pause_s = _FIRST_POLL_S if time.monotonic() < self._began_s + _MEET_S else _LAST_POLL_S
+        return [json.loads(self._store.get(key)) for key in keys]
 
 
 class MarkedSync(SyncObserver):
@@ -229,11 +244,22 @@ class _MarkedBucket(BucketSync):
         self._rank.note_device(self._index)
 
 
-def _store_of_run() -> dist.Store:
-    world = dist.group.WORLD
-    assert isinstance(world, dist.ProcessGroup)
-    number = next(_runs.setdefault(world, itertools.count()))
-    return dist.PrefixStore(f"commopt/hangs/{number}", default_store())
+def _ending_of(exception: BaseException) -> tuple[str, str]:
+    """Returns the state of a rank that an exception has ended, and the exception in words."""
+    if isinstance(exception, KeyboardInterrupt):
+        return "interrupted", "KeyboardInterrupt"
+    if type(exception).__name__ == "SIGTERMException":  # Lightning's, which it raises once a step is over
+        return "terminated", "SIGTERM"
+    if isinstance(exception, SystemExit):
+        return "failed", f"SystemExit: {exception.code!r}"
+    return "failed", _first_line(exception)
+
+
+def _innermost(exception: BaseException) -> FrameType | None:
+    trace = exception.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return None if trace is None else trace.tb_frame
 
 
 def _first_line(exception: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What watchers leave in a folder: ``report.json``, and the state and marks of every rank."""
+"""The files of watchers: ``report.json``, and the state and marks of every rank; how they are written and read."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_commopt.watch.hangs.diagnosis import Diagnosis
+from lightning_commopt.watch.hangs import marks as kinds
+from lightning_commopt.watch.hangs.diagnosis import Diagnosis, diagnose
 from lightning_commopt.watch.hangs.marks import Mark
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
-REPORT = "report.json"
+_REPORT = "report.json"
 _PREVIOUS_REPORT = "previous_report.json"
 _RANK_FILE = re.compile(r"rank_(\d+)\.json")
 
@@ -35,9 +37,9 @@ class Records:
         self._rank = rank
 
     def begin(self, world_size: int) -> None:
-        """Takes away what another run has left in the folder; its report stays as ``previous_report.json``."""
+        """Takes away what an earlier run has left in the folder; its report stays as ``previous_report.json``."""
         with suppress(OSError):  # there is none, or another rank was faster
-            (self._folder / REPORT).replace(self._folder / _PREVIOUS_REPORT)
+            (self._folder / _REPORT).replace(self._folder / _PREVIOUS_REPORT)
         with suppress(OSError):
             for path in self._folder.iterdir():
                 found = _RANK_FILE.fullmatch(path.name)
@@ -62,14 +64,14 @@ class Records:
             pass
 
     def report(self, diagnosis: Diagnosis, snapshots: Sequence[RankSnapshot], idle_s: float, ras: Any = None) -> Path:
-        """Writes the diagnosis with the snapshots of all ranks, and what NCCL's RAS says; returns the folder."""
+        """Writes the diagnosis with the snapshots of all ranks, and the answer of NCCL's RAS; returns the folder."""
         plain = diagnosis.to_plain() | {
             "time_unix_s": time.time(),
             "idle_s": idle_s,
             "nccl_ras": ras,
             "snapshots": [each.to_plain() for each in sorted(snapshots, key=lambda each: each.rank)],
         }
-        self._write(REPORT, plain)
+        self._write(_REPORT, plain)
         return self._folder
 
     def _write(self, name: str, plain: dict[str, Any]) -> None:
@@ -81,3 +83,95 @@ class Records:
             partial.replace(path)
         except OSError:
             return
+
+
+class TimedMark(NamedTuple):
+    """A mark in seconds since 1970, so that ranks of several hosts can be compared."""
+
+    at_unix_s: float
+    kind: int
+    code: int
+    value: int
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """What a run has left, for ``commopt doctor DIR``.
+
+    Attributes:
+        diagnosis: that was reported; otherwise made from the last states of the ranks.
+        was_reported: whether watchers have reported a hang.
+        at_unix_s: when it was reported, or when the last rank was seen.
+        snapshots: of the ranks that left one.
+        marks: of these, the oldest first.
+    """
+
+    diagnosis: Diagnosis
+    was_reported: bool
+    at_unix_s: float
+    snapshots: list[RankSnapshot]
+    marks: dict[int, list[TimedMark]]
+
+
+def read_hang_report(folder: Path) -> HangReport:
+    """Returns what is in a folder.
+
+    Args:
+        folder: ``hangs``, or the one above it.
+
+    Raises:
+        FileNotFoundError: there is no file of a watcher.
+        ValueError: a file is no JSON, or not from a watcher.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no directory")
+    folder = folder / "hangs" if (folder / "hangs").is_dir() else folder
+    by_rank: dict[int, RankSnapshot] = {}
+    marks: dict[int, list[TimedMark]] = {}
+    last_s = 0.0
+    for path in sorted(folder.glob("rank_*.json")):
+        plain = _load(path)
+        with _named(path):
+            snapshot = RankSnapshot.from_plain(plain)
+            by_rank[snapshot.rank] = snapshot
+            marks[snapshot.rank] = [TimedMark(*mark) for mark in plain["marks"]]
+            last_s = max(last_s, plain["written_unix_s"])
+    report = folder / _REPORT
+    if not by_rank and not report.exists():
+        raise FileNotFoundError(
+            f"{folder} has no {_REPORT} and no rank_*.json: HangMonitor leaves them when a run hangs"
+        )
+    if not report.exists():
+        snapshots = [by_rank[rank] for rank in sorted(by_rank)]
+        return HangReport(diagnose(snapshots), False, last_s, snapshots, marks)
+    plain = _load(report)
+    with _named(report):
+        diagnosis = Diagnosis(**{each.name: _as_tuple(plain[each.name]) for each in fields(Diagnosis)})
+        snapshots = [RankSnapshot.from_plain(each) for each in plain["snapshots"]]
+        return HangReport(diagnosis, True, plain["time_unix_s"], snapshots, marks)
+
+
+def phases_of(marks: list[TimedMark]) -> list[tuple[float, int]]:
+    """Returns when which phase began."""
+    return [(mark.at_unix_s, mark.code) for mark in marks if mark.kind == kinds.PHASE]
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _load(path: Path) -> dict[str, Any]:
+    with _named(path):
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(plain, dict):
+            raise TypeError("not an object")
+        return plain
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turns errors about a file's content into a ValueError that names the file."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not a file of HangMonitor, or was cut: {error!r}") from None

@@ -1,8 +1,7 @@
-"""RankSnapshot: where one rank is, as far as it can be known, and how it is taken."""
+"""RankSnapshot: where one rank is, as far as it can be known."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,16 +9,32 @@ from typing import Any
 
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.flight_recorder import Collective, parse_collectives
-from lightning_commopt.watch.hangs.marks import Mark
-from lightning_commopt.watch.hangs.phases import BACKWARD, PHASES, SETUP
+from lightning_commopt.watch.hangs.marks import BACKWARD, PHASES, SETUP, Mark
 
-STATES = ("running", "stopped", "died", "failed", "finished", "unreachable", "silent")
+STATES = (
+    "running",
+    "stopped",
+    "died",
+    "failed",
+    "interrupted",
+    "terminated",
+    "finished",
+    "unreachable",
+    "unwatched",
+    "silent",
+)
 
 _CONNECTION_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted|lost)|closed by peer|broken pipe|remote (process|worker|error)"
     r"|ncclRemoteError|ncclSystemError|Rank \d+ has (died|failed)",
     re.IGNORECASE,
 )
+_TIMED_OUT = re.compile(
+    r"timed out waiting|collective operation timeout|NCCL operation timed out|timed out in (blocking wait|monitored)"
+    r"|timeout caused pair closure|wait timeout after|Operation timed out",
+    re.IGNORECASE,
+)
+"""What gloo, and torch's two backends for NCCL, raise when other ranks do not come in time."""
 
 
 @dataclass(kw_only=True)
@@ -30,11 +45,13 @@ class RankSnapshot:
         rank: the rank.
         host: its host's name.
         pid: of its process.
-        state: one of `STATES`: "failed" has raised, "finished" has ended its fit, "unreachable" is on a host that does
-            not answer, "silent" could never be asked.
+        state: one of `STATES`: "failed" has raised, "interrupted" by Ctrl-C or SIGINT, "terminated" by SIGTERM,
+            "finished" has ended its fit, "unreachable" is on a host that does not answer, "unwatched" has lost its
+            watcher, the watcher of a "silent" one could never be reached.
         detail: what more is known of the state: the exception, or why it is unreachable.
+        stop_reason: what has ended its training before the last batch; "" if nothing has.
         ended_unix_s: when it has ended, in seconds since 1970; None for one that has not.
-        phase: index into `lightning_commopt.watch.hangs.phases.PHASES`.
+        phase: index into `lightning_commopt.watch.hangs.marks.PHASES`.
         step: optimizer steps before this one.
         batch: index of the last batch of an evaluation; -1 outside of one.
         idle_s: seconds since the last mark.
@@ -43,12 +60,17 @@ class RankSnapshot:
         bucket: index of the oldest bucket that is ready and not averaged; None if there is none.
         bucket_names: of its parameters.
         all_ready: whether backward has handed over its last bucket.
-        called: the function of ``torch.distributed`` that the fit's thread is in, or has raised in; None if it is none.
+        called: the collective that the fit's thread is in, or has raised in, or that its device waits in; None if
+            there is none.
+        hook: the hook of a callback or a module that the fit's thread is in, in words; None if it is in none.
         place: the user's own code that the fit's thread is in, or has raised in, as "file:line in function".
         innermost: the same of any code.
         worker_places: the user's own code that the dataloader's workers are in.
         is_compiling: whether the fit's thread is in a compiler.
-        process: what the kernel says, in words.
+        is_computing: whether the fit's thread, or in a dataloader its workers, use CPU time; unknown with a GPU, where
+            a thread that waits uses CPU time too.
+        fit_thread: key of that thread in ``stacks``.
+        process: what the kernel knows of it, in words.
         collectives: that it has called, as JSON has them; the oldest first.
         stacks: by process and thread.
         missing: what could not be had, and why.
@@ -59,6 +81,7 @@ class RankSnapshot:
     pid: int = 0
     state: str = "running"
     detail: str = ""
+    stop_reason: str = ""
     ended_unix_s: float | None = None
     phase: int = SETUP
     step: int = 0
@@ -70,10 +93,13 @@ class RankSnapshot:
     bucket_names: list[str] = field(default_factory=list)
     all_ready: bool = False
     called: str | None = None
+    hook: str | None = None
     place: str | None = None
     innermost: str | None = None
     worker_places: list[str] = field(default_factory=list)
     is_compiling: bool = False
+    is_computing: bool = False
+    fit_thread: str = ""
     process: str = ""
     collectives: Any = None
     stacks: dict[str, dict[str, list[str]]] = field(default_factory=dict)
@@ -86,8 +112,24 @@ class RankSnapshot:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the rank has failed because it lost its connection to another."""
-        return self.state == "failed" and _CONNECTION_LOST.search(self.detail) is not None
+        """Whether the rank has failed because it lost its connection to another, or waited in vain."""
+        return self.has_timed_out or (self.state == "failed" and _CONNECTION_LOST.search(self.detail) is not None)
+
+    @property
+    def has_timed_out(self) -> bool:
+        """Whether the rank has failed because others did not come to a collective."""
+        return self.state == "failed" and _TIMED_OUT.search(self.detail) is not None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nothing is known of what the rank does."""
+        return self.state in ("unreachable", "unwatched", "silent")
+
+    @property
+    def frames(self) -> list[str]:
+        """The fit's thread, the innermost function first, without numbers of lines; empty if that is unknown."""
+        found = self.stacks.get(f"process {self.pid}", {}).get(self.fit_thread, [])
+        return [re.sub(r":\d+ in ", " ", frame) for frame in found]
 
     @property
     def is_syncing(self) -> bool:
@@ -162,8 +204,3 @@ def place_in_training(marks: Sequence[Mark], names: Mapping[int, list[str]]) -> 
         "bucket_names": [] if bucket is None else list(names.get(bucket, [])),
         "all_ready": all_ready,
     }
-
-
-def write_snapshot(snapshot: RankSnapshot) -> str:
-    """Returns the text of a snapshot's file."""
-    return json.dumps(snapshot.to_plain(), indent=1)

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_commopt.terminal import TextTable, print_text
-from lightning_commopt.watch.hangs.phases import PHASES
-from lightning_commopt.watch.hangs.reading import LeftBehind, TimedMark, phases_of
+from lightning_commopt.watch.hangs.marks import PHASES
+from lightning_commopt.watch.hangs.records import HangReport, TimedMark, phases_of
 from lightning_commopt.watch.hangs.sentences import waits_in
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
@@ -33,7 +33,7 @@ _SHARE_BEFORE = 0.3
 _SHORTEST_S = 1.0
 
 
-def print_left_behind(found: LeftBehind, console: Console) -> None:
+def print_hang_report(found: HangReport, console: Console) -> None:
     """Prints the sentence, what to try, a line for each rank, and a picture of their phases."""
     diagnosis = found.diagnosis
     if found.was_reported:
@@ -68,7 +68,7 @@ def _ranks(snapshots: Sequence[RankSnapshot]) -> TextTable:
     return table
 
 
-def _print_timeline(found: LeftBehind, console: Console) -> None:
+def _print_timeline(found: HangReport, console: Console) -> None:
     end_s = found.at_unix_s
     stalled_s = min((marks[-1].at_unix_s for marks in found.marks.values() if marks), default=end_s)
     hang_s = max(end_s - stalled_s, _SHORTEST_S)

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from lightning_commopt.watch.hangs.diagnosis import diagnose
-from lightning_commopt.watch.hangs.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, PHASES, first_of_stage
+from lightning_commopt.watch.hangs.marks import (
+    BACKWARD,
+    CALLBACKS,
+    CHECKPOINT,
+    DATA,
+    END,
+    FORWARD,
+    PHASES,
+    first_of_stage,
+)
 from lightning_commopt.watch.hangs.sentences import ranks_text
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
@@ -14,11 +23,21 @@ NAMES = ["layer3.0.weight", "layer3.0.bias", "layer3.1.weight"]
 
 
 def rank(number: int, **fields: Any) -> RankSnapshot:
-    return RankSnapshot(rank=number, host="a", pid=100 + number, **{"step": 141, "phase": FORWARD, **fields})
+    return RankSnapshot(rank=number, host="a", **{"pid": 100 + number, "step": 141, "phase": FORWARD, **fields})
 
 
 def syncing(number: int, **fields: Any) -> RankSnapshot:
     return rank(number, **{"phase": BACKWARD, "bucket": 4, "bucket_names": NAMES, "all_ready": True, **fields})
+
+
+def finished(number: int) -> RankSnapshot:
+    return rank(number, state="finished")
+
+
+def in_stack(file: str) -> dict[str, Any]:
+    """Returns the fields of a rank whose thread is in a function of a file."""
+    frame = f"{file}:3 in f"
+    return {"innermost": frame, "pid": 1, "fit_thread": "0x1", "stacks": {"process 1": {"0x1": [frame]}}}
 
 
 def recorded(calls: str) -> dict[str, Any]:
@@ -40,6 +59,9 @@ def recorded(calls: str) -> dict[str, Any]:
 WAITS = "waits in the gradient sync of bucket 4 (layer3.*) of step 141"
 WAIT = "wait" + WAITS.removeprefix("waits")
 LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer"
+
+
+TIMED_OUT = "DistBackendError: Watchdog caught collective operation timeout: NCCL operation timed out"
 
 
 @pytest.mark.parametrize(
@@ -141,6 +163,77 @@ LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset b
             "rank 1 has ended the fit after step 140; rank 0 has lost the connection",
         ),
         (
+            [rank(0, state="interrupted", detail="KeyboardInterrupt", ended_unix_s=1.0), syncing(1)],
+            "interrupted",
+            (0,),
+            f"rank 0 has been interrupted (Ctrl-C or SIGINT) in forward of step 141; rank 1 {WAITS}",
+        ),
+        (
+            [rank(0, state="terminated", detail="SIGTERM", ended_unix_s=1.0), syncing(1)],
+            "terminated",
+            (0,),
+            f"rank 0 has been ended by SIGTERM in forward of step 141; rank 1 {WAITS}",
+        ),
+        (
+            [rank(0, called="broadcast", stop_reason="SIGTERM"), syncing(1)],
+            "terminated",
+            (0,),
+            "rank 0 has received SIGTERM in forward of step 141, and waits for the others in Lightning's handler;"
+            f" rank 1 {WAITS}",
+        ),
+        (
+            [rank(0, state="failed", detail="SystemExit: 3", place="a/b.py:3 in f", ended_unix_s=1.0), syncing(1)],
+            "failed",
+            (0,),
+            f"rank 0 has called sys.exit(3) in forward of step 141 (a/b.py:3 in f); rank 1 {WAITS}",
+        ),
+        (
+            [rank(0, state="died", detail="was killed by SIGSEGV", ended_unix_s=1.0), syncing(1)],
+            "died",
+            (0,),
+            f"rank 0 has died in forward of step 141: process 100 on a was killed by SIGSEGV; rank 1 {WAITS}",
+        ),
+        (
+            [rank(0, phase=CALLBACKS, hook="Upload.on_train_batch_end", innermost="ssl.py:5 in read"), syncing(1)],
+            "late",
+            (0,),
+            f"rank 0 is still in Upload.on_train_batch_end of step 141 (ssl.py:5 in read); rank 1 {WAITS}",
+        ),
+        (
+            [syncing(0, state="failed", detail=TIMED_OUT, ended_unix_s=1.0), rank(1, innermost="a.py:1 in f")],
+            "late",
+            (1,),
+            "rank 1 is still in forward of step 141 (a.py:1 in f); rank 0 has timed out in the gradient sync of bucket"
+            " 4 (layer3.*) of step 141",
+        ),
+        (
+            [rank(0, phase=END, called="barrier", stop_reason="trainer.should_stop"), syncing(1)],
+            "ended",
+            (0,),
+            "rank 0 has left training's batches after step 141, as trainer.should_stop was set there, and is in the end"
+            f" of the run; rank 1 {WAITS}",
+        ),
+        (
+            [rank(0, phase=END, innermost="ssl.py:5 in read"), rank(1, phase=END, called="barrier"), finished(2)],
+            "late",
+            (0,),
+            "rank 0 is still in the end of the run of step 141 (ssl.py:5 in read); rank 1 waits in barrier of step 141;"
+            " rank 2 has ended the fit after step 141",
+        ),
+        (
+            [syncing(0, **in_stack("b.py")), syncing(1, **in_stack("a.py")), syncing(2, **in_stack("a.py"))],
+            "waiting",
+            (0,),
+            f"rank 0 {WAITS}, unlike the others; ranks 1, 2 {WAIT}",
+        ),
+        (
+            [rank(0, phase=DATA, **in_stack("b.py")), *(rank(n, phase=DATA, **in_stack("a.py")) for n in (1, 2))],
+            "late",
+            (0,),
+            "rank 0 is still in the dataloader of step 141 (b.py:3 in f); ranks 1, 2 are still in the dataloader of"
+            " step 141 (a.py:3 in f)",
+        ),
+        (
             [syncing(0), rank(1, state="unreachable", detail="b does not answer at 10.0.0.2:4000 within 8 s")],
             "unreachable",
             (1,),
@@ -194,7 +287,7 @@ LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset b
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
 def test_sentence(snapshots: list[RankSnapshot], kind: str, at_fault: tuple[int, ...], sentence: str) -> None:
-    """If it fails, the wrong rank is blamed, or the sentence does not say for what."""
+    """If it fails, the wrong rank is blamed, or the sentence does not name for what."""
     found = diagnose(snapshots[::-1])
     assert (found.sentence, found.kind, found.ranks) == (sentence, kind, at_fault)
     first = next(each for each in snapshots if each.rank == at_fault[0])
@@ -202,9 +295,39 @@ def test_sentence(snapshots: list[RankSnapshot], kind: str, at_fault: tuple[int,
         assert (found.phase, found.step) == ("backward", 141)
     else:
         assert (found.phase, found.step) == (PHASES[first.phase].name, first.step)
-    assert found.hints
-    is_in_one = re.search(r"(waits?|connection) in|has called", sentence) is not None
+    assert bool(found.hints) == (kind != "interrupted")
+    is_in_one = re.search(r"(waits?|connection|timed out) in|Lightning's handler|has called", sentence) is not None
     assert (found.operation is not None) == is_in_one
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "verdict"),
+    [
+        ([syncing(0), syncing(1)], "communication hang"),
+        ([syncing(0), rank(1, phase=DATA)], "non-communication hang"),
+        ([syncing(0), rank(1, is_computing=True)], "non-communication slow"),
+        ([syncing(0), rank(1, state="died")], None),
+    ],
+)
+def test_verdict(snapshots: list[RankSnapshot], verdict: str | None) -> None:
+    """If it fails, a slow rank is taken for the network, or the network for a slow rank."""
+    assert diagnose(snapshots).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("detail", "hint"),
+    [
+        ("", "out of memory"),
+        ("was killed by SIGKILL", "out of memory"),
+        ("was killed by SIGBUS", "/dev/shm"),
+        ("was killed by SIGSEGV", "PYTHONFAULTHANDLER"),
+        ("was killed by signal 41", "PYTHONFAULTHANDLER"),
+        ("exited with status 3", "os._exit"),
+    ],
+)
+def test_hints_for_a_rank_that_died(detail: str, hint: str) -> None:
+    """If it fails, every death is taken for a lack of memory."""
+    assert hint in diagnose([rank(0, state="died", detail=detail), syncing(1)]).hints[0]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +335,7 @@ def test_sentence(snapshots: list[RankSnapshot], kind: str, at_fault: tuple[int,
     [
         ([2], "rank 2"),
         ([3, 0, 1], "ranks 0, 1, 3"),
-        ([*range(63), 64], "ranks 0 to 62, 64"),
+        ([*range(63), 64], "ranks 0-62, 64"),
     ],
 )
 def test_ranks_text(ranks: list[int], text: str) -> None:
@@ -221,7 +344,7 @@ def test_ranks_text(ranks: list[int], text: str) -> None:
 
 
 def test_snapshots_survive_their_files() -> None:
-    """If it fails, what a rank has said is lost between processes, or a file of something else is taken for it."""
+    """If it fails, what a rank has reported is lost between processes, or a file of something else is taken for it."""
     before = syncing(3, stacks={"process 103": {"0x1": ["a.py:1 in f"]}}, missing=["x"])
     assert RankSnapshot.from_plain(before.to_plain()) == before
     for plain in ({}, {"rank": 1}, {"rank": 1, "host": "a", "phase": 99}, {"rank": 1, "host": "a", "phase": "x"}):

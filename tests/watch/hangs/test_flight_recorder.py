@@ -10,7 +10,7 @@ HOOK = ("5", "all_reduce", (180,))
 
 
 def recorded(*calls: tuple[str, str, tuple[int, ...]], num_done: int | None = None) -> list[Collective]:
-    """Returns collectives numbered in each group; all but the last are done, unless told otherwise."""
+    """Returns collectives numbered in each group; all but the last are done, unless ``num_done`` is given."""
     counts: dict[str, int] = {}
     found = []
     for place, (group, operation, size) in enumerate(calls):
@@ -38,7 +38,7 @@ def test_a_skipped_collective_of_one_group(world_size: int) -> None:
 
 
 def test_a_skipped_collective_of_another_group_than_the_next() -> None:
-    """If it fails, two ranks that wait in different groups cannot be told apart."""
+    """If it fails, two ranks that wait in different groups look the same."""
     found = find_difference({0: recorded(*HOOK_STEP * 3, GATHER), 1: recorded(*HOOK_STEP * 3, HOOK)})
     assert found is not None
     assert (found.ranks, found.number, found.is_certain) == ((1,), 4, True)

@@ -1,4 +1,4 @@
-"""What NCCL's RAS answers, from a server that speaks as ``src/ras/client_support.cc`` does."""
+"""What NCCL's RAS answers, from a server that answers as ``src/ras/client_support.cc`` does."""
 
 import json
 import socketserver
@@ -68,7 +68,7 @@ def test_answers() -> None:
         assert ask_ras(address, limit_s=60) == _TEXT
 
 
-def test_what_is_missing_is_said() -> None:
+def test_what_is_missing_is_reported() -> None:
     """If it fails, a report waits for a job that is stuck, or breaks on another program's port."""
     with listening(Silent) as address, pytest.raises(RasError, match=r"no answer from 127\.0\.0\.1:\d+ within 0\.05 s"):
         ask_ras(address, limit_s=0.05)
@@ -79,7 +79,7 @@ def test_what_is_missing_is_said() -> None:
 
 
 def test_address() -> None:
-    """If it fails, NCCL is looked for where the user has not told it to listen."""
+    """If it fails, NCCL is looked for where the user does not have it listen."""
     assert ras_address({}) == ("localhost", 28028)
     assert ras_address({"NCCL_RAS_ADDR": "[::1]:12345"}) == ("::1", 12345)
     for environment, message in (

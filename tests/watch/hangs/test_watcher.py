@@ -12,12 +12,10 @@ import pytest
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import watcher as watching
 from lightning_commopt.watch.hangs.flight_recorder import Signature
-from lightning_commopt.watch.hangs.marks import MarkWriter
-from lightning_commopt.watch.hangs.network import Address, Server, ask
+from lightning_commopt.watch.hangs.marks import BACKWARD, DATA, FORWARD, MarkWriter
 from lightning_commopt.watch.hangs.observation import Observation
-from lightning_commopt.watch.hangs.phases import BACKWARD, FORWARD
-from lightning_commopt.watch.hangs.rank_link import RankLink
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs.transport import Address, RankLink, Server, ask
 
 LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer"
 TRAINER = ("/x/site-packages/lightning/pytorch/trainer/trainer.py", 9, "fit")
@@ -45,37 +43,50 @@ class EndingRank:
     def update(self) -> None:
         pass
 
+    def resume(self) -> None:
+        pass
+
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
         self.ended = "failed"
         return RankSnapshot(rank=0, host="a", state="failed", detail="KeyError: 'x'", ended_unix_s=1.0)
+
+
+def make_watcher(
+    folder: Path, rank: Any, other_port: int, *, action: str, has_nccl: bool = False
+) -> tuple[watching.Watcher, Link]:
+    """Returns the watcher of rank 0 of two."""
+    settings = {
+        "rank": 0,
+        "pid": NO_PROCESS,
+        "after_s": 60.0,
+        "action": action,
+        "folder": str(folder / "hangs"),
+        "key": "key",
+        "world_size": 2,
+        "has_nccl": has_nccl,
+    }
+    link = Link()
+    watcher = watching.Watcher(settings, rank, link)
+    watcher.receive({"listen": "127.0.0.1"})
+    watcher.receive({"peers": [["127.0.0.1", 1, "a"], ["127.0.0.1", other_port, "a"]]})
+    return watcher, link
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """If it fails, a rank that fails because all are being ended writes its own report over that of the cause.
 
-    Or the report does not say why there is no word of NCCL.
+    Or the report lacks the reason why NCCL's RAS has not answered.
     """
     monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:1")
     monkeypatch.setattr(watching, "_DEATH_S", 0.0)
     monkeypatch.setattr(watching, "_WAKE_S", 0.01)
-    other = Server("token", lambda question: RankSnapshot(rank=1, host="a").to_plain())
-    settings = {
-        "rank": 0,
-        "pid": NO_PROCESS,
-        "after_s": 60.0,
-        "action": "report",
-        "folder": str(tmp_path / "hangs"),
-        "token": "token",
-        "world_size": 2,
-        "has_nccl": True,
-    }
-    link, rank = Link(), EndingRank()
-    watcher = watching.Watcher(settings, rank, link)  # type: ignore[arg-type]
-    watcher.receive({"peers": [["127.0.0.1", 1, "a"], ["127.0.0.1", other.port, "a"]]})
+    other = Server("127.0.0.1", "key", lambda question: RankSnapshot(rank=1, host="a").to_plain())
+    rank = EndingRank()
+    watcher, link = make_watcher(tmp_path, rank, other.port, action="report", has_nccl=True)
     thread = threading.Thread(target=watcher.run)
     thread.start()
-    ask(Address("127.0.0.1", link.ports.get(), "a"), "token", {"reported": is_aborted, "abort": is_aborted}, 60)
+    ask(Address("127.0.0.1", link.ports.get(), "a"), "key", {"reported": is_aborted, "abort": is_aborted}, 60)
     rank.ended = "failed"
     thread.join()
     path = tmp_path / "hangs" / "report.json"
@@ -86,6 +97,46 @@ def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Pat
         assert "NCCL RAS: nothing listens at 127.0.0.1:1" in report["snapshots"][0]["missing"]
 
 
+class StuckRank(EndingRank):
+    """Is in its dataloader for ever."""
+
+    idle_s = 100.0
+
+    def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
+        return stuck(0)
+
+
+def stuck(rank: int, **fields: Any) -> RankSnapshot:
+    return RankSnapshot(rank=rank, host="a", phase=DATA, idle_s=100.0, limit_s=60.0, innermost="a.py:1 in f", **fields)
+
+
+def test_ranks_are_ended_once_one_waits(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    """If it fails, ``action="abort"`` ends ranks that hold up nobody, or, once they do, never does."""
+    for name in ("_WAKE_S", "_ASK_AGAIN_S", "_SOON_S"):
+        monkeypatch.setattr(watching, name, 0.01)
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    called: list[str | None] = [None]
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        heard.put(question)
+        return stuck(1, called=called[0]).to_plain()
+
+    watcher, _ = make_watcher(tmp_path, StuckRank(), Server("127.0.0.1", "key", answer).port, action="abort")
+    thread = threading.Thread(target=watcher.run)
+    thread.start()
+    while "reported" not in (question := heard.get(timeout=60)):
+        pass
+    assert question == {"reported": True, "abort": False}
+    for _ in range(10):
+        assert not heard.get(timeout=60).get("abort")  # it keeps asking
+    called[0] = "all_reduce"
+    thread.join(60)
+    assert not thread.is_alive()
+    printed = capfd.readouterr().err
+    assert printed.count("HangMonitor: ranks 0, 1 are still in the dataloader") == 1
+    assert printed.count("Ending all ranks, as action='abort' asks for.") == 1
+
+
 def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple[str, int, str]) -> RankSnapshot:
     """Returns the snapshot of a rank of two buckets that lost its connection after it had called collectives."""
     writer = MarkWriter()
@@ -94,8 +145,9 @@ def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple
         rank=0,
         host="a",
         pid=NO_PROCESS,
-        fit_thread=1,
+        fit_thread=(1, 1),
         after_s=60.0,
+        has_gpu=False,
         marks_fd=writer.fd,
         stacks_fd=-1,
         link=Link(),
@@ -127,13 +179,13 @@ def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple
     ],
 )
 def test_the_bucket_in_which_a_connection_was_lost(operations: list[tuple[str, bool]], bucket: int | None) -> None:
-    """If it fails, a rank that another's death has ended is not said to have been in gradient sync, or in which."""
+    """If it fails, a rank that another's death has ended is not reported as in gradient sync, or in the wrong one."""
     found = failed_rank(BACKWARD, operations, ("/x/site-packages/torch/autograd/graph.py", 3, "backward"))
     assert (found.bucket, found.is_consequence) == (bucket, True)
 
 
 def test_the_collective_in_which_a_connection_was_lost() -> None:
-    """If it fails, an exception is not said to come from a collective, or one of another kind is."""
+    """If it fails, an exception is not traced to a collective, or one of another kind is."""
     own = ("/home/me/project/train.py", 7, "training_step")
     within = ("/x/site-packages/torch/distributed/distributed_c10d.py", 5, "all_gather")
     operations = [("all_reduce", True), ("all_gather", True)]

@@ -1,21 +1,57 @@
 """What a watcher needs of a rank: marks in shared memory, limits of phases, stacks of a stuck process, files."""
 
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
+from subprocess import PIPE
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from lightning_commopt.compat.hooks import activity_of
+from lightning_commopt.compat.torch import flight_records
+from lightning_commopt.watch.hangs import computing, rank_side
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.diagnosis import diagnose
-from lightning_commopt.watch.hangs.marks import NUM_BYTES, MarkWriter, read_marks
-from lightning_commopt.watch.hangs.native import catches, descendants, is_alive, process_state
-from lightning_commopt.watch.hangs.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, PhaseTimes
-from lightning_commopt.watch.hangs.reading import read_left_behind
-from lightning_commopt.watch.hangs.records import Records
+from lightning_commopt.watch.hangs.marks import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    FORWARD,
+    NUM_BYTES,
+    MarkWriter,
+    PhaseTimes,
+    read_marks,
+)
+from lightning_commopt.watch.hangs.observation import Observation
+from lightning_commopt.watch.hangs.process import (
+    SIGNAL,
+    Frame,
+    catches,
+    collective_in,
+    descendants,
+    dump_stacks,
+    find_exit,
+    is_alive,
+    process_state,
+    thread_cpu_s,
+    user_place,
+)
+from lightning_commopt.watch.hangs.rank_side import WatchedRank
+from lightning_commopt.watch.hangs.records import Records, read_hang_report
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
-from lightning_commopt.watch.hangs.stacks import SIGNAL, Frame, collective_in, dump_stacks, parse_stacks, user_place
 
 
 def test_marks_keep_the_newest() -> None:
@@ -32,7 +68,7 @@ def test_marks_keep_the_newest() -> None:
 
 
 def test_place_in_training() -> None:
-    """If it fails, a rank is said to wait for a bucket that has arrived, or for one of an earlier step."""
+    """If it fails, a rank seems to wait for a bucket that has arrived, or for one of an earlier step."""
     writer = MarkWriter()
 
     def place() -> dict[str, object]:
@@ -85,7 +121,7 @@ def test_limits_follow_what_a_run_has_shown() -> None:
 
 _STUCK = """
 import sys, threading, time
-from lightning_commopt.watch.hangs.stacks import make_dumpable
+from lightning_commopt.watch.hangs.process import make_dumpable
 fd = make_dumpable()
 def in_thread():
     threading.Event().wait()
@@ -104,7 +140,7 @@ def test_stacks_of_a_process_that_is_stuck() -> None:
             assert process.stdout is not None
             fd, ident = map(int, process.stdout.readline().split())
             own = os.open(f"/proc/{process.pid}/fd/{fd}", os.O_RDWR)
-            stacks = parse_stacks(dump_stacks(process.pid, own, limit_s=60))
+            stacks = dump_stacks(process.pid, own, limit_s=60)
             os.close(own)
             assert [frame.function for frame in stacks.pop(ident)] == ["in_main", "<module>"]
             (frames,) = stacks.values()
@@ -130,6 +166,14 @@ def test_frames_that_matter() -> None:
     assert user_place([inner, wait, trainer, script]) is None
     assert collective_in([inner, wait, own]) == "all_gather"
     assert collective_in([inner, own]) is None
+    launched = Frame("/x/site-packages/torch/distributed/elastic/multiprocessing/api.py", 9, "_wrap")
+    sharded = Frame("/x/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_state.py", 9, "_pre_forward")
+    saving = Frame("/x/site-packages/torch/distributed/checkpoint/filesystem.py", 9, "write_data")
+    assert collective_in([own, sharded, trainer, launched]) is None
+    assert collective_in([saving, trainer]) is None
+    assert collective_in([sharded, own, trainer, launched]) == "_pre_forward"  # nothing else has been called
+    meeting = Frame("/x/lightning_commopt/watch/epoch_ends.py", 9, "leave")
+    assert collective_in([Frame("/x/store.py", 1, "check"), meeting, trainer]) == "a meeting of all ranks"
     assert str(own) == "project/train.py:3 in training_step"
 
 
@@ -142,7 +186,7 @@ def test_files_of_a_job_that_was_killed(tmp_path: Path) -> None:
     for rank in (0, 1):
         snapshot = RankSnapshot(rank=rank, host="a", phase=FORWARD, step=3 - rank)
         Records(tmp_path / "hangs", rank).keep(snapshot, marks)
-    found = read_left_behind(tmp_path)
+    found = read_hang_report(tmp_path)
     assert not found.was_reported
     assert [each.step for each in found.snapshots] == [3, 2]
     assert [(mark.kind, mark.code, mark.value) for mark in found.marks[1]] == [(kinds.PHASE, FORWARD, 3)]
@@ -151,11 +195,11 @@ def test_files_of_a_job_that_was_killed(tmp_path: Path) -> None:
     for text in (whole[:40], "", "[]", "{}", whole.replace('"marks"', '"other"')):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"rank_1\.json is not a file of HangMonitor, or was cut"):
-            read_left_behind(tmp_path)
+            read_hang_report(tmp_path)
     Records(tmp_path / "hangs", 1).discard()
     Records(tmp_path / "hangs", 0).discard()
     with pytest.raises(FileNotFoundError, match=r"has no report\.json and no rank_"):
-        read_left_behind(tmp_path)
+        read_hang_report(tmp_path)
 
 
 def test_a_folder_that_is_used_again(tmp_path: Path) -> None:
@@ -165,7 +209,7 @@ def test_a_folder_that_is_used_again(tmp_path: Path) -> None:
     for each in left:
         Records(folder, each.rank).keep(each, [])
     Records(folder, 0).report(diagnose(left), left, 1.0)
-    assert read_left_behind(tmp_path).was_reported
+    assert read_hang_report(tmp_path).was_reported
     for rank in (1, 0):
         Records(folder, rank).begin(world_size=2)
     assert sorted(path.name for path in folder.iterdir()) == ["previous_report.json"]
@@ -180,3 +224,216 @@ def test_a_watcher_is_light() -> None:
     )
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        (
+            "signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGTERM)",
+            "was killed by SIGTERM",
+        ),
+        ("os._exit(3)", "exited with status 3"),
+        ("os._exit(0)", "exited with status 0"),
+    ],
+)
+def test_how_a_process_has_ended(ends: str, text: str) -> None:
+    """If it fails, a rank that has called os._exit, or has crashed, is taken for one that is out of memory."""
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", f"import os, signal; input(); {ends}"], stdin=subprocess.PIPE
+        ) as process,
+        killing(process),
+    ):
+        assert find_exit(process.pid) is None
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert find_exit(process.pid) == text
+    assert find_exit(process.pid) is None
+
+
+@contextmanager
+def killing(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
+
+
+def test_a_rank_that_was_stopped_is_not_late_when_it_goes_on() -> None:
+    """If it fails, a job that a scheduler has suspended is reported, or ended, as soon as it is resumed."""
+    writer = MarkWriter()
+    writer.write(kinds.PHASE, FORWARD, 3)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process, killing(process):
+        own = Observation(
+            rank=0,
+            host="a",
+            pid=process.pid,
+            fit_thread=(1, process.pid),
+            after_s=60.0,
+            has_gpu=False,
+            marks_fd=writer.fd,
+            stacks_fd=-1,
+            link=None,  # type: ignore[arg-type]
+        )
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        time.sleep(0.3)
+        own.update()
+        assert own.snapshot().state == "stopped"
+        assert own.idle_s >= 0.3
+        stopped_s = own.idle_s
+        os.kill(process.pid, signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
+        own.update()
+        assert own.idle_s < stopped_s
+
+
+@pytest.mark.parametrize(("share", "computes"), [(1.0, True), (0.3, True), (0.0, False)])
+def test_whether_a_thread_computes(share: float, computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a rank that computes for long on the CPU is ended as one that hangs, or one that sleeps is not."""
+    monkeypatch.setattr(computing, "thread_cpu_s", lambda pid, thread: share * time.monotonic())
+    probe = computing.ComputingProbe(1, 1, after_s=0.04)
+    for idle_s in (0.0, 1.0, 1.0):
+        assert not probe.is_computing()
+        probe.sample(idle_s, with_children=False)
+        time.sleep(0.003)
+    assert probe.is_computing() == computes
+    probe.sample(0.0, with_children=False)
+    assert not probe.is_computing()
+
+
+def test_cpu_time_of_a_thread() -> None:
+    """If it fails, no rank is ever seen to compute."""
+    before_s, thread = thread_cpu_s(os.getpid(), threading.get_native_id()), threading.get_native_id()
+    while thread_cpu_s(os.getpid(), thread) < before_s + 0.05:
+        sum(range(10000))
+    assert thread_cpu_s(os.getpid(), 2**22 + 1) == 0.0
+
+
+CALL = "/x/site-packages/lightning/pytorch/trainer/call.py"
+STEP = ("/x/site-packages/lightning/pytorch/loops/training_epoch_loop.py", "advance")
+
+
+@pytest.mark.parametrize(
+    ("frames", "activity"),
+    [
+        (
+            [("/x/ssl.py", "read"), ("/me/a.py", "on_train_batch_end"), (CALL, "_call_callback_hooks"), STEP],
+            ("hook", "callback", "on_train_batch_end"),
+        ),
+        (
+            [("/me/a.py", "on_fit_end"), ("/x/rank_zero.py", "wrapped_fn"), (CALL, "_call_callback_hooks"), STEP],
+            ("hook", "callback", "on_fit_end"),
+        ),
+        (
+            [("/me/a.py", "on_train_epoch_end"), (CALL, "_call_lightning_module_hook"), STEP],
+            ("hook", "module", "on_train_epoch_end"),
+        ),
+        (
+            [
+                ("/x/torch/distributed/distributed_c10d.py", "broadcast"),
+                ("/x/lightning/pytorch/trainer/connectors/signal_connector.py", "_sigterm_notifier_fn"),
+                ("/me/a.py", "on_train_batch_end"),
+                (CALL, "_call_callback_hooks"),
+            ],
+            ("SIGTERM", "", ""),
+        ),
+        ([("/me/a.py", "training_step"), ("/me/a.py", "optimizer_step"), (CALL, "_call_lightning_module_hook")], None),
+        (
+            [
+                ("/x/io.py", "write"),
+                ("/x/lightning/pytorch/trainer/trainer.py", "save_checkpoint"),
+                ("/x/lightning/pytorch/callbacks/model_checkpoint.py", "on_train_batch_end"),
+                (CALL, "_call_callback_hooks"),
+            ],
+            ("checkpoint", "", ""),
+        ),
+        (
+            [("/x/queue.py", "get"), ("/x/pytorch_lightning/loops/fetchers.py", "__next__"), STEP],
+            ("data", "", ""),
+        ),
+    ],
+)
+def test_the_hook_that_a_thread_is_in(frames: list[tuple[str, str]], activity: tuple[str, str, str] | None) -> None:
+    """If it fails, another callback that takes long is reported as the dataloader."""
+    assert activity_of(frames) == activity
+
+
+def test_a_gpu_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, an error of CUDA is hidden by a second one, out of ``on_exception``."""
+
+    class Event:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    rank = object.__new__(WatchedRank)
+    rank._events = deque([(0, Event())])  # type: ignore[list-item]
+    found = rank._dump(None)
+    assert found["missing"] == (
+        "buckets on the device: RuntimeError: CUDA error: an illegal memory access was encountered"
+    )
+
+
+@pytest.mark.parametrize("has_backends", [True, False])
+def test_the_recorders_of_all_backends(has_backends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, collectives of NCCL are missing next to those of gloo, or come twice."""
+
+    def entry(number: int, name: str) -> dict[str, Any]:
+        return {"collective_seq_id": number, "profiling_name": name, "time_created_ns": number, "process_group": ["0"]}
+
+    recorders = {"gloo": [entry(2, "gloo:all_reduce")], "nccl": [entry(1, "nccl:broadcast"), entry(3, "nccl:barrier")]}
+
+    def dump(includeCollectives: bool, onlyActive: bool, backend: str = "gloo") -> bytes:  # noqa: N803
+        return json.dumps({"entries": recorders[backend]} if backend in recorders else {}).encode()
+
+    def dump_nccl(includeCollectives: bool, onlyActive: bool) -> bytes:  # noqa: N803
+        return dump(includeCollectives, onlyActive, "nccl")
+
+    dump.__doc__ = "dump(includeCollectives, onlyActive, backend='gloo')" if has_backends else "dump()"
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", dump, raising=False)
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump_nccl, raising=False)
+    assert [each["collective_seq_id"] for each in flight_records()["entries"]] == [1, 2, 3]
+
+
+def test_where_a_watcher_listens_if_the_master_is_loopback_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, rank 0's watcher cannot be reached from other hosts, as its own name means 127.0.1.1 there."""
+    ips = {"master": "127.0.1.1", "10.9.9.9": "10.9.9.1"}
+    monkeypatch.setattr(rank_side, "find_own_ip", lambda towards, port=0: ips[towards])
+    heard: list[dict[str, Any]] = []
+    rank = object.__new__(WatchedRank)
+    rank._rank, rank._world_size, rank._main_address = 0, 2, ("master", 1)
+    rank._store, rank._is_closed, rank._has_met = torch.distributed.HashStore(), threading.Event(), threading.Event()
+    rank._began_s, rank._port = time.monotonic(), SimpleQueue()
+    rank._link = SimpleNamespace(send=lambda **message: heard.append(message))  # type: ignore[assignment]
+    rank._port.put(7)
+    rank._store.set("ip/1", json.dumps("10.9.9.9"))
+    rank._store.set("address/1", json.dumps(["10.9.9.9", 8, "b"]))
+    rank._meet()
+    assert heard == [
+        {"listen": "10.9.9.1"},
+        {"peers": [["10.9.9.1", 7, socket.gethostname()], ["10.9.9.9", 8, "b"]]},
+    ]
+    assert rank.meet()
+
+
+def test_other_ranks_are_no_workers() -> None:
+    """If it fails, rank 0, which has started the others, is reported in a dataloader where another rank is."""
+    sleep = "print(flush=True); input()"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleep!r}, *sys.argv[1:]])"
+    watcher = "lightning_commopt.watch.hangs.watcher"
+    with (
+        subprocess.Popen([sys.executable, "-c", start, watcher], stdin=PIPE, stdout=PIPE) as rank,
+        subprocess.Popen([sys.executable, "-c", start], stdin=PIPE, stdout=PIPE) as worker,
+    ):
+        for process in (rank, worker):
+            assert process.stdout is not None
+            process.stdout.readline()
+        found = descendants(os.getpid())
+        own = descendants(worker.pid)
+        assert len(own) == 1
+        assert {worker.pid, *own} <= {*found}
+        assert rank.pid not in found

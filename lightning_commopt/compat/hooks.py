@@ -1,0 +1,84 @@
+"""Which hook a Trainer is in, from private names of Lightning; see `lightning_commopt.compat`.
+
+They are functions of ``trainer/call.py``, the same in ``lightning`` and ``pytorch_lightning``: they call the hooks of
+callbacks and modules one after the other. Importing this module imports neither package, nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import FrameType
+from typing import NamedTuple
+
+_CALLERS = {
+    "_call_callback_hooks": "callback",
+    "_call_lightning_module_hook": "pl_module",
+    "_call_lightning_datamodule_hook": "trainer",
+}
+"""Functions that call a hook, and which of their variables has its owner."""
+
+_CALL_FILE = "/trainer/call.py"
+_FETCHER_FILE = "/loops/fetchers.py"
+_TRAINER_FILE = "/trainer/trainer.py"
+_SIGNAL_FILE, _SIGTERM_HANDLER = "/connectors/signal_connector.py", "_sigterm_notifier_fn"
+_PACKAGES = ("/lightning/pytorch/", "/pytorch_lightning/")
+
+
+class Activity(NamedTuple):
+    """What the thread that trains does within Lightning.
+
+    Attributes:
+        kind: "hook", "data", "checkpoint", or "SIGTERM" for the handler of that signal, in which Lightning 2.6 waits
+            for the other ranks.
+        owner: "callback", "module" or "datamodule" of a hook.
+        hook: its name.
+    """
+
+    kind: str
+    owner: str = ""
+    hook: str = ""
+
+
+def activity_of(frames: Sequence[tuple[str, str]]) -> Activity | None:
+    """Returns the innermost activity of a thread; None if it is in none that is known.
+
+    Hooks that train, such as ``optimizer_step``, are none: their names do not begin with "on_".
+
+    Args:
+        frames: file and name of each function, the innermost first.
+    """
+    called = ""
+    for file, function in frames:
+        if any(part in file for part in _PACKAGES):
+            if file.endswith(_CALL_FILE) and function in _CALLERS and called:
+                owner = {"pl_module": "module", "trainer": "datamodule"}.get(_CALLERS[function], "callback")
+                return Activity("hook", owner, called)
+            if file.endswith(_SIGNAL_FILE) and function == _SIGTERM_HANDLER:
+                return Activity("SIGTERM")
+            if file.endswith(_FETCHER_FILE):
+                return Activity("data")
+            if file.endswith(_TRAINER_FILE) and function == "save_checkpoint":
+                return Activity("checkpoint")
+        if function.startswith("on_"):
+            called = function
+    return None
+
+
+def hook_owner(frame: FrameType | None) -> str | None:
+    """Returns the name of the class whose hook runs innermost.
+
+    Args:
+        frame: the innermost of the thread.
+    """
+    while frame is not None:
+        if frame.f_code.co_name in _CALLERS and frame.f_code.co_filename.endswith(_CALL_FILE):
+            variables = frame.f_locals
+            if str(variables.get("hook_name", "")).startswith("on_"):
+                owner = variables.get(_CALLERS[frame.f_code.co_name])
+                if "datamodule" in frame.f_code.co_name:
+                    owner = getattr(owner, "datamodule", None)
+                elif owner is None:
+                    owner = getattr(variables.get("trainer"), "lightning_module", None)
+                return None if owner is None else type(owner).__name__
+        frame = frame.f_back
+    return None

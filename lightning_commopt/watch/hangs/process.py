@@ -1,0 +1,278 @@
+"""A process as the kernel sees it, its Python stacks, and how it is ended: without its help. Linux only.
+
+``faulthandler`` writes the stacks in a signal handler, which needs no GIL, in every process that has called
+`make_dumpable` and in those forked from it, such as the workers of a dataloader.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lightning_commopt.compat.torch_files import waited_in
+from lightning_commopt.watch.hangs.marks import anonymous_file
+from lightning_commopt.watch.hangs.transport import RankLink
+
+SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
+_POLL_S = 0.01
+_QUIET_S = 0.1
+
+_PROC = Path("/proc")
+_WATCHER_MODULE = "lightning_commopt.watch.hangs.watcher"
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a device or a file system",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "dead",
+    "X": "dead",
+}
+_EXIT_CODE = 49  # number 52 of proc(5), after the two that `_stat` leaves out
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_COMPILERS = tuple(f"/torch/{name}/" for name in ("_dynamo", "_inductor", "_functorch"))
+_TRAINERS = ("/pytorch_lightning/trainer/", "/lightning/pytorch/trainer/")
+_LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<frozen", "/lightning_commopt/")
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """A process as the kernel sees it.
+
+    Attributes:
+        state: in words, as in proc(5); "dead" also if there is no such process.
+        cpu_s: seconds of CPU time that it has used.
+        num_threads: that it has.
+        kernel_function: that its main thread sleeps in; "" if that is unknown.
+        resident_bytes: of memory.
+    """
+
+    state: str
+    cpu_s: float = 0.0
+    num_threads: int = 0
+    kernel_function: str = ""
+    resident_bytes: int = 0
+
+    def __str__(self) -> str:
+        """All of it in words."""
+        kernel = f" in {self.kernel_function}" if self.kernel_function else ""
+        return (
+            f"{self.state}{kernel}, {self.cpu_s:.1f} s of CPU time, {self.num_threads} threads,"
+            f" {self.resident_bytes / 2**20:.0f} MiB"
+        )
+
+
+def process_state(pid: int) -> ProcessState:
+    """Returns what the kernel knows of a process."""
+    fields = _stat(f"{pid}")
+    if fields is None:
+        return ProcessState("dead")
+    return ProcessState(
+        _STATES.get(fields[0], fields[0]),
+        cpu_s=_cpu_s(fields),
+        num_threads=int(fields[17]),
+        kernel_function=_read(f"{pid}/wchan").strip("0\n"),
+        resident_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def thread_cpu_s(pid: int, thread: int) -> float:
+    """Returns the seconds of CPU time that a thread of a process has used; 0 if it is gone."""
+    fields = _stat(f"{pid}/task/{thread}")
+    return 0.0 if fields is None else _cpu_s(fields)
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether a process exists and has not ended."""
+    fields = _stat(f"{pid}")
+    return fields is not None and fields[0] not in "ZX"
+
+
+def find_exit(pid: int) -> str | None:
+    """Returns how a process has ended, or is about to, in words; None if it goes on, or its parent has reaped it."""
+    fields = _stat(f"{pid}")
+    if fields is None or len(fields) <= _EXIT_CODE:
+        return None
+    status = int(fields[_EXIT_CODE])
+    if status & 0x7F:
+        try:
+            return f"was killed by {signal.Signals(status & 0x7F).name}"
+        except ValueError:
+            return f"was killed by signal {status & 0x7F}"
+    return f"exited with status {status >> 8}" if status or fields[0] in "ZX" else None
+
+
+def catches(pid: int, signal_number: int) -> bool:
+    """Returns whether a process has a handler for a signal; otherwise sending it may end the process."""
+    for line in _read(f"{pid}/status").splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signal_number - 1) & 1)
+    return False
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the living processes that a process has started, and those that these have, parents first.
+
+    Watchers are not among them, nor are other ranks, which have one: Lightning's launcher starts them from rank 0.
+    """
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
+        if entry.name.isdecimal() and (fields := _stat(entry.name)) is not None and fields[0] not in "ZX":
+            children[int(fields[1])].append(int(entry.name))
+    found = [pid]
+    for parent in found:  # grows
+        started = [each for each in children[parent] if not _is_watcher(each)]
+        found += [each for each in started if not any(_is_watcher(child) for child in children[each])]
+    return found[1:]
+
+
+def _is_watcher(pid: int) -> bool:
+    return _WATCHER_MODULE in _read(f"{pid}/cmdline")
+
+
+def end_rank(pid: int, link: RankLink, orderly_s: float) -> None:
+    """Ends a rank's process with a status that is not zero, and the processes that it has started.
+
+    It is asked to end itself, with status 1, then killed. Its dataloader's workers, which may sleep, are killed.
+
+    Args:
+        pid: of its process.
+        link: to it.
+        orderly_s: seconds that it has to end by itself.
+    """
+    children = descendants(pid)
+    link.send(abort=True)
+    deadline = time.monotonic() + orderly_s
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for each in (pid, *children):
+        try:
+            os.kill(each, signal.SIGKILL)
+        except OSError:
+            continue
+
+
+def _stat(path: str) -> list[str] | None:
+    """Returns the fields of proc(5)'s stat from the third on."""
+    return _read(f"{path}/stat").rpartition(")")[2].split() or None
+
+
+def _cpu_s(fields: Sequence[str]) -> float:
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _read(path: str) -> str:
+    try:
+        return (_PROC / path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A function that has been called and has not returned."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """The place as "file:line in function", with the last two parts of the path."""
+        return f"{os.sep.join(self.file.split(os.sep)[-2:])}:{self.line} in {self.function}"
+
+
+def make_dumpable() -> int:
+    """Has this process write all its threads' stacks to a file whenever it gets `SIGNAL`.
+
+    Returns:
+        The file's descriptor; it stays open until the process ends.
+    """
+    fd = _stacks_fd()
+    faulthandler.unregister(SIGNAL)  # the end of a Trainer's run takes away all handlers that it does not know
+    faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
+    return fd
+
+
+@cache
+def _stacks_fd() -> int:
+    return anonymous_file("commopt-stacks")
+
+
+def dump_stacks(pid: int, fd: int, limit_s: float) -> dict[int, list[Frame]]:
+    """Makes a process write its stacks.
+
+    Args:
+        pid: of the process.
+        fd: of the file that it writes to.
+        limit_s: how long to wait for it.
+
+    Returns:
+        The frames of every thread by its ident, the innermost first; none if the process writes nothing within the
+        limit, or has no handler for the signal.
+    """
+    if not catches(pid, SIGNAL):
+        return {}
+    start = end = os.fstat(fd).st_size
+    try:
+        os.kill(pid, SIGNAL)
+    except OSError:
+        return {}
+    deadline = time.monotonic() + limit_s
+    changed_at = 0.0
+    while (now := time.monotonic()) < deadline and not (changed_at and now - changed_at > _QUIET_S):
+        time.sleep(_POLL_S)
+        if (size := os.fstat(fd).st_size) != end:
+            end, changed_at = size, now
+    return _parse_stacks(os.pread(fd, end - start, start).decode("utf-8", "replace"))
+
+
+def _parse_stacks(text: str) -> dict[int, list[Frame]]:
+    stacks: dict[int, list[Frame]] = {}
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if match := _THREAD.match(line):
+            frames = stacks.setdefault(int(match[1], 16), [])
+        elif match := _FRAME.match(line):
+            number = int(match[2]) if match[2].isdecimal() else 0
+            frames.append(Frame(match[1], number, match[3]))
+    return stacks
+
+
+def collective_in(frames: Sequence[Frame]) -> str | None:
+    """Returns the collective that a thread has called; None if it is in none."""
+    called = None
+    for depth, frame in enumerate(frames):
+        called = waited_in(frame.file, frame.function, is_innermost=depth == 0) or called
+    return called
+
+
+def is_compiling(frames: Sequence[Frame]) -> bool:
+    """Returns whether a thread is inside torch's compilers."""
+    return any(part in frame.file for frame in frames[:30] for part in _COMPILERS)
+
+
+def user_place(frames: Sequence[Frame]) -> Frame | None:
+    """Returns the innermost frame of the user's own code that the Trainer has called; None if there is none."""
+    is_outside = True
+    found = None
+    for frame in reversed(frames):
+        is_outside = is_outside and not any(part in frame.file for part in _TRAINERS)
+        if not is_outside and not any(part in frame.file for part in _LIBRARIES):
+            found = frame
+    return found
+
+
+def plain_stacks(stacks: dict[int, list[Frame]]) -> dict[str, Any]:
+    """Returns stacks as JSON has them."""
+    return {hex(ident): [str(frame) for frame in frames] for ident, frames in stacks.items()}

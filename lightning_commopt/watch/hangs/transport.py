@@ -1,0 +1,243 @@
+"""How watchers talk: lines of JSON, to their rank over a pair of sockets, to each other over TCP.
+
+The watchers of a run share a secret key, which is never sent. A server begins each connection with a random number, and
+reads no more from a client that cannot sign it than `_HELLO_BYTES`, within `_HELLO_S`, from `_MAX_STRANGERS` at a time.
+Question and answer are signed too, over numbers that are used once: a recorded one cannot be sent again. Nothing is
+encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import json
+import secrets
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from io import BufferedIOBase
+from typing import Any, NamedTuple
+
+_CONNECT_S = 2.0
+_SEND_S = 5
+_HELLO_S = 5.0
+_QUESTION_S = 10.0
+_MAX_STRANGERS = 64
+_MAX_BYTES = 64 * 2**20
+_NONCE_BYTES = 32
+_HELLO_BYTES = 65
+
+
+class Address(NamedTuple):
+    """Where a watcher listens, and whose it is."""
+
+    ip: str
+    port: int
+    host: str
+
+
+class GoneError(OSError):
+    """The host answers, but nothing listens there any more."""
+
+
+class UnreachableError(OSError):
+    """The host does not answer."""
+
+
+def ask(address: Address, key: str, question: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    """Returns a watcher's answer.
+
+    Args:
+        address: of the watcher.
+        key: that all watchers of a run have.
+        question: to ask.
+        limit_s: seconds to wait for the answer, once connected.
+
+    Raises:
+        GoneError: its process has ended.
+        UnreachableError: there is no answer with the right signature within the limit, or no way to the host.
+    """
+    try:
+        with socket.create_connection((address.ip, address.port), timeout=_CONNECT_S) as connection:
+            connection.settimeout(limit_s)
+            with connection.makefile("rb") as reader:
+                nonces = _receive(reader, 2 * _NONCE_BYTES) + secrets.token_hex(_NONCE_BYTES).encode()
+                body = json.dumps(question).encode()
+                own_nonce = nonces[2 * _NONCE_BYTES :]
+                hello, signature = _sign(key, b"hello", nonces[: 2 * _NONCE_BYTES]), _sign(key, b"ask", nonces + body)
+                connection.sendall(b"\n".join((hello, own_nonce + signature + body, b"")))
+                line = _receive(reader, _MAX_BYTES)
+    except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError, EOFError) as error:
+        raise GoneError(f"its monitor at {address.ip}:{address.port} is gone") from error
+    except OSError as error:
+        raise UnreachableError(f"{address.host} does not answer at {address.ip}:{address.port}") from error
+    signature, body = line[:64], line[64:]
+    if not hmac.compare_digest(signature, _sign(key, b"answer", nonces + body)):
+        raise UnreachableError(f"another program answers at {address.ip}:{address.port}")
+    answer: dict[str, Any] = json.loads(body)
+    return answer
+
+
+class Server:
+    """Answers other watchers, each on a thread of its own.
+
+    Args:
+        ip: of the interface to listen at.
+        key: that all watchers of a run have.
+        answer: called with a question.
+
+    Attributes:
+        port: that it listens at.
+    """
+
+    def __init__(self, ip: str, key: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+
+        class Handler(socketserver.StreamRequestHandler):
+            timeout = _HELLO_S
+
+            def handle(self) -> None:
+                with suppress(OSError, EOFError, ValueError):
+                    nonce = secrets.token_hex(_NONCE_BYTES).encode()
+                    try:
+                        self.wfile.write(nonce + b"\n")
+                        is_known = hmac.compare_digest(self._receive_hello(), _sign(key, b"hello", nonce))
+                    finally:
+                        strangers.release()
+                    if is_known:
+                        self._answer(nonce)
+
+            def _receive_hello(self) -> bytes:
+                found, deadline = b"", time.monotonic() + _HELLO_S  # for all of it, not for each byte
+                while len(found) < _HELLO_BYTES:
+                    self.connection.settimeout(max(0.001, deadline - time.monotonic()))
+                    part = self.connection.recv(_HELLO_BYTES - len(found))
+                    if not part:
+                        raise EOFError
+                    found += part
+                return found[:-1]
+
+            def _answer(self, nonce: bytes) -> None:
+                self.connection.settimeout(_QUESTION_S)
+                line = _receive(self.rfile, _MAX_BYTES)
+                nonces, signature, body = nonce + line[:64], line[64:128], line[128:]
+                if hmac.compare_digest(signature, _sign(key, b"ask", nonces + body)):
+                    answered = json.dumps(answer(json.loads(body))).encode()
+                    self.wfile.write(_sign(key, b"answer", nonces + answered) + answered + b"\n")
+
+        class ThreadingServer(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+            request_queue_size = 1024
+            address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+
+            def process_request(self, request: Any, client_address: Any) -> None:
+                strangers.acquire()  # those above the limit wait unread; a handler frees its place in seconds
+                super().process_request(request, client_address)
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """Prints nothing: who asked has gone."""
+
+        self._server = ThreadingServer((ip, 0), Handler)
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+
+class RankLink:
+    """One end of the connection between a rank and its watcher; both use it.
+
+    Args:
+        connection: of a pair of sockets.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        # Whoever sends must not hang because the other end has been stopped.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+        self._connection = connection
+        self._on_message: Callable[[dict[str, Any]], None] = lambda message: None
+        self._on_end: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._has_answers = threading.Condition()
+        self._thread = threading.Thread(target=self._read, name="commopt-hang-monitor", daemon=True)
+
+    def start(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None] = lambda: None) -> None:
+        """Begins to receive.
+
+        Args:
+            on_message: called with each message, on a thread of its own.
+            on_end: called on that thread when the other end has gone.
+        """
+        self._on_message, self._on_end = on_message, on_end
+        self._thread.start()
+
+    def send(self, **message: Any) -> None:
+        """Sends a message; nothing happens if the other end has gone, or takes nothing for some seconds."""
+        with suppress(OSError), self._lock:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def request(self, limit_s: float, **message: Any) -> dict[str, Any] | None:
+        """Sends a message, and returns the answer; None if it does not come within the limit."""
+        number = next(self._numbers)
+        threading.Thread(target=self.send, kwargs=message | {"request": number}, daemon=True).start()
+        with self._has_answers:
+            self._has_answers.wait_for(lambda: number in self._answers, limit_s)
+            return self._answers.pop(number, None)
+
+    def close(self) -> None:
+        """Closes this end."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self) -> None:
+        with suppress(OSError, ValueError), self._connection.makefile("rb") as reader:
+            for line in reader:
+                message = json.loads(line)
+                if "answer" in message:
+                    with self._has_answers:
+                        self._answers[message["answer"]] = message
+                        self._has_answers.notify_all()
+                else:
+                    self._on_message(message)
+        self._on_end()
+
+
+def find_own_ip(towards: str, port: int = 0) -> str:
+    """Returns the address of this host's interface towards another host; that of loopback if there is no way to it.
+
+    Args:
+        towards: name or address of the other host.
+        port: any that it has.
+    """
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(towards, port or 1, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def is_loopback(ip: str) -> bool:
+    """Returns whether an address can be reached from its own host only."""
+    return ip == "::1" or ip.startswith("127.")
+
+
+def _receive(reader: BufferedIOBase, max_bytes: int) -> bytes:
+    """Returns a line without its end.
+
+    Raises:
+        EOFError: the other end has closed the connection, or sends more than ``max_bytes``.
+    """
+    line = reader.readline(max_bytes + 1)
+    if not line.endswith(b"\n"):
+        raise EOFError
+    return line[:-1]
+
+
+def _sign(key: str, purpose: bytes, message: bytes) -> bytes:
+    return hmac.new(key.encode(), purpose + message, "sha256").hexdigest().encode()

@@ -1,0 +1,107 @@
+"""What is a hang, and what may be ended: never a run that is healthy, however slow one of its ranks is."""
+
+import random
+from typing import Any
+
+import pytest
+
+from lightning_commopt.watch.hangs.marks import (
+    BACKWARD,
+    CALLBACKS,
+    CHECKPOINT,
+    DATA,
+    END,
+    FORWARD,
+    PHASES,
+    PhaseTimes,
+    first_of_stage,
+)
+from lightning_commopt.watch.hangs.rules import has_moved, is_hang, is_waited_for, may_end_ranks
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot
+
+AFTER_S = 60.0
+STATES_OF_THE_END = ("running", "finished")
+
+
+def rank(number: int, phase: int = FORWARD, idle_s: float = 0.0, **fields: Any) -> RankSnapshot:
+    times = PhaseTimes(AFTER_S)
+    times.add(phase, 0.1)
+    known = {"innermost": "a.py:1 in f", "limit_s": times.limit_s(phase), "phase": phase, "idle_s": idle_s}
+    return RankSnapshot(rank=number, host="a", **{**known, **fields})
+
+
+def waiting(number: int, phase: int = BACKWARD, idle_s: float = 61.0, **fields: Any) -> RankSnapshot:
+    return rank(number, phase, idle_s, called="all_reduce", **fields)
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "is_one", "may_end"),
+    [
+        pytest.param([rank(0, DATA, 61), waiting(1)], True, True, id="dataloader"),
+        pytest.param([rank(0, DATA, 59), waiting(1)], False, True, id="a little slow"),
+        pytest.param([rank(0, CALLBACKS, 590), waiting(1, idle_s=590)], False, True, id="another callback"),
+        pytest.param([rank(0, CALLBACKS, 601), waiting(1, idle_s=590)], True, True, id="a stuck callback"),
+        pytest.param([rank(0, CHECKPOINT, 590), waiting(1, idle_s=590)], False, True, id="checkpoint"),
+        pytest.param([rank(0, DATA, 700), rank(1, DATA, 700)], True, False, id="nobody waits"),
+        pytest.param([rank(0, END, 9999), rank(1, state="finished")], False, False, id="upload"),
+        pytest.param([rank(0, END, 9999), rank(1, END, 9999)], False, False, id="two uploads"),
+        pytest.param([rank(0, END, 590), waiting(1, END, 590)], False, True, id="others wait in the end"),
+        pytest.param([rank(0, state="finished"), waiting(1, END, 590)], False, True, id="teardown of others"),
+        pytest.param([rank(0, state="finished"), waiting(1)], True, True, id="fewer batches"),
+        pytest.param([rank(0, state="finished"), rank(1, FORWARD, 9999)], False, False, id="alone"),
+        pytest.param([rank(0, FORWARD, 590, is_computing=True), waiting(1)], False, True, id="computing"),
+        pytest.param([rank(0, FORWARD, 590, is_compiling=True), waiting(1)], False, True, id="compiling"),
+        pytest.param([rank(0, FORWARD, 590, innermost=None), waiting(1)], False, True, id="no stack"),
+        pytest.param([waiting(0)], False, True, id="no other monitor"),
+        pytest.param([rank(0, state="silent"), waiting(1, idle_s=590)], False, False, id="silent"),
+        pytest.param([rank(0, state="silent"), waiting(1, idle_s=601)], True, False, id="silent for long"),
+        pytest.param([rank(0, state="unreachable"), waiting(1)], True, True, id="host lost"),
+        pytest.param([rank(0, state="unwatched"), waiting(1, CHECKPOINT, 590)], False, True, id="monitor lost"),
+        pytest.param([rank(0, state="stopped"), waiting(1)], True, True, id="stopped"),
+        pytest.param([rank(0, state="stopped"), rank(1, FORWARD, 61)], False, False, id="stopped, nobody waits"),
+        pytest.param([rank(0, state="stopped"), rank(1, state="stopped")], False, False, id="all stopped"),
+    ],
+)
+def test_what_is_a_hang(snapshots: list[RankSnapshot], is_one: bool, may_end: bool) -> None:
+    """If it fails, a healthy run is reported or ended, or a hang is not."""
+    assert is_hang(snapshots, AFTER_S) == is_one
+    assert may_end_ranks(snapshots, "late") == may_end
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_healthy_runs_are_left_alone(seed: int) -> None:
+    """If it fails, some mixture of slow ranks, ended ones and ones that wait for them is taken for a hang."""
+    draw = random.Random(seed)
+    num_ranks = draw.choice([2, 3, 4, 8])
+    slow = draw.choice([n for n, phase in enumerate(PHASES) if phase.is_slow])
+    snapshots = []
+    for number in range(num_ranks):
+        kind = draw.choice(["slow", "fast", "finished"] if slow == END else ["slow", "fast"])
+        if number == 0 or kind == "slow":  # the others wait for at least one that may take long
+            snapshots.append(rank(number, slow, draw.uniform(0, 599)))
+        elif kind == "finished":
+            snapshots.append(rank(number, state="finished"))
+        else:
+            phase = slow if slow == END else draw.choice([BACKWARD, slow, first_of_stage("validation")])
+            snapshots.append(waiting(number, phase, draw.uniform(0, 599)))
+    assert not is_hang(snapshots, AFTER_S)
+
+
+def test_who_has_ended_is_reported_if_others_need_it() -> None:
+    """If it fails, ranks that end together are reported one by one, or Ctrl-C is."""
+    died, failed = rank(0, state="died"), rank(1, state="failed", detail="KeyError: 1")
+    assert not is_waited_for(failed, [died, failed])
+    assert is_waited_for(failed, [rank(0), failed])
+    assert is_waited_for(died, [died, rank(1, state="failed", detail="Connection reset by peer")])
+    interrupted = rank(0, state="interrupted")
+    assert not is_waited_for(interrupted, [interrupted, rank(1), rank(2, state="died")])
+    assert is_waited_for(interrupted, [interrupted, waiting(1)])
+    assert not may_end_ranks([interrupted, waiting(1)], "interrupted")
+
+
+def test_a_rank_that_has_moved_between_two_looks() -> None:
+    """If it fails, a rank that goes on at the moment of a report is ended."""
+    first = [rank(0, DATA, 61), waiting(1)]
+    assert not has_moved(first, [rank(0, DATA, 62), waiting(1, idle_s=62)])
+    assert has_moved(first, [rank(0, FORWARD, 0.1), waiting(1, idle_s=62)])
+    assert has_moved(first, [rank(0, DATA, 62), rank(1, state="finished")])
