@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_commopt.runs.git_state import git_state
+from lightning_commopt.runs.writer import git_state
 from lightning_commopt.runs.info import collect
 
 

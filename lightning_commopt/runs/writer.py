@@ -44,7 +44,7 @@ def new_record(
         started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=versions(),
         hardware=tuple(dataclasses.asdict(device) for device in devices()),
-        git=_git_state(started_in),
+        git=git_state(started_in),
     )
 
 
@@ -138,8 +138,12 @@ def fail_rank(folder: Path, error: BaseException, *, rank: int, seconds: float) 
         fail_record(folder, reason if rank == 0 else f"rank {rank}: {reason}", seconds=seconds)
 
 
-def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns the commit that is checked out and whether files differ from it; None outside of a repository."""
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Returns the commit that is checked out and whether files differ from it; None where there is no repository.
+
+    Args:
+        folder: any folder within the repository.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "has_changes": bool(changes)}
