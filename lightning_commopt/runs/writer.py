@@ -139,7 +139,11 @@ def fail_rank(folder: Path, error: BaseException, *, rank: int, seconds: float) 
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns the commit that is checked out and whether files differ from it; None outside of a repository."""
+    """Returns the commit that is checked out and whether files differ from it; None where there is no repository.
+
+    Args:
+        folder: any folder within the repository.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "has_changes": bool(changes)}
