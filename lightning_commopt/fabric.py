@@ -15,6 +15,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
 from torch.nn import Module
+from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_commopt.compat.fabric import DDPBackwardSyncControl, StrategyRegistry
@@ -25,8 +26,14 @@ from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
-from lightning_commopt.strategy.base import check_group, explain_one_rank, prepare_nccl, strategy_from_plan
-from lightning_commopt.watch.join_watch import watch_joining
+from lightning_commopt.strategy.base import (
+    check_start_method,
+    explain_one_rank,
+    join_group,
+    prepare_nccl,
+    strategy_from_plan,
+    warn_of_local_decisions,
+)
 
 
 class CommOptDDP(DDPStrategy):
@@ -56,6 +63,7 @@ class CommOptDDP(DDPStrategy):
         batched_grad_copy: see `CommPlan`.
         lazy_bucket_allocation: see `CommPlan`.
         nccl: see `lightning_commopt.CommOptDDP`.
+        watch: report what the process group waits for while it is made, and end a rank that joins in vain.
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
@@ -88,6 +96,7 @@ class CommOptDDP(DDPStrategy):
         batched_grad_copy: bool | None = None,
         lazy_bucket_allocation: bool | None = None,
         nccl: str | dict[str, Any] | NcclOptions | None = None,
+        watch: bool = True,
         **kwargs: Any,
     ) -> None:
         self._plan, ddp_kwargs = plan_from_arguments(locals())
@@ -103,6 +112,7 @@ class CommOptDDP(DDPStrategy):
             **ddp_kwargs,
         )
         self._nccl = NcclOptions.from_config(nccl)
+        self._watch = watch
         self._hooks: set[BucketHook] = set()
         self._earlier_bytes = 0
         self._backward_sync_control = _SyncControl()
@@ -135,6 +145,16 @@ class CommOptDDP(DDPStrategy):
         """Payload bytes that this rank's compressors have handed to collectives; 0 without ``comm_hook``."""
         return self._earlier_bytes + sum(hook.bytes_sent for hook in tuple(self._hooks))
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        check_start_method(self._launcher)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Warns of an optimizer that cannot be used on several ranks as it is."""
+        if self.world_size > 1:
+            warn_of_local_decisions([optimizer])
+        return super().setup_optimizer(optimizer)
+
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """Wraps the module, unless there is only one rank."""
         if max(self.world_size, self.num_nodes * self.num_processes) == 1:
@@ -155,9 +175,8 @@ class CommOptDDP(DDPStrategy):
 
     def _setup_distributed(self) -> None:
         prepare_nccl(self._nccl, self.process_group_backend, self.root_device)
-        with watch_joining(self, self.process_group_backend):
+        with join_group(self, self.process_group_backend, watch=self._watch):
             super()._setup_distributed()
-        check_group(self.world_size, type(self).__name__)
 
 
 class _SyncControl(DDPBackwardSyncControl):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable
+from itertools import groupby, islice
 from typing import NamedTuple
 
 
@@ -72,6 +74,49 @@ def count(num: int, thing: str) -> str:
     ('1 rank', '2 ranks')
     """
     return f"{num} {thing}" if num == 1 else f"{num} {thing}s"
+
+
+def list_some(things: Collection[object], num_shown: int = 4) -> str:
+    """Returns the first of some things, and how many more there are.
+
+    >>> list_some("ab"), list_some(range(6), 3)
+    ('a, b', '0, 1, 2 and 3 more')
+    """
+    more = len(things) - num_shown
+    shown = ", ".join(map(str, islice(things, num_shown)))
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Returns numbers in order, those without a gap together.
+
+    >>> runs_of([7, 0, 1, 2, 3])
+    [[0, 1, 2, 3], [7]]
+    """
+    in_order = enumerate(sorted(set(numbers)))
+    return [[number for _, number in run] for _, run in groupby(in_order, lambda pair: pair[1] - pair[0])]
+
+
+def numbers_text(numbers: Iterable[int], num_shown: int = 8) -> str:
+    """Returns numbers, three or more in a row as a range, and how many more there are.
+
+    >>> numbers_text([0, 1, 2, 3, 7]), numbers_text([0, 2, 4, 5, 6], 2)
+    ('0-3, 7', '0, 2 and 3 more')
+    """
+    runs = runs_of(numbers)
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:num_shown]]
+    more = sum(map(len, runs[num_shown:]))
+    return f"{', '.join(shown)}{f' and {more} more' if more else ''}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Returns ranks as people write them.
+
+    >>> ranks_text([3]), ranks_text([0, 1, 2, 3, 7])
+    ('rank 3', 'ranks 0-3, 7')
+    """
+    shown = numbers_text(ranks)
+    return f"rank {shown}" if shown.isdecimal() else f"ranks {shown}"
 
 
 def megabytes(num_bytes: float) -> str:

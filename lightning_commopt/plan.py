@@ -117,6 +117,23 @@ class CommPlan:
                 " without telling the hook"
             )
 
+    def with_comm_hook(self, comm_hook: str | Mapping[str, Any] | Compressor) -> CommPlan:
+        """Returns this plan with another compressor.
+
+        Raises:
+            OptionError: ``comm_hook`` is nothing that a plan takes; None is refused too, write "none".
+        """
+        try:
+            if comm_hook is None:
+                raise TypeError("got None")
+            compressor = compressor_from_config(comm_hook)
+        except (ValueError, TypeError) as error:
+            raise OptionError(
+                f"a plan must be a CommPlan, or what comm_hook takes (such as 'bf16' or 'none'): {error}. CommPlan.load"
+                " reads a plan from a file, CommPlan.from_dict makes one from a mapping of its options."
+            ) from error
+        return dataclasses.replace(self, comm_hook=compressor)
+
     @property
     def name(self) -> str:
         """The one short name of the plan, for tables and figures: all that differs from the defaults.
@@ -185,8 +202,17 @@ class CommPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> CommPlan:
-        """Reads a plan from a file that holds what `to_json` gave."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Reads a plan from a file that holds what `to_json` gave.
+
+        Raises:
+            OptionError: the file holds no plan; the message names it.
+            OSError: it cannot be read.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:  # UnicodeDecodeError among them
+            kind = type(error) if isinstance(error, OptionError) else OptionError
+            raise kind(f"{path} holds no plan: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to a file."""

@@ -14,7 +14,7 @@ from lightning_commopt.cli import app
 from lightning_commopt.compressors import compressor_names
 from lightning_commopt.kernels import c_library
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
-from lightning_commopt.runs import advisories, info
+from lightning_commopt.runs import info
 
 COMMANDS = ("bench", "doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace")
 
@@ -42,14 +42,6 @@ def test_info_json_says_which_ddp_options_this_torch_has() -> None:
     assert {name: option["since"] for name, option in options.items()} == DDP_OPTION_SINCE
     for name, option in options.items():
         assert option["available"] == (name in ddp_options())
-
-
-def test_info_warns_of_published_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it fails, a user of a release with malware is not told."""
-    assert _run("info").count("warning: ") == len(advisories.warnings())
-    monkeypatch.setattr(advisories, "installed_version", {"lightning": "2.6.5", "hydra-core": "1.3.8"}.get)
-    assert "warning: lightning 2.6.5: " in _run("info")
-    assert "CVE-2026-58659" in _run("info", "--json")
 
 
 def test_first_releases_agree_with_the_installed_torch() -> None:

@@ -10,14 +10,31 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
 from lightning_commopt import plan as plan_module
-from lightning_commopt.compressors import AfterSteps, Cast, ErrorFeedback
+from lightning_commopt.compressors import AfterSteps, Cast, Compressor, ErrorFeedback, Int8, Layout, Rounds, State
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options
 
 BF16 = Cast(dtype=torch.bfloat16)
+
+
+class OwnFeedback(Compressor):
+    """A user's, not a dataclass, with a residual in its state."""
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        return {"residual": torch.zeros(layout.numel)}
+
+    def rounds(self, *args: Any, **kwargs: Any) -> Rounds:
+        raise NotImplementedError
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        raise NotImplementedError
+
+    def residual(self, layout: Layout, state: State) -> torch.Tensor:
+        return state["residual"]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +55,78 @@ def test_json_and_back(options: dict[str, Any], tmp_path: Path) -> None:
     assert CommPlan.load(tmp_path / "plan.json") == plan
     assert CommOptDDP.from_plan(tmp_path / "plan.json", process_group_backend="gloo").plan == plan
     assert CommPlan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "reason"),
+    [
+        (b"{", OptionError, "a plan must be JSON"),
+        (b"[]", OptionError, "a plan must be a JSON object"),
+        (b'{"bucket_cap": 5}', UnknownOptionError, "did you mean 'bucket_cap_mb'"),
+        (b'{"comm_hook": "bf17"}', OptionError, "'bf17' is unknown"),
+        (b"\xff\xfe", OptionError, "can't decode"),
+    ],
+)
+def test_a_broken_file_is_named(content: bytes, error: type[OptionError], reason: str, tmp_path: Path) -> None:
+    """If it fails, a sweep over files of plans ends in an error that does not name the file."""
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    for load in (CommPlan.load, CommOptDDP.from_plan, FabricCommOptDDP.from_plan):
+        with pytest.raises(error, match=f"{path} holds no plan: .*{reason}"):
+            load(path)
+
+
+def test_a_class_or_a_hook_of_torch_as_comm_hook_says_what_to_write() -> None:
+    """If it fails, a slip of the pen is answered by a list of types."""
+    strategies: list[Any] = [CommPlan, CommOptDDP, FabricCommOptDDP]
+    for strategy in strategies:
+        with pytest.raises(OptionError, match=r"comm_hook: must be a compressor, .* write PowerSGD\(\) instead of"):
+            strategy(comm_hook=PowerSGD)
+        with pytest.raises(
+            OptionError, match=r"comm_hook: bf16_compress_hook .* write ddp_comm_hook=bf16_compress_hook"
+        ):
+            strategy(comm_hook=default_hooks.bf16_compress_hook)
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        ("powersgd", "'powersgd', which keeps a residual of its own: give 'powersgd' error_feedback=False, or leave"),
+        (ErrorFeedback(inner=BF16), "'error_feedback', which keeps a residual of its own: use one of the two"),
+        ({"name": "hierarchical", "inner": "int8"}, "'int8', which keeps a residual of its own"),
+        ({"name": "by_size", "min_numel": 100, "inner": "int8"}, "'int8', which keeps a residual of its own"),
+        (OwnFeedback(), "'OwnFeedback', which keeps a residual of its own: use one of the two"),
+    ],
+)
+def test_error_feedback_within_error_feedback_is_refused(inner: Any, message: str) -> None:
+    """If it fails, the inner residual is lost in silence when DDP lays out its buckets anew."""
+    with pytest.raises(OptionError, match=f"'error_feedback' cannot be around {message}"):
+        CommPlan.from_dict({"comm_hook": {"name": "error_feedback", "inner": inner}})
+
+
+@pytest.mark.parametrize(
+    ("written", "compressor"),
+    [("bf16", BF16), ("none", None), ({"name": "powersgd", "matrix_rank": 2}, PowerSGD(matrix_rank=2)), (BF16, BF16)],
+)
+def test_with_comm_hook(written: Any, compressor: Any) -> None:
+    """If it fails, apply_plan("bf16") changes more than the compressor, or less."""
+    plan = CommPlan(bucket_cap_mb=5, comm_hook=Int8())
+    assert plan.with_comm_hook(written) == CommPlan(bucket_cap_mb=5, comm_hook=compressor)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (None, "got None"),
+        ({"bucket_cap_mb": 5}, "has no 'name' .*CommPlan.from_dict makes one from a mapping"),
+        ("plan.json", "cannot be imported .*CommPlan.load reads a plan from a file"),
+        (PowerSGD, r"write PowerSGD\(\)"),
+    ],
+)
+def test_with_comm_hook_refuses_what_may_mean_something_else(written: Any, message: str) -> None:
+    """If it fails, apply_plan guesses what was meant."""
+    with pytest.raises(OptionError, match=f"a plan must be a CommPlan, or what comm_hook takes .*{message}"):
+        CommPlan().with_comm_hook(written)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from sample_bench import result_of, sample
 from sample_runs import SampleRun, four_methods_report, sample_report, write_run
 from topology_samples import DOCUMENTED
 
-from lightning_commopt.doctor.finding import Finding
 from lightning_commopt.doctor.terminal import print_findings
+from lightning_commopt.findings import Finding
 from lightning_commopt.links.bench.result import Row
 from lightning_commopt.links.bench.terminal import print_bench
 from lightning_commopt.links.nccl_log.findings import find_all
@@ -76,7 +76,7 @@ def test_what_a_run_was(width: int) -> None:
         steps_per_s=1234.5,
         samples_per_s=98765.4,
         wire_bytes_per_step=123.4e6,
-        exposed_share=0.1234,
+        comm_time={"exposed_share": 0.1234},
         val_loss=2.3456,
     )
     check_numbers_are_whole(lambda console: console.print(run_table(record)), width)
@@ -144,7 +144,8 @@ def test_other_commands(width: int) -> None:
     outcome = Outcome(name="a check of 16 compressors", status="passed", detail="8 steps, 1234567.5 us", seconds=1.0)
     tested = SelfTest(place="2 ranks on the CPU, gloo", refused={}, outcomes=[outcome], info={})
     check_numbers_are_whole(lambda console: print_selftest(tested, console), width)
-    finding = Finding("error", "gpu-node-0001", "port 29511 of 10.123.45.67 is closed", "open ports 1024-65535")
+    what, advice = "port 29511 of 10.123.45.67 is closed", "open ports 1024-65535"
+    finding = Finding(severity="error", where="gpu-node-0001", what=what, advice=advice)
     check_numbers_are_whole(lambda console: print_findings([finding], [], console), width)
 
 

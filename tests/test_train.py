@@ -50,7 +50,7 @@ def test_a_run_of_two_ranks_is_recorded(tmp_path):
     assert "finished" not in run.stdout
     record = RunRecord.load(tmp_path / "run")
     assert (record.status, record.world_size, record.strategy) == ("finished", 2, "CommOptDDP")
-    assert record.plan == {"comm_hook": {"name": "bf16"}}
+    assert record.plan == ("plan.comm_hook.name",)
     assert (record.settings["model.width"], record.settings["strategy/comm_hook"]) == (16, "bf16")
     assert "strategy/comm_hook" in record.chosen
     assert record.num_timed_steps == 3

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compat.torch import ignored_names
+from lightning_commopt.formatting import list_some
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, Observers
 
 _NAMES_IN_MESSAGE = 8
@@ -232,9 +233,8 @@ def _refuse_missing(names: Sequence[str]) -> None:
         MisconfigurationException: there are names.
     """
     if names:
-        more = f" and {len(names) - _NAMES_IN_MESSAGE} more" if len(names) > _NAMES_IN_MESSAGE else ""
         raise MisconfigurationException(
-            f"backward gave no gradient to {', '.join(names[:_NAMES_IN_MESSAGE])}{more}: these parameters were not"
+            f"backward gave no gradient to {list_some(names, _NAMES_IN_MESSAGE)}: these parameters were not"
             " used in producing the loss. If that is intended, use CommOptDDP(find_unused_parameters=True), or freeze"
             " them with requires_grad_(False); NaiveDP and InterleavedDP sync every parameter in every step."
         )

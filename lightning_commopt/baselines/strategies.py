@@ -213,7 +213,7 @@ def _all_ranks() -> dist.ProcessGroup:
 
 
 def _refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
-    ours = ("save_comm_state", "uneven_batches")
+    ours = ("save_comm_state", "uneven_batches", "watch")
     of_ddp = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_OPTIONS_OF_LIGHTNINGS_DDP, *ours}
     for name in options:
         if name in of_ddp:

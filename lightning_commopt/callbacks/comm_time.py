@@ -211,13 +211,13 @@ class CommTimeMonitor(PhaseCallback):
         """Publishes the window that is under way; if there was none yet, the steps so far."""
         self._receive(trainer)
         if not self.metrics and self._all_ranks is not None:
-            self._send(trainer)
+            self._send(trainer, even_if_empty=True)  # another rank may have steps
             self._receive(trainer)
 
-    def _send(self, trainer: Trainer) -> None:
+    def _send(self, trainer: Trainer, even_if_empty: bool = False) -> None:
         """Sends the oldest steps to all ranks, at most a window."""
         rows = self._take(trainer, self._every_n_steps)
-        if rows and self._all_ranks is not None:
+        if (rows or even_if_empty) and self._all_ranks is not None:
             self._own_rows = rows
             self._all_ranks.send(torch.tensor(rows, dtype=torch.float64, device="cpu"))
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_commopt.callbacks.phases import batch_follows, samples_in, step_of_loggers
+from lightning_commopt.callbacks.phases import batch_follows, step_of_loggers
+from lightning_commopt.callbacks.step_clock import StepClock
 from lightning_commopt.compat.lightning import Callback, MisconfigurationException, will_accumulate
 from lightning_commopt.validation import check_integer, info, warn, warn_once
 
@@ -18,31 +17,18 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfiledWindow:
-    """What a captured range held, on this rank's clock.
+class ProfiledWindow(StepClock):
+    """What a captured range held, on this rank's clock; its steps are whole ones.
 
-    Attributes:
+    The seconds are with all that happened inside: waiting for data, and validation if one fell into it.
+
+    Args:
         start_step: its first optimizer step, as loggers count.
-        num_steps: whole steps in it; fewer than asked for where training ended inside.
-        num_samples: of all ranks, if the others had as many as this one; None where batches do not show their size.
-        seconds: that it took, with all that happened inside: waiting for data, and validation if one fell into it.
     """
 
-    start_step: int
-    num_steps: int
-    num_samples: int | None
-    seconds: float
-
-    @property
-    def steps_per_s(self) -> float:
-        """Optimizer steps in a second."""
-        return self.num_steps / self.seconds
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """Samples in a second, over all ranks."""
-        return None if self.num_samples is None else self.num_samples / self.seconds
+    def __init__(self, start_step: int) -> None:
+        super().__init__()
+        self.start_step = start_step
 
     def __str__(self) -> str:
         samples = "" if self.samples_per_s is None else f", {self.samples_per_s:.5g} samples/s"
@@ -85,7 +71,7 @@ class CUDAProfilerWindow(Callback):
         self._ranks = None if ranks is None else _check_ranks(ranks)
         self._captured: set[int] = set()
         self.results: list[ProfiledWindow] = []
-        self._open: _OpenWindow | None = None
+        self._open: ProfiledWindow | None = None
         self._is_active = False
         self._profiles = False
         self._has_checked = False
@@ -110,7 +96,6 @@ class CUDAProfilerWindow(Callback):
             warn_once("CUDAProfilerWindow does nothing: there is no CUDA device in this training.")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the profiler if a window begins with the epoch."""
         if not trainer.fit_loop.epoch_loop.restarting:  # else Lightning still corrects its count of steps
             self._check_starts(trainer)
             self._start(trainer, step_of_loggers(trainer))
@@ -132,20 +117,17 @@ class CUDAProfilerWindow(Callback):
             return
         step = _steps_after_batch(trainer)
         if self._open is not None:
-            self._open.add(samples_in(trainer, batch), trainer.world_size)
-            self._open.num_steps = step - self._open.start_step
+            self._open.count_batch(trainer, batch, has_stepped=step > self._open.start_step + self._open.num_steps)
             if self._open.num_steps == self._num_steps:
                 self._stop(trainer)
         if step in self._start_steps and batch_follows(trainer):
             self._start(trainer, step)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the profiler if a window begins after a validation."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and batch_follows(trainer):
             self._start(trainer, _steps_after_batch(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the profiler if training has ended inside a window."""
         self._stop(trainer)
         never = [start for start in self._start_steps if start not in self._captured]
         if self._is_active and never:
@@ -155,7 +137,6 @@ class CUDAProfilerWindow(Callback):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stops the profiler; what was captured in this window has no result."""
         if self._open is not None:
             self._open = None
             self._stop_profiler()  # the device may be what failed: waiting for it could hide why
@@ -180,51 +161,23 @@ class CUDAProfilerWindow(Callback):
         if self._profiles:
             torch.cuda.cudart().cudaProfilerStart()
         self._captured.add(step)
-        self._open = _OpenWindow(step)
+        self._open = ProfiledWindow(step)
+        self._open.start_clock()
 
     def _stop(self, trainer: Trainer) -> None:
         if self._open is None:
             return
         torch.cuda.synchronize(trainer.strategy.root_device)
-        window = self._open.close()
-        self._open = None
+        window, self._open = self._open, None
+        window.stop_clock()
         self._stop_profiler()
-        if window is not None:
+        if window.num_steps:
             self.results.append(window)
             info(f"CUDA profiler: {window}")
 
     def _stop_profiler(self) -> None:
         if self._profiles:
             torch.cuda.cudart().cudaProfilerStop()
-
-
-class _OpenWindow:
-    """A window that is being captured; its clock runs from now.
-
-    Args:
-        start_step: its first step.
-    """
-
-    def __init__(self, start_step: int) -> None:
-        self.start_step = start_step
-        self.num_steps = 0
-        self._num_samples: int | None = 0
-        self._started = time.perf_counter()
-
-    def add(self, num_samples: int | None, world_size: int) -> None:
-        if self._num_samples is None or num_samples is None:
-            self._num_samples = None
-        else:
-            self._num_samples += num_samples * world_size
-
-    def close(self) -> ProfiledWindow | None:
-        """Returns what it held; None if that is not one step."""
-        seconds = time.perf_counter() - self._started
-        if not self.num_steps:
-            return None
-        return ProfiledWindow(
-            start_step=self.start_step, num_steps=self.num_steps, num_samples=self._num_samples, seconds=seconds
-        )
 
 
 def _uses_cuda(trainer: Trainer) -> bool:

@@ -35,7 +35,7 @@ def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         **_describe_ranks(trainer),
         "sync_method": type(trainer.strategy).__name__ if plan is None else _name(hook),
         "plan_name": None if plan is None else plan.name,
-        "plan": None if plan is None else _plan_options(plan, is_short=True),
+        "plan": None if plan is None else tuple(flat(_plan_options(plan, is_short=True), "plan.")),
         "is_lossy": None if plan is None else hook is not None and hook.is_lossy,
         "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
     }

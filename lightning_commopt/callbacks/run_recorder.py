@@ -20,7 +20,7 @@ from lightning_commopt.callbacks.run_description import describe_run, nccl_setti
 from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.measure.peak_memory import PeakMemory
-from lightning_commopt.runs.loss_curve import LossCurve
+from lightning_commopt.runs.loss_curve import LossCurve, Reduce
 from lightning_commopt.runs.losses import LossPoint, read_losses, write_losses
 from lightning_commopt.runs.metric_names import find_metric, how_to_name_loss
 from lightning_commopt.runs.record import RunRecord
@@ -38,7 +38,8 @@ class RunRecorder(Callback):
     ``run.json`` is a `RunRecord`: the plan, versions, hardware and git state from the start of the fit on, and at its
     end the results of the callbacks `SpeedMonitor` and `CommTimeMonitor` where the Trainer has them, the metrics that
     the model logged, and the peak memory. ``loss.jsonl`` is the loss against steps and seconds: of training, averaged
-    over ranks, and of validation. The device is never waited for in training; after the fit the ranks average once.
+    over the ranks that have one, and of validation. The device is never waited for in training; after the fit the ranks
+    average once.
 
     Args:
         dirpath: the run's directory; None for that of the Hydra run, else the Trainer's ``default_root_dir``.
@@ -84,7 +85,6 @@ class RunRecorder(Callback):
         self._created = time.perf_counter()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes the record of a run that begins."""
         if stage != "fit":
             return
         self._reset()
@@ -92,7 +92,7 @@ class RunRecorder(Callback):
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             known = describe_run(trainer, pl_module)
             record = self._begun(self._folder(trainer), known["sync_method"])
-            settings = {**record.settings, **plan_settings(trainer.strategy), **nccl_settings()}
+            settings = record.settings | plan_settings(trainer.strategy) | nccl_settings()
             self._record = dataclasses.replace(record, **known, settings=settings)
             self._save(self._folder(trainer))
 
@@ -108,7 +108,6 @@ class RunRecorder(Callback):
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock; a fit that was resumed goes on with its curve."""
         if trainer.global_step > 0 and self._record is not None:
             with suppress(OSError, ValueError):
                 self._other_points = [p for p in read_losses(self._folder(trainer)) if p.step <= trainer.global_step]
@@ -118,19 +117,18 @@ class RunRecorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes in the loss of the batch."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             # Lightning has divided it by what it accumulates.
-            scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self._curve.add(loss * scale, trainer.global_step, self._training_s())
+            loss = loss * (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1)
+        else:
+            loss = None
+        self._curve.add(loss, trainer.global_step, self._training_s())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock."""
         self._seconds, self._started = self._training_s(), None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes in the loss of the validation, and goes on."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         self._has_validated = True
@@ -142,24 +140,22 @@ class RunRecorder(Callback):
         self._started = time.perf_counter()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Averages the losses over ranks, and writes the results."""
         assert self._memory is not None
         device = trainer.strategy.root_device
-        losses = trainer.strategy.reduce(self._curve.values(device), reduce_op="mean")
+        losses = self._curve.points(device, self._reduce_with(trainer))
         num_bytes = torch.tensor(self._memory.num_bytes, dtype=torch.float64, device=device)
         num_bytes = trainer.strategy.reduce(num_bytes, reduce_op="max")
         if self._record is not None:
             results = self._results(trainer) | {"peak_memory_bytes": float(num_bytes)}
             self._record = dataclasses.replace(self._record, **results)
             self._tell_loss(self._record)
-            self._save(self._folder(trainer), self._curve.points(losses))
+            self._save(self._folder(trainer), losses)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Records why the run has failed, and this rank's losses until then."""
         folder = self._folder(trainer)
         if self._record is not None:
             with suppress(RuntimeError, OSError):  # the device or the disk may be what failed
-                self._save_losses(folder, self._curve.points(self._curve.values(torch.device("cpu"))))
+                self._save_losses(folder, self._curve.points())
         if not getattr(trainer, "fast_dev_run", False):
             seconds = time.perf_counter() - self._created
             fail_rank(folder, exception, rank=trainer.global_rank, seconds=seconds)
@@ -180,6 +176,11 @@ class RunRecorder(Callback):
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir if self._dirpath is None else self._dirpath)
+
+    def _reduce_with(self, trainer: Trainer) -> Reduce | None:
+        if trainer.world_size == 1:
+            return None
+        return lambda values, op: trainer.strategy.reduce(values, reduce_op=op)
 
     def _training_s(self) -> float:
         return self._seconds + (0.0 if self._started is None else time.perf_counter() - self._started)
@@ -219,6 +220,5 @@ class RunRecorder(Callback):
                 results["num_timed_steps"] = callback.num_steps
                 results["wire_bytes_per_step"] = callback.wire_bytes_per_step
             elif isinstance(callback, CommTimeMonitor):
-                results["exposed_share"] = callback.summary.get("exposed_share")
                 results["comm_time"] = dict(callback.summary)
         return results

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.callbacks.phases import samples_in
+from lightning_commopt.callbacks.step_clock import StepClock
 from lightning_commopt.compat.lightning import Callback, comm_hook_of, is_lightnings_ddp
+from lightning_commopt.ddp.buckets import gradient_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class SpeedMonitor(Callback):
+class SpeedMonitor(StepClock, Callback):
     """Times the steps of a fit on this rank's clock.
 
     The clock runs from the start of the first batch after the warm-up to the end of the last batch, and stands still
@@ -25,11 +26,8 @@ class SpeedMonitor(Callback):
         num_warmup_steps: optimizer steps that are not timed.
 
     Attributes:
-        num_steps: timed optimizer steps. Several optimizers that step in one batch make one step.
-        seconds: that they took, with waiting for data.
-        steps_per_s: None as long as no step was timed.
-        samples_per_s: of this rank's samples, times the number of ranks; None also where a batch does not show how
-            many it holds.
+        num_steps: timed optimizer steps; ``seconds``, ``steps_per_s`` and ``samples_per_s`` are of these, see
+            `StepClock`.
         wire_bytes_per_step: payload that this rank handed to collectives for gradients; for strategies that do not
             count it, the size of the gradients where DDP all-reduces them as they are, else None.
     """
@@ -41,27 +39,11 @@ class SpeedMonitor(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.num_steps = 0
-        self.seconds = 0.0
-        self._num_samples: int | None = 0
-        self._world_size = 1
+        self.reset_clock()
         self._wire_bytes: float | None = 0
         self._num_warmed_up = 0
         self._global_step = 0
-        self._started: float | None = None
         self._wire_bytes_at_start: int | None = None
-
-    @property
-    def steps_per_s(self) -> float | None:
-        """Optimizer steps in a second."""
-        return self.num_steps / self.seconds if self.num_steps else None
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """Samples in a second, over all ranks."""
-        if not self.num_steps or self._num_samples is None:
-            return None
-        return self._num_samples * self._world_size / self.seconds
 
     @property
     def wire_bytes_per_step(self) -> float | None:
@@ -69,55 +51,42 @@ class SpeedMonitor(Callback):
         return self._wire_bytes / self.num_steps if self.num_steps and self._wire_bytes is not None else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resets all counts."""
         self._reset()
-        self._world_size = trainer.world_size
         self._global_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Starts the clock where it stands still after the warm-up."""
-        if self._started is None and self._num_warmed_up >= self._num_warmup_steps:
+        if not self.is_running and self._num_warmed_up >= self._num_warmup_steps:
             _synchronize(pl_module)
             self._wire_bytes_at_start = getattr(trainer.strategy, "wire_bytes", None)
-            self._started = time.perf_counter()
+            self.start_clock()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch, and the step if the batch ended one."""
         has_stepped = trainer.global_step > self._global_step
         self._global_step = trainer.global_step
-        if self._started is None:
+        if not self.is_running:
             self._num_warmed_up += has_stepped
             return
-        num_samples = samples_in(trainer, batch)
-        if self._num_samples is None or num_samples is None:
-            self._num_samples = None
-        else:
-            self._num_samples += num_samples
-        self.num_steps += has_stepped
+        self.count_batch(trainer, batch, has_stepped=has_stepped)
         if has_stepped and self._wire_bytes is not None and self._wire_bytes_at_start is None:
             num_bytes = _gradient_bytes_of_ddp(trainer)
             self._wire_bytes = None if num_bytes is None else self._wire_bytes + num_bytes
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock."""
         self._stop(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock."""
         self._stop(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock."""
         self._stop(trainer, pl_module)
 
     def _stop(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._started is None:
+        if not self.is_running:
             return
         _synchronize(pl_module)
-        self.seconds += time.perf_counter() - self._started
-        self._started = None
+        self.stop_clock()
         if self._wire_bytes_at_start is not None and self._wire_bytes is not None:
             self._wire_bytes += trainer.strategy.wire_bytes - self._wire_bytes_at_start  # type: ignore[attr-defined]
 
@@ -132,7 +101,5 @@ def _gradient_bytes_of_ddp(trainer: Trainer) -> int | None:
     if trainer.world_size == 1:
         return 0
     strategy = trainer.strategy
-    if not is_lightnings_ddp(strategy) or comm_hook_of(strategy) is not None:
-        return None
-    parameters = strategy.model.parameters() if strategy.model is not None else ()
-    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    is_plain = is_lightnings_ddp(strategy) and comm_hook_of(strategy) is None
+    return gradient_bytes(strategy.model) if is_plain and isinstance(strategy.model, DistributedDataParallel) else None

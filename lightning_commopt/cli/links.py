@@ -54,10 +54,11 @@ def topo(
     Under torchrun or srun also whether this rank's cores are near its GPU. Exit status 1 if a link is broken, 2 if
     there is no topology to read.
     """
+    from lightning_commopt.findings import print_findings
     from lightning_commopt.links.topology.findings import find_all
     from lightning_commopt.links.topology.sources import local_rank, read_content, read_file, read_machine
     from lightning_commopt.links.topology.summary import to_plain
-    from lightning_commopt.links.topology.terminal import print_findings, print_topology
+    from lightning_commopt.links.topology.terminal import print_topology
 
     with errors_in_a_line(status=2):
         if file is None:

@@ -14,7 +14,7 @@ from lightning_commopt.cli.errors import errors_in_a_line
 def info(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Prints versions, devices, backends, comm hooks, which DDP options this torch has, and which faults to mend."""
+    """Prints versions, devices, backends, comm hooks, and which DDP options this torch has."""
     from lightning_commopt.runs.info import collect
     from lightning_commopt.runs.info_terminal import print_info
 
@@ -94,7 +94,7 @@ def doctor(
         raise typer.Exit(2) from None
     found = find(*met)
     if facts.rank == 0 and json:
-        plain = {"ranks": [asdict(each) for each in met.everybody], "findings": [each._asdict() for each in found]}
+        plain = {"ranks": [asdict(each) for each in met.everybody], "findings": [each.to_plain() for each in found]}
         typer.echo(json_text.dumps(plain, indent=2))
     elif facts.rank == 0:
         print_findings(found, met.everybody, Console())

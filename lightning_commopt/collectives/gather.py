@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commopt.compat.torch import default_store
+from lightning_commopt.collectives.store import key_space, poll
 
 _PIECE_BYTES = 2**23
 _ALL_PIECES_BYTES = 2**26  # of the receiver's device memory, however many ranks send
 _SHORTEST_PIECE_BYTES = 2**16
-_FIRST_POLL_S = 0.001
-_LAST_POLL_S = 0.1
-
-# By the default group, whose store must not see a meeting's keys twice.
-_meetings: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
     raise TypeError(f"a state may hold tensors, numbers, strings, lists and dicts of them, not {value!r}")
 
 
-def all_come(position: str | None, patience_s: float, timeout_s: float) -> bool:
+def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -> bool:
     """Returns on all ranks whether all have reached the same point of the training.
 
     Goes through the store of the default group, as a collective that some ranks never enter would block the others
@@ -62,31 +54,18 @@ def all_come(position: str | None, patience_s: float, timeout_s: float) -> bool:
         patience_s: how long rank 0, which decides, waits for the others.
         timeout_s: how long the others wait for rank 0.
     """
-    world = dist.group.WORLD
-    assert isinstance(world, dist.ProcessGroup)
-    number = next(_meetings.setdefault(world, itertools.count()))
-    store = dist.PrefixStore(f"commopt/meeting/{number}", default_store())
+    store = key_space("meeting")
     rank, keys = dist.get_rank(), [str(rank) for rank in range(dist.get_world_size())]
     store.set(str(rank), position or "")
     if rank:
-        return position is not None and _await(store, ["decision"], timeout_s) and store.get("decision") == b"go"
-    come = position is not None and _await(store, keys, patience_s)
-    agreed = come and all(store.get(key).decode() == position for key in keys)
+        has_decided = position is not None and poll(lambda: store.check(["decision"]), timeout_s)
+        return has_decided and store.get("decision") == b"go"
+    are_here = position is not None and poll(lambda: store.check(keys), patience_s)
+    agreed = are_here and all(store.get(key).decode() == position for key in keys)
     store.set("decision", "go" if agreed else "stay")
-    for key in keys if come else ():
+    for key in keys if are_here else ():
         store.delete_key(key)
     return agreed
-
-
-def _await(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
-    """Returns whether the keys have come in time. It polls, as a wait would block the store's other users."""
-    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LAST_POLL_S)
-    return True
 
 
 def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
@@ -148,7 +127,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _overlaps(parts: Sequence[Tensor], start: int, end: int) -> Iterator[tuple[Tensor, slice]]:
-    """Gives what of ``parts``, one behind the other, lies in bytes ``start`` to ``end``, and where in there."""
+    """Yields each part's overlap with bytes [start, end) of their concatenation, and its offset in there."""
     offset = 0
     for part in parts:
         low, high = max(start, offset), min(end, offset + len(part))

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The packages that have a Trainer; the first is meant where a program has imported neither."""
 
+RUNS_CALLBACKS, SAVES_CHECKPOINTS = "_call_callback_hooks", "save_checkpoint"
+"""Functions on the stack of a thread that runs a callback, or saves a checkpoint."""
+
 _FABRICS = ("lightning.fabric", "lightning_fabric")
 
 if not TYPE_CHECKING:
@@ -128,6 +131,12 @@ def optimizer_is_toggled(module: LightningModule) -> bool:
 def has_trainer(module: LightningModule) -> bool:
     """Returns whether a module belongs to a trainer; its public ``trainer`` raises where it does not."""
     return module._trainer is not None
+
+
+def is_interactive() -> bool:
+    """Returns whether Lightning takes this program for a notebook or an interactive interpreter."""
+    modules = (sys.modules.get(f"{fabric}.utilities.imports") for fabric in _FABRICS)
+    return any(module._IS_INTERACTIVE for module in modules if module is not None)
 
 
 def renew_rank() -> None:

@@ -22,7 +22,7 @@ class LoopEvents:
         trainer: about to fit.
         on_data: called on all ranks once the training dataloaders are set up, for the first time or again.
         on_epoch_start: called before the first batch of an epoch.
-        on_going_on: called when it is decided that another batch is to be fetched.
+        on_next_batch: called before the next batch is fetched.
         on_epoch_end: called after the last batch of an epoch, before a validation that may follow it, and again when
             the loop over the batches has been left, other than by an exception.
         on_error: called with an exception that leaves the fit loop, before Lightning and its callbacks see it.
@@ -34,7 +34,7 @@ class LoopEvents:
         *,
         on_data: Callable[[], None],
         on_epoch_start: Callable[[], None],
-        on_going_on: Callable[[], None],
+        on_next_batch: Callable[[], None],
         on_epoch_end: Callable[[], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
@@ -60,7 +60,7 @@ class LoopEvents:
             on_epoch_end()
 
         def advance(inner: Callable[..., None], *args: Any) -> None:
-            on_going_on()
+            on_next_batch()
             inner(*args)
 
         def on_advance_end(inner: Callable[..., None], *args: Any) -> None:

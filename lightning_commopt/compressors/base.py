@@ -113,9 +113,33 @@ class Compressor(ABC):
         return True
 
     @property
+    def error_bound(self) -> float | None:
+        """The error of one average stays below this: its 2-norm over that of the exact average; None if not declared.
+
+        It is about independent, normally distributed gradients of two to four ranks, and no residual: that is what the
+        law tests and ``commopt selftest`` measure. They fail a lossy compressor that does not declare it;
+        ``error_bound = 0.9`` in the class will do. 1.0 is the error of sending nothing.
+        """
+        return None
+
+    @property
+    def untracked_error(self) -> float:
+        """What neither the averages nor the residual hold stays below this, in the unit of `error_bound`, a step.
+
+        The default has room for rounding in float32; for compressors inside `ErrorFeedback`, measured as above.
+        """
+        return 1e-5
+
+    @property
     def has_c_kernels(self) -> bool:
         """Whether its arithmetic has a C form for CPU, which is compiled when gradient sync is set up."""
         return False
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether its state holds a residual: what a step left out, and a later one sends."""
+        layout = Layout((torch.Size([1]),), ((1,),), torch.float32)
+        return self.residual(layout, self.init(layout, torch.device("cpu"))) is not None
 
     @abstractmethod
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:

@@ -50,6 +50,16 @@ class Cast(Compressor):
         check_choice("dtype", self.dtype, _DTYPES)
         check_choice("accumulate", self.accumulate, (None, "float32"))
 
+    @property
+    def error_bound(self) -> float:
+        """Room for one rounding of each gradient, and of each sum of a few ranks."""
+        return torch.finfo(self.dtype).eps
+
+    @property
+    def untracked_error(self) -> float:
+        """The rounding inside an all-reduce, which no residual sees."""
+        return super().untracked_error if self.accumulate else torch.finfo(self.dtype).eps / 2
+
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns an empty state."""
         return {}

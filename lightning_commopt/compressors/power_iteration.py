@@ -62,6 +62,11 @@ class PowerIteration(Compressor):
             warn(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}")
 
     @property
+    def error_bound(self) -> float:
+        """That of any projection: hardly anything of a random matrix is in a subspace of low rank."""
+        return 1.0
+
+    @property
     def has_c_kernels(self) -> bool:
         """True."""
         return True

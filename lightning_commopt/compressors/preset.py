@@ -53,9 +53,24 @@ class Preset(Compressor):
         return self.compressor.is_lossy
 
     @property
+    def error_bound(self) -> float | None:
+        """That of the compressor."""
+        return self.compressor.error_bound
+
+    @property
+    def untracked_error(self) -> float:
+        """That of the compressor."""
+        return self.compressor.untracked_error
+
+    @property
     def has_c_kernels(self) -> bool:
         """Whether that compressor has."""
         return self.compressor.has_c_kernels
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether that compressor does."""
+        return self.compressor.keeps_residual
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns its state."""

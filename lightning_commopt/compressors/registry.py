@@ -101,6 +101,11 @@ def compressor_from_config(
         return config
     if isinstance(config, str):
         config = {"name": config}
+    if isinstance(config, type) and issubclass(config, Compressor):
+        raise TypeError(f"must be a compressor, not its class: write {config.__name__}() instead of {config.__name__}")
+    if callable(config) and not isinstance(config, Mapping):
+        name = getattr(config, "__name__", type(config).__name__)
+        raise TypeError(f"{name} is a function for DDP, not a compressor: write ddp_comm_hook={name}")
     if not isinstance(config, Mapping):
         raise TypeError(f"must be a name, a mapping with a name, or a compressor, got {config!r}")
     options = {str(key): value for key, value in config.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.registry import register_compressor
+from lightning_commopt.compressors.registry import compressor_name, register_compressor
 from lightning_commopt.kernels.chunks import wide_dtype
 from lightning_commopt.validation import check_choice, check_integer
 
@@ -41,13 +41,35 @@ class Wrapper(Compressor):
         return self.inner.is_lossy
 
     @property
+    def error_bound(self) -> float | None:
+        """That of ``inner``."""
+        return self.inner.error_bound
+
+    @property
+    def untracked_error(self) -> float:
+        """That of ``inner``."""
+        return self.inner.untracked_error
+
+    @property
     def has_c_kernels(self) -> bool:
         """Whether ``inner`` has."""
         return self.inner.has_c_kernels
 
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether ``inner`` does."""
+        return self.inner.keeps_residual
+
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what ``inner`` sends."""
         return self.inner.wire_bytes(layout, world_size)
+
+
+def _residual_owner(compressor: Compressor) -> Compressor:
+    """Returns the part of a composition that keeps the residual."""
+    while isinstance(compressor, Wrapper) and not isinstance(compressor, ErrorFeedback):
+        compressor = compressor.inner
+    return compressor
 
 
 @register_compressor("error_feedback")
@@ -78,6 +100,25 @@ class ErrorFeedback(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
+        if self.inner.keeps_residual:
+            its_owner = _residual_owner(self.inner)
+            name, is_option = compressor_name(its_owner), hasattr(its_owner, "error_feedback")
+            raise ValueError(
+                f"'error_feedback' cannot be around {name!r}, which keeps a residual of its own:"
+                f" {f'give {name!r} error_feedback=False, or' if is_option else 'use one of the two:'} leave out the"
+                " outer 'error_feedback'"
+            )
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def untracked_error(self) -> float:
+        """That of ``inner``, and what the dtype of the residual rounds off."""
+        rounding = 0.0 if self.residual_dtype == "float32" else torch.finfo(torch.bfloat16).eps / 2
+        return self.inner.untracked_error + rounding
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Returns a residual of zero and the state of ``inner``."""

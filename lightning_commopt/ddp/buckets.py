@@ -60,6 +60,11 @@ def synced_parameters(model: DistributedDataParallel) -> set[Parameter]:
     }
 
 
+def gradient_bytes(model: DistributedDataParallel) -> int:
+    """Returns the size of all gradients that one backward synchronizes."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in synced_parameters(model))
+
+
 def bucket_names(model: object) -> dict[int, list[str]]:
     """Returns the names of the parameters in each bucket of a DDP without a hook, in the order of their all-reduces.
 

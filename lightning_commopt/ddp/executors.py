@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from lightning_commopt.collectives.gather import map_tensors
 
-_JOIN_TIMEOUT_S = 5.0
+_JOIN_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,10 +114,12 @@ class WorkerThread(Executor):
         self._tasks.put((task, futures))
 
     def close(self) -> bool:
-        """Waits for the thread, but not forever: a peer may be gone."""
+        """Waits for the thread, but not long: a task that backward has not waited for may wait for a peer in vain."""
         self._tasks.put(None)
         self._thread.join(_JOIN_TIMEOUT_S)
-        return self._error is None and not self._thread.is_alive()
+        if self._error is None and self._thread.is_alive():
+            self._error = RuntimeError("gradient sync was closed before it had ended")
+        return self._error is None
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

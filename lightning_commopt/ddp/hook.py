@@ -18,6 +18,7 @@ from lightning_commopt.ddp.buckets import BucketOrder
 from lightning_commopt.ddp.executors import Executor
 from lightning_commopt.ddp.resumed_layout import Bucket, HeldBuckets, Relayout
 from lightning_commopt.ddp.state import BucketStates, CommState, residuals_by_name
+from lightning_commopt.formatting import list_some
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, Observers
 from lightning_commopt.validation import warn_once
 
@@ -39,6 +40,9 @@ class BucketHook:
         step: gradient syncs that were made before this hook came.
         observers: notified of every bucket.
         groups: that ``channel`` is over, if they were borrowed for this hook.
+
+    Attributes:
+        lost: parameters whose residuals `close` had to drop.
     """
 
     def __init__(
@@ -63,6 +67,8 @@ class BucketHook:
         self._states: BucketStates = {}
         self._residuals: dict[str, Tensor] = {}
         self._relayout: Relayout | None = None
+        self._under_way: set[int] = set()
+        self.lost: tuple[str, ...] = ()
 
     @property
     def compressor(self) -> Compressor:
@@ -136,13 +142,14 @@ class BucketHook:
         """Ends the executor, drops all states, and returns borrowed groups unless ranks may be out of step.
 
         Returns:
-            This rank's residuals, by parameter name: what error feedback held back. Nothing after a failure.
+            This rank's residuals, by parameter name: what error feedback held back. After a failure without those of
+            buckets whose gradient sync did not end, as they may be half updated.
         """
-        if not self._executor.close():
-            self._states, self._residuals = {}, {}
-            return {}
-        if self._groups is not None:
+        if self._executor.close() and self._groups is not None:
             self._groups.return_to_pool()
+        broken = [self._states.pop(index) for index in sorted(self._under_way) if index in self._states]
+        if self._compressor.keeps_residual:
+            self.lost = tuple(name for names, _, _ in broken for name in names)
         self._retire_states()
         residuals, self._residuals = self._residuals, {}
         return residuals
@@ -183,17 +190,17 @@ class BucketHook:
             with torch.no_grad(), torch.autocast(bucket.flat.device.type, enabled=False):
                 self._sync(bucket)
         except Exception as error:
-            shown = ", ".join(bucket.names[:_NAMES_IN_MESSAGE])
-            more = len(bucket.names) - _NAMES_IN_MESSAGE
             raise GradientSyncError(
                 f"gradient sync of bucket {bucket.index} failed ({type(error).__name__}: {error}); "
-                f"its parameters: {shown}{f' and {more} more' if more > 0 else ''}"
+                f"its parameters: {list_some(bucket.names, _NAMES_IN_MESSAGE)}"
             ) from error
 
     def _sync(self, bucket: Bucket) -> None:
         bytes_before = self._channel.bytes_sent
+        self._under_way.add(bucket.index)
         bucket.sync.start()
         _run(self._rounds(bucket), bucket.sync)
+        self._under_way.remove(bucket.index)
         bucket.sync.end(self._channel.bytes_sent - bytes_before)
 
     def _rounds(self, bucket: Bucket) -> Rounds:

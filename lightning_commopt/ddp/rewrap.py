@@ -13,12 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.torch import stop_reducing
 from lightning_commopt.compressors.base import as_real
-from lightning_commopt.ddp.buckets import synced_parameters
-
-
-def gradient_bytes(model: DistributedDataParallel) -> int:
-    """Returns the size of all gradients that one backward synchronizes."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in synced_parameters(model))
 
 
 class Trainable:

@@ -127,8 +127,10 @@ def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compress
         its_compressor = _from_description(saved["compressor"], compressor)
         num_syncs = int(saved["num_syncs"])
         parts = saved["ranks"]
-        if len(parts) in (0, world_size):
-            return _from_plain(parts[rank], its_compressor, num_syncs) if parts else CommState(None, num_syncs)
+        if not parts:
+            return CommState(None, num_syncs, is_common=True)
+        if len(parts) == world_size:
+            return _from_plain(parts[rank], its_compressor, num_syncs)
         mean: dict[str, Tensor] = {}
         for part in parts:
             for name, residual in _from_plain(part, its_compressor, num_syncs).all_residuals().items():

@@ -16,12 +16,11 @@ import torch
 from lightning_commopt.doctor import adapters
 from lightning_commopt.doctor.adapters import Port
 from lightning_commopt.doctor.places import Place
+from lightning_commopt.findings import Finding
 from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
-from lightning_commopt.links.topology.findings import Finding as TopologyFinding
 from lightning_commopt.links.topology.findings import find_all
 from lightning_commopt.links.topology.machine import TopologyError
 from lightning_commopt.links.topology.sources import read_machine
-from lightning_commopt.runs.advisories import warnings as advisories
 from lightning_commopt.runs.info import nccl_version, versions
 
 _VARIABLES = re.compile(r"(NCCL|TORCH_NCCL|GLOO|OMP|MKL)_")
@@ -55,7 +54,6 @@ class Facts:
         topology: what ``commopt topo`` finds here.
         no_topology: why it cannot look; None where it could.
         environment: variables of NCCL, gloo and OpenMP.
-        advisories: published faults of installed packages.
     """
 
     rank: int = 0
@@ -78,10 +76,9 @@ class Facts:
     interfaces: list[Interface] = field(default_factory=list)
     gloo_interface: Interface | None = None
     nccl_interface: Interface | None = None
-    topology: list[TopologyFinding] = field(default_factory=list)
+    topology: list[Finding] = field(default_factory=list)
     no_topology: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    advisories: list[str] = field(default_factory=list)
 
 
 def collect_facts(
@@ -122,7 +119,6 @@ def collect_facts(
         topology=topology,
         no_topology=no_topology,
         environment={name: value for name, value in environment.items() if _VARIABLES.match(name)},
-        advisories=advisories(),
     )
 
 
@@ -131,13 +127,13 @@ def facts_from_plain(plain: Mapping[str, Any]) -> Facts:
     known = {each.name: plain[each.name] for each in fields(Facts) if each.name in plain}
     known["ports"] = [Port(**port) for port in known.get("ports", [])]
     known["interfaces"] = [Interface(*each) for each in known.get("interfaces", [])]
-    known["topology"] = [TopologyFinding(*each) for each in known.get("topology", [])]
+    known["topology"] = [Finding.from_plain(each) for each in known.get("topology", [])]
     for name in ("gloo_interface", "nccl_interface"):
         known[name] = Interface(*known[name]) if known.get(name) else None
     return Facts(**known)
 
 
-def _topology(place: Place | None) -> tuple[list[TopologyFinding], str | None]:
+def _topology(place: Place | None) -> tuple[list[Finding], str | None]:
     if place is not None and place.local_rank != 0:
         return [], "the host's first rank looks"
     try:

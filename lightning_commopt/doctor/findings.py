@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lightning_commopt.doctor.adapter_findings import find_in_adapters
 from lightning_commopt.doctor.doors import ClosedDoor
 from lightning_commopt.doctor.facts import Facts
-from lightning_commopt.doctor.finding import Finding, Severity
-from lightning_commopt.doctor.interface_findings import find_wrong_interfaces
+from lightning_commopt.findings import Finding, Severity, worst_first
+from lightning_commopt.formatting import ranks_text
 from lightning_commopt.links.nccl_environment import find_mistakes, parse_version
 from lightning_commopt.links.nccl_variables import names_in_library
 
 _SMALL_SHARED_MEMORY_BYTES = 2**30
-_RANKS_IN_MESSAGE = 8
+_OF_ONE_HOST = ("docker", "lo", "virbr")
 _SHARED_INTERFACE = (
     "set GLOO_SOCKET_IFNAME to the interface between the hosts; TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
 )
@@ -35,16 +36,25 @@ def find(everybody: Sequence[Facts], closed: Sequence[ClosedDoor] = (), gloo_err
     """
     found: list[Finding] = list(_closed_doors(closed))
     if gloo_error is not None:
-        found.append(Finding("error", "all hosts", f"an all-reduce over gloo fails: {gloo_error}", _SHARED_INTERFACE))
+        what = f"an all-reduce over gloo fails: {gloo_error}"
+        found.append(Finding(severity="error", where="all hosts", what=what, advice=_SHARED_INTERFACE))
     hosts = list({facts.host: facts for facts in reversed(everybody)}.values())[::-1]
     for facts in hosts:
-        found += _of_host(facts)
-        if len(hosts) > 1:
-            found += find_wrong_interfaces(facts)
-        found += find_in_adapters(facts)
-        found += _of_topology(facts)
+        of_host = [*_of_host(facts), *(find_wrong_interfaces(facts) if len(hosts) > 1 else ())]
+        of_host += [*find_in_adapters(facts), *_of_topology(facts)]
+        found += [replace(each, where=facts.host) for each in of_host]
     found += _differences(everybody)
-    return sorted(dict.fromkeys(found), key=lambda finding: finding.severity)
+    return worst_first(found)
+
+
+def error(what: str, advice: str) -> Finding:
+    """Returns a finding that keeps training from running."""
+    return Finding(severity="error", what=what, advice=advice)
+
+
+def warning(what: str, advice: str) -> Finding:
+    """Returns a finding that may do so, or costs time."""
+    return Finding(severity="warning", what=what, advice=advice)
 
 
 def _closed_doors(closed: Sequence[ClosedDoor]) -> Iterator[Finding]:
@@ -57,50 +67,108 @@ def _closed_doors(closed: Sequence[ClosedDoor]) -> Iterator[Finding]:
             f" {each.reason}"
             for each in doors
         )
-        yield Finding("error", one, f"cannot reach {other} at {shown}", _OPEN_PORTS)
+        yield Finding(severity="error", where=one, what=f"cannot reach {other} at {shown}", advice=_OPEN_PORTS)
 
 
 def _of_topology(facts: Facts) -> Iterator[Finding]:
     """Passes on what ``commopt topo`` finds."""
     for each in facts.topology:
         if each.severity != "note":
-            severity: Severity = "error" if each.severity == "error" else "warning"
-            yield Finding(severity, facts.host, each.what, f"{each.advice}; commopt topo shows all")
+            yield replace(each, advice=f"{each.advice}; commopt topo shows all")
 
 
 def _of_host(facts: Facts) -> Iterator[Finding]:
     yield from _packages_and_variables(facts)
     if facts.has_gpu_driver and not facts.gpus:
-        yield Finding(
-            "error",
-            facts.host,
+        yield error(
             f"NVIDIA's driver is loaded, but torch {facts.versions.get('torch')} finds no CUDA device",
             "install a torch that is built for CUDA and for this driver; check CUDA_VISIBLE_DEVICES",
         )
     if facts.shared_memory_bytes is not None and facts.shared_memory_bytes < _SMALL_SHARED_MEMORY_BYTES:
-        yield Finding(
-            "warning",
-            facts.host,
+        yield warning(
             f"/dev/shm has {facts.shared_memory_bytes / 2**20:.0f} MiB: NCCL and the workers of dataloaders need more",
             "docker run --ipc=host, or --shm-size=8g; in Kubernetes a memory volume at /dev/shm",
         )
     num_threads = facts.num_threads * facts.ranks_per_node
     if facts.ranks_per_node > 1 and num_threads > facts.num_cores:
-        yield Finding(
-            "warning",
-            facts.host,
+        yield warning(
             f"{facts.ranks_per_node} ranks with {facts.num_threads} threads each share {facts.num_cores} cores",
             f"OMP_NUM_THREADS={max(1, facts.num_cores // facts.ranks_per_node)}",
         )
 
 
 def _packages_and_variables(facts: Facts) -> Iterator[Finding]:
-    for advisory in facts.advisories:
-        yield Finding("error", facts.host, advisory, "change the version")
     version = parse_version(facts.versions["nccl"]) if "nccl" in facts.versions else None
     if find_mistakes(facts.environment, version=version):
-        for mistake in find_mistakes(facts.environment, version=version, known=names_in_library()):
-            yield Finding("error", facts.host, mistake.message, f"correct or unset {mistake.name}")
+        yield from find_mistakes(facts.environment, version=version, known=names_in_library())
+
+
+def find_wrong_interfaces(facts: Facts) -> Iterator[Finding]:
+    """Finds interfaces that other hosts cannot reach, or that are not there."""
+    there = ", ".join(f"{each.name} {each.address}" for each in facts.interfaces) or "none"
+    named = facts.environment.get("GLOO_SOCKET_IFNAME")
+    if named and facts.gloo_interface is None:
+        yield error(
+            f"GLOO_SOCKET_IFNAME={named}, and there is no such interface with an address; there are: {there}",
+            "set it to the interface between the hosts",
+        )
+    elif not named and (facts.address is None or ipaddress.ip_address(facts.address).is_loopback):
+        yield error(
+            f"the host's name resolves to {facts.address or 'nothing'}, which other hosts cannot reach",
+            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the hosts, or mend /etc/hosts",
+        )
+    named = facts.environment.get("NCCL_SOCKET_IFNAME")
+    if named and facts.nccl_interface is None:
+        yield error(
+            f"NCCL_SOCKET_IFNAME={named} leaves no interface; there are: {there}",
+            "set it to the interface between the hosts, or to what it should leave out, such as ^docker,lo",
+        )
+    elif facts.gpus and facts.nccl_interface is not None and facts.nccl_interface.name.startswith(_OF_ONE_HOST):
+        yield error(
+            f"NCCL would take {facts.nccl_interface.name}, which other hosts cannot reach; there are: {there}",
+            "set NCCL_SOCKET_IFNAME to the interface between the hosts",
+        )
+
+
+def find_in_adapters(facts: Facts) -> Iterator[Finding]:
+    """Finds what keeps adapters from being used, or slows them down."""
+    for port in facts.ports:
+        if port.state != "ACTIVE":
+            yield warning(
+                f"port {port.name} is {port.state}",
+                "check the cable and the subnet manager, or leave the port out with NCCL_IB_HCA",
+            )
+        if port.errors:
+            counts = ", ".join(f"{name} {count}" for name, count in port.errors.items())
+            yield warning(
+                f"port {port.name} has counted errors since it was reset: {counts}",
+                "look whether they grow while you train; if so, change the cable or the transceiver",
+            )
+    yield from _unequal_rates(facts)
+    if facts.ports and facts.max_locked_bytes is not None:
+        yield error(
+            f"a process may lock {facts.max_locked_bytes / 2**20:.0f} MiB of memory: InfiniBand needs more",
+            "ulimit -l unlimited; docker run --ulimit memlock=-1",
+        )
+    if facts.ports and facts.gpus and not facts.has_peer_memory and not facts.can_dma_buf:
+        yield warning(
+            "no GPUDirect RDMA: nvidia_peermem is not loaded, and DMA-BUF needs Linux 5.12 and NVIDIA's open modules",
+            "modprobe nvidia_peermem; commopt nccl-log shows whether NCCL uses GDRDMA",
+        )
+    if facts.environment.get("NCCL_COLLNET_ENABLE") == "1" and not facts.has_sharp_plugin:
+        yield warning(
+            "NCCL_COLLNET_ENABLE=1, and no libnccl-net.so, without which NCCL has no SHARP",
+            "put nccl-rdma-sharp-plugins (HPC-X) on LD_LIBRARY_PATH; 'CollNet' in NCCL's log shows that it is used",
+        )
+
+
+def _unequal_rates(facts: Facts) -> Iterator[Finding]:
+    rates = {port.name: port.rate for port in facts.ports if port.state == "ACTIVE" and port.rate}
+    if len(set(rates.values())) > 1:
+        yield warning(
+            f"ports run at different rates: {', '.join(f'{name} {rate}' for name, rate in rates.items())}",
+            "check cables and switch ports; if the slow ones are for storage, leave them out with NCCL_IB_HCA",
+        )
 
 
 def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
@@ -136,11 +204,6 @@ def _different(
     for facts, value in zip(everybody, values, strict=True):
         ranks[value].append(facts.rank)
     if len(ranks) > 1:
-        shown = [f"{'none' if value in (None, '') else value} on {_ranks(those)}" for value, those in ranks.items()]
+        shown = [f"{'none' if value in (None, '') else value} on {ranks_text(those)}" for value, those in ranks.items()]
         message = f"{what} differs: {', '.join(shown)}"
-        yield Finding(severity, "all hosts", message, "make it the same everywhere")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_RANKS_IN_MESSAGE])) + (" ..." if len(ranks) > _RANKS_IN_MESSAGE else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+        yield Finding(severity=severity, where="all hosts", what=message, advice="make it the same everywhere")

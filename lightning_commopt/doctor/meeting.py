@@ -16,13 +16,14 @@ import torch.distributed as dist
 from lightning_commopt.doctor.doors import ClosedDoor, Door, find_closed, open_doors
 from lightning_commopt.doctor.facts import Facts, facts_from_plain
 from lightning_commopt.doctor.places import Place
+from lightning_commopt.formatting import list_some
 from lightning_commopt.launch.ports import try_port
 
 _RETRY_S = 0.2
 _POLL_S = 0.05
 _CONNECT_S = 5.0
 _GRACE_S = 5.0  # in which rank 0's message reaches the others
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 
 
 class MeetingError(RuntimeError):
@@ -167,10 +168,9 @@ class _Talk:
 
     def _absence(self) -> str:
         place = self._place
-        names = [place.name_of(rank) for rank in self._absent[:_MOST_NAMES]]
-        more = f" and {len(self._absent) - _MOST_NAMES} more" if len(self._absent) > _MOST_NAMES else ""
+        names = list_some([place.name_of(rank) for rank in self._absent], _MAX_NAMES)
         return (
-            f"{', '.join(names)}{more} did not come to {place.address}:{place.port} within {self._limit_s:g} s:"
+            f"{names} did not come to {place.address}:{place.port} within {self._limit_s:g} s:"
             " is commopt doctor running there, with the same --hosts and --port? Its own message says whether it can"
             " reach this port"
         )

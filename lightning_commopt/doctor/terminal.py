@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.text import Text
 
-from lightning_commopt.doctor.adapter_findings import list_unchecked
+from lightning_commopt import findings
 from lightning_commopt.doctor.facts import Facts
-from lightning_commopt.doctor.finding import Finding
+from lightning_commopt.formatting import list_some
 from lightning_commopt.terminal import print_text
 
 _HOSTS_SHOWN = 8
 
 
-def print_findings(found: Sequence[Finding], everybody: Sequence[Facts], console: Console) -> None:
+def print_findings(found: Sequence[findings.Finding], everybody: Sequence[Facts], console: Console) -> None:
     """Prints findings with what to do, the worst first, and then what was not looked at."""
     hosts = list(dict.fromkeys(facts.host for facts in everybody))
     console.print(f"{len(everybody)} rank(s) on {len(hosts)} host(s)", highlight=False)
     if len(hosts) > 1:
         _print_interfaces(everybody, console)
     if found:
-        _print_list(found, console)
+        is_broken = found[0].severity == "error"
+        console.print("Fix this first:" if is_broken else "Nothing must be fixed. It may be worth it:")
+        findings.print_findings(found, console)
     else:
         console.print("Nothing is wrong as far as can be seen before a run.")
     for each in list_unchecked(everybody):
@@ -37,15 +38,24 @@ def _print_interfaces(everybody: Sequence[Facts], console: Console) -> None:
         text = ", ".join(f"{user} would take {'none' if each is None else each.name}" for user, each in taken.items())
         alike.setdefault(text, []).insert(0, facts.host)
     for text, hosts in alike.items():
-        more = f" and {len(hosts) - _HOSTS_SHOWN} more" if len(hosts) > _HOSTS_SHOWN else ""
-        line = f"{', '.join(hosts[:_HOSTS_SHOWN])}{more}: {text}"
-        print_text(line, console)
+        print_text(f"{list_some(hosts, _HOSTS_SHOWN)}: {text}", console)
 
 
-def _print_list(found: Sequence[Finding], console: Console) -> None:
-    console.print("Fix this first:" if found[0].severity == "error" else "Nothing must be fixed. It may be worth it:")
-    for number, each in enumerate(found, start=1):
-        style = "red" if each.severity == "error" else "yellow"
-        line = Text.assemble(f"{number}. ", (each.severity, style), f" {each.where}: {each.message}")
-        print_text(line, console)
-        print_text(f"   {each.remedy}", console)
+def list_unchecked(everybody: Sequence[Facts]) -> list[str]:
+    """Returns what was not looked at, and why."""
+    hosts = {facts.host: facts for facts in reversed(everybody)}
+    found = []
+    if len(hosts) == 1:
+        found.append("connections to other hosts: torchrun, srun or --hosts a,b on each host")
+    if without := _names(facts for facts in hosts.values() if facts.no_topology is not None):
+        found.append(f"links between GPUs: no GPU on {without}")
+    if without := _names(facts for facts in hosts.values() if not facts.ports):
+        found.append(f"InfiniBand, RoCE and GPUDirect RDMA: no adapter in /sys/class/infiniband of {without}")
+    elif not any(facts.environment.get("NCCL_COLLNET_ENABLE") == "1" for facts in everybody):
+        found.append("SHARP: NCCL_COLLNET_ENABLE is not 1")
+    return found
+
+
+def _names(some: Iterator[Facts]) -> str:
+    names = [facts.host for facts in some][::-1]
+    return list_some(names)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from difflib import SequenceMatcher, get_close_matches
-from typing import NamedTuple
 
+from lightning_commopt.findings import Finding
 from lightning_commopt.links.nccl_variables import PREFIX, Variable, nccl_variables
 
 # torch renamed its own; the old names still work, with a warning, or not at all.
@@ -34,21 +34,9 @@ _OF_OTHERS = re.compile(
 _NEAR = 0.8
 
 
-class Mistake(NamedTuple):
-    """A variable that does not do what its user expects.
-
-    Attributes:
-        name: of the variable.
-        message: what is wrong, and what is right.
-    """
-
-    name: str
-    message: str
-
-
 def find_mistakes(
     environment: Mapping[str, str], *, version: tuple[int, ...] | None = None, known: Collection[str] = ()
-) -> list[Mistake]:
+) -> list[Finding]:
     """Looks for misspelt, obsolete and never-existing variables of NCCL, and for values that it does not take.
 
     Args:
@@ -59,12 +47,11 @@ def find_mistakes(
     Returns:
         The mistakes, by name; empty where there are none.
     """
-    found = []
-    for name, value in sorted(environment.items()):
-        message = _message(name, value, version, known)
-        if message is not None:
-            found.append(Mistake(name, message))
-    return found
+    return [
+        Finding(severity="error", what=message, advice=f"correct or unset {name}")
+        for name, value in sorted(environment.items())
+        if (message := _message(name, value, version, known)) is not None
+    ]
 
 
 def _message(name: str, value: str, version: tuple[int, ...] | None, known: Collection[str]) -> str | None:

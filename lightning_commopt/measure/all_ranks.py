@@ -38,7 +38,7 @@ class AllRanks:
         """
         assert self.is_free
         matrix = torch.full(self._shape, torch.nan, dtype=torch.float64, device="cpu")
-        matrix[: len(rows)] = rows
+        matrix[: len(rows)] = rows.reshape(-1, self._shape[1])
         if self._group is None:
             self._gathered = [matrix]
             return

@@ -67,13 +67,18 @@ def speedup_limit(setting: Setting, baseline: Setting) -> float | None:
     The run of the baseline that waited most counts. None where the two differ in more than the plan, or the exposed
     communication of the baseline is not known.
     """
-    names = setting.values.keys() | baseline.values.keys()
-    varied = [name for name in names if setting.values.get(name) != baseline.values.get(name)]
     shares = [share for run in baseline.runs if (share := exposed_share_of(run.record)) is not None]
     is_known = baseline.exposed_share is not None and setting.world_size == baseline.world_size > 1
-    if not is_known or not shares or not all(map(is_of_plan, varied)):
+    if not is_known or not shares or not differ_in_plan(setting, baseline):
         return None
     return 1 / (1 - max(shares)) if max(shares) < 1 else math.inf
+
+
+def differ_in_plan(setting: Setting, other: Setting) -> bool:
+    """Returns whether two settings differ in nothing but the plan and the number of ranks."""
+    options = setting.plan_options | other.plan_options
+    names = setting.values.keys() | other.values.keys()
+    return all(is_of_plan(name, options) for name in names if setting.values.get(name) != other.values.get(name))
 
 
 def without_ranks(values: Mapping[str, str]) -> dict[str, str]:

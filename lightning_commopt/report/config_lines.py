@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -45,7 +45,7 @@ def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
     lines += yaml.safe_dump(nodes, sort_keys=False, width=1000).splitlines() if nodes else []
     if run.record.plan is not None:
         is_code = {"comm_hook"} if _has_own_compressor(run) else set()
-        options = run.record.plan.items()
+        options = _nested(run, "plan.", run.record.plan).items()
         arguments = ", ".join(f"{name}={value if name in is_code else repr(value)}" for name, value in options)
         lines.append(f"# in Python: CommOptDDP({arguments})")
     return tuple(lines)
@@ -53,7 +53,7 @@ def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
 
 def _has_own_compressor(run: Run) -> bool:
     """Returns whether the run's compressor is of a class without a name: it is recorded by its repr."""
-    return isinstance((run.record.plan or {}).get("comm_hook"), str)
+    return "plan.comm_hook" in run.settings
 
 
 def _is_value(name: str, run: Run) -> bool:
@@ -64,15 +64,18 @@ def _is_value(name: str, run: Run) -> bool:
 
 def _strategy(run: Run) -> dict[str, Any]:
     if run.record.plan is not None:
-        return {"_target_": _TARGET, **run.record.plan}
-    for place in ("strategy", "trainer.strategy"):
-        strategy: dict[str, Any] = {}
-        for name, value in run.settings.items():
-            if name.startswith(f"{place}.") and value is not None:
-                _put(strategy, name.removeprefix(f"{place}."), value)
-        if strategy:
-            return strategy
-    return {}
+        return {"_target_": _TARGET, **_nested(run, "plan.", run.record.plan)}
+    known = [name for name, value in run.settings.items() if value is not None]
+    return next(filter(None, (_nested(run, place, known) for place in _OF_STRATEGY)), {})
+
+
+def _nested(run: Run, prefix: str, names: Iterable[str]) -> dict[str, Any]:
+    """Returns those of some settings that begin with a prefix, without it and as nodes in nodes."""
+    nodes: dict[str, Any] = {}
+    for name in names:
+        if name.startswith(prefix):
+            _put(nodes, name.removeprefix(prefix), run.settings[name])
+    return nodes
 
 
 def _put(nodes: dict[str, Any], name: str, value: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Literal
 
 from lightning_commopt.formatting import number, short_percent
 from lightning_commopt.report.answer_texts import LOSSES
+from lightning_commopt.report.baseline import differ_in_plan
 from lightning_commopt.report.model import Setting
-from lightning_commopt.report.names import is_of_plan
 from lightning_commopt.runs.metric_names import how_to_name_loss
 
 LossVerdict = Literal["worse", "fine", "unknown"]
@@ -23,13 +23,8 @@ def is_lossless(setting: Setting, baseline: Setting) -> bool:
     That is where it has a `CommPlan` whose compressor changes no gradients, and differs from the baseline in nothing
     but the plan and the number of ranks. Of precision, batch size and others' hooks nothing is known.
     """
-    names = setting.values.keys() | baseline.values.keys()
-    varied = [name for name in names if setting.values.get(name) != baseline.values.get(name)]
-    return (
-        all(map(is_of_plan, varied))
-        and not setting.is_lossy
-        and all(run.record.plan is not None for run in setting.runs)
-    )
+    has_plan = all(run.record.plan is not None for run in setting.runs)
+    return has_plan and not setting.is_lossy and differ_in_plan(setting, baseline)
 
 
 def loss_verdict(setting: Setting, baseline: Setting) -> LossVerdict:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from lightning_commopt.measure.median import CONFIDENCE, median_of
 from lightning_commopt.report.model import Difference, Interval
 
-CONFIDENCE = 0.95
 _NUM_RESAMPLES = 9999
 _ROUNDING = 1e-12
 
 MIN_VALUES_OF_AN_INTERVAL = 6
-"""With fewer values the percentile interval of a median is their range, and covers less than it should."""
+"""With fewer values the interval of a median is their range, and covers less than it should."""
 
 
 class Comparison(NamedTuple):
@@ -31,22 +30,21 @@ class Comparison(NamedTuple):
 
 
 def median_interval(values: Sequence[float]) -> Interval | None:
-    """Returns the median and its bootstrap interval.
+    """Returns the median and its interval.
 
     Args:
         values: one for each repetition; those that are not finite are left out.
 
     Returns:
-        The percentile interval of 95 %, always the same for the same values. None without a value; without ends for a
-        single one. For two to five values it is their range.
+        See `median_of`. None without a value; without ends for a single one.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None
     if len(finite) == 1:
         return Interval(median=finite[0], low=None, high=None, num_values=1)
-    low, high = _interval_of_median(finite)
-    return Interval(median=statistics.median(finite), low=low, high=high, num_values=len(finite))
+    median, low, high = median_of(finite)
+    return Interval(median=median, low=low, high=high, num_values=len(finite))
 
 
 def compare(values: Sequence[float], baseline: Sequence[float], *, is_paired: bool) -> Comparison:
@@ -75,10 +73,13 @@ def compare(values: Sequence[float], baseline: Sequence[float], *, is_paired: bo
         raise ValueError(f"pairs must be of one length, got {len(ours)} and {len(theirs)}")
     num_values = min(len(ours), len(theirs))
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)] if is_paired else []
-    median = statistics.median(ratios) if is_paired else statistics.median(ours) / statistics.median(theirs)
+    if is_paired:
+        median, low, high = median_of(ratios)
+    else:
+        median = statistics.median(ours) / statistics.median(theirs)
+        low, high = _bootstrap_ratio(ours, theirs) if num_values > 1 else (median, median)
     if num_values == 1:
         return Comparison(Interval(median=median, low=None, high=None, num_values=1), "unknown")
-    low, high = _interval_of_median(ratios) if is_paired else _bootstrap((ours, theirs), _ratio_of_medians)
     ratio = Interval(median=median, low=low, high=high, num_values=num_values)
     if low <= 1 <= high:
         return Comparison(ratio, "no difference")
@@ -87,30 +88,21 @@ def compare(values: Sequence[float], baseline: Sequence[float], *, is_paired: bo
     return Comparison(ratio, "faster" if median > 1 else "slower")
 
 
-def _interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the bootstrap interval of a median; that of few values is their range, without drawing any."""
-    if len(values) < MIN_VALUES_OF_AN_INTERVAL:
-        return min(values), max(values)
-    return _bootstrap((values,), lambda draws, axis=-1: _numpy().median(draws, axis=axis))
-
-
-def _bootstrap(samples: tuple[Sequence[float], ...], statistic: Callable[..., Any]) -> tuple[float, float]:
+def _bootstrap_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """Returns the percentile interval of the ratio of two medians, always the same for the same values."""
+    import numpy
     import scipy.stats
 
     result = scipy.stats.bootstrap(
-        tuple(map(_numpy().array, samples)),
-        statistic,
+        (numpy.array(ours), numpy.array(theirs)),
+        lambda one, other, axis: numpy.median(one, axis=axis) / numpy.median(other, axis=axis),
         vectorized=True,
         n_resamples=_NUM_RESAMPLES,
         confidence_level=CONFIDENCE,
         method="percentile",
-        rng=_numpy().random.default_rng(0),
+        rng=numpy.random.default_rng(0),
     )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
-
-
-def _ratio_of_medians(ours: Any, theirs: Any, axis: int = -1) -> Any:
-    return _numpy().median(ours, axis=axis) / _numpy().median(theirs, axis=axis)
 
 
 def _t_test_sees_a_difference(ours: Sequence[float], theirs: Sequence[float], is_paired: bool) -> bool:
@@ -125,9 +117,3 @@ def _t_test_sees_a_difference(ours: Sequence[float], theirs: Sequence[float], is
         return abs(means[0] - (means[1] if len(means) > 1 else 0)) >= _ROUNDING
     test = scipy.stats.ttest_1samp(samples[0], 0) if is_paired else scipy.stats.ttest_ind(*samples, equal_var=False)
     return bool(test.pvalue < 1 - CONFIDENCE)
-
-
-def _numpy() -> ModuleType:
-    import numpy
-
-    return numpy

@@ -54,7 +54,7 @@ class Interval:
 
     Attributes:
         median: over repetitions.
-        low: lower end of the bootstrap 95 % interval of the median, which is the range of less than six values; None
+        low: lower end of the 95 % interval of the median, which is the range of less than six values; None
             with a single one, and for what others are divided by.
         high: upper end; None as well.
         num_values: repetitions.
@@ -123,10 +123,10 @@ class Setting:
     runs: tuple[Run, ...]
     samples_per_s: Interval | None
     steps_per_s: Interval | None
-    speedup: Interval | None
-    difference: Difference | None
-    speedup_limit: float | None
-    efficiency: float | None
+    speedup: Interval | None = None
+    difference: Difference | None = None
+    speedup_limit: float | None = None
+    efficiency: float | None = None
     step_s: Interval | None
     comm_s: Interval | None
     exposed_s: Interval | None
@@ -138,6 +138,12 @@ class Setting:
     published: tuple[Published, ...] = ()
     is_lossy: bool = False
     num_diverged: int = 0
+
+    @property
+    def plan_options(self) -> frozenset[str]:
+        """Options of a `CommPlan` that the runs have set."""
+        names = (name.split(".") for name in self.runs[0].settings)
+        return frozenset(parts[1] for parts in names if parts[0] == "plan" and len(parts) > 1)
 
     @property
     def is_beyond_limit(self) -> bool:

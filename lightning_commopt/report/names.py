@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 OFF = ("null", "none", "false", "")
@@ -13,14 +13,7 @@ _RANKS = ("ranks", "trainer.devices", "world_size")
 _COMM_HOOK = ("strategy/comm_hook", "commopt", "strategy.comm_hook", "strategy.comm_hook.name", "plan")
 _PREFIXES = ("trainer.strategy.comm_hook.", "strategy.comm_hook.", "comm_hook.", "trainer.strategy.", "strategy.")
 
-PLAN_OPTIONS = (
-    *("static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "find_unused_parameters", "comm_hook"),
-    *("broadcast_buffers", "forward_sync_buffers", "init_sync", "skip_all_reduce_unused_params"),
-    *("batched_grad_copy", "lazy_bucket_allocation"),
-)
-"""Of a `CommPlan`, which cannot be asked for them here: it imports torch."""
-
-_OF_PLAN = ("ranks", "variant", "method", *PLAN_OPTIONS)
+_OF_PLAN = ("ranks", "variant", "method", "comm_hook")
 
 _SPELLED = {
     "none": "uncompressed",
@@ -58,10 +51,15 @@ def is_ranks(name: str) -> bool:
     return canonical(name) == "ranks"
 
 
-def is_of_plan(name: str) -> bool:
-    """Returns whether an override says how gradients travel, or between how many ranks, and nothing else."""
+def is_of_plan(name: str, plan_options: Collection[str]) -> bool:
+    """Returns whether an override says how gradients travel, or between how many ranks, and nothing else.
+
+    Args:
+        name: of the override.
+        plan_options: that the plans in question have set.
+    """
     is_of_hook = "comm_hook." in name and "ddp_comm_hook" not in name
-    return is_of_hook or canonical(name) in _OF_PLAN
+    return is_of_hook or canonical(name) in (*_OF_PLAN, *plan_options)
 
 
 def display_name(value: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning_commopt.formatting import list_some
 from lightning_commopt.measure.files import FOLDER, notices, read_run
 from lightning_commopt.report.model import Run
 from lightning_commopt.runs.files import EARLIER_FOLDER, LOSS_FILE, RUN_FILE, SUMMARY_FILE
@@ -17,7 +18,6 @@ from lightning_commopt.runs.losses import LossPoint, read_losses
 from lightning_commopt.runs.record import RunRecord
 
 _MAX_DEPTH = 6
-_MAX_NAMES = 4
 _MAX_STEPS_BYTES = 200_000_000  # five times as much in memory, for seconds; of a run, and of all that are checked
 
 
@@ -85,7 +85,7 @@ class _Reader:
 
     def all_problems(self) -> list[str]:
         """Returns a line for everything that is wrong, at last for what runs lack, with their names."""
-        return [*self.problems, *(f"{what}: {_join_names(names)}" for what, names in self.lacking.items())]
+        return [*self.problems, *(f"{what}: {list_some(names)}" for what, names in self.lacking.items())]
 
     def _read_run(self, folder: Path, root: Path, name: str) -> None:
         try:
@@ -186,12 +186,6 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     """Sorts "2" before "10"."""
     parts = re.split(r"(\d+)", name)
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part]
-
-
-def _join_names(names: Sequence[str]) -> str:
-    if len(names) <= _MAX_NAMES:
-        return ", ".join(names)
-    return f"{', '.join(names[: _MAX_NAMES - 1])} and {len(names) - _MAX_NAMES + 1} more"
 
 
 def _in_a_line(error: Exception, folder: Path) -> str:

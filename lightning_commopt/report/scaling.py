@@ -88,7 +88,7 @@ def _without_plan(setting: Setting) -> dict[str, str]:
     return {
         name: value
         for name, value in values.items()
-        if not is_of_plan(name) and not name.startswith(("strategy", "trainer.strategy"))
+        if not is_of_plan(name, setting.plan_options) and not name.startswith(("strategy", "trainer.strategy"))
     }
 
 

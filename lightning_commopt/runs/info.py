@@ -2,7 +2,9 @@
 
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from lightning_commopt.compressors import compressor_names
 from lightning_commopt.kernels import c_library
 from lightning_commopt.kernels.dispatch import has_triton
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
-from lightning_commopt.runs import advisories
 
 _DISTRIBUTIONS = {
     "lightning_commopt": "lightning-commopt",
@@ -70,7 +71,6 @@ class Info:
         comm_hooks: the names that ``comm_hook`` takes.
         kernels: by kind of device, what the arithmetic of compressors is in: "c" on CPU, where there is a compiler,
             "triton" on CUDA, where that is installed, else "torch".
-        warnings: a line for each published fault of an installed package.
     """
 
     versions: dict[str, str]
@@ -81,7 +81,6 @@ class Info:
     ddp_options: list[DDPOption]
     comm_hooks: list[str]
     kernels: dict[str, str]
-    warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything in types that JSON has."""
@@ -106,7 +105,6 @@ def collect() -> Info:
         ],
         comm_hooks=compressor_names(),
         kernels=kernels(),
-        warnings=advisories.warnings(),
     )
 
 
@@ -116,8 +114,10 @@ def versions() -> dict[str, str]:
     >>> list(versions())
     ['python', 'lightning_commopt', 'torch', 'lightning', 'pytorch_lightning', 'hydra']
     """
-    found = {name: advisories.installed_version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
-    installed = {name: version for name, version in found.items() if version is not None}
+    installed = {}
+    for name, distribution in _DISTRIBUTIONS.items():
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(distribution)
     # torch's own string has the build in it, as in 2.6.0+cpu; the metadata of some builds lacks that.
     return {"python": platform.python_version(), **installed, "torch": str(torch.__version__)}
 

@@ -11,14 +11,12 @@ _KERNELS = {"c": "C", "triton": "Triton", "torch": "plain torch"}
 
 
 def print_info(found: Info, console: Console) -> None:
-    """Prints tables of versions, devices, backends and DDP options, and what else there is to say."""
+    """Prints tables of versions, devices, backends and DDP options, comm hooks and kernels."""
     for table in (_versions_table(found), _devices_table(found), _backends_table(found), _options_table(found)):
         console.print(table)
     console.print(f"comm_hook: {', '.join(found.comm_hooks)}", highlight=False)
     shown = ", ".join(f"{_KERNELS[name]} on {kind.upper()}" for kind, name in found.kernels.items())
     console.print(f"kernels of compressors: {shown}", highlight=False)
-    for warning in found.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _versions_table(found: Info) -> TextTable:

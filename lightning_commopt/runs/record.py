@@ -11,6 +11,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_commopt.runs.files import RUN_FILE
+from lightning_commopt.runs.settings import flat
 
 Status = Literal["running", "finished", "failed"]
 
@@ -24,13 +25,13 @@ class RunRecord:
         sync_method: what averages the gradients: the name of the compressor, "none" for DDP itself, or the class of
             another strategy.
         plan_name: the plan in few words, with all that differs from the defaults.
-        settings: everything that was configured, resolved: dotted names to values; the options of the `CommPlan`, if
+        settings: everything that was configured, resolved: dotted names to values; all options of the `CommPlan`, if
             there is one, begin with ``plan.``.
         overrides: what the user set on Hydra's command line, as it was written.
         chosen: for each override, the name in `settings` of what it set.
         strategy: class of the Lightning strategy.
         device: that rank 0 trained on: the GPU's name, or "cpu".
-        plan: the options of the `CommPlan`, if the strategy has one, without those that have their defaults.
+        plan: names in `settings` of the options of the `CommPlan` that differ from their defaults; None without a plan.
         is_lossy: the compressor of the plan changes gradients; None where there is no plan.
         world_size: number of ranks that trained.
         started_at: local time with its offset, ISO 8601.
@@ -39,7 +40,6 @@ class RunRecord:
         samples_per_s: over all ranks.
         num_timed_steps: how many steps the two are taken from.
         wire_bytes_per_step: payload that one rank hands to collectives for its gradients.
-        exposed_share: share of a step that communication takes and nothing hides, 0 to 1.
         comm_time: the summary of `CommTimeMonitor`, by its names; empty where there was none.
         peak_memory_bytes: of the rank that needed most: on a GPU what was allocated, else what the process held.
         num_parameters: of the model.
@@ -61,7 +61,7 @@ class RunRecord:
     chosen: tuple[str, ...] = ()
     strategy: str | None = None
     device: str | None = None
-    plan: dict[str, Any] | None = None
+    plan: tuple[str, ...] | None = None
     is_lossy: bool | None = None
     world_size: int | None = None
     started_at: str | None = None
@@ -70,7 +70,6 @@ class RunRecord:
     samples_per_s: float | None = None
     num_timed_steps: int | None = None
     wire_bytes_per_step: float | None = None
-    exposed_share: float | None = None
     comm_time: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: float | None = None
     num_parameters: int | None = None
@@ -82,6 +81,11 @@ class RunRecord:
     hardware: tuple[dict[str, Any], ...] = ()
     git: dict[str, Any] | None = None
     error: str | None = None
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Share of a step that communication takes and nothing hides, 0 to 1; None without `CommTimeMonitor`."""
+        return self.comm_time.get("exposed_share")
 
     def save(self, folder: Path) -> None:
         """Writes the record into the folder of its run, whole or not at all."""
@@ -99,6 +103,9 @@ class RunRecord:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or not {"status", "sync_method"} <= values.keys():
             raise ValueError(f"{path} is not the record of a run")
+        if isinstance(plan := values.get("plan"), dict):  # before the plan stood in the settings alone
+            options = flat(plan, "plan.")
+            values |= {"settings": options | values.get("settings", {}), "plan": list(options)}
         types = get_type_hints(cls)
         kept: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in types

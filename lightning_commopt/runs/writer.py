@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.runs.git_state import git_state
 from lightning_commopt.runs.metric_names import find_metric
 from lightning_commopt.runs.record import RunRecord
+
+_GIT_LIMIT_S = 5
 
 
 def new_record(
@@ -134,3 +136,20 @@ def fail_rank(folder: Path, error: BaseException, *, rank: int, seconds: float) 
     reason = f"{type(error).__name__}: {error}"
     with suppress(OSError):
         fail_record(folder, reason if rank == 0 else f"rank {rank}: {reason}", seconds=seconds)
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Returns the commit that is checked out and whether files differ from it; None outside of a repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return None if commit is None else {"commit": commit, "has_changes": bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()

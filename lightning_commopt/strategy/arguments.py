@@ -104,6 +104,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
         _optional(lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
         "a number of steps above 0 or None",
     ),
+    "watch": (lambda value: isinstance(value, bool), "true or false"),
     "save_comm_state": (lambda value: isinstance(value, bool), "true or false"),
 }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.collectives.groups import let_gloo_finish_at_exit
-from lightning_commopt.compat.lightning import MisconfigurationException
+from lightning_commopt.collectives.store import fresh_default_store, prepare_key_spaces
+from lightning_commopt.compat.lightning import MisconfigurationException, is_interactive
 from lightning_commopt.links.nccl_environment import find_mistakes
 from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.links.nccl_variables import names_in_library
 from lightning_commopt.plan import CommPlan, plan_options
 from lightning_commopt.validation import info, warn_once
+from lightning_commopt.watch.join_watch import watch_joining
 
 _Strategy = TypeVar("_Strategy")
 
@@ -41,16 +45,27 @@ def plan_of(strategy: object) -> CommPlan | None:
     return plan if isinstance(plan, CommPlan) else None
 
 
-def check_group(world_size: int, strategy: str) -> None:
-    """Refuses a process group that has more or fewer ranks than the strategy, and sees to a clean end of the process.
+@contextmanager
+def join_group(strategy: Any, backend: str | None, *, watch: bool) -> Generator[None, None, None]:
+    """Has a strategy make its process group within: one that fits it, of this attempt of the job alone.
 
     Args:
-        world_size: of the strategy.
-        strategy: its name.
+        strategy: Lightning's ``DDPStrategy``, of a Trainer or of Fabric.
+        backend: of the group; None for that of the device.
+        watch: report what the group waits for.
 
     Raises:
-        MisconfigurationException: the sizes differ.
+        MisconfigurationException: the group has more or fewer ranks than the strategy.
     """
+    with watch_joining(strategy, backend) if watch else nullcontext(), fresh_default_store():
+        yield
+    _check_group(strategy.world_size, type(strategy).__name__)
+    if strategy.world_size > 1 and dist.is_initialized():
+        prepare_key_spaces()
+    let_gloo_finish_at_exit()
+
+
+def _check_group(world_size: int, strategy: str) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() != world_size:
         raise MisconfigurationException(
             f"{strategy} was made for {world_size} processes, but the process group that exists has"
@@ -58,7 +73,36 @@ def check_group(world_size: int, strategy: str) -> None:
             " torch.distributed.destroy_process_group() and remove LOCAL_RANK and WORLD_SIZE from the environment"
             " after each run, or start every run in a process of its own (commopt-train does)."
         )
-    let_gloo_finish_at_exit()
+
+
+def check_start_method(launcher: Any) -> None:
+    """Refuses a launcher that cannot start processes from a notebook, before Lightning does and names its own DDP.
+
+    Raises:
+        MisconfigurationException: this is a notebook, and the launcher is none for it.
+    """
+    if is_interactive() and launcher is not None and not launcher.is_interactive_compatible:
+        raise MisconfigurationException(
+            "CommOptDDP cannot start its processes in a notebook or an interactive interpreter with this start_method:"
+            " use strategy='commopt_ddp_notebook' ('commopt_ddp_bf16_notebook', ...), CommOptDDP(start_method='fork',"
+            " ...), or a script."
+        )
+
+
+def warn_of_local_decisions(optimizers: Iterable[Any]) -> None:
+    """Warns of LBFGS where it decides by this rank's loss how often it calls its closure, which holds a backward."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS) and any(map(_looks_at_loss, optimizer.param_groups)):
+            warn_once(
+                "LBFGS decides by the loss, which differs between ranks, how often it evaluates its closure: a rank"
+                " that evaluates it once more waits for the others in gradient sync until the timeout. Use"
+                " LBFGS(line_search_fn=None, tolerance_change=0), which decides by the gradients only, or return a"
+                " loss of the same value on all ranks: mean + (loss - loss.detach()), with the all-reduced mean."
+            )
+
+
+def _looks_at_loss(group: Mapping[str, Any]) -> bool:
+    return group["line_search_fn"] is not None or group["tolerance_change"] > 0
 
 
 def prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch.device) -> None:
@@ -80,7 +124,7 @@ def prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch
     if find_mistakes(os.environ, version=version):
         # Only now, as it reads the whole library.
         for mistake in find_mistakes(os.environ, version=version, known=names_in_library()):
-            warn_once(f"NCCL: {mistake.message}")
+            warn_once(f"NCCL: {mistake.what}")
 
 
 def explain_one_rank(unused_hook: str | None) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_commopt.collectives.gather import all_come, gather_on_rank_0
+from lightning_commopt.collectives.gather import all_ranks_ready, gather_on_rank_0
 from lightning_commopt.collectives.groups import backends_of
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.base import as_real
@@ -22,6 +22,7 @@ from lightning_commopt.ddp.state import (
     to_checkpoint,
     to_plain,
 )
+from lightning_commopt.formatting import list_some
 from lightning_commopt.validation import info, warn
 
 _PATIENCE = timedelta(seconds=60)
@@ -51,7 +52,7 @@ def gather_state(
         return None if state is None else to_checkpoint(state.compressor, state.num_syncs, parts)
     position = None if is_in_batch else str(state.num_syncs)
     patience_s, timeout_s = min(_PATIENCE, timeout).total_seconds(), timeout.total_seconds()
-    if not dist.is_initialized() or not all_come(position, patience_s, timeout_s):
+    if not dist.is_initialized() or not all_ranks_ready(position, patience_s, timeout_s):
         warn(
             "A checkpoint is saved without the state of comm_hook: not all ranks came to save it between the same two"
             " batches."
@@ -71,7 +72,7 @@ def read_state(saved: Any, rank: int, world_size: int, compressor: Compressor | 
         compressor: the one in use now.
     """
     if saved is None:
-        return CommState()
+        return CommState(is_common=True)
     try:
         return from_checkpoint(saved, rank, world_size, compressor)
     except CheckpointError as error:
@@ -134,7 +135,7 @@ def _select_known(residuals: dict[str, Tensor], module: Module) -> dict[str, Ten
     shapes = {name: as_real(parameter).shape for name, parameter in module.named_parameters()}
     lost = [name for name, value in residuals.items() if shapes.get(name) != value.shape]
     if lost:
-        shown = ", ".join(lost[:_NAMES_IN_MESSAGE]) + (", ..." if len(lost) > _NAMES_IN_MESSAGE else "")
+        shown = list_some(lost, _NAMES_IN_MESSAGE)
         warn(
             f"comm_hook: residuals of {len(lost)} parameters in the checkpoint are dropped, as the model has none of"
             f" that name and shape: {shown}."

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_commopt.compat.lightning import MisconfigurationException, optimizer_is_toggled
-from lightning_commopt.compressors import Cast, Compressor, Layout
+from lightning_commopt.compressors import Cast, Compressor
 from lightning_commopt.ddp.rewrap import Trainable
-from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.plan import CommPlan, OptionError, plan_options
 from lightning_commopt.validation import warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
+_NAMES_IN_MESSAGE = 8
 _UNUSED_PARAMETERS = (
     "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
     " training_step. If that is intended (two optimizers that are toggled, for instance), use"
@@ -62,10 +65,30 @@ def check_plans_agree(plan: CommPlan) -> None:
     Raises:
         OptionError: they differ.
     """
-    plans: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(plans, repr(plan))
-    if len(set(plans)) > 1:
-        raise OptionError(f"apply_plan must get the same plan on all ranks, got {plans}")
+    plans: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(plans, {name: _describe(getattr(plan, name)) for name in plan_options()})
+    for name in plan_options():
+        first_ranks: dict[str, int] = {}
+        for rank, options in enumerate(plans):
+            first_ranks.setdefault(options[name], rank)
+        if len(first_ranks) > 1:
+            shown = ", ".join(f"{name}={value} on rank {rank}" for value, rank in first_ranks.items())
+            raise OptionError(f"apply_plan must get the same plan on all ranks, got {shown}")
+
+
+def _describe(value: Any) -> str:
+    """Returns type and settings as text, without addresses in memory: equal on all ranks for equal settings."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_describe(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_describe, value))}]"
+    fields = getattr(value, "__dict__", {})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
+    elif repr(value) != object.__repr__(value):
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    settings = ", ".join(f"{name}={_describe(item)}" for name, item in fields.items())
+    return f"{type(value).__qualname__}({settings})"
 
 
 def warn_of_fp16_under_scaler(comm_hook: Compressor) -> None:
@@ -81,12 +104,22 @@ def warn_of_fp16_under_scaler(comm_hook: Compressor) -> None:
 
 def warn_of_unused_residuals(comm_hook: Compressor) -> None:
     """Warns that error feedback and unused parameters do not go together without loss."""
-    layout = Layout((torch.Size([1]),), ((1,),), torch.float32)
-    if comm_hook.residual(layout, comm_hook.init(layout, torch.device("cpu"))) is not None:
+    if comm_hook.keeps_residual:
         warn(
             "find_unused_parameters=True with error feedback: part of a parameter's residual is lost in each step"
             " in which no rank uses that parameter."
         )
+
+
+def warn_of_lost_residuals(names: Sequence[str]) -> None:
+    """Warns of residuals that did not outlive a failure; each rank of its own."""
+    shown = ", ".join(names[:_NAMES_IN_MESSAGE])
+    more = len(names) - _NAMES_IN_MESSAGE
+    warn(
+        f"Rank {dist.get_rank()}: the last gradient sync of {shown}{f' and {more} more' if more > 0 else ''} did not"
+        " end, so their residuals are lost; those of other parameters are kept.",
+        on_every_rank=True,
+    )
 
 
 def warn_of_torchs_powersgd(ddp_comm_hook: Callable[..., Any] | None) -> None:

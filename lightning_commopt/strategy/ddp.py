@@ -15,12 +15,13 @@ from lightning_commopt.compat.lightning import MisconfigurationException, packag
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.lightning_launcher import forget_previous_job
 from lightning_commopt.links.nccl_options import NcclOptions
-from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.strategy.adapters import adapter_for
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
 from lightning_commopt.strategy.base import strategy_from_plan
-from lightning_commopt.strategy.gradient_sync import GradientSync, TorchHook
+from lightning_commopt.strategy.gradient_sync import GradientSync
+from lightning_commopt.strategy.torch_hook import TorchHook
 from lightning_commopt.strategy.trainer import GradientSyncStrategy
 
 
@@ -67,6 +68,9 @@ class CommOptStrategy(GradientSyncStrategy):
         nccl: settings of NCCL: the name of a profile ("debug", "pcie", "ethernet", "infiniband"), or a mapping such as
             ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. What the environment has counts first. No
             option of a plan.
+        watch: report which ranks a process group or an epoch waits for, compare the ranks' numbers of batches, and end
+            a rank that waits in vain; see ``docs/errors.md``. With False a fit behaves as with ``DDPStrategy``, and
+            ``uneven_batches`` has no effect. No option of a plan.
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
@@ -107,6 +111,7 @@ class CommOptStrategy(GradientSyncStrategy):
         save_comm_state: bool = True,
         uneven_batches: Literal["error", "drop", "pad", "allow"] = "error",
         nccl: str | dict[str, Any] | NcclOptions | None = None,
+        watch: bool = True,
         **kwargs: Any,
     ) -> None:
         plan, ddp_kwargs = plan_from_arguments(locals())
@@ -135,6 +140,11 @@ class CommOptStrategy(GradientSyncStrategy):
         self._save_comm_state = save_comm_state
         self._uneven_batches = uneven_batches
         self._nccl = nccl_options
+        self._watch = watch
+        if not watch and uneven_batches in ("drop", "pad"):
+            raise OptionError(
+                f"uneven_batches={uneven_batches!r} needs watch=True: with watch=False nothing is compared"
+            )
 
     @classmethod
     def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.torch import flush_static_graph
 from lightning_commopt.ddp.attach import attach_bucket_hook, place_compressor
+from lightning_commopt.ddp.buckets import gradient_bytes
 from lightning_commopt.ddp.hook import BucketHook
-from lightning_commopt.ddp.observed import ObservedHook, observe_all_reduce
-from lightning_commopt.ddp.rewrap import ResidualAdder, Trainable, gradient_bytes, kept_buffers, unwrap
+from lightning_commopt.ddp.observed import observe_all_reduce
+from lightning_commopt.ddp.rewrap import ResidualAdder, Trainable, kept_buffers, unwrap
 from lightning_commopt.ddp.state import CommState
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan, OptionError
@@ -23,18 +24,10 @@ from lightning_commopt.strategy.checkpoint import usable_state
 from lightning_commopt.strategy.checks import (
     check_plans_agree,
     warn_if_never_compressed,
-    warn_of_torchs_powersgd,
+    warn_of_lost_residuals,
     warn_of_unused_residuals,
 )
-from lightning_commopt.validation import warn
-
-
-class TorchHook(NamedTuple):
-    """One of torch's comm hooks, or a user's own, as ``DDPStrategy`` takes it."""
-
-    hook: Callable[..., Any]
-    state: object | None = None
-    wrapper: Callable[..., Any] | None = None
+from lightning_commopt.strategy.torch_hook import TorchHook
 
 
 class GradientSync:
@@ -145,25 +138,9 @@ class GradientSync:
                 model, self.plan.comm_hook, timeout, self.num_syncs, ranks_per_node, self.observers
             )
         elif self._torch_hook is not None:
-            self._attach_torch_hook(model, self._torch_hook)
+            self._torch_hook.attach(model, self.observers)
         elif self.observers:
             observe_all_reduce(model, self.observers)
-
-    def _attach_torch_hook(self, model: DistributedDataParallel, torch_hook: TorchHook) -> None:
-        hook, state, wrapper = torch_hook
-        if wrapper is not None:
-            hook = wrapper(hook)
-        if self.observers:
-            hook = ObservedHook(hook, model, self.observers).reduce
-        try:
-            model.register_comm_hook(state=state, hook=hook)
-        except TypeError as error:
-            if model.device_type == "cuda":
-                raise
-            warn(f"ddp_comm_hook has no effect on {model.device_type}: torch refuses it ({error}).")
-            return
-        if model.device_type != "cuda":
-            warn_of_torchs_powersgd(torch_hook.hook)
 
     @property
     def must_sync(self) -> bool:
@@ -205,16 +182,23 @@ class GradientSync:
             self.rewrap(wrap)
 
     def rewrap(self, wrap: Callable[[Module], None]) -> None:
-        """Takes the model out of its wrapper and has it wrapped again, without loss. All ranks must call it.
+        """Takes the model out of its wrapper and has it wrapped again. All ranks must call it.
+
+        Without loss, but for residuals of buckets whose last gradient sync did not end: those are named in a warning.
 
         Args:
             wrap: see `change_plan`.
         """
         assert self._model is not None
         resumed = self._hook.state() if self._hook is not None and self._hook.has_only_resumed else None
-        device = self._model.device
+        device, hook = self._model.device, self._hook
         module = unwrap(self._model)
         residuals = self.detach()
+        if hook is not None and hook.lost:
+            warn_of_lost_residuals(hook.lost)
+        num_syncs = torch.tensor(self.num_syncs, device=device)  # differs where the last one failed on some ranks only
+        dist.all_reduce(num_syncs, dist.ReduceOp.MAX)
+        self.num_syncs = int(num_syncs)
         with kept_buffers(module):  # wrapping sends those of rank 0 to the others
             _synchronize(device)  # Lightning wraps on a stream that does not wait for the last step
             wrap(module)
@@ -223,7 +207,7 @@ class GradientSync:
             self._resume(resumed, module)
         elif self._hook is not None:
             self._hook.add_residuals(residuals)
-        elif residuals:
+        elif hook is not None and hook.compressor.keeps_residual:  # on all ranks, also on one that has lost its own
             self._residual_adder = ResidualAdder(module, residuals)
 
     def state(self) -> CommState | None:
@@ -258,7 +242,7 @@ class GradientSync:
         self._cancel_residual_adder()
         if self._hook is not None:
             self._hook.resume(usable.buckets, usable.residuals, usable.num_syncs)
-        elif usable.residuals:
+        elif not state.is_common:
             self._residual_adder = ResidualAdder(module, usable.residuals)
 
     def detach(self) -> dict[str, Tensor]:

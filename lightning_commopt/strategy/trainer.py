@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,13 +13,20 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import has_trainer, optimizer_is_toggled
+from lightning_commopt.compressors import Compressor
 from lightning_commopt.ddp.state import KEY
 from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.launch.lightning_launcher import configure_multirun_launcher
 from lightning_commopt.links.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.base import check_group, explain_one_rank, prepare_nccl
+from lightning_commopt.strategy.base import (
+    check_start_method,
+    explain_one_rank,
+    join_group,
+    prepare_nccl,
+    warn_of_local_decisions,
+)
 from lightning_commopt.strategy.checkpoint import gather_state, read_state
 from lightning_commopt.strategy.checks import (
     check_graph_is_static,
@@ -30,7 +37,6 @@ from lightning_commopt.strategy.checks import (
 )
 from lightning_commopt.strategy.gradient_sync import GradientSync
 from lightning_commopt.watch.fit_watch import FitWatch
-from lightning_commopt.watch.join_watch import watch_joining
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
@@ -44,19 +50,20 @@ class OwnGroupStrategy(_DDPStrategy):
     Comes before Lightning's ``DDPStrategy`` among the bases.
     """
 
+    _watch = True
+
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         configure_multirun_launcher(self)
 
     def setup_distributed(self) -> None:
-        """Joins the process group, saying what it waits for, and refuses one of another size.
+        """Joins the process group, reporting what it waits for, and refuses one of another size.
 
         Raises:
             MisconfigurationException: the process group has more or fewer ranks than this strategy.
         """
-        with watch_joining(self, self.process_group_backend):
+        with join_group(self, self.process_group_backend, watch=self._watch):
             super().setup_distributed()
-        check_group(self.world_size, type(self).__name__)
 
 
 class GradientSyncStrategy(OwnGroupStrategy):
@@ -94,6 +101,16 @@ class GradientSyncStrategy(OwnGroupStrategy):
         """
         return self.gradient_sync.wire_bytes
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        check_start_method(self._launcher)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Makes the optimizers, and warns of those that cannot be used on several ranks as they are."""
+        super().setup_optimizers(trainer)
+        if self.world_size > 1:
+            warn_of_local_decisions(self.optimizers)
+
     def setup_distributed(self) -> None:
         """Sets NCCL's variables before it joins the process group."""
         prepare_nccl(self._nccl, self.process_group_backend, self.root_device)
@@ -103,13 +120,16 @@ class GradientSyncStrategy(OwnGroupStrategy):
         """Joins the process group, and guards a fit against ranks that do not come."""
         super().setup_environment()
         module = self.lightning_module
-        if self.world_size > 1 and module is not None and has_trainer(module) and module.trainer.state.fn == "fit":
-            first = self.node_rank * self.num_processes
+        is_fit = module is not None and has_trainer(module) and module.trainer.state.fn == "fit"
+        if self._watch and self.world_size > 1 and is_fit:
+            assert module is not None
+            assert self.cluster_environment is not None
             self._fit_watch = FitWatch(
                 module.trainer,
                 self._uneven_batches,
                 self.root_device,
-                ranks_here=range(first, first + self.num_processes),
+                ranks_per_node=self.num_processes,
+                main_address=self.cluster_environment.main_address,
                 launcher_pid=launcher_pid(self._start_method),
                 timeout=self._timeout or default_pg_timeout,
             )
@@ -160,7 +180,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
             with super().block_backward_sync():
                 yield
 
-    def apply_plan(self, plan: CommPlan) -> None:
+    def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:
         """Changes how gradients travel, in the middle of a fit if need be.
 
         All ranks must call it, with equal plans. Called between two batches it takes effect at once; within a
@@ -168,12 +188,15 @@ class GradientSyncStrategy(OwnGroupStrategy):
         goes on as if nothing had happened; a compressor's residual is added to the next gradients.
 
         Args:
-            plan: the new plan.
+            plan: the new plan; or what ``comm_hook`` takes ("bf16", a compressor, ...), for the present plan with that
+                ``comm_hook``.
 
         Raises:
-            OptionError: the strategy has a ``ddp_comm_hook`` too, nodes cannot be made of the ranks as the plan asks,
-                or the ranks' plans differ. The old plan stays.
+            OptionError: ``plan`` is neither, the strategy has a ``ddp_comm_hook`` too, nodes cannot be made of the
+                ranks as the plan asks, or the ranks' plans differ. The old plan stays.
         """
+        if not isinstance(plan, CommPlan):
+            plan = (self._next_plan or self.plan).with_comm_hook(plan)
         self.gradient_sync.check_plan(plan)
         if self._is_in_batch:
             self._next_plan = plan
@@ -247,7 +270,7 @@ class GradientSyncStrategy(OwnGroupStrategy):
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        """Says what to do about compiled modules and unused parameters, and tells the other ranks."""
+        """Says what to do about compiled modules and unused parameters, and lets the other ranks know."""
         explain_compiled_buckets(exception)
         explain_unused_parameters(exception)
         if self._fit_watch is not None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from lightning_commopt.collectives.store import poll
+from lightning_commopt.links.nccl_log.finding import ranks_text
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different_ends_message, goes_on_message
-
-_FIRST_POLL_S = 0.001
-_LAST_POLL_S = 0.05
 
 
 @dataclass(kw_only=True)
@@ -35,7 +33,7 @@ class _Epoch:
 class EpochEnds:
     """Keeps ranks from leaving an epoch that others are still in, through the store, as a collective would hang.
 
-    Ranks that end it after the number of batches that all ranks have agreed upon send nothing and wait for nobody.
+    A rank that ends after the agreed number of batches sends and waits for nothing.
 
     Args:
         store: of the ranks of one fit; keys of ours only.
@@ -69,7 +67,7 @@ class EpochEnds:
         """An epoch begins."""
         self._previous, self._epoch = self._epoch, _Epoch(run=self._epoch.run + 1, number=number, has_left=False)
 
-    def go_on(self, num_batches: int) -> None:
+    def advance(self, num_batches: int) -> None:
         """The epoch goes on after so many batches."""
         self._epoch.num_ended = num_batches
 
@@ -91,8 +89,8 @@ class EpochEnds:
         if num_batches != agreed and self._world_size > 1:
             self._meet(epoch)
 
-    def find_leaver(self, num_begun: int, is_in_collective: bool) -> str | None:
-        """Tells ranks that have left an epoch too early that this rank has gone on in it.
+    def find_early_rank(self, num_begun: int, is_in_collective: bool) -> str | None:
+        """Finds a rank that has left an epoch which this rank is still in, and lets it know.
 
         Args:
             num_begun: batches of this epoch that this rank has begun.
@@ -130,23 +128,23 @@ class EpochEnds:
                 store.delete_key(f"{run - 1}/{key}")
 
     def _await(self, epoch: _Epoch) -> None:
-        """Waits until all ranks have come. It polls, as a wait would block the store's other users."""
-        deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_POLL_S
-        while True:
-            self._check_peers()
-            if self._store.check([f"{epoch.run}/all"]):
-                return
-            if self._store.check([f"{epoch.run}/goes_on"]):
-                rank, number = json.loads(self._store.get(f"{epoch.run}/goes_on"))
-                raise UnevenBatchesError(goes_on_message((self._rank, epoch.num_ended), (rank, number), epoch.number))
-            if time.monotonic() > deadline:
-                missing = [rank for rank in self._ranks if not self._store.check([f"{epoch.run}/rank/{rank}"])]
-                raise TimeoutError(
-                    f"Rank {self._rank} has ended epoch {epoch.number} after {epoch.num_ended} batches, and ranks"
-                    f" {missing} have not within {self._timeout_s:g} s."
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_POLL_S)
+        """Waits until all ranks have come."""
+        if poll(lambda: self._have_all_left(epoch), self._timeout_s):
+            return
+        missing = [rank for rank in self._ranks if not self._store.check([f"{epoch.run}/rank/{rank}"])]
+        raise TimeoutError(
+            f"Rank {self._rank} has ended epoch {epoch.number} after {epoch.num_ended} batches, and"
+            f" {ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} not within {self._timeout_s:g} s."
+        )
+
+    def _have_all_left(self, epoch: _Epoch) -> bool:
+        self._check_peers()
+        if self._store.check([f"{epoch.run}/all"]):
+            return True
+        if self._store.check([f"{epoch.run}/goes_on"]):
+            rank, number = json.loads(self._store.get(f"{epoch.run}/goes_on"))
+            raise UnevenBatchesError(goes_on_message((self._rank, epoch.num_ended), (rank, number), epoch.number))
+        return False
 
     @property
     def _ranks(self) -> range:

@@ -1,49 +1,47 @@
-"""FitWatch: what guards a fit on several ranks against waiting for a rank that does not come."""
+"""FitWatch: keeps the ranks of a fit from waiting for a rank that does not come."""
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from lightning_commopt.collectives.store import key_space
 from lightning_commopt.compat.loops import LoopEvents, num_begun
-from lightning_commopt.compat.torch import default_store
+from lightning_commopt.watch.ending import end_process, print_now
 from lightning_commopt.watch.epoch_ends import EpochEnds
-from lightning_commopt.watch.peers import Peers
+from lightning_commopt.watch.lifelines import Lifelines
+from lightning_commopt.watch.peers import Failure, Peers
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, make_even
+from lightning_commopt.watch.waiting import is_in_callback, is_in_collective, waits_for_others
 
 _WAKE_S = 1.0
 _STALLED_S = 2.0
 _GRACE_S = 5.0
 
-# By the default group, whose store must not see a fit's keys twice.
-_fits: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-
 
 class FitWatch:
     """Compares the ranks' numbers of batches, and ends a rank that waits for one that has failed.
 
-    A thread wakes once a second and compares where the training is with where it was. Only where it has not moved does
-    it ask the store. A rank that has failed is waited for in vain: what waits for it gets some seconds to find out by
-    itself and to end in an orderly way, then its process ends.
+    It owns what a strategy's watching needs: a thread, a part of the store, and the connections to other nodes. The
+    thread wakes once a second and compares where the training is with where it was. Only where it has not moved does it
+    ask the store. A rank that has failed is waited for in vain: what waits for it gets some seconds to find out by
+    itself and to end in an orderly way, then its process ends. A rank that waits for nobody is never ended.
 
     All ranks must make it, once for each fit.
 
     Args:
         trainer: about to fit.
         uneven_batches: one of `lightning_commopt.watch.uneven_batches.POLICIES`.
-        device: whose tensors the default group can gather.
-        ranks_here: the ranks on this host.
+        device: that this rank trains on, whose tensors the default group can gather.
+        ranks_per_node: consecutive ranks on each host.
+        main_address: of rank 0's host.
         launcher_pid: the process that has started this one and waits for it; None if there is no such one.
         timeout: how long ranks wait for others at the end of an epoch.
     """
@@ -54,17 +52,20 @@ class FitWatch:
         uneven_batches: str,
         device: torch.device,
         *,
-        ranks_here: Sequence[int],
+        ranks_per_node: int,
+        main_address: str,
         launcher_pid: int | None,
         timeout: timedelta,
     ) -> None:
         self._trainer = trainer
         self._policy = uneven_batches
         self._device = device
-        self._rank = dist.get_rank()
-        store = _store_of_fit()
-        self._peers = Peers(store, self._rank, ranks_here)
-        self._ends = EpochEnds(store, self._rank, dist.get_world_size(), timeout.total_seconds(), self._check_peers)
+        self._rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = key_space("fit")
+        first = self._rank - self._rank % ranks_per_node
+        self._lifelines = Lifelines(store, self._rank, range(0, world_size, ranks_per_node), main_address)
+        self._peers = Peers(store, self._rank, range(first, first + ranks_per_node), self._lifelines)
+        self._ends = EpochEnds(store, self._rank, world_size, timeout.total_seconds(), self._check_peers)
         self._agreed: int | None = None
         self._explanation: str | None = None
         self._fit_thread = threading.get_ident()
@@ -73,7 +74,7 @@ class FitWatch:
             trainer,
             on_data=self._make_even,
             on_epoch_start=lambda: self._ends.begin(trainer.current_epoch),
-            on_going_on=lambda: self._ends.go_on(num_begun(trainer)),
+            on_next_batch=lambda: self._ends.advance(num_begun(trainer)),
             on_epoch_end=self._leave_epoch,
             on_error=self.fail,
         )
@@ -82,26 +83,28 @@ class FitWatch:
         self._thread.start()
 
     def fail(self, exception: BaseException) -> None:
-        """This rank has failed: tells the others, or explains an error that comes of another's failure."""
+        """Reports to the others that this rank has failed, or explains an error that follows from another's failure."""
         if self._stop.is_set():
             return
         self._stop_watching()
         if isinstance(exception, RuntimeError) and not isinstance(exception, UnevenBatchesError):
-            cause = self._explanation or self._peers.failure_soon()
+            failure = None if self._explanation else self._peers.failure_soon()
+            cause = self._explanation if failure is None else failure.text
             if cause is not None:
                 if exception.args and isinstance(exception.args[0], str):
                     exception.args = (f"{exception.args[0]}\n{cause}", *exception.args[1:])
                 return
         text = self._peers.fail(exception)
         if text is not None and multiprocessing.parent_process() is not None:
-            _say(text)  # the parent shows it only when all ranks have ended
+            print_now(text)  # the parent prints it only when all ranks have ended
 
     def close(self) -> None:
         """Ends the watch, at the end of a fit."""
         if not self._stop.is_set():
             self._stop_watching()
-            self._find_leaver()
+            self._find_early_rank()
             self._peers.finish()
+        self._lifelines.close()
         self._events.close()
 
     def _stop_watching(self) -> None:
@@ -111,7 +114,7 @@ class FitWatch:
 
     def _make_even(self) -> None:
         self._agreed = make_even(self._trainer, self._policy, self._device)
-        self._peers.learn()  # all have said who they are: Lightning's collectives for dataloaders come after that
+        self._peers.learn()  # all have written it: Lightning's collectives for dataloaders come after that
 
     def _leave_epoch(self) -> None:
         number = num_begun(self._trainer)
@@ -120,70 +123,49 @@ class FitWatch:
     def _check_peers(self) -> None:
         failure = self._peers.failure()
         if failure is not None:
-            raise RuntimeError(f"Rank {self._rank} waits at the end of an epoch for ranks that do not come. {failure}")
+            raise RuntimeError(
+                f"Rank {self._rank} waits at the end of an epoch for ranks that do not come. {failure.text}"
+            )
 
     def _watch(self) -> None:
         position, moved_at = self._position, time.monotonic()
-        ends_since: float | None = None
+        in_vain_since: float | None = None
         while not self._stop.wait(_WAKE_S):
             now, before, position = time.monotonic(), position, self._position
             if position != before:
                 moved_at = now
-            has_stalled = now - moved_at >= _STALLED_S
-            reason = self._reason_to_end(has_stalled)
-            ends_since = None if reason is None else ends_since or now
-            if reason is not None and ends_since is not None and now - ends_since >= _GRACE_S:
-                self._end_process(reason)
+            self._peers.learn()
+            self._lifelines.update()
+            reason = self._reason_to_end() if now - moved_at >= _STALLED_S else None
+            in_vain_since = None if reason is None else in_vain_since or now
+            if reason is not None and in_vain_since is not None and now - in_vain_since >= _GRACE_S:
+                self._end(reason)
 
-    def _reason_to_end(self, has_stalled: bool) -> str | None:
-        if self._launcher not in (None, os.getppid()):
-            return "The process that started this rank has gone."
-        self._peers.learn()
-        if not has_stalled:
-            return None
-        self._find_leaver()
-        if self._peers.failure() is None:
+    def _reason_to_end(self) -> str | None:
+        """Returns why this rank, which has stalled, waits in vain; None if it does not, or that is not known."""
+        self._find_early_rank()
+        failure = self._peers.failure()
+        if failure is None and self._launcher not in (None, os.getppid()):
+            failure = Failure(self._rank, has_died=True, text="The process that started this rank has ended.")
+        if failure is None:
             return None
         # One that has raised may yet be caught, and what this rank does alone may be worth its time.
-        is_in_vain = self._is_in_collective() or (self._ends.is_in_epoch and self._peers.some_died())
-        return self._peers.failure() if is_in_vain else None
+        is_lost = self._ends.is_in_epoch and not is_in_callback(self._fit_thread)
+        has_died = failure.has_died or self._peers.has_died()
+        return failure.text if waits_for_others(self._fit_thread, self._device) or (is_lost and has_died) else None
 
     @property
     def _position(self) -> tuple[int, int, int]:
         return *self._ends.position, num_begun(self._trainer)
 
-    def _find_leaver(self) -> None:
+    def _find_early_rank(self) -> None:
         if self._explanation is None:
-            where = num_begun(self._trainer), self._is_in_collective()
-            self._explanation = self._peers.ask(lambda: self._ends.find_leaver(*where), None)
+            where = num_begun(self._trainer), is_in_collective(self._fit_thread)
+            self._explanation = self._peers.query_store(lambda: self._ends.find_early_rank(*where), None)
             if self._explanation is not None:
-                _say(f"[rank {self._rank}] {self._explanation}")
+                print_now(f"[rank {self._rank}] {self._explanation}")
 
-    def _is_in_collective(self) -> bool:
-        """Returns whether the thread that trains is in a function of torch's distributed package."""
-        frame = sys._current_frames().get(self._fit_thread)
-        while frame is not None:
-            if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
-                return True
-            frame = frame.f_back
-        return False
-
-    def _end_process(self, reason: str) -> None:
+    def _end(self, reason: str) -> None:
         if not self._stop.is_set():
-            _say(
-                f"[rank {self._rank}] {reason}\n[rank {self._rank}] This rank has waited for {_GRACE_S:g} s, and ends."
-            )
-            os._exit(1)
-
-
-def _store_of_fit() -> dist.Store:
-    world = dist.group.WORLD
-    assert isinstance(world, dist.ProcessGroup)
-    number = next(_fits.setdefault(world, itertools.count()))
-    return dist.PrefixStore(f"commopt/fit/{number}", default_store())
-
-
-def _say(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+            who = f"[rank {self._rank}]"
+            end_process(f"{who} {reason}\n{who} This rank has waited for {_GRACE_S:g} s, and ends.")

@@ -1,15 +1,18 @@
-"""What to tell of ranks that do not come together, from what is known of those that came."""
+"""Why ranks do not come together, from what is known of those that came and of processes that start."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
+import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from lightning_commopt.launch.interfaces import Listening
 from lightning_commopt.links.nccl_log.finding import ranks_text
+from lightning_commopt.watch.hangs.native import descendants, process_state
 
 _MOST_SHOWN = 8
 
@@ -53,28 +56,37 @@ class Arrival:
         return f"listens on {at.address.partition('/')[0]} ({interface}{variable})"
 
 
-def missing_text(address: str, arrivals: Sequence[Arrival], world_size: int) -> str:
-    """Says which ranks have not come.
+def missing_text(address: str, arrivals: Sequence[Arrival], missing: Sequence[int], starting: Mapping[int, int]) -> str:
+    """Returns which ranks have not come.
 
     Args:
         address: host and port where rank 0 waits.
         arrivals: of the ranks that came, rank 0 first.
-        world_size: how many should.
+        missing: the others.
+        starting: processes of ranks that are missing, from `find_starting`.
     """
     here = [arrival.rank for arrival in arrivals]
-    missing = sorted(set(range(world_size)) - set(here))
     those = f"only {ranks_text(here)} is" if len(here) == 1 else f"{ranks_text(here)} are"
     hosts = list(dict.fromkeys(arrival.host for arrival in arrivals))
     on_hosts = f" ({', '.join(hosts[:_MOST_SHOWN])})" if len(hosts) > 1 else ""
-    was, its = ("it was", "its") if len(missing) == 1 else ("they were", "their")
-    return (
-        f"rank 0 on {hosts[0]} waits at {address} for {ranks_text(missing)}; {those} here{on_hosts}."
-        f" Look whether {was} started at all, ended early, or cannot reach {address}: {its} own output tells"
-    )
+    text = f"rank 0 on {hosts[0]} waits at {address} for {ranks_text(missing)}; {those} here{on_hosts}"
+    shown = [
+        f"Rank {rank} still starts: its process {pid} on this host has not come to init_process_group (imports, data,"
+        " or code before the Trainer)"
+        for rank, pid in [*starting.items()][:_MOST_SHOWN]
+    ]
+    unknown = [rank for rank in missing if rank not in starting]
+    if unknown:
+        was, its = ("it was", "its") if len(unknown) == 1 else ("they were", "their")
+        who = f" of {ranks_text(unknown)}" if starting else ""
+        shown.append(
+            f"Look whether {was} started at all, ended early, or cannot reach {address}: {its} own output{who} shows it"
+        )
+    return ". ".join((text, *shown))
 
 
 def unconnected_text(address: str, arrivals: Sequence[Arrival], joined: Collection[int], master: str | None) -> str:
-    """Says why ranks that have all come do not connect to each other, as far as their addresses tell.
+    """Returns why ranks that have all come do not connect to each other, as far as their addresses tell.
 
     Args:
         address: host and port of the store.
@@ -164,3 +176,42 @@ def _places(arrivals: Sequence[Arrival]) -> str:
     shown = ", ".join(f"rank {each.rank} on {each.host} {each.place}" for each in arrivals[:_MOST_SHOWN])
     more = len(arrivals) - _MOST_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def activity_text(starting: Mapping[int, int]) -> str:
+    """Returns what processes do at this moment, behind a sentence; "" if there are none."""
+    states = [process_state(pid) for pid in starting.values()]
+    each = ", ".join(f"{one.pid} is {one.state}, {one.cpu_s:.0f} s of CPU time" for one in states[:_MOST_SHOWN])
+    return f". Now: process {each}" if each else ""
+
+
+def find_starting(missing: Collection[int], ranks_here: range, port: int) -> dict[int, int]:
+    """Returns the processes of ranks that have not come, where their environment shows which rank they are.
+
+    Args:
+        missing: ranks.
+        ranks_here: the ranks on this host.
+        port: of the store, which distinguishes this job from others.
+    """
+    found: dict[int, int] = {}
+    # torchrun and srun have started this process and the others, Lightning's own launcher starts them from this one.
+    for pid in descendants(os.getppid()) if missing else ():
+        rank = _rank_of(pid, ranks_here, port)
+        if rank in missing and pid != os.getpid():
+            found.setdefault(rank, pid)
+    return found
+
+
+def _rank_of(pid: int, ranks_here: range, port: int) -> int:
+    """Returns the rank that a process is, by its environment; -1 if that does not show it."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")
+    except OSError:
+        return -1
+    environment = dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
+    if environment.get("MASTER_PORT", str(port)) != str(port):
+        return -1
+    for name, first in (("RANK", 0), ("SLURM_PROCID", 0), ("LOCAL_RANK", ranks_here.start)):
+        if environment.get(name, "").isdecimal():
+            return first + int(environment[name])
+    return -1

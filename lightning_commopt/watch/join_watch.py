@@ -1,11 +1,10 @@
-"""JoinWatch: says what ranks wait for while the process group is made."""
+"""JoinWatch: reports what ranks wait for while the process group is made."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -16,55 +15,63 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_commopt.collectives.store import Agreement, poll
 from lightning_commopt.launch.interfaces import find_listening, list_interfaces
 from lightning_commopt.launch.ports import try_port
-from lightning_commopt.watch.join_texts import Arrival, find_odd, missing_text, unconnected_text
+from lightning_commopt.watch.ending import end_process, print_now
+from lightning_commopt.watch.join_texts import (
+    Arrival,
+    activity_text,
+    find_odd,
+    find_starting,
+    missing_text,
+    unconnected_text,
+)
 
-_TELL_AFTER_S = 20.0
+_REPORT_AFTER_S = 20.0
 _LOOK_S = 1.0
+_ANSWER_S = 0.25
 _TRY_S = 3.0
 _CLOSE_S = 3.0
 _GRACE_S = 5.0
 
-_num_joins = 0
-
 
 class JoinWatch:
-    """Says once, after some seconds, why the process group does not come into being; to be used in a ``with``.
+    """Reports after some seconds why the process group does not come into being; to be used in a ``with``.
 
     A thread with a connection of its own to the store of the rendezvous leaves this rank's name and address there, and
-    looks who else has come. It says a sentence on stderr: a rank that cannot reach the store, why; rank 0, which ranks
-    have not come; the lowest rank that still waits, which addresses do not fit when all are there. It speaks again
-    only when it knows something else. A rank that fails is told at once; as there will be no group then, the others get
-    some seconds to find out by themselves, and end. gloo would wait for five times the timeout. The thread raises
-    nothing, and ends with the block.
-
-    All ranks must use it equally often.
+    looks who else has come. It prints a sentence on stderr: a rank that cannot reach the store, why; rank 0, which
+    ranks have not come; the lowest rank that still waits, which addresses do not fit when all are there. It prints
+    another one only when it knows something else. A rank that fails is reported at once; as there will be no group
+    then, the others get some seconds to find out by themselves, and end. gloo would wait for five times the timeout.
+    The thread raises nothing, and ends with the block.
 
     Args:
         host: name or address of the store, ``MASTER_ADDR``.
         port: of the store, ``MASTER_PORT``.
         rank: this rank.
         world_size: number of ranks.
+        ranks_per_node: consecutive ranks on each host.
         backend: of the process group.
     """
 
-    def __init__(self, host: str, port: int, *, rank: int, world_size: int, backend: str) -> None:
-        global _num_joins
+    def __init__(self, host: str, port: int, *, rank: int, world_size: int, ranks_per_node: int, backend: str) -> None:
         self._host = host
         self._port = port
         self._address = f"{host}:{port}"
         self._rank = rank
         self._world_size = world_size
+        self._ranks_here = range(rank - rank % ranks_per_node, rank - rank % ranks_per_node + ranks_per_node)
         self._backend = backend
-        self._prefix = f"commopt/join/{_num_joins}"  # torchrun's store outlives process groups
-        _num_joins += 1
+        self._connected: dist.Store | None = None
+        self._agreement: Agreement | None = None
         self._store: dist.Store | None = None
         self._is_store_lost = False
+        self._starting: dict[int, int] = {}
         self._arrivals: dict[int, Arrival] = {}
         self._complete_at: float | None = None
         self._begin = time.monotonic()
-        self._told: str | None = None
+        self._reported: str | None = None
         self._failure: str | None = None
         self._error: str | None = None
         self._stop = threading.Event()
@@ -84,7 +91,7 @@ class JoinWatch:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        with suppress(Exception):  # what is only told must not end training
+        with suppress(Exception):  # what only reports must not end training
             self._watch()
         with suppress(Exception):
             self._leave()
@@ -93,34 +100,34 @@ class JoinWatch:
     def _watch(self) -> None:
         before: str | None = None
         in_vain_since: float | None = None
-        while not self._stop.wait(_LOOK_S):
+        while not self._stop.wait(_LOOK_S if self._agreement is None or not self._agreement.missing else _ANSWER_S):
             now = time.monotonic()
-            is_late = now - self._begin >= _TELL_AFTER_S
+            is_late = now - self._begin >= _REPORT_AFTER_S
+            self._agree()
             self._failure = self._failure or self._find_failure()
             if self._failure is None:
                 sentence = self._find_reason(is_late)
                 # Twice the same, as a rank may come in this very moment.
                 if is_late and sentence == before:
-                    self._tell(sentence)
+                    self._report(sentence)
                 before = sentence
                 continue
             if self._rank == 0 or self._failure.startswith("rank 0 "):
-                self._tell(self._failure)
+                self._report(self._failure)
             in_vain_since = in_vain_since or now
             if now - in_vain_since >= _GRACE_S:
                 self._end_process(self._failure)
 
-    def _tell(self, sentence: str | None) -> None:
-        if sentence is not None and sentence != self._told and not (self._stop.is_set() and self._error is None):
-            self._told = sentence
+    def _report(self, sentence: str | None) -> None:
+        if sentence is not None and sentence != self._reported and not (self._stop.is_set() and self._error is None):
+            self._reported = sentence
             waited_s = time.monotonic() - self._begin
-            sys.stdout.flush()
-            sys.stderr.write(f"[rank {self._rank}] {waited_s:.0f} s in init_process_group: {sentence}.\n")
-            sys.stderr.flush()
+            states = activity_text(self._starting)
+            print_now(f"[rank {self._rank}] {waited_s:.0f} s in init_process_group: {sentence}{states}.")
 
     def _find_reason(self, is_late: bool) -> str | None:
-        """Returns why this rank still waits; None if it does not know, or another rank says it."""
-        if self._store is None:
+        """Returns why this rank still waits; None if it does not know, or another rank reports it."""
+        if self._connected is None:
             why = self._unreachable(_TRY_S)
             if why is not None and (self._rank != 0 or _is_agents_store()):
                 return why
@@ -129,8 +136,24 @@ class JoinWatch:
         try:
             return self._find_others(self._store)
         except RuntimeError:
-            self._store, self._is_store_lost = None, True
+            self._lose_store()
             return None
+
+    def _agree(self) -> None:
+        """Answers other ranks, or looks for rank 0's answer; then leaves this rank's arrival."""
+        if self._agreement is None or self._connected is None:
+            return
+        try:
+            self._agreement.advance()
+            if self._store is None and self._agreement.name is not None:
+                store = dist.PrefixStore(self._agreement.name, self._connected)
+                store.set(f"here/{self._rank}", self._arrival().to_json())
+                self._store = store
+        except RuntimeError:
+            self._lose_store()
+
+    def _lose_store(self) -> None:
+        self._connected, self._store, self._agreement, self._is_store_lost = None, None, None, True
 
     def _unreachable(self, limit_s: float) -> str | None:
         """Connects to the store; returns why that failed, None if it is done."""
@@ -138,7 +161,7 @@ class JoinWatch:
         return None if why is None else f"rank {self._rank} on {socket.gethostname()} cannot come to rank 0: {why}"
 
     def _connect(self, limit_s: float) -> str | None:
-        """Connects to the store and leaves this rank's arrival there; returns why that failed, None if it is done."""
+        """Connects to the store; returns why that failed, None if it is done."""
         failure = try_port(self._host, self._port, limit_s=limit_s)
         if failure is not None:
             return failure.message
@@ -146,7 +169,7 @@ class JoinWatch:
         connecting = threading.Thread(target=self._open_store, name="commopt-join-watch", daemon=True)
         connecting.start()
         connecting.join(limit_s)
-        if self._store is None:
+        if self._connected is None:
             return (
                 f"{self._address} takes connections, but does not answer as torch's store does: does another"
                 " program listen there?"
@@ -155,14 +178,11 @@ class JoinWatch:
 
     def _open_store(self) -> None:
         with suppress(RuntimeError):
-            store = dist.PrefixStore(
-                self._prefix,
-                dist.TCPStore(
-                    self._host, self._port, None, False, timeout=timedelta(seconds=_TRY_S), wait_for_workers=False
-                ),
-            )
-            store.set(f"here/{self._rank}", self._arrival().to_json())
-            self._store = store
+            limit = timedelta(seconds=_TRY_S)
+            store = dist.TCPStore(self._host, self._port, None, False, timeout=limit, wait_for_workers=False)
+            connected = dist.PrefixStore("commopt/join", store)
+            self._agreement = Agreement(connected, self._rank, self._world_size)
+            self._connected = connected
 
     def _arrival(self) -> Arrival:
         interfaces = list_interfaces()
@@ -176,12 +196,17 @@ class JoinWatch:
 
     def _find_others(self, store: dist.Store) -> str | None:
         if self._rank > 0 and not store.check([f"joined/{rank}" for rank in range(self._rank)]):
-            return None  # a lower rank waits too, and says why
+            return None  # a lower rank waits too, and reports it
         arrivals = self._look_who_is_here(store)
         if len(arrivals) < self._world_size:
-            return missing_text(self._address, arrivals, self._world_size) if self._rank == 0 else None
+            if self._rank != 0:
+                return None
+            missing = sorted(set(range(self._world_size)) - self._arrivals.keys())
+            self._starting = find_starting(missing, self._ranks_here, self._port)
+            return missing_text(self._address, arrivals, missing, self._starting)
+        self._starting = {}
         self._complete_at = self._complete_at or time.monotonic()
-        if time.monotonic() - self._complete_at < _TELL_AFTER_S / 2:
+        if time.monotonic() - self._complete_at < _REPORT_AFTER_S / 2:
             return None
         joined = [rank for rank in range(self._world_size) if store.check([f"joined/{rank}"])]
         return unconnected_text(self._address, arrivals, joined, _resolve(self._host))
@@ -198,19 +223,17 @@ class JoinWatch:
             try:
                 return self._store.get("failed").decode() if self._store.check(["failed"]) else None
             except RuntimeError:
-                self._store, self._is_store_lost = None, True
+                self._lose_store()
         if self._is_store_lost:
             gone = try_port(self._host, self._port, limit_s=_TRY_S)
             if gone is not None and gone.kind == "refused":
-                return f"rank 0 has ended, and with it the store at {self._address}: its output tells why"
+                return f"rank 0 has ended, and with it the store at {self._address}: its output shows why"
         return None
 
     def _end_process(self, reason: str) -> None:
         if not self._stop.is_set():
             who = f"[rank {self._rank}]"
-            sys.stderr.write(f"{who} {reason}.\n{who} This rank has waited for {_GRACE_S:g} s, and ends.\n")
-            sys.stderr.flush()
-            os._exit(1)
+            end_process(f"{who} {reason}.\n{who} This rank has waited for {_GRACE_S:g} s, and ends.")
 
     def _leave(self) -> None:
         if self._error is not None:
@@ -218,25 +241,32 @@ class JoinWatch:
         elif self._store is not None:
             self._store.set(f"joined/{self._rank}", "")
 
+    def _has_store(self) -> bool:
+        self._agree()
+        return self._store is not None
+
     def _explain_error(self) -> None:
-        """Tells the others of this rank's error, and what is known of its reason."""
+        """Reports this rank's error to the others, and what is known of its reason."""
         if self._failure is not None:
             return
-        why = self._unreachable(_CLOSE_S / 4) if self._store is None else None
-        if self._store is None:
-            self._tell(why if self._rank > 0 and self._told is None else None)
+        why = self._unreachable(_CLOSE_S / 4) if self._connected is None else None
+        if self._connected is None:
+            self._report(why if self._rank > 0 and self._reported is None else None)
             return
-        self._store.compare_set("failed", "", f"rank {self._rank} on {socket.gethostname()} has failed: {self._error}")
-        deadline = time.monotonic() + _CLOSE_S / 2
-        while len(arrivals := self._look_who_is_here(self._store)) < self._world_size and time.monotonic() < deadline:
-            time.sleep(_CLOSE_S / 20)
+        if not poll(self._has_store, _CLOSE_S / 2):
+            return
+        store = self._store
+        assert store is not None
+        store.compare_set("failed", "", f"rank {self._rank} on {socket.gethostname()} has failed: {self._error}")
+        poll(lambda: self._has_store() and len(self._look_who_is_here(store)) == self._world_size, _CLOSE_S / 2)
+        arrivals = self._look_who_is_here(store)
         master = _resolve(self._host)
         if len(arrivals) == self._world_size and find_odd(arrivals, master)[0]:
-            self._tell(unconnected_text(self._address, arrivals, (), master))
+            self._report(unconnected_text(self._address, arrivals, (), master))
 
 
 def watch_joining(strategy: Any, backend: str | None) -> AbstractContextManager[object]:
-    """Returns what to make the process group in: a `JoinWatch`, where there is something to wait for.
+    """Returns a context to make the process group in: a `JoinWatch`, where there is something to wait for.
 
     Args:
         strategy: Lightning's ``DDPStrategy``, of a Trainer or of Fabric, about to make the group.
@@ -252,6 +282,7 @@ def watch_joining(strategy: Any, backend: str | None) -> AbstractContextManager[
         environment.main_port,
         rank=strategy.node_rank * strategy.num_processes + strategy.local_rank,
         world_size=world_size,
+        ranks_per_node=strategy.num_processes,
         backend=backend,
     )
 

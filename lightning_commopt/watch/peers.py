@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
+
+from lightning_commopt.watch.lifelines import Lifelines
 
 _T = TypeVar("_T")
 
@@ -20,29 +23,46 @@ _ORDERLY = ("SIGTERMException", "_TunerExitException")
 _DEATH_S = 0.5
 
 
+class Failure(NamedTuple):
+    """A rank that takes part in no further collective.
+
+    Attributes:
+        rank: the first one to fail, as far as that is known.
+        has_died: whether its process has ended; otherwise it has raised, and may yet be caught.
+        text: what has happened, in one or more lines.
+    """
+
+    rank: int
+    has_died: bool
+    text: str
+
+
 class Peers:
     """The ranks of one fit: which of them have failed.
 
-    A rank that raises says so in the store. Of one that was killed, or has called ``os._exit``, the ranks on the same
-    host find that its process has gone though it has not ended the fit, and say so.
+    A rank that raises writes so to the store. Of one that was killed, or has called ``os._exit``, the ranks on the same
+    host find that its process has gone though it has not ended the fit, and write so; of the first rank on each host
+    the `Lifelines` show it to the others.
 
     Args:
         store: of the ranks of one fit; keys of ours only.
         rank: this rank.
         ranks_here: the ranks on this host.
+        lifelines: to ranks on other hosts.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks_here: Sequence[int]) -> None:
+    def __init__(self, store: dist.Store, rank: int, ranks_here: Sequence[int], lifelines: Lifelines) -> None:
         self._store = store
         self._rank = rank
         self._others_here = [other for other in ranks_here if other != rank]
+        self._lifelines = lifelines
         self._processes: dict[int, str] = {}
-        self._failure: str | None = None
+        self._failure: Failure | None = None
         self._is_store_lost = False
         store.set(f"process/{rank}", _process_name(os.getpid()) or "")
 
-    def ask(self, question: Callable[[], _T], without: _T) -> _T:
-        """Returns what the store answers; ``without`` once it is lost.
+    def query_store(self, fn: Callable[[], _T], default: _T) -> _T:
+        """Returns what a function reads from the store; ``default`` once the store is lost.
 
         It goes with the process of rank 0, but for torchrun, which has one of its own.
         """
@@ -50,77 +70,81 @@ class Peers:
             self._is_store_lost = _is_gone(self._processes.get(0, ""))
         if not self._is_store_lost:
             try:
-                return question()
+                return fn()
             except RuntimeError:  # not a second time: torch writes a page to the log
                 self._is_store_lost = True
-        return without
+        return default
 
     def learn(self) -> None:
-        """Takes in which processes the other ranks of this host are, as far as they have said; cheap once all have."""
+        """Reads which processes the other ranks of this host are, once they have written it; cheap later."""
         for rank in self._others_here:
             if rank not in self._processes and (process := self._get(f"process/{rank}")) is not None:
                 self._processes[rank] = process
 
     def fail(self, exception: BaseException) -> str | None:
-        """Says that this rank has failed, unless another has done so before, which is then the cause.
+        """Writes to the store that this rank has failed, unless another has done so before, which is then the cause.
 
         Returns:
-            What it says, with the traceback; None if it says nothing.
+            The text, with the traceback; None if nothing was written, or it was Ctrl-C.
         """
-        if is_orderly(exception):
+        if type(exception).__name__ in _ORDERLY:
             return None
-        lines = traceback.format_exception(type(exception), exception, exception.__traceback__)
-        text = f"Rank {self._rank} has failed:\n{''.join(lines).rstrip()}"
-        return text if self._say(self._rank, text) else None
+        if isinstance(exception, Exception):
+            lines = traceback.format_exception(type(exception), exception, exception.__traceback__)
+            text = f"Rank {self._rank} has failed:\n{''.join(lines).rstrip()}"
+        else:
+            text = f"Rank {self._rank} has ended the fit with {exception!r}."
+        is_first = self._report(Failure(self._rank, has_died=False, text=text))
+        return text if is_first and not isinstance(exception, KeyboardInterrupt) else None
 
     def finish(self) -> None:
-        """Says that this rank has ended the fit: its process may go."""
-        self.ask(lambda: self._store.set(f"finished/{self._rank}", ""), None)
+        """Writes to the store that this rank has ended the fit: its process may go."""
+        self.query_store(lambda: self._store.set(f"finished/{self._rank}", ""), None)
 
-    def failure(self) -> str | None:
+    def failure(self) -> Failure | None:
         """Returns which other rank has failed first, and how, as far as that can be known; None if none has."""
         if self._failure is None:
             self._failure = self._reported() or self._died()
         return self._failure
 
-    def some_died(self) -> bool:
-        """Returns whether the process of another rank of this host has gone in the middle of the fit."""
-        return self._dead() is not None
+    def has_died(self) -> bool:
+        """Returns whether the process of a rank has ended in the middle of the fit."""
+        return (self._failure is not None and self._failure.has_died) or self._find_dead() is not None
 
-    def failure_soon(self) -> str | None:
+    def failure_soon(self) -> Failure | None:
         """As `failure`, for the moment in which connections are closed and the process is not yet gone."""
         deadline = time.monotonic() + _DEATH_S
         while (failure := self.failure()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return failure
 
-    def _reported(self) -> str | None:
-        rank, _, text = (self._get("failed") or "").partition("\n")
-        return text if text and int(rank) != self._rank else None
+    def _reported(self) -> Failure | None:
+        text = self._get("failed")
+        failure = None if not text else Failure(*json.loads(text))
+        return failure if failure is not None and failure.rank != self._rank else None
 
-    def _died(self) -> str | None:
-        rank = self._dead()
+    def _died(self) -> Failure | None:
+        rank = self._find_dead()
         if rank is None:
             return None
-        pid = self._processes[rank].split()[2]
-        text = f"Rank {rank} has died: its process {pid} has gone in the middle of the fit."
-        self._say(rank, text)
-        return text
+        process = f" {self._processes[rank].split()[2]}" if rank in self._processes else ""
+        text = f"Rank {rank} has died: its process{process} has ended in the middle of the fit."
+        failure = Failure(rank, has_died=True, text=text)
+        self._report(failure)
+        return failure
 
-    def _dead(self) -> int | None:
-        for rank, process in self._processes.items():
-            if _is_gone(process) and self._get(f"finished/{rank}") is None:
-                return rank
-        return None
+    def _find_dead(self) -> int | None:
+        gone = {rank for rank, process in self._processes.items() if _is_gone(process)} | self._lifelines.ended
+        return next((rank for rank in sorted(gone) if self._get(f"finished/{rank}") is None), None)
 
-    def _say(self, rank: int, text: str) -> bool:
-        """Says that a rank has failed, if nothing has been said yet; returns whether it was so."""
-        said = f"{rank}\n{text}"
-        return self.ask(lambda: self._store.compare_set("failed", "", said) == said.encode(), False)
+    def _report(self, failure: Failure) -> bool:
+        """Writes a failure to the store if it is the first one; returns whether it is."""
+        text = json.dumps(failure)
+        return self.query_store(lambda: self._store.compare_set("failed", "", text) == text.encode(), False)
 
     def _get(self, key: str) -> str | None:
         """Returns what the store has for a key; None if it has nothing."""
-        return self.ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
+        return self.query_store(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
 
 def is_orderly(exception: BaseException) -> bool:
@@ -129,7 +153,7 @@ def is_orderly(exception: BaseException) -> bool:
 
 
 def _process_name(pid: int) -> str | None:
-    """Returns what tells a process from all others, at all times; None if it is gone, or cannot be seen."""
+    """Returns what distinguishes a process from all others, at all times; None if it is gone, or cannot be seen."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         state, start = fields[0], fields[19]  # numbers 3 and 22 in proc(5)
@@ -140,7 +164,7 @@ def _process_name(pid: int) -> str | None:
 
 @cache
 def _host() -> str:
-    """Returns what tells this host, or container, from all others."""
+    """Returns what distinguishes this host, or container, from all others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from cross_section import sampled
-from small_fit import NUM_STEPS, PARAMETERS, fit
+from small_fit import NUM_STEPS, PARAMETERS, Net, fit
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
@@ -245,6 +246,45 @@ def test_csv_logger_has_the_columns(tmp_path: Path) -> None:
     assert [int(row["step"]) for row in rows] == [4, 9]
     assert all(float(row["comm_time/step_s"]) > 0 for row in rows)
     assert rank_file(tmp_path / "csv", 0).exists()  # beside the logger's own file
+
+
+class StepsLater(Net):
+    """Takes optimizer steps in both epochs on rank 0, in the second one on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if self.current_epoch >= self.global_rank:
+            self.optimizers().step()  # type: ignore[union-attr]
+
+
+def steps_on_some_ranks() -> list[float]:
+    comm_time = CommTimeMonitor(num_warmup_steps=0, save_records=False, print_summary=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=CommOptDDP(),
+        callbacks=[comm_time],
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(StepsLater(), DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=3))
+    return [comm_time.metrics["step_s"], comm_time.summary["step_s"]]
+
+
+def test_an_epoch_in_which_a_rank_takes_no_step_hangs_nobody() -> None:
+    """If it fails, ranks with steps to publish wait at the end of an epoch for a rank that has none."""
+    first, second = run_ranks(steps_on_some_ranks, group_timeout_s=20, limit_s=100)
+    assert first == second
+    assert min(first) > 0
 
 
 def test_a_second_fit_begins_anew(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_commopt import CommOptDDP
@@ -26,6 +27,16 @@ class Line(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Ignoring(Line):
+    """Has a parameter that DDP is told to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored = torch.nn.Linear(3, 2)
+        names = [name for name, _ in self.named_parameters() if name.startswith("ignored")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)
 
 
 class Opaque(Line):
@@ -93,12 +104,13 @@ def two_ranks(kind):
         "bf16": CommOptDDP(comm_hook="bf16"),
         "torch_hook": DDPStrategy(ddp_comm_hook=print),
     }
-    speed = fit(strategies[kind], devices=2)
+    speed = fit(strategies[kind.removeprefix("ignoring_")], devices=2, model=Ignoring if "ignoring" in kind else Line)
     return speed.num_steps, speed.wire_bytes_per_step
 
 
 @pytest.mark.parametrize(
-    ("kind", "wire_bytes"), [("ddp", 4 * NUMEL), ("none", 4 * NUMEL), ("bf16", 2 * NUMEL), ("torch_hook", None)]
+    ("kind", "wire_bytes"),
+    [("ddp", 4 * NUMEL), ("none", 4 * NUMEL), ("bf16", 2 * NUMEL), ("torch_hook", None), ("ignoring_ddp", 4 * NUMEL)],
 )
 def test_bytes_on_the_wire(kind, wire_bytes):
     assert run_ranks(two_ranks, kind) == [(18, wire_bytes)] * 2

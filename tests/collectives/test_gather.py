@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt.collectives import gather as gathering
-from lightning_commopt.collectives.gather import all_come, gather_on_rank_0, map_tensors
+from lightning_commopt.collectives.gather import all_ranks_ready, gather_on_rank_0, map_tensors
+from lightning_commopt.collectives.store import prepare_key_spaces
 from ranks import run_ranks
 
 
@@ -82,7 +83,7 @@ def test_other_values_are_refused() -> None:
 def _meet() -> list[bool]:
     rank = dist.get_rank()
     positions: list[list[str | None]] = [["7", "7"], ["7", "8"], ["7", None], [None, "7"], ["9", "9"]]
-    return [all_come(position[rank], 5, 5) for position in positions]
+    return [all_ranks_ready(position[rank], 5, 5) for position in positions]
 
 
 def test_ranks_meet_at_the_same_point_only() -> None:
@@ -91,8 +92,9 @@ def test_ranks_meet_at_the_same_point_only() -> None:
 
 
 def _miss() -> tuple[bool, float]:
+    prepare_key_spaces()
     start = time.monotonic()
-    came = dist.get_rank() == 0 and all_come("7", 0.5, 5)
+    came = dist.get_rank() == 0 and all_ranks_ready("7", 0.5, 5)
     return came, time.monotonic() - start
 
 

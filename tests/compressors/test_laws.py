@@ -19,6 +19,7 @@ from lightning_commopt.ddp.attach import attach_bucket_hook
 from lightning_commopt.ddp.hook import BucketHook
 from lightning_commopt.kernels import c_library
 from lightning_commopt.selftest.gradients import Net, random_gradients, send
+from lightning_commopt.selftest.laws import check_averages
 from ranks import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -29,13 +30,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 NUM_STEPS = 16
 SETUPS = [("many_buckets", 2), ("one_bucket", 3), ("static_view", 4)]
 in_all_setups = pytest.mark.parametrize(("options", "world_size"), sampled(SETUPS, by_default=[("many_buckets", 2)]))
-# A bf16 all-reduce rounds inside its sum, which no residual sees.
-TELESCOPING_TOLERANCE = {
-    "error_feedback_bf16": 0.1,
-    "feedback_around_by_size": 0.1,
-    "powersgd_bf16_residual": 0.5,
-    "int8_small_blocks": 0.05,
-}
 
 
 def _ddp(compressor: Compressor | None, options: dict[str, Any]) -> tuple[DistributedDataParallel, BucketHook | None]:
@@ -139,19 +133,23 @@ def test_ranks_agree_where_one_host_has_no_compiler() -> None:
     np.testing.assert_array_equal(ours, theirs)
 
 
+def _check_claims(name: str, ranks: list[dict[str, Any]]) -> Tensor:
+    exact = torch.from_numpy(np.mean([rank["sent"] for rank in ranks], axis=0))
+    residual = torch.from_numpy(np.mean([rank["residual"] for rank in ranks], axis=0))
+    check_averages(name, COMPRESSORS[name], torch.from_numpy(ranks[0]["received"]), exact, residual)
+    return residual
+
+
 @in_all_setups
-@pytest.mark.parametrize("name", WITH_FEEDBACK)
-def test_nothing_is_lost(name: str, options: str, world_size: int) -> None:
-    """If it fails, error feedback drops gradients: what was received plus the residual is not what was sent.
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_errors_are_as_declared(name: str, options: str, world_size: int) -> None:
+    """If it fails, an average is off by more than its compressor claims, or error feedback drops gradients.
 
     The buckets change their layout after the first steps, so that it covers what is carried over as well.
     """
-    ranks = [rank[name] for rank in _outcomes(options, world_size)]
-    sent = np.mean([rank["sent"].sum(0) for rank in ranks], axis=0)
-    residual = np.mean([rank["residual"] for rank in ranks], axis=0)
-    tolerance = TELESCOPING_TOLERANCE.get(name, 2e-4)
-    np.testing.assert_allclose(ranks[0]["received"].sum(0) + residual, sent, rtol=0, atol=tolerance)
-    assert np.abs(residual).max() > 1e-4  # else the test would show nothing
+    residual = _check_claims(name, [rank[name] for rank in _outcomes(options, world_size)])
+    assert COMPRESSORS[name].keeps_residual == (name in WITH_FEEDBACK)
+    assert (residual.abs().max() > 1e-4) == (name in WITH_FEEDBACK)  # else it would show nothing
 
 
 def _bytes_of_even_parts(inner: Compressor) -> tuple[float, float]:
@@ -176,11 +174,7 @@ def test_traffic_across_nodes_falls_by_the_ranks_per_node(inner: Compressor) -> 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_nothing_is_lost_over_many_steps(name: str) -> None:
     """If it fails, what error feedback holds back drifts away from what was not sent."""
-    ranks = [rank[name] for rank in _outcomes("many_buckets", 2, num_steps=50, names=tuple(WITH_FEEDBACK))]
-    sent = np.mean([rank["sent"].sum(0) for rank in ranks], axis=0)
-    residual = np.mean([rank["residual"] for rank in ranks], axis=0)
-    tolerance = 2 * TELESCOPING_TOLERANCE.get(name, 2e-4)
-    np.testing.assert_allclose(ranks[0]["received"].sum(0) + residual, sent, rtol=0, atol=tolerance)
+    _check_claims(name, [rank[name] for rank in _outcomes("many_buckets", 2, 50, names=tuple(WITH_FEEDBACK))])
 
 
 class Vectors(nn.Module):

@@ -42,13 +42,12 @@ def test_a_healthy_host_has_no_findings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "severity", "message", "remedy"),
+    ("fault", "severity", "what", "advice"),
     [
         ({"gpus": []}, "error", "finds no CUDA device", "torch that is built for CUDA"),
         ({"shared_memory_bytes": 2**26}, "warning", "/dev/shm has 64 MiB", "--ipc=host"),
         ({"num_threads": 64}, "warning", "8 ranks with 64 threads each share 64 cores", "OMP_NUM_THREADS=8"),
         ({"environment": {"NCCL_DEBGU": "INFO"}}, "error", "did you mean NCCL_DEBUG?", "unset NCCL_DEBGU"),
-        ({"advisories": ["lightning 2.6.3: malware"]}, "error", "malware", "version"),
         ({"max_locked_bytes": 2**16}, "error", "lock 0 MiB", "ulimit -l unlimited"),
         ({"has_peer_memory": False}, "warning", "nvidia_peermem is not loaded", "modprobe"),
         ({"ports": [Port(name="mlx5_1:1", state="DOWN", rate="", errors={})]}, "warning", "mlx5_1:1 is DOWN", "cable"),
@@ -60,12 +59,12 @@ def test_a_healthy_host_has_no_findings() -> None:
         ),
     ],
 )
-def test_a_fault_of_a_host(fault: dict[str, Any], severity: str, message: str, remedy: str) -> None:
+def test_a_fault_of_a_host(fault: dict[str, Any], severity: str, what: str, advice: str) -> None:
     """If it fails, a fault that is known passes."""
     (finding,) = find([replace(_HEALTHY, **fault)])
     assert (finding.severity, finding.where) == (severity, "node0")
-    assert message in finding.message
-    assert remedy in finding.remedy
+    assert what in finding.what
+    assert advice in finding.advice
 
 
 @pytest.mark.parametrize(
@@ -84,12 +83,12 @@ def test_a_difference_between_hosts(difference: dict[str, Any], message: str) ->
     """If it fails, hosts that cannot train together look as if they could."""
     other = replace(_HEALTHY, **{"rank": 1, "host": "node1", "address": "10.0.0.2", **difference})
     (finding,) = find([_HEALTHY, other])
-    assert message in finding.message
+    assert message in finding.what
 
 
 def test_errors_come_first() -> None:
     """If it fails, what to fix first is hidden behind what may wait."""
-    faulty = replace(_HEALTHY, shared_memory_bytes=2**20, advisories=["x"])
+    faulty = replace(_HEALTHY, shared_memory_bytes=2**20, gpus=[])
     assert [finding.severity for finding in find([faulty])] == ["error", "warning"]
 
 
@@ -119,7 +118,7 @@ def test_the_command() -> None:
     """If it fails, commopt doctor says something else than it finds."""
     ran = CliRunner().invoke(app, ["doctor", "--json"], env={"NCCL_TREE_THRESHOLD": "0"})
     assert ran.exit_code == 1
-    messages = [finding["message"] for finding in json.loads(ran.output)["findings"]]
+    messages = [finding["what"] for finding in json.loads(ran.output)["findings"]]
     assert "NCCL_TREE_THRESHOLD has no effect since NCCL 2.5, which removed it" in messages
 
 

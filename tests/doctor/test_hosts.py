@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.doctor.adapter_findings import find_in_adapters, list_unchecked
 from lightning_commopt.doctor.adapters import Port, can_dma_buf, has_peer_memory, has_sharp_plugin
 from lightning_commopt.doctor.doors import ClosedDoor, Door, find_closed, open_doors
 from lightning_commopt.doctor.facts import Facts
-from lightning_commopt.doctor.findings import find
-from lightning_commopt.doctor.interface_findings import find_wrong_interfaces
+from lightning_commopt.doctor.findings import find, find_in_adapters, find_wrong_interfaces
 from lightning_commopt.doctor.meeting import MeetingError, meet, name_apart
 from lightning_commopt.doctor.places import Place
+from lightning_commopt.doctor.terminal import list_unchecked
+from lightning_commopt.findings import Finding, Severity
 from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
-from lightning_commopt.links.topology.findings import Finding as TopologyFinding
 from lightning_commopt.netlab import NetLab, RankError
 from lightning_commopt.selftest.ranks import PROCESSES
 from ranks import run_ranks  # noqa: F401 - tells the fork server what to import
@@ -102,12 +101,12 @@ def test_closed_doors_are_errors() -> None:
     closed = [ClosedDoor("a", "b", Door("eth0", "10.0.0.2", 40123, "gloo and NCCL"), "no answer within 5 s")]
     (finding,) = find([FACTS, replace(FACTS, rank=1, host="b")], closed)
     assert (finding.severity, finding.where) == ("error", "a")
-    assert finding.message == (
+    assert finding.what == (
         "cannot reach b at port 40123 of 10.0.0.2 (eth0, which gloo and NCCL would take): no answer within 5 s"
     )
-    assert "GLOO_SOCKET_IFNAME" in finding.remedy
+    assert "GLOO_SOCKET_IFNAME" in finding.advice
     (finding,) = find([FACTS], gloo_error="Connection closed by peer")
-    assert "an all-reduce over gloo fails: Connection closed by peer" in finding.message
+    assert "an all-reduce over gloo fails: Connection closed by peer" in finding.what
 
 
 def test_own_interfaces() -> None:
@@ -167,7 +166,7 @@ def test_the_interface_of_gloo() -> None:
 )
 def test_wrong_interfaces(changes: dict[str, Any], words: str | None) -> None:
     """If it fails, an interface that other hosts cannot reach passes, or one that they can is called wrong."""
-    found = [finding.message for finding in find_wrong_interfaces(replace(FACTS, **changes))]
+    found = [finding.what for finding in find_wrong_interfaces(replace(FACTS, **changes))]
     assert len(found) == (words is not None)
     assert words is None or words in found[0]
 
@@ -176,7 +175,7 @@ def test_lists_that_differ() -> None:
     """If it fails, hosts that were given other lists look alike."""
     facts = replace(FACTS, hosts=["a", "b"], world_size=2)
     found = find([facts, replace(facts, rank=1, host="b", hosts=["a", "b", "c"], world_size=3)])
-    assert [finding.message for finding in found] == [
+    assert [finding.what for finding in found] == [
         "--hosts differs: a,b on rank 0, a,b,c on rank 1",
         "the number of ranks differs: 2 on rank 0, 3 on rank 1",
     ]
@@ -184,9 +183,10 @@ def test_lists_that_differ() -> None:
 
 def test_what_the_topology_says_is_passed_on() -> None:
     """If it fails, a broken NVLink is seen by commopt topo only."""
-    hurts = [TopologyFinding("x", severity, severity, "why", "advice") for severity in ("error", "slow", "note")]
+    severities: tuple[Severity, ...] = ("error", "slow", "note")
+    hurts = [Finding(severity=severity, what=severity, advice="advice") for severity in severities]
     found = find([replace(FACTS, topology=hurts)])
-    assert [(finding.severity, finding.message) for finding in found] == [("error", "error"), ("warning", "slow")]
+    assert [(finding.severity, finding.what) for finding in found] == [("error", "error"), ("slow", "slow")]
 
 
 def test_adapters_at_different_rates() -> None:
@@ -196,10 +196,10 @@ def test_adapters_at_different_rates() -> None:
         for index, rate in enumerate(("400 Gb/sec (4X NDR)", "200 Gb/sec (2X NDR)"))
     ]
     (finding,) = find_in_adapters(replace(FACTS, ports=ports))
-    assert "mlx5_0:1 400 Gb/sec (4X NDR), mlx5_1:1 200 Gb/sec (2X NDR)" in finding.message
+    assert "mlx5_0:1 400 Gb/sec (4X NDR), mlx5_1:1 200 Gb/sec (2X NDR)" in finding.what
     alone, other = (replace(FACTS, ports=[port]) for port in ports)
     (finding,) = find([alone, replace(other, rank=1, host="b")])
-    assert finding.message.startswith("the rate of InfiniBand or RoCE ports differs")
+    assert finding.what.startswith("the rate of InfiniBand or RoCE ports differs")
 
 
 def test_gpudirect_rdma_and_sharp(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_gpudirect_rdma_and_sharp(tmp_path: Path) -> None:
     assert has_sharp_plugin(tmp_path, {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"})
     ports = [Port(name="mlx5_0:1", state="ACTIVE", rate="400 Gb/sec (4X NDR)", errors={})]
     asked = replace(FACTS, gpus=["H100"], ports=ports, environment={"NCCL_COLLNET_ENABLE": "1"})
-    assert [finding.message[:20] for finding in find_in_adapters(asked)] == [
+    assert [finding.what[:20] for finding in find_in_adapters(asked)] == [
         "no GPUDirect RDMA: n",
         "NCCL_COLLNET_ENABLE=",
     ]
@@ -264,7 +264,7 @@ def test_two_hosts(lab: NetLab) -> None:
     """If it fails, two hosts without a launcher cannot be compared."""
     first, second = outputs(lab, "NCCL_ALGO=$NODE_RANK commopt doctor --hosts 10.0.0.1,host1 --json; echo status $?")
     found = json.loads(first[: first.rindex("status")])
-    assert [each["message"] for each in found["findings"] if "differs" in each["message"]] == [
+    assert [each["what"] for each in found["findings"] if "differs" in each["what"]] == [
         "NCCL_ALGO differs: 0 on rank 0, 1 on rank 1"
     ]
     assert [each["gloo_interface"] for each in found["ranks"]] == [["eth0", "10.0.0.1", 24], ["eth0", "10.0.0.2", 24]]
@@ -296,7 +296,7 @@ def test_a_firewall_between_hosts(lab_machine: None) -> None:
     """If it fails, hosts that meet, but cannot open the ports of gloo and NCCL, look ready to train."""
     with NetLab(2) as blocked:
         first, _ = outputs(blocked, f"{BLOCK} commopt doctor --hosts host0,host1; true")
-    assert "Fix this first:\n1. error host0: cannot reach host1 at port " in first
+    assert "Fix this first:\nerror: host0: cannot reach host1 at port " in first
     assert "of 10.0.0.2 (eth0, which gloo and NCCL would take): no answer within 5 s: probably a firewall" in first
 
 

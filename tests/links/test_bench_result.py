@@ -12,7 +12,6 @@ from lightning_commopt.links.bench.payoff import payoffs
 from lightning_commopt.links.bench.result import BenchResult, Row, bus_factor
 from lightning_commopt.links.bench.settings import BenchSettings
 from lightning_commopt.links.bench.sizes import parse_size, sizes_between
-from lightning_commopt.links.bench.statistic import median_of
 from lightning_commopt.links.bench.terminal import bench_lines
 
 # nccl-tests, doc/PERFORMANCE.md.
@@ -74,13 +73,6 @@ def test_bad_settings_name_the_option() -> None:
     settings = BenchSettings(collectives=["alltoall"], dtypes=["half", "float16"], sizes_bytes=[64, 8, 64])
     assert (settings.collectives, settings.dtypes, settings.sizes_bytes) == (("all_to_all",), ("float16",), (8, 64))
     assert BenchSettings.from_dict(settings.to_dict()) == settings
-
-
-def test_interval_of_a_median_holds_what_it_says() -> None:
-    """If it fails, intervals are narrower than 95 %, or wider than they need be."""
-    for num_values, kept in {5: 5, 7: 7, 9: 7, 20: 10}.items():
-        interval = median_of([float(value) for value in range(num_values)])
-        assert interval.high - interval.low + 1 == kept
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ _RIGHT = [
 def test_a_mistake_is_found_with_what_is_right(name: str, value: str, meant: str) -> None:
     """If it fails, a variable without effect stays in a user's scripts."""
     (mistake,) = find_mistakes({name: value, "HOME": "/"})
-    assert mistake.name == name
-    assert meant in mistake.message
+    assert mistake.advice == f"correct or unset {name}"
+    assert meant in mistake.what
 
 
 def test_there_are_fifty_mistakes() -> None:
@@ -109,7 +109,7 @@ def test_every_default_is_accepted() -> None:
 
 def test_versions() -> None:
     """If it fails, a variable that this NCCL does not have yet, or does not have any more, passes."""
-    assert "before NCCL 2.17" in find_mistakes({"NCCL_NVLS_ENABLE": "1"}, version=(2, 16, 5))[0].message
+    assert "before NCCL 2.17" in find_mistakes({"NCCL_NVLS_ENABLE": "1"}, version=(2, 16, 5))[0].what
     assert find_mistakes({"NCCL_TREE_THRESHOLD": "0"}, version=(2, 4, 8)) == []
 
 

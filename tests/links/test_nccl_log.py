@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from nccl_sample_logs import HEALTHY, SampleJob
 
+from lightning_commopt.findings import Finding
 from lightning_commopt.links.nccl_log.facts import NcclLog
-from lightning_commopt.links.nccl_log.finding import Finding
 from lightning_commopt.links.nccl_log.findings import find_all
 from lightning_commopt.links.nccl_log.lines import split_line
 from lightning_commopt.links.nccl_log.reader import read_lines, read_log

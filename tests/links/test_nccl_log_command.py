@@ -28,7 +28,7 @@ def test_text_says_how_ranks_talk_and_what_to_try(tmp_path: Path) -> None:
         "node-a 10.0.0.10: ranks 0, 1",
         "ring on channels 0, 1: 0 1",
         "environment: NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1",
-        "slow: ranks 0 and 1 are on one host (node-a) but talk over NET/Socket",
+        "slow: communicator 1: ranks 0 and 1 are on one host (node-a) but talk over NET/Socket",
         "try: unset NCCL_P2P_DISABLE and NCCL_SHM_DISABLE",
         "rank_0.log:4: node-a:4000:4000 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1.",
     ):

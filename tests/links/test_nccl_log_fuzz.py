@@ -12,7 +12,7 @@ import pytest
 from nccl_sample_logs import HEALTHY, SampleJob
 from rich.console import Console
 
-from lightning_commopt.links.nccl_log.finding import Finding
+from lightning_commopt.findings import Finding
 from lightning_commopt.links.nccl_log.findings import find_all
 from lightning_commopt.links.nccl_log.lines import read_messages
 from lightning_commopt.links.nccl_log.reader import read_lines

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 from topology_samples import SAMPLES, Sample, halves
 
+from lightning_commopt.findings import Finding
 from lightning_commopt.links.topology.expectations import expect_between_gpus, expect_to_nic, nvlink_model
-from lightning_commopt.links.topology.findings import Finding, find_all
+from lightning_commopt.links.topology.findings import find_all
 from lightning_commopt.links.topology.machine import Link, Machine, Nic
 from lightning_commopt.links.topology.rings import find_ring
 from lightning_commopt.links.topology.smi_text import read_smi_text

@@ -87,7 +87,6 @@ def write_run(folder: Path, run: SampleRun) -> RunRecord:
         **described(run.overrides, {"seed": 0, "repetition": 0, **run.config}, run.plan),
         strategy=run.strategy,
         device="cpu",
-        plan=None if run.plan is None else dict(run.plan),
         world_size=run.world_size,
         started_at="2026-11-21T12:00:00+00:00",
         seconds=200 * comm_time["step_s"] + 10,
@@ -95,7 +94,6 @@ def write_run(folder: Path, run: SampleRun) -> RunRecord:
         samples_per_s=comm_time["samples_per_s"],
         num_timed_steps=190,
         wire_bytes_per_step=comm_time["wire_bytes"],
-        exposed_share=comm_time["exposed_share"],
         comm_time=comm_time,
         peak_memory_bytes=4.0 * run.num_parameters * 4 + 3e8,
         num_parameters=run.num_parameters,
@@ -230,9 +228,10 @@ def save_run(folder: Path, *overrides: str, **fields: Any) -> Path:
     config = fields.pop("config", {})
     ranks = [int(each.partition("=")[2]) for each in overrides if each.startswith(("ranks=", "trainer.devices="))]
     ranks = [1] if "method=one_process" in overrides else [*ranks, 2]
-    known = {"status": "finished", "sync_method": "none", "plan": {}, "world_size": ranks[0], **fields}
+    plan = fields.pop("plan", {})
+    known = {"status": "finished", "sync_method": "none", "world_size": ranks[0], **fields}
     known.setdefault("is_lossy", known["sync_method"] in WIRE_SHARES and known["sync_method"] != "none")
-    RunRecord(**known, **described(overrides, config, known["plan"])).save(folder)
+    RunRecord(**known, **described(overrides, config, plan)).save(folder)
     return folder
 
 
@@ -241,7 +240,9 @@ def described(
 ) -> dict[str, Any]:
     """Returns the fields of a record that say how the run was set, as the recorder makes them."""
     settings, chosen = settings_of(Path("run"), config, overrides)
-    return {"overrides": tuple(overrides), "chosen": chosen, "settings": {**settings, **flat(plan or {}, "plan.")}}
+    options = flat(plan or {}, "plan.")
+    names = None if plan is None else tuple(options)
+    return {"overrides": tuple(overrides), "chosen": chosen, "settings": settings | options, "plan": names}
 
 
 def save_rates(

@@ -87,7 +87,7 @@ def test_numbers_of_a_step_are_those_of_the_records(tmp_path):
 def test_a_gradient_sync_that_nobody_sees_is_not_none(tmp_path, world_size, is_known):
     """If it fails, FSDP is said to hide all of its communication."""
     comm_time = {"step_s": 0.1, "comm_s": 0.0, "exposed_s": 0.0, "wire_bytes": 0.0}
-    fields = {"comm_time": comm_time, "exposed_share": 0.0, "wire_bytes_per_step": 0.0, "world_size": world_size}
+    fields = {"comm_time": comm_time, "wire_bytes_per_step": 0.0, "world_size": world_size}
     setting = _group(
         tmp_path, ("strategy=fsdp", {"plan": None, "strategy": "ModelParallelStrategy", **fields})
     ).settings[0]

@@ -86,7 +86,7 @@ def test_a_failed_run_keeps_its_error(sweep):
         '{"status": "finished", "sync_method": "none", "samples_per_s": "fast"}',
         '{"status": "finished", "sync_method": "none", "overrides": 3}',
         '{"status": "finished", "sync_method": "none", "comm_time": {"step_s": null}}',
-        '{"status": "finished", "sync_method": "none", "plan": []}',
+        '{"status": "finished", "sync_method": "none", "plan": "bf16"}',
         '{"status": "finished", "sync_method": "none", "hardware": ["cpu"]}',
     ],
 )
@@ -127,7 +127,7 @@ def test_a_rank_without_steps_is_a_line(sweep):
 
 def test_runs_without_records_are_one_line_each_kind(tmp_path):
     found = read_runs([save_rates(tmp_path, {"none": [1.0] * 6})])
-    names = "none_0, none_1, none_2 and 3 more"
+    names = "none_0, none_1, none_2, none_3 and 2 more"
     assert found.problems == (
         f"no loss curve, as there is no loss.jsonl: {names}",
         f"no timeline, as CommTimeMonitor has saved no steps in comm_time: {names}",

@@ -4,8 +4,7 @@ from typing import Any
 import pytest
 from sample_runs import save_run
 
-from lightning_commopt.plan import plan_options
-from lightning_commopt.report.names import PLAN_OPTIONS, setting_name
+from lightning_commopt.report.names import setting_name
 from lightning_commopt.report.runs import read_runs
 from lightning_commopt.report.settings import RunsOfGroup, group_runs, turn
 
@@ -51,11 +50,6 @@ def _names(groups: list[RunsOfGroup]) -> dict[str, list[str]]:
 )
 def test_names(overrides, name):
     assert setting_name(dict(text.split("=", 1) for text in overrides.split()))[0] == name
-
-
-def test_the_options_of_a_plan_are_known():
-    """Reports do not import torch, and so cannot ask the plan for them."""
-    assert sorted(PLAN_OPTIONS) == sorted(plan_options())
 
 
 def test_settings_differ_in_what_the_sweep_varies(tmp_path):

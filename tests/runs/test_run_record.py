@@ -12,7 +12,8 @@ FULL = RunRecord(
     sync_method="bf16",
     overrides=("a=1", "b=2"),
     strategy="CommOptDDP",
-    plan={"bucket_cap_mb": [1, 2]},
+    settings={"plan.bucket_cap_mb": [1, 2]},
+    plan=("plan.bucket_cap_mb",),
     world_size=2,
     steps_per_s=1.5,
     val_loss=0.1,
@@ -37,6 +38,14 @@ def test_a_record_replaces_the_one_before(tmp_path):
 def test_a_field_of_a_later_version_is_left_out(tmp_path):
     (tmp_path / RUN_FILE).write_text(json.dumps({**dataclasses.asdict(FULL), "from_the_future": 1}))
     assert RunRecord.load(tmp_path) == FULL
+
+
+def test_a_plan_that_was_written_with_its_values_is_read(tmp_path):
+    """If it fails, runs of the version before are missing from reports."""
+    (tmp_path / RUN_FILE).write_text(json.dumps({**dataclasses.asdict(FULL), "plan": {"comm_hook": {"name": "int8"}}}))
+    record = RunRecord.load(tmp_path)
+    assert record.plan == ("plan.comm_hook.name",)
+    assert record.settings == {"plan.comm_hook.name": "int8", "plan.bucket_cap_mb": [1, 2]}
 
 
 def test_a_loss_that_is_not_a_number_stays_so(tmp_path):

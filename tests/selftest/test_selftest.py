@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lightning_commopt.cli import app
 from lightning_commopt.collectives.channel import Channel
-from lightning_commopt.compressors import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors import AfterSteps, Compressor, ErrorFeedback, Layout, Rounds, State
 from lightning_commopt.selftest import laws
 from lightning_commopt.selftest.places import candidates
 from ranks import run_ranks
@@ -66,6 +66,67 @@ _FINDS = {
     "poisoned": laws._overflow,
     "forgetful": laws._resume,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lossy(Compressor):
+    """A user's, inexact by a factor, which is an error of that share.
+
+    Attributes:
+        factor: of the averages.
+        error_bound: that it declares.
+    """
+
+    factor: float
+    error_bound: float | None = None
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Needs no state."""
+        return {}
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns the bytes of the gradients."""
+        return 4 * layout.numel
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Averages, and keeps a part of it; the residual is right only with the factor 0."""
+        if residual is not None:
+            flat.add_(residual)
+            residual.copy_(flat)
+        yield channel.all_reduce(flat.div_(channel.size))
+        flat.mul_(self.factor)
+
+
+_LOSSY: dict[str, tuple[Compressor, str]] = {
+    "unbounded": (Lossy(factor=0.99), "is lossy and declares no error_bound"),
+    "wrapped": (AfterSteps(inner=Lossy(factor=0.99), start_step=1), "is lossy and declares no error_bound"),
+    "within": (Lossy(factor=0.99, error_bound=0.011), ""),
+    "beyond": (
+        Lossy(factor=0.99, error_bound=0.009),
+        "an average is off by 0.01 in the 2-norm, its error_bound is 0.009",
+    ),
+    "nothing": (ErrorFeedback(inner=Lossy(factor=0.0, error_bound=1.0)), "an average is off by 1 in the 2-norm"),
+    "leaking": (ErrorFeedback(inner=Lossy(factor=0.9, error_bound=0.2)), "of the gradients is neither in the averages"),
+}
+
+
+def _messages_about_averages() -> dict[str, str]:
+    (place,) = candidates("cpu")
+    messages = {}
+    for name, (compressor, _) in _LOSSY.items():
+        laws.all_compressors = lambda name=name, found=compressor: {name: found}  # type: ignore[misc]
+        messages[name] = _message(laws._averages, place)
+    return messages
+
+
+def test_lossy_compressors_are_held_to_what_they_declare_and_must_declare_it() -> None:
+    """If it fails, the self-test passes whatever a compressor of somebody else does to the gradients."""
+    for messages in run_ranks(_messages_about_averages):
+        for name, (_, expected) in _LOSSY.items():
+            assert messages[name].startswith(f"{name}: ") == bool(expected)
+            assert expected in messages[name]
 
 
 def _said() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Plans that change in the middle of a fit."""
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commopt import AllReduce, CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
-from lightning_commopt.compressors import LowRank
+from lightning_commopt.collectives.channel import Channel
+from lightning_commopt.compressors import Compressor, Layout, LowRank, Rounds, State
 from lightning_commopt.plan import OptionError
+from lightning_commopt.strategy.checks import check_plans_agree
 from lightnings import Callback, DDPStrategy, LightningModule, Trainer
 from ranks import run_ranks, run_ranks_or_raise
 
@@ -28,7 +31,7 @@ _LOSSLESS: dict[str, dict[str, Any]] = {
 class ChangePlan(Callback):
     """Applies a plan after the third batch of all, in one hook or another."""
 
-    def __init__(self, plan: CommPlan, within_batch: bool = False) -> None:
+    def __init__(self, plan: Any, within_batch: bool = False) -> None:
         self.plan = plan
         self.within_batch = within_batch
 
@@ -158,9 +161,79 @@ def test_ranks_with_different_plans_are_refused() -> None:
     """If it fails, ranks go on with different buckets, and hang."""
     for _, trace in run_ranks_or_raise(_different_plans, world_size=2):
         assert trace is not None
-        assert "OptionError: apply_plan must get the same plan on all ranks" in trace
-        assert "bucket_cap_mb=2" in trace
-        assert "bucket_cap_mb=3" in trace
+        assert (
+            "OptionError: apply_plan must get the same plan on all ranks, got bucket_cap_mb=2 on rank 0,"
+            " bucket_cap_mb=3 on rank 1" in trace
+        )
+
+
+class Threshold:
+    """A setting without a repr of its own: the default one has an address in memory."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Own(Compressor):
+    """A user's compressor, not a dataclass, whose repr has an address too."""
+
+    def __init__(self, threshold: Any) -> None:
+        self.threshold = threshold
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        return {}
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        return (yield from AllReduce().rounds(flat, layout, state, channel, residual))
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        return AllReduce().wire_bytes(layout, world_size)
+
+
+def _compare(compressors: list[Any]) -> str:
+    own = [copy.deepcopy(compressors[dist.get_rank()]) for _ in range(2)]
+    addresses = [0] * dist.get_world_size()
+    dist.all_gather_object(addresses, id(own[0]))
+    if dist.get_rank() == 1 and id(own[0]) == addresses[0]:
+        own.pop(0)  # a repr with an address in it must differ
+    try:
+        check_plans_agree(CommPlan(comm_hook=own[0]))
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "difference"),
+    [
+        ([Threshold(1), Threshold(1)], ""),
+        ([Threshold(Threshold((torch.float16, {"a": 1}))), Threshold(Threshold((torch.float16, {"a": 1})))], ""),
+        ([np.max, np.max], ""),
+        (
+            [Threshold(1), Threshold(2)],
+            "Own(threshold=Threshold(value=1)) on rank 0, comm_hook=Own(threshold=Threshold(v",
+        ),
+        ([[1, Threshold(3)], [1, Threshold(4)]], "Own(threshold=[1, Threshold(value=3)]) on rank 0"),
+    ],
+)
+def test_plans_are_compared_by_type_and_settings(settings: list[Any], difference: str) -> None:
+    """If it fails, a user's compressor without a repr never gets past apply_plan, or one that differs does."""
+    for message in run_ranks(_compare, [Own(setting) for setting in settings]):
+        assert (f"got comm_hook={difference}" in message) if difference else message == ""
+
+
+def _fit_with_another_hook(change: Any) -> CommPlan:
+    strategy = CommOptDDP(bucket_cap_mb=1, comm_hook="powersgd")
+    trainer(strategy, callbacks=[ChangePlan(change)]).fit(Tiny(), loader())
+    return strategy.plan
+
+
+def test_a_name_applies_the_present_plan_with_that_comm_hook() -> None:
+    """If it fails, apply_plan("bf16") raises an error about attributes, or forgets the other options."""
+    expected = CommPlan.from_dict({"bucket_cap_mb": 1, "comm_hook": "bf16"})
+    assert run_ranks(_fit_with_another_hook, "bf16") == [expected] * 2
 
 
 class TryPlan(ChangePlan):

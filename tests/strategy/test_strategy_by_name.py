@@ -1,5 +1,7 @@
 """The strategy as Lightning's registry and its CLI make it."""
 
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,39 @@ def test_alias(suffix: str, name: str) -> None:
         assert strategy.plan.comm_hook == _HOOKS[suffix]
         assert strategy._start_method == of_lightning._start_method
         assert strategy._ddp_kwargs == of_lightning._ddp_kwargs
+
+
+_IN_A_NOTEBOOK = """
+import sys, warnings
+sys.ps1 = ">>> "  # what IPython and the interactive interpreter set, and Lightning looks at when imported
+warnings.simplefilter("ignore")
+from importlib import import_module
+import lightning_commopt
+from lightning_commopt.strategy.adapters import ADAPTERS
+fabric = import_module("lightning.fabric").Fabric
+makers = [import_module(package).Trainer for package in ADAPTERS] + [fabric]
+ours = [import_module(adapter).CommOptDDP for adapter in (*ADAPTERS.values(), "lightning_commopt.fabric")]
+for make, cls in zip(makers, ours):
+    for strategy in ("commopt_ddp", "commopt_ddp_spawn", "commopt_ddp_notebook", cls(), cls(start_method="fork")):
+        try:
+            made = make(strategy=strategy, accelerator="cpu", devices=2)
+        except Exception as error:
+            print("refused", str(error).split(": use")[1])
+        else:
+            print("accepted")
+"""
+
+
+def test_start_methods_in_a_notebook() -> None:
+    """If it fails, who uses us in a notebook is sent to Lightning's ddp_notebook, without our options."""
+    refused = (
+        "refused  strategy='commopt_ddp_notebook' ('commopt_ddp_bf16_notebook', ...), CommOptDDP(start_method='fork',"
+        " ...), or a script."
+    )
+    ran = subprocess.run([sys.executable, "-c", _IN_A_NOTEBOOK], capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    answers = [line for line in ran.stdout.splitlines() if line.startswith(("refused", "accepted"))]
+    assert answers == [refused, refused, "accepted", refused, "accepted"] * (len(ADAPTERS) + 1)
 
 
 def _fit_by_alias() -> Any:

@@ -19,7 +19,7 @@ from lightning_commopt.watch import join_watch
 def main() -> None:
     before, tell_after_s, timeout_s, *interface = sys.argv[1:]
     subprocess.run(["sh", "-c", before])
-    join_watch._TELL_AFTER_S = float(tell_after_s)
+    join_watch._REPORT_AFTER_S = float(tell_after_s)
     join_watch._LOOK_S, join_watch._TRY_S = 0.1, 1.0
     if interface and os.environ["RANK"] == "1":
         os.environ["GLOO_SOCKET_IFNAME"] = interface[0]

@@ -1,6 +1,7 @@
 """A rank that fails in the middle of a fit: the others end, its traceback comes first, no process is left."""
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from strategy_models import SelfFed, trainer
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP
+from lightning_commopt.plan import OptionError
 from lightning_commopt.watch import fit_watch
-from ranks import run_ranks_or_raise
+from lightnings import Callback
+from ranks import run_ranks, run_ranks_or_raise
 
 _SCRIPT = str(Path(__file__).parent / "failing_script.py")
 _TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
@@ -104,3 +107,72 @@ def _run(launcher: str, num_ranks: int, rank: int, fault: str, others: str, tmp_
         program.kill()
     assert program.process.returncode != 0
     return program.output
+
+
+class Writer(Callback):
+    """Rank 1 dies while rank 0 writes results, in the middle of an epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and trainer.global_rank == 1:
+            os._exit(3)
+        if batch_idx == 1:
+            peers = trainer.strategy._fit_watch._peers
+            deadline = time.monotonic() + _LIMIT_S / 2
+            while not peers.has_died() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert peers.has_died()
+            time.sleep(20 * fit_watch._GRACE_S)  # as a write would take
+            (self.folder / "written").touch()
+
+
+def _write(folder: Path) -> None:
+    fit_watch._WAKE_S, fit_watch._STALLED_S, fit_watch._GRACE_S = 0.02, 0.05, 0.05
+    trainer(CommOptDDP(), callbacks=[Writer(folder)]).fit(SelfFed())
+
+
+def test_what_a_rank_does_alone_is_not_cut_off(tmp_path: Path) -> None:
+    """If it fails, a checkpoint or an upload is lost because another rank has died meanwhile."""
+    run_ranks_or_raise(_write, tmp_path, world_size=2, limit_s=_LIMIT_S)
+    assert (tmp_path / "written").exists()
+
+
+def _train_unwatched() -> tuple[list[str], float]:
+    fit = trainer(CommOptDDP(watch=False))
+    fit.fit(SelfFed())
+    return [thread.name for thread in threading.enumerate()], float(fit.callback_metrics["loss"])
+
+
+def _train_watched() -> tuple[list[str], float]:
+    seen: list[str] = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.extend(thread.name for thread in threading.enumerate())
+
+    fit = trainer(CommOptDDP(), callbacks=[Look()])
+    fit.fit(SelfFed())
+    return seen, float(fit.callback_metrics["loss"])
+
+
+def test_watching_can_be_switched_off() -> None:
+    """If it fails, ``watch=False`` still starts threads, or trains something else."""
+    for (without, loss), (watched, watched_loss) in zip(
+        run_ranks(_train_unwatched, world_size=2, limit_s=_LIMIT_S),
+        run_ranks(_train_watched, world_size=2, limit_s=_LIMIT_S),
+        strict=True,
+    ):
+        assert not [name for name in without if name.startswith(("commopt-fit", "commopt-join"))]
+        assert "commopt-fit-watch" in watched
+        assert loss == watched_loss
+
+
+@pytest.mark.parametrize("policy", ["drop", "pad"])
+def test_policies_that_compare_need_the_watch(policy: Any) -> None:
+    """If it fails, an option that has no effect is accepted in silence."""
+    with pytest.raises(OptionError, match=rf"uneven_batches='{policy}' needs watch=True"):
+        CommOptDDP(watch=False, uneven_batches=policy)
+    with pytest.raises(OptionError, match="watch must be true or false, got 'off'"):
+        CommOptDDP(watch="off")  # type: ignore[arg-type]

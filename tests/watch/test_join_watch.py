@@ -17,7 +17,14 @@ from strategy_models import Tiny, loader, trainer
 from lightning_commopt import CommOptDDP
 from lightning_commopt.launch.interfaces import Interface, Listening, find_listening, list_interfaces
 from lightning_commopt.watch import join_watch
-from lightning_commopt.watch.join_texts import Arrival, find_odd, missing_text, unconnected_text
+from lightning_commopt.watch.join_texts import (
+    Arrival,
+    activity_text,
+    find_odd,
+    find_starting,
+    missing_text,
+    unconnected_text,
+)
 from lightning_commopt.watch.join_watch import JoinWatch
 from ranks import run_ranks, run_ranks_or_raise
 
@@ -36,9 +43,9 @@ def _arrival(rank: int, address: str | None = None, **changes: object) -> Arriva
 
 def test_missing_ranks_are_named() -> None:
     """If it fails, one looks for the wrong rank."""
-    told = missing_text(_STORE, [_arrival(0), _arrival(1)], 4)
+    told = missing_text(_STORE, [_arrival(0), _arrival(1)], [2, 3], {})
     assert told.startswith(f"rank 0 on h0 waits at {_STORE} for ranks 2, 3; ranks 0, 1 are here (h0, h1). ")
-    assert "for rank 1; only rank 0 is here." in missing_text(_STORE, [_arrival(0)], 2)
+    assert "for rank 1; only rank 0 is here." in missing_text(_STORE, [_arrival(0)], [1], {})
     assert Arrival.from_json(_arrival(3).to_json()) == _arrival(3)
 
 
@@ -115,7 +122,7 @@ def _come_late(folder: Path, port: int) -> int:
     rank = int(os.environ["LOCAL_RANK"])
     os.environ["MASTER_PORT"] = str(port)
     os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
-    join_watch._TELL_AFTER_S, join_watch._LOOK_S = 0.2, 0.05
+    join_watch._REPORT_AFTER_S, join_watch._LOOK_S = 0.2, 0.05
     for waiting, told, late in ((1, "refuses connections", 0), (0, "for rank 2; ranks 0, 1 are here", 2)):
         while rank == late and told not in (folder / str(waiting)).read_text():
             time.sleep(0.02)
@@ -149,9 +156,9 @@ def _fail_on_rank_0(folder: Path, port: int) -> None:
     join_watch._LOOK_S, join_watch._GRACE_S = 0.05, 0.2
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
-    with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, backend="gloo") as watch:
+    with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, ranks_per_node=2, backend="gloo"):
         if rank == 0:
-            server.wait([f"{watch._prefix}/here/1"])
+            server.wait(["commopt/join/ask/1"])
             raise ArithmeticError("broken on purpose")
         threading.Event().wait(600)
 
@@ -171,13 +178,13 @@ def test_ranks_end_when_another_has_failed(tmp_path: Path) -> None:
 
 def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, ranks wait in silence for a program that is no store."""
-    monkeypatch.setattr(join_watch, "_TELL_AFTER_S", 0.0)
+    monkeypatch.setattr(join_watch, "_REPORT_AFTER_S", 0.0)
     monkeypatch.setattr(join_watch, "_LOOK_S", 0.01)
     monkeypatch.setattr(join_watch, "_TRY_S", 0.05)
     said = ""
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
-        JoinWatch("127.0.0.1", other.getsockname()[1], rank=1, world_size=2, backend="gloo"),
+        JoinWatch("127.0.0.1", other.getsockname()[1], rank=1, world_size=2, ranks_per_node=1, backend="gloo"),
     ):
         deadline = time.monotonic() + _LIMIT_S
         while "[rank 1]" not in said and time.monotonic() < deadline:
@@ -240,3 +247,22 @@ class TestOnHosts:
         assert "rank 1 on" in first[0]
         assert "listens on 9.9.9.9 (wrong0, GLOO_SOCKET_IFNAME=wrong0), which is not in 10.0.0.0/24" in first[0]
         assert first[0].endswith("Set GLOO_SOCKET_IFNAME=eth0 on rank 1.")
+
+
+def test_a_process_that_still_starts_is_found_by_its_environment() -> None:
+    """If it fails, one is asked whether a rank was started at all while it imports."""
+    environment = {**os.environ, "LOCAL_RANK": "1", "MASTER_PORT": "1234"}
+    environment.pop("RANK", None)
+    environment.pop("SLURM_PROCID", None)
+    with subprocess.Popen(["sleep", "60"], env=environment) as process:
+        try:
+            found = find_starting([1, 2], range(2), 1234)
+            assert found == {1: process.pid}
+            assert activity_text(found).startswith(f". Now: process {process.pid} is ")
+            assert find_starting([1, 2], range(2), 4321) == {}
+            assert {*find_starting([5], range(4, 8), 1234)} == {5}
+        finally:
+            process.kill()
+    text = missing_text(_STORE, [_arrival(0)], [1, 2], found)
+    assert "waits at 10.0.0.1:29500 for ranks 1, 2; only rank 0 is here. Rank 1 still starts: its process" in text
+    assert text.endswith("cannot reach 10.0.0.1:29500: its own output of rank 2 shows it")

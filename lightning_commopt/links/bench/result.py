@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.links.bench.statistic import Median, median_of
+from lightning_commopt.measure.median import Median, median_of
 
 FORMAT = 1
 """Of the JSON. A later version that changes what a key means raises it; new keys do not."""

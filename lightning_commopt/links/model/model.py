@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from lightning_commopt.formatting import count, number, short_percent
 from lightning_commopt.links.bench.result import BenchResult, Case, Row, load_json
 from lightning_commopt.links.bench.sizes import size_text
-from lightning_commopt.links.bench.statistic import CONFIDENCE
 from lightning_commopt.links.model.fit import Point, Segment, errors_left_out, fit_segments, time_at
+from lightning_commopt.measure.median import CONFIDENCE
 from lightning_commopt.runs.record import write_json
 
 FORMAT = 1

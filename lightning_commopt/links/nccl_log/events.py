@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_commopt.links.nccl_log.lines import Line
+from lightning_commopt.findings import Line
 
 
 @dataclass(frozen=True, kw_only=True)

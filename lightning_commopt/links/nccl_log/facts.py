@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lightning_commopt.findings import Line
 from lightning_commopt.links.nccl_log.events import Choice, LoggedWarning, Progress, Timeout
-from lightning_commopt.links.nccl_log.lines import Line
 
 
 class Fact(NamedTuple):

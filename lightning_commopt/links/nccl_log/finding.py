@@ -1,40 +1,16 @@
-"""What a finding is, and the words that all findings share."""
+"""Why findings are so, and the words that all of them share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from lightning_commopt.findings import Line
+from lightning_commopt.formatting import list_some
+from lightning_commopt.formatting import ranks_text as ranks_text
 from lightning_commopt.links.nccl_log.facts import Communicator, Connection, Fact, Process
-from lightning_commopt.links.nccl_log.lines import Line
 
-Severity = Literal["error", "slow", "differs", "note"]
 _OFF = ("0", "no", "false", "")
-_MOST_SHOWN = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing that is wrong, slow, unequal or worth knowing.
-
-    Attributes:
-        code: our name for this kind of finding, for scripts.
-        severity: ``error``: the job fails or hangs; ``slow``; ``differs``: ranks are not alike; ``note``.
-        what: the fact, with ranks and hosts.
-        why: which setting or which fact about the hardware is behind it.
-        advice: what to try.
-        evidence: lines of the log; none where the finding is that lines are missing.
-        communicator: its number; None for findings about processes.
-    """
-
-    code: str
-    severity: Severity
-    what: str
-    why: str
-    advice: str
-    evidence: tuple[Line, ...] = ()
-    communicator: int | None = None
 
 
 class Reason(NamedTuple):
@@ -51,26 +27,6 @@ class Reason(NamedTuple):
     evidence: tuple[Line, ...] = ()
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Returns ranks as a person writes them.
-
-    >>> ranks_text([3]), ranks_text([0, 1, 2, 3, 7])
-    ('rank 3', 'ranks 0-3, 7')
-    """
-    stretches: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if stretches and rank == stretches[-1][-1] + 1:
-            stretches[-1].append(rank)
-        else:
-            stretches.append([rank])
-    shown = [
-        f"{each[0]}-{each[-1]}" if len(each) > 2 else ", ".join(map(str, each)) for each in stretches[: 2 * _MOST_SHOWN]
-    ]
-    more = sum(map(len, stretches[2 * _MOST_SHOWN :]))
-    noun = "rank" if len(stretches) == 1 and len(stretches[0]) == 1 else "ranks"
-    return f"{noun} {', '.join(shown)}{f' and {more} more' if more else ''}"
-
-
 def pairs_text(pairs: Iterable[tuple[int, int]]) -> str:
     """Returns pairs of ranks, whichever of them sends.
 
@@ -81,8 +37,7 @@ def pairs_text(pairs: Iterable[tuple[int, int]]) -> str:
     shown = [f"{first} and {second}" for first, second in unordered]
     if len(shown) == 1:
         return f"ranks {shown[0]}"
-    more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
-    return f"{len(shown)} pairs of ranks ({', '.join(shown[:_MOST_SHOWN])}{more})"
+    return f"{len(shown)} pairs of ranks ({list_some(shown)})"
 
 
 def pairs_of(connections: Iterable[Connection]) -> list[tuple[int, int]]:

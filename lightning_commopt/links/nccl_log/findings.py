@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
+from lightning_commopt.findings import Finding, worst_first
 from lightning_commopt.links.nccl_log.facts import NcclLog
-from lightning_commopt.links.nccl_log.finding import Finding, lines
+from lightning_commopt.links.nccl_log.finding import lines
 from lightning_commopt.links.nccl_log.networks import find_slow_networks
 from lightning_commopt.links.nccl_log.paths import find_slow_paths
 from lightning_commopt.links.nccl_log.processes import find_lost_processes, find_process_differences
 from lightning_commopt.links.nccl_log.ranks import find_rank_problems
 from lightning_commopt.links.nccl_log.warnings import find_timeouts, find_warnings
 
-_ORDER = ("error", "slow", "differs", "note")
 _FORCED = re.compile(r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|M(IN|AX)_(NCHANNELS|CTAS|NRINGS)|LAUNCH_MODE)$")
 _LARGE_BYTES = 16 << 20
 
@@ -26,14 +27,13 @@ def find_all(log: NcclLog) -> list[Finding]:
     """
     found = [*find_warnings(log), *find_timeouts(log), *find_lost_processes(log), *find_process_differences(log)]
     for communicator in log.communicators:
-        found += find_rank_problems(communicator)
-        found += find_slow_paths(communicator)
-        found += find_slow_networks(communicator)
+        for find in (find_rank_problems, find_slow_paths, find_slow_networks):
+            found += [replace(each, where=f"communicator {communicator.number}") for each in find(communicator)]
     found += [*_find_forced(log), *_find_small_protocol(log)]
     once: dict[tuple[str, str, str], Finding] = {}
     for finding in found:
         once.setdefault((finding.code, finding.what, finding.why), finding)
-    return sorted(once.values(), key=lambda finding: _ORDER.index(finding.severity))
+    return worst_first(once.values())
 
 
 def _find_forced(log: NcclLog) -> Iterator[Finding]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from lightning_commopt.findings import Line
 from lightning_commopt.links.nccl_log.events import Choice, Progress, Timeout
 from lightning_commopt.links.nccl_log.facts import Connection, SearchResult
-from lightning_commopt.links.nccl_log.lines import Line
 
 SETTING = re.compile(r"(NCCL_[A-Z0-9_]+) set (?:by environment )?to (.*?)\.?$")
 BOOTSTRAP = re.compile(r"Bootstrap ?: Using (?:\[\d+\])?([^\s:]+):(\S+?)(?:<\d+>|$)")

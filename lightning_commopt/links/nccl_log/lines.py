@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_commopt.findings import Line
+
 _MOST_BYTES = 1 << 16  # of a line: what is longer is no line of NCCL, whose own buffer has 1024 bytes
 _MOST_CHARACTERS = 4000  # so that no number is too long for int()
 _SHOWN_CHARACTERS = 400
@@ -21,21 +23,6 @@ _HEAD = re.compile(
 )
 _CLOCK = re.compile(r"\d{1,2}$")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x00")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """Where something was said.
-
-    Attributes:
-        file: as the user named it.
-        number: from 1.
-        text: of the line, without colour codes; the beginning, if it is long.
-    """
-
-    file: str
-    number: int
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)

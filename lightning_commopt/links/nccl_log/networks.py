@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lightning_commopt.findings import Finding
+from lightning_commopt.formatting import ranks_text
 from lightning_commopt.links.nccl_log.facts import Communicator, Connection, Process
 from lightning_commopt.links.nccl_log.finding import (
-    Finding,
     Reason,
     first_of,
     lines,
     pairs_of,
     pairs_text,
     processes_of,
-    ranks_text,
     setting,
     switched_off,
     switched_on,
@@ -44,7 +44,6 @@ def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
         why=reason.why,
         advice=f"{reason.advice}; on TCP alone, compress: bf16, int8 and PowerSGD pay most here",
         evidence=lines(found[0].line, *reason.evidence),
-        communicator=communicator.number,
     )
 
 
@@ -97,7 +96,6 @@ def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
                     why=f"{why}; others can hardly reach it",
                     advice="set NCCL_SOCKET_IFNAME to the interface that the hosts share, as eth0 or ib0 (ip -br addr)",
                     evidence=lines(chosen, process.bootstrap, process.interfaces.get(name)),
-                    communicator=communicator.number,
                 )
                 return
 
@@ -123,7 +121,6 @@ def _find_no_gdr(communicator: Communicator) -> Iterator[Finding]:
         why=reason.why,
         advice=reason.advice,
         evidence=lines(without[0].line, *reason.evidence),
-        communicator=communicator.number,
     )
 
 
@@ -175,7 +172,6 @@ def _find_collnet(communicator: Communicator) -> Iterator[Finding]:
             else "CollNet needs a plugin with SHARP (nccl-rdma-sharp-plugins) and switches that have it",
             advice="put the plugin's libnccl-net.so on LD_LIBRARY_PATH; ask the fabric's administrator for sharp_am",
             evidence=lines(wanted, first_of(processes, "no_plugin")),
-            communicator=communicator.number,
         )
 
 
@@ -198,6 +194,5 @@ def _find_few_nics(communicator: Communicator) -> Iterator[Finding]:
                 why=why,
                 advice="nvidia-smi topo -m for the NICs' places; measure NCCL_CROSS_NIC=1 and NCCL_MIN_NCHANNELS",
                 evidence=lines(here[0].line, *list(nics.values())[:1], chosen),
-                communicator=communicator.number,
             )
             return

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from lightning_commopt.findings import Finding
 from lightning_commopt.links.nccl_log.facts import Communicator, Connection, Process
 from lightning_commopt.links.nccl_log.finding import (
-    Finding,
     Reason,
     lines,
     pairs_of,
@@ -69,7 +69,6 @@ def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
         why=reason.why,
         advice=reason.advice,
         evidence=lines(found[0].line, *reason.evidence),
-        communicator=communicator.number,
     )
 
 
@@ -115,7 +114,6 @@ def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
         why=reason.why,
         advice=f"{reason.advice}; {advice}",
         evidence=lines(found[0].line, *reason.evidence),
-        communicator=communicator.number,
     )
 
 
@@ -150,7 +148,6 @@ def _find_indirect(communicator: Communicator) -> Iterator[Finding]:
             why="they have no NVLink to each other: the third one's links carry their bytes as well",
             advice="choose GPUs that are connected (nvidia-smi topo -m) with CUDA_VISIBLE_DEVICES",
             evidence=lines(found[0].line),
-            communicator=communicator.number,
         )
 
 
@@ -170,7 +167,6 @@ def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
                 why="PHB and NODE go through the CPU, SYS through the link between sockets; all GPUs share it",
                 advice="nvidia-smi topo -m; choose GPUs on one switch with CUDA_VISIBLE_DEVICES, or compress",
                 evidence=lines(search.line),
-                communicator=communicator.number,
             )
             return
 
@@ -191,5 +187,4 @@ def _find_nvls(communicator: Communicator) -> Iterator[Finding]:
             if off
             else "nothing, on two GPUs a host",
             evidence=lines(off, unused.notes["nvls_available"] if unused is not None else None),
-            communicator=communicator.number,
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from lightning_commopt.findings import Finding
+from lightning_commopt.formatting import list_some, ranks_text
 from lightning_commopt.links.nccl_log.facts import Fact, NcclLog, Process
-from lightning_commopt.links.nccl_log.finding import Finding, lines, ranks_text
+from lightning_commopt.links.nccl_log.finding import lines
 
 # Every rank reads these while it is initialized, so one that does not print them does not have them. Others, such as
 # NCCL_SHM_DISABLE and NCCL_IB_TIMEOUT, are read only by ranks that come to need them.
@@ -23,7 +25,7 @@ def find_lost_processes(log: NcclLog) -> Iterator[Finding]:
     known = {id(member.process) for member in members}
     lost = [process for process in log.processes if process.bootstrap is not None and id(process) not in known]
     if lost and (not members or any(not member.finished for member in members)):
-        names = ", ".join(_shown(process) for process in lost[:4]) + (" and more" if len(lost) > 4 else "")
+        names = list_some([_shown(process) for process in lost])
         yield Finding(
             code="lost_process",
             severity="error",
@@ -118,4 +120,4 @@ def _named(processes: Iterable[int], ranks: Mapping[int, str]) -> str:
     numbers = [name.split()[1] for name in names if name.startswith("rank ")]
     if len(numbers) == len(names):
         return ranks_text(map(int, numbers))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return list_some(names)

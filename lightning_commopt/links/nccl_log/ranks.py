@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from lightning_commopt.findings import Finding
+from lightning_commopt.formatting import ranks_text
 from lightning_commopt.links.nccl_log.facts import Communicator, Member
-from lightning_commopt.links.nccl_log.finding import Finding, lines, ranks_text
+from lightning_commopt.links.nccl_log.finding import lines
 
 _STAGES = (
     "in bootstrap, where ranks find each other: one is missing, or cannot be reached",
@@ -45,7 +47,6 @@ def _find_missing(communicator: Communicator) -> Iterator[Finding]:
         if waiting
         else "name the logs of all ranks; NCCL_DEBUG=INFO must be set on every host",
         evidence=lines(first.started or first.last),
-        communicator=communicator.number,
     )
 
 
@@ -68,7 +69,6 @@ def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
         why=f"{who} stopped {_STAGES[first]}, or the log ends there",
         advice=f"read the last lines of {ranks_text(behind)} and all warnings; py-spy dump --pid PID if it still runs",
         evidence=lines(*[member.last for member in shown]),
-        communicator=communicator.number,
     )
 
 
@@ -101,7 +101,6 @@ def _find_aborted(communicator: Communicator) -> Iterator[Finding]:
             why="PyTorch aborts after a timeout or an error, of this rank or of another one",
             advice="the first warning or watchdog line in time tells more than this one",
             evidence=lines(first.ended),
-            communicator=communicator.number,
         )
 
 
@@ -127,7 +126,6 @@ def _find_slow_init(communicator: Communicator) -> Iterator[Finding]:
         why=whys.get(part, "the line of the log has all parts"),
         advice="start ranks at the same time; one communicator is cheaper than several",
         evidence=lines(slowest.init_line),
-        communicator=communicator.number,
     )
 
 
@@ -152,7 +150,6 @@ def _find_different_calls(communicator: Communicator) -> Iterator[Finding]:
                     why="a collective needs the same call, size and order on every rank: this one hangs",
                     advice="look for code that depends on the rank: logging, conditions, batches of unequal number",
                     evidence=lines(*list({call.value: call for call in calls}.values())[:4]),
-                    communicator=communicator.number,
                 )
                 return
     last = {rank: max(calls) for rank, calls in called.items()}
@@ -166,7 +163,6 @@ def _find_different_calls(communicator: Communicator) -> Iterator[Finding]:
             why="the others wait for it, or the log of this rank ends earlier",
             advice=f"py-spy dump --pid PID of rank {rank}, if it still runs",
             evidence=lines(called[rank][count][-1]),
-            communicator=communicator.number,
         )
 
 
@@ -185,7 +181,6 @@ def _find_differences(communicator: Communicator) -> Iterator[Finding]:
                 why="their settings or what they see of the hardware differ; the smallest number counts for all",
                 advice="compare NCCL_MIN_NCHANNELS, NCCL_MAX_NCHANNELS, NCCL_HOSTID and the GPUs of the hosts",
                 evidence=lines(*[ready[rank].last for rank in list(values)[:2]]),
-                communicator=communicator.number,
             )
     local = {rank: m.num_local_ranks for rank, m in ready.items() if m.num_local_ranks is not None}
     if len(set(local.values())) > 1:
@@ -196,7 +191,6 @@ def _find_differences(communicator: Communicator) -> Iterator[Finding]:
             why="channels and NICs are chosen for the host that has the fewest",
             advice="start as many ranks on each host",
             evidence=(),
-            communicator=communicator.number,
         )
 
 

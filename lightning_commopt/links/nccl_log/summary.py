@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from lightning_commopt.links.nccl_log.facts import Communicator, Connection, Member, NcclLog
-from lightning_commopt.links.nccl_log.finding import Finding
+from lightning_commopt.findings import Finding
+from lightning_commopt.links.nccl_log.facts import Communicator, Member, NcclLog
 from lightning_commopt.links.nccl_log.paths import is_in_host
+
+_OF_CONNECTION = ("channel", "sender", "receiver", "path", "nic", "direction")
 
 
 class Path(NamedTuple):
@@ -142,7 +144,7 @@ def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
         "tuner": [{**choice._asdict(), "times": times} for choice, times in log.choices.most_common()],
         "warnings": [dataclasses.asdict(each) for each in log.warnings],
         "timeouts": [dataclasses.asdict(each) for each in log.timeouts.values()],
-        "findings": [dataclasses.asdict(each) for each in findings],
+        "findings": [each.to_plain() for each in findings],
     }
 
 
@@ -172,30 +174,17 @@ def _plain_member(rank: int, member: Member) -> dict[str, Any]:
         "channels": member.channels,
         "finished_init": member.finished is not None,
         "init_s": member.init_s,
-        "connections": [_plain_connection(each) for each in member.connections.values()],
-    }
-
-
-def _plain_connection(connection: Connection) -> dict[str, Any]:
-    return {
-        "channel": connection.channel,
-        "sender": connection.sender,
-        "receiver": connection.receiver,
-        "path": connection.path,
-        "nic": connection.nic,
-        "direction": connection.direction,
+        "connections": [{name: getattr(each, name) for name in _OF_CONNECTION} for each in member.connections.values()],
     }
 
 
 def _plain_process(log: NcclLog, index: int) -> dict[str, Any]:
     process = log.processes[index]
+    single = {name: getattr(process, name) for name in ("bootstrap", "version", "driver", "network")}
     return {
         "host": process.host,
         "pid": process.pid,
-        "bootstrap": None if process.bootstrap is None else process.bootstrap.value,
-        "version": None if process.version is None else process.version.value,
-        "driver": None if process.driver is None else process.driver.value,
-        "network": None if process.network is None else process.network.value,
+        **{name: None if fact is None else fact.value for name, fact in single.items()},
         "settings": {name: fact.value for name, fact in sorted(process.settings.items())},
         "nics": list(process.nics),
         "interfaces": {name: fact.value for name, fact in process.interfaces.items()},

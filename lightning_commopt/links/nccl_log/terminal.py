@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.text import Text
 
+from lightning_commopt.findings import Finding, print_findings
+from lightning_commopt.formatting import list_some, numbers_text, ranks_text
 from lightning_commopt.links.nccl_log.facts import Communicator, NcclLog
-from lightning_commopt.links.nccl_log.finding import Finding, ranks_text
 from lightning_commopt.links.nccl_log.summary import (
     channels_of,
     extras_of,
@@ -18,7 +18,6 @@ from lightning_commopt.links.nccl_log.summary import (
 )
 from lightning_commopt.terminal import TextTable, print_text
 
-_STYLES = {"error": "bold red", "slow": "yellow", "differs": "magenta", "note": "cyan"}
 _MOST_PAIRS = 6
 _MOST_RINGS = 4
 _MOST_RANKS = 16
@@ -40,16 +39,14 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     for communicator in sorted(shown, key=lambda each: each.number):
         _print_communicator(communicator, console)
     if others:
-        sizes = ", ".join(str(each.num_ranks or "?") for each in others[:_MOST_CHOICES])
-        more = ", ..." if len(others) > _MOST_CHOICES else ""
-        print_text(f"{len(others)} more communicators, of {sizes}{more} ranks: see --json", console)
+        sizes = list_some([each.num_ranks or "?" for each in others], _MOST_CHOICES)
+        print_text(f"{len(others)} more communicators, of {sizes} ranks: see --json", console)
     _print_choices(log, console)
     _print_settings(log, console)
     console.print()
     if not findings:
         print_text("nothing is wrong, slow or unequal, as far as the log says", console, "green")
-    for finding in findings:
-        _print_finding(finding, console)
+    print_findings(findings, console)
 
 
 def _print_communicator(communicator: Communicator, console: Console) -> None:
@@ -84,16 +81,14 @@ def _print_paths(communicator: Communicator, console: Console) -> None:
     table = TextTable("path", "where", "pairs (sender > receiver)", "channels")
     paths = paths_of(communicator)
     for path in paths:
-        pairs = ", ".join(f"{sender} > {receiver}" for sender, receiver in path.pairs[:_MOST_PAIRS])
-        more = f" and {len(path.pairs) - _MOST_PAIRS} more" if len(path.pairs) > _MOST_PAIRS else ""
-        table.add_row(path.name, path.place, f"{pairs}{more}", str(path.num_channels))
+        pairs = list_some([f"{sender} > {receiver}" for sender, receiver in path.pairs], _MOST_PAIRS)
+        table.add_row(path.name, path.place, pairs, str(path.num_channels))
     if paths:
         console.print(table)
 
 
 def _channels_text(channels: list[int]) -> str:
-    shown = ranks_text(channels).split(" ", 1)[1]
-    return f"channel{'s' if len(channels) > 1 else ''} {shown}"
+    return f"channel{'s' if len(channels) > 1 else ''} {numbers_text(channels)}"
 
 
 def _print_choices(log: NcclLog, console: Console) -> None:
@@ -124,13 +119,3 @@ def _print_settings(log: NcclLog, console: Console) -> None:
         shown = ", ".join(f"{name}={'|'.join(sorted(values))}" for name, values in sorted(settings.items()))
         console.print()
         print_text(f"environment: {shown}", console)
-
-
-def _print_finding(finding: Finding, console: Console) -> None:
-    place = f" (communicator {finding.communicator})" if finding.communicator is not None else ""
-    text = Text.assemble((f"{finding.severity}: ", _STYLES[finding.severity]), finding.what, place)
-    print_text(text, console)
-    print_text(f"  why: {finding.why}", console)
-    print_text(f"  try: {finding.advice}", console)
-    for line in finding.evidence:
-        print_text(f"  {line.file}:{line.number}: {line.text}", console, "dim")

@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from lightning_commopt.findings import Finding, Severity
+from lightning_commopt.formatting import ranks_text
 from lightning_commopt.links.nccl_log.events import LoggedWarning, Progress, Timeout
 from lightning_commopt.links.nccl_log.facts import NcclLog
-from lightning_commopt.links.nccl_log.finding import Finding, Reason, Severity, lines, ranks_text
+from lightning_commopt.links.nccl_log.finding import Reason, lines
 
 
 class _Known(NamedTuple):

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
 
-from lightning_commopt.formatting import count
+from lightning_commopt.findings import Finding, worst_first
+from lightning_commopt.formatting import count, list_some
 from lightning_commopt.links.topology.expectations import is_switched, nvlink_model
 from lightning_commopt.links.topology.machine import KINDS, Machine, cpus_text
 from lightning_commopt.links.topology.rings import Ring, find_ring
 
-_ORDER = ("error", "slow", "note")
-_MOST_SHOWN = 8
-
-
-class Finding(NamedTuple):
-    """Something that costs time.
-
-    Attributes:
-        code: our name for this kind of finding, for scripts.
-        severity: ``error``: something is broken; ``slow``; ``note``.
-        what: the fact, with the devices.
-        why: what it costs.
-        advice: what to do.
-    """
-
-    code: str
-    severity: Literal["error", "slow", "note"]
-    what: str
-    why: str
-    advice: str
+_MAX_SHOWN = 8
 
 
 def find_all(machine: Machine) -> list[Finding]:
@@ -41,18 +22,18 @@ def find_all(machine: Machine) -> list[Finding]:
         *_find_pcie_width(machine),
         *_find_pinning(machine),
     ]
-    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
+    return worst_first(found)
 
 
 def _find_nvlinks(machine: Machine) -> Iterator[Finding]:
     """Finds GPUs with fewer NVLinks than others, or than their model has."""
     if not machine.has_nvlink_column:
         yield Finding(
-            "no_nvlink_column",
-            "note",
-            "this is the output of nvidia-smi topo -mp, which leaves NVLink out",
-            "GPUs that NVLink connects look as if only PCIe did",
-            "nvidia-smi topo -m shows both",
+            code="no_nvlink_column",
+            severity="note",
+            what="this is the output of nvidia-smi topo -mp, which leaves NVLink out",
+            why="GPUs that NVLink connects look as if only PCIe did",
+            advice="nvidia-smi topo -m shows both",
         )
     links = {pair: machine.link(*pair) for pair in machine.gpu_pairs()}
     num_links = {pair: link.num_nvlinks for pair, link in links.items() if link is not None}
@@ -77,16 +58,15 @@ def _find_degraded(machine: Machine, num_links: dict[tuple[str, str], int], of_m
     }
     if not fewer:
         return
-    shown = ", ".join(f"{label} {number}" for label, number in list(fewer.items())[:_MOST_SHOWN])
-    more = f" and {len(fewer) - _MOST_SHOWN} more" if len(fewer) > _MOST_SHOWN else ""
+    shown = list_some([f"{label} {number}" for label, number in fewer.items()], _MAX_SHOWN)
     whose = "others have" if full in num_links.values() else "this model has"
     yield Finding(
-        "degraded_nvlink",
-        "error",
-        f"NVLinks are missing: {shown}{more}, where {whose} {full}",
-        "every collective runs at the rate of the slowest GPU",
-        "nvidia-smi nvlink --status and dmesg (Xid 74); restart nvidia-fabricmanager, then the machine; if they stay"
-        " away, the GPU or its board is for repair",
+        code="degraded_nvlink",
+        severity="error",
+        what=f"NVLinks are missing: {shown}, where {whose} {full}",
+        why="every collective runs at the rate of the slowest GPU",
+        advice="nvidia-smi nvlink --status and dmesg (Xid 74); restart nvidia-fabricmanager, then the machine; if they"
+        " stay away, the GPU or its board is for repair",
     )
 
 
@@ -96,19 +76,19 @@ def _find_unequal(machine: Machine, num_links: dict[tuple[str, str], int], of_mo
     check = "nvidia-smi nvlink --status; compare with another machine of its kind"
     if len(set(totals.values())) > 1:
         yield Finding(
-            "unequal_nvlinks",
-            "note",
-            f"GPUs have different numbers of NVLinks: {', '.join(f'{each} {n}' for each, n in totals.items())}",
-            "a link may be down; in a part of a larger machine, as clouds lend it, this is how it should be",
-            check,
+            code="unequal_nvlinks",
+            severity="note",
+            what=f"GPUs have different numbers of NVLinks: {', '.join(f'{each} {n}' for each, n in totals.items())}",
+            why="a link may be down; in a part of a larger machine, as clouds lend it, this is how it should be",
+            advice=check,
         )
     elif max(totals.values()) < of_model:
         yield Finding(
-            "few_nvlinks",
-            "note",
-            f"each GPU has {max(totals.values())} NVLinks to the others, and its model has {of_model}",
-            "the rest are down, or end at GPUs that are not in the matrix",
-            check,
+            code="few_nvlinks",
+            severity="note",
+            what=f"each GPU has {max(totals.values())} NVLinks to the others, and its model has {of_model}",
+            why="the rest are down, or end at GPUs that are not in the matrix",
+            advice=check,
         )
 
 
@@ -131,21 +111,22 @@ def _find_ring(machine: Machine, ring: Ring | None) -> Iterator[Finding]:
             else ""
         )
         yield Finding(
-            "ring_over_sockets",
-            "slow",
-            f"every ring over all {len(machine.gpus)} GPUs crosses SYS, the link between sockets"
+            code="ring_over_sockets",
+            severity="slow",
+            what=f"every ring over all {len(machine.gpus)} GPUs crosses SYS, the link between sockets"
             f" ({count(ring.num_worst, 'time')} in the best one found: {order})",
-            why,
-            fewer + smaller,
+            why=why,
+            advice=fewer + smaller,
         )
     elif has_nvlink and ring.worst != "NV":
         yield Finding(
-            "ring_leaves_nvlink",
-            "slow",
-            f"NVLink does not connect all {len(machine.gpus)} GPUs: the best ring ({order}) goes over {ring.worst}"
+            code="ring_leaves_nvlink",
+            severity="slow",
+            what=f"NVLink does not connect all {len(machine.gpus)} GPUs: the best ring ({order}) goes over {ring.worst}"
             f" {count(ring.num_worst, 'time')}",
-            "a ring is as fast as its slowest link",
-            f"{fewer}; or only GPUs that NVLink connects: CUDA_VISIBLE_DEVICES={_numbers(_largest_island(machine))}",
+            why="a ring is as fast as its slowest link",
+            advice=f"{fewer}; or only GPUs that NVLink connects:"
+            f" CUDA_VISIBLE_DEVICES={_numbers(_largest_island(machine))}",
         )
 
 
@@ -176,11 +157,12 @@ def _find_nics(machine: Machine) -> Iterator[Finding]:
         return
     if len(nics) < len(machine.gpus):
         yield Finding(
-            "fewer_nics",
-            "slow",
-            f"{count(len(nics), 'NIC')} for {len(machine.gpus)} GPUs",
-            "between hosts, GPUs share a NIC's rate; one host alone does not notice",
-            "several hosts: comm_hook=hierarchical sends each gradient across once for a host, with inner=bf16 or less",
+            code="fewer_nics",
+            severity="slow",
+            what=f"{count(len(nics), 'NIC')} for {len(machine.gpus)} GPUs",
+            why="between hosts, GPUs share a NIC's rate; one host alone does not notice",
+            advice="several hosts: comm_hook=hierarchical sends each gradient across once for a host, with inner=bf16"
+            " or less",
         )
     far: dict[str, list[str]] = {}
     for gpu in machine.gpus:
@@ -188,14 +170,14 @@ def _find_nics(machine: Machine) -> Iterator[Finding]:
         if link is not None and link.distance > KINDS.index("PXB"):
             far.setdefault(link.kind, []).append(gpu.label)
     for kind, labels in far.items():
-        more = f" and {len(labels) - _MOST_SHOWN} more" if len(labels) > _MOST_SHOWN else ""
         yield Finding(
-            "far_nic",
-            "slow",
-            f"no NIC nearer than {kind} to {', '.join(labels[:_MOST_SHOWN])}{more}",
-            "beyond PCIe switches (PIX, PXB) NCCL goes without GPUDirect RDMA, through host memory, unless another GPU"
-            " forwards (PXN, with NVLink)",
-            "put NICs behind the GPUs' switches; else measure NCCL_NET_GDR_LEVEL=SYS; commopt nccl-log shows GDRDMA",
+            code="far_nic",
+            severity="slow",
+            what=f"no NIC nearer than {kind} to {list_some(labels, _MAX_SHOWN)}",
+            why="beyond PCIe switches (PIX, PXB) NCCL goes without GPUDirect RDMA, through host memory, unless another"
+            " GPU forwards (PXN, with NVLink)",
+            advice="put NICs behind the GPUs' switches; else measure NCCL_NET_GDR_LEVEL=SYS; commopt nccl-log shows"
+            " GDRDMA",
         )
 
 
@@ -205,11 +187,11 @@ def _find_pcie_width(machine: Machine) -> Iterator[Finding]:
     if narrow:
         shown = ", ".join(f"{label} x{width}" for label, width in narrow.items())
         yield Finding(
-            "narrow_pcie",
-            "slow",
-            f"fewer PCIe lanes than on other GPUs: {shown}, others x{max(widths.values())}",
-            "copies from the host and all-reduces over PCIe run at the rate of the slowest GPU",
-            "reseat the card or its riser; check the slot and the BIOS (lspci -vv: LnkSta)",
+            code="narrow_pcie",
+            severity="slow",
+            what=f"fewer PCIe lanes than on other GPUs: {shown}, others x{max(widths.values())}",
+            why="copies from the host and all-reduces over PCIe run at the rate of the slowest GPU",
+            advice="reseat the card or its riser; check the slot and the BIOS (lspci -vv: LnkSta)",
         )
 
 
@@ -223,9 +205,9 @@ def _find_pinning(machine: Machine) -> Iterator[Finding]:
         node = f" (NUMA node {gpu.numa_node})" if gpu.numa_node is not None else ""
         bind = f"numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node}, " if gpu.numa_node is not None else ""
         yield Finding(
-            "wrong_numa_node",
-            "slow",
-            f"process {pid} on {label} may use cores {cpus_text(cpus)} only; near are {cpus_text(gpu.cpus)}{node}",
-            "every copy and every launch of a kernel crosses the link between sockets",
-            f"{bind}torchrun --numa-binding=node, or srun --gpu-bind=closest",
+            code="wrong_numa_node",
+            severity="slow",
+            what=f"process {pid} on {label} may use cores {cpus_text(cpus)} only; near are {cpus_text(gpu.cpus)}{node}",
+            why="every copy and every launch of a kernel crosses the link between sockets",
+            advice=f"{bind}torchrun --numa-binding=node, or srun --gpu-bind=closest",
         )

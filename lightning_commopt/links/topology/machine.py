@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
+from lightning_commopt.formatting import runs_of
+
 KINDS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
 """What lies between two devices, the fastest first, as ``nvidia-smi topo`` calls it."""
 
@@ -157,10 +159,4 @@ def cpus_text(cpus: Iterable[int]) -> str:
     >>> cpus_text([0, 1, 2, 8])
     '0-2,8'
     """
-    stretches: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if stretches and cpu == stretches[-1][1] + 1:
-            stretches[-1][1] = cpu
-        else:
-            stretches.append([cpu, cpu])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in stretches)
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs_of(cpus))

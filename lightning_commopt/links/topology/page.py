@@ -6,8 +6,8 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from lightning_commopt.findings import Finding
 from lightning_commopt.links.topology.expectations import expect_all_reduce
-from lightning_commopt.links.topology.findings import Finding
 from lightning_commopt.links.topology.machine import Machine, cpus_text
 from lightning_commopt.links.topology.rings import find_ring
 from lightning_commopt.links.topology.summary import by_link, by_node, gpu_pairs, nic_pairs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from lightning_commopt.findings import Finding
 from lightning_commopt.links.topology.expectations import (
     Expectation,
     expect_all_reduce,
@@ -12,7 +13,6 @@ from lightning_commopt.links.topology.expectations import (
     is_switched,
     meaning,
 )
-from lightning_commopt.links.topology.findings import Finding
 from lightning_commopt.links.topology.machine import Gpu, Link, Machine, Nic, cpus_text
 from lightning_commopt.links.topology.rings import find_ring
 
@@ -84,7 +84,7 @@ def to_plain(machine: Machine, findings: list[Finding]) -> dict[str, Any]:
         "pairs": [_plain_pair(pair) for pair in [*gpu_pairs(machine), *nic_pairs(machine)]],
         "ring": None if ring is None else ring._asdict(),
         "all_reduce": None if all_reduce is None else all_reduce._asdict(),
-        "findings": [finding._asdict() for finding in findings],
+        "findings": [finding.to_plain() for finding in findings],
     }
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from lightning_commopt.findings import Finding, print_findings
 from lightning_commopt.formatting import count
 from lightning_commopt.links.topology.expectations import expect_all_reduce
-from lightning_commopt.links.topology.findings import Finding
 from lightning_commopt.links.topology.machine import Gpu, Machine, Nic, cpus_text
 from lightning_commopt.links.topology.rings import find_ring
 from lightning_commopt.links.topology.summary import Pair, by_link, by_node, gpu_pairs, nic_pairs
 from lightning_commopt.terminal import TextTable, print_text
 
 _COLORS = {"NV": "green", "PIX": "cyan", "PXB": "cyan", "PHB": "yellow", "NODE": "yellow", "SYS": "red"}
-_SEVERITIES = {"error": "bold red", "slow": "yellow", "note": "cyan"}
 _MOST_PAIRS = 6
 
 
@@ -48,14 +47,6 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
     if not findings:
         print_text("nothing here hurts, as far as the topology says", console, "green")
     print_findings(findings, console)
-
-
-def print_findings(findings: list[Finding], console: Console) -> None:
-    """Prints each with its reason and what to try."""
-    for finding in findings:
-        print_text(Text.assemble((f"{finding.severity}: ", _SEVERITIES[finding.severity]), finding.what), console)
-        print_text(f"  why: {finding.why}", console)
-        print_text(f"  try: {finding.advice}", console)
 
 
 def _print_matrix(machine: Machine, columns: dict[str, str], console: Console) -> None:

@@ -1,0 +1,63 @@
+"""How many steps and samples a fit makes in how many seconds, measured by the callbacks that report a speed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from lightning_commopt.callbacks.phases import samples_in
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class StepClock:
+    """Counts batches while it runs. Whoever starts and stops it synchronizes the device.
+
+    Attributes:
+        num_steps: optimizer steps. Several optimizers that step in one batch make one step.
+        num_samples: of all ranks, if the others have as many as this one; None where batches do not show their size.
+        seconds: in which it ran, with waiting for data.
+    """
+
+    def __init__(self) -> None:
+        self.reset_clock()
+
+    def reset_clock(self) -> None:
+        """Forgets all counts, and stands still."""
+        self.num_steps = 0
+        self.num_samples: int | None = 0
+        self.seconds = 0.0
+        self._started: float | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not stopped since."""
+        return self._started is not None
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Optimizer steps in a second; None before the first."""
+        return self.num_steps / self.seconds if self.num_steps else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples in a second, over all ranks; None before the first step."""
+        return self.num_samples / self.seconds if self.num_steps and self.num_samples is not None else None
+
+    def start_clock(self) -> None:
+        """Lets it run."""
+        self._started = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        """Lets it stand still."""
+        assert self._started is not None
+        self.seconds += time.perf_counter() - self._started
+        self._started = None
+
+    def count_batch(self, trainer: Trainer, batch: Any, *, has_stepped: bool) -> None:
+        """Counts the samples of a batch, and the step if the batch ended one."""
+        num_samples = samples_in(trainer, batch)
+        if self.num_samples is not None:
+            self.num_samples = None if num_samples is None else self.num_samples + num_samples * trainer.world_size
+        self.num_steps += has_stepped

@@ -1,0 +1,180 @@
+"""Key spaces in the process group's store that no earlier attempt of a job has written to.
+
+torchrun keeps one TCPStore for all attempts of a job, and torch puts nothing in front of an attempt's keys: gloo and
+NCCL find addresses of processes that are gone, and a key of ours that says "failed" would end a healthy attempt. The
+number of restarts does not name an attempt: it is counted by each node's agent, and not for every restart. So rank 0
+draws a name, and hands it to every rank that asks for it with a word of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_commopt.compat.torch import default_store
+
+_FIRST_POLL_S = 0.001
+_LAST_POLL_S = 0.1
+
+# By the default group: where its key spaces are, and how many of each name there have been.
+_roots: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[dist.ProcessGroup, dict[str, Iterator[int]]] = WeakKeyDictionary()
+
+
+class Agreement:
+    """The ranks of one attempt agree on a name for it, in a store that may hold keys of earlier attempts.
+
+    Nothing here waits: every rank calls `advance` until it has the name, and rank 0 until all have.
+
+    Args:
+        store: that all ranks can reach; keys of ours only.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Attributes:
+        name: of the attempt; None until rank 0 has answered.
+        missing: ranks that do not have the name yet, as far as this rank knows; only rank 0 knows of others.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._word = secrets.token_hex(8)
+        self._answered: dict[int, bytes] = {}
+        self.name: str | None = None
+        self.missing = {rank} if rank else set(range(1, world_size))
+        if rank:
+            store.set(f"ask/{rank}", self._word)
+        else:
+            self.name = self._word
+
+    def advance(self) -> bool:
+        """Answers the ranks that have asked, or looks for the answer; returns whether nothing is left to do.
+
+        Raises:
+            RuntimeError: the store cannot be reached any more.
+        """
+        if self._rank == 0:
+            for rank in [*self.missing]:
+                self._answer(rank)
+        elif self.name is None and self._store.check([f"answer/{self._word}"]):
+            self.name = self._store.get(f"answer/{self._word}").decode()
+            self._store.set(f"{self.name}/{self._rank}", "")
+            self.missing.clear()
+        return not self.missing
+
+    def wait(self, timeout_s: float) -> str:
+        """Waits until all ranks have the name, as far as this rank can know, and returns it.
+
+        Raises:
+            TimeoutError: ranks have not come.
+        """
+        if not poll(self.advance, timeout_s):
+            who = "rank 0" if self._rank else f"ranks {sorted(self.missing)}"
+            raise TimeoutError(f"Rank {self._rank} waited {timeout_s:g} s for {who} to join the process group.")
+        assert self.name is not None
+        return self.name
+
+    def _answer(self, rank: int) -> None:
+        if self._store.check([f"{self._word}/{rank}"]):
+            self.missing.remove(rank)
+        elif self._store.check([f"ask/{rank}"]):
+            word = self._store.get(f"ask/{rank}")  # perhaps of an earlier attempt: then nobody confirms the answer
+            if word != self._answered.get(rank):
+                self._store.set(f"answer/{word.decode()}", self._word)
+                self._answered[rank] = word
+
+
+def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Returns whether a condition has become true in time.
+
+    For stores: ``Store.wait`` would block the other threads that use the store.
+    """
+    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LAST_POLL_S)
+    return True
+
+
+def key_space(name: str) -> dist.Store:
+    """Returns a part of the default group's store that nothing has been written to. All ranks must call it.
+
+    Args:
+        name: of its purpose; ranks must ask for each name equally often.
+
+    Raises:
+        TimeoutError: ranks have not come.
+    """
+    number = next(_numbers.setdefault(_default_group(), {}).setdefault(name, itertools.count()))
+    return dist.PrefixStore(f"{name}/{number}", _root())
+
+
+def prepare_key_spaces() -> None:
+    """Makes what `key_space` needs, so that it waits for no other rank later. All ranks must call it.
+
+    Raises:
+        TimeoutError: ranks have not come.
+    """
+    _root()
+
+
+@contextmanager
+def fresh_default_store() -> Generator[None, None, None]:
+    """Has process groups that are made within keep clear of what earlier attempts left in torchrun's store.
+
+    Does nothing where rank 0 makes a store of its own: nothing can be in it.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        yield
+        return
+    inner = dist.init_process_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("store") is None and kwargs.get("init_method") is None:
+            timeout = kwargs.get("timeout") or default_pg_timeout
+            asked = kwargs.get("rank", -1), kwargs.get("world_size", -1)
+            store, rank, world_size = next(rendezvous("env://", *asked, timeout=timeout))
+            store.set_timeout(timeout)
+            name = _agree(store, rank, world_size, timeout)
+            kwargs |= {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": world_size}
+        inner(*args, **kwargs)
+
+    dist.init_process_group = init_process_group
+    try:
+        yield
+    finally:
+        dist.init_process_group = inner
+
+
+def _agree(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    return Agreement(dist.PrefixStore("commopt/attempt", store), rank, world_size).wait(timeout.total_seconds())
+
+
+def _root() -> dist.Store:
+    group = _default_group()
+    if group not in _roots:
+        # Who made the group, and whether its store is new, cannot be known.
+        store = default_store()
+        name = _agree(store, dist.get_rank(), dist.get_world_size(), default_pg_timeout)
+        _roots[group] = dist.PrefixStore(f"commopt/{name}", store)
+    return _roots[group]
+
+
+def _default_group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    return world

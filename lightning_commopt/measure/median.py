@@ -1,0 +1,59 @@
+"""Medians of a few repetitions and how far they can be trusted, without numpy."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from functools import cache
+from math import comb
+from typing import NamedTuple
+
+CONFIDENCE = 0.95
+
+
+class Median(NamedTuple):
+    """A median and its interval.
+
+    Attributes:
+        median: of the values.
+        low: end of the interval.
+        high: the other end.
+    """
+
+    median: float
+    low: float
+    high: float
+
+
+def median_of(values: Sequence[float]) -> Median:
+    """Returns the median with an interval of 95 % by order statistics, which asks nothing of the distribution.
+
+    Between the two intervals that are nearest to 95 % it is interpolated. Of fewer than six values it is their range,
+    which covers less: 75 % of three, 94 % of five.
+
+    Source: Hettmansperger and Sheather, "Confidence intervals based on interpolated order statistics", 1986.
+
+    >>> median_of([3.0, 1.0, 2.0])
+    Median(median=2.0, low=1.0, high=3.0)
+    >>> [round(value, 2) for value in median_of(range(20))]
+    [9.5, 5.24, 13.76]
+    """
+    ordered = sorted(values)
+    skipped, weight = _place(len(ordered))
+    if not weight:
+        return Median(statistics.median(ordered), ordered[skipped], ordered[-1 - skipped])
+    low = (1 - weight) * ordered[skipped] + weight * ordered[skipped + 1]
+    high = (1 - weight) * ordered[-1 - skipped] + weight * ordered[-2 - skipped]
+    return Median(statistics.median(ordered), low, high)
+
+
+@cache
+def _place(num_values: int) -> tuple[int, float]:
+    """Returns the most values at each end that leave at least 95 % between them, and the weight of the next value."""
+    coverage, skipped = 1 - 2 / 2**num_values, 0
+    if num_values < 2 or coverage < CONFIDENCE:
+        return 0, 0.0
+    while (inner := coverage - 2 * comb(num_values, skipped + 1) / 2**num_values) >= CONFIDENCE:
+        coverage, skipped = inner, skipped + 1
+    share, num_before = (coverage - CONFIDENCE) / (coverage - inner), skipped + 1
+    return skipped, (num_values - num_before) * share / (num_before + (num_values - 2 * num_before) * share)

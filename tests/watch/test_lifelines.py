@@ -1,0 +1,86 @@
+"""Connections that show which processes have ended, and nothing else."""
+
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from lightning_commopt.watch.lifelines import Lifelines
+
+_LIMIT_S = 30
+
+
+Make = Callable[[int, tuple[int, ...]], Lifelines]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    store, made = dist.HashStore(), []
+
+    def make(rank: int, first_ranks: tuple[int, ...]) -> Lifelines:
+        made.append(Lifelines(store, rank, first_ranks, "127.0.0.1"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def _until(condition: Callable[[], object], *lifelines: Lifelines) -> bool:
+    deadline = time.monotonic() + _LIMIT_S
+    while time.monotonic() < deadline:
+        for each in lifelines:
+            each.update()
+        if condition():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def _connected(make: Make) -> tuple[Lifelines, Lifelines]:
+    first, other = make(0, (0, 2)), make(2, (0, 2))
+    assert _until(lambda: first._connections and other._connections, first, other)
+    return first, other
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+def test_a_rank_that_has_ended_is_seen_on_the_other_node(make: Make, ends: int) -> None:
+    """If it fails, a rank waits for one that died on another host."""
+    both = _connected(make)
+    both[ends].close()
+    assert _until(lambda: both[1 - ends].ended, both[1 - ends])
+    assert both[1 - ends].ended == {(0, 2)[ends]}
+
+
+def test_a_connection_that_is_reset_is_no_death(make: Make) -> None:
+    """If it fails, a firewall that drops idle connections ends healthy jobs."""
+    first, other = _connected(make)
+    other._connections[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    other.close()
+    assert _until(lambda: not first._connections, first)
+    assert not first.ended
+
+
+def test_strangers_are_no_ranks(make: Make) -> None:
+    """If it fails, whoever reaches the port can make ranks believe that another has died."""
+    first = make(0, (0, 2))
+    address = first._server.getsockname()  # type: ignore[union-attr]
+    for said in (b"", b"2 guess", b"7 guess", b"\xff\xfe", b"2"):
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(said)
+            first.update()
+        assert _until(lambda: not first._unknown, first)
+    assert not first.ended
+    assert not first._connections
+    other = make(2, (0, 2))
+    assert _until(lambda: first._connections, first, other)
+
+
+def test_one_node_opens_no_port(make: Make) -> None:
+    """If it fails, every job listens at a port for nothing."""
+    first = make(0, (0,))
+    assert first._server is None
+    assert make(1, (0,))._is_client is False
