@@ -42,7 +42,7 @@ class TextTable:
 
     Args:
         headings: of the columns; may have several lines.
-        numbers: headings of columns that are aligned right and never wrap.
+        numbers: headings of columns whose cells are aligned right and never wrap.
         title: above the table.
         caption: below the table.
         has_rules: draw a line below the headings and between sections.
@@ -93,8 +93,7 @@ class TextTable:
             pad_edge=False,
         )
         for heading, width in zip(self._headings, widths, strict=True):
-            is_number = heading in self._numbers
-            table.add_column(Text(heading), justify="right" if is_number else "left", no_wrap=is_number, width=width)
+            table.add_column(Text(heading), justify="right" if heading in self._numbers else "left", width=width)
         for index, (cells, style) in enumerate(self._rows):
             table.add_row(*cells, style=style, end_section=index in self._ends_of_sections)
         return table
@@ -110,8 +109,11 @@ class TextTable:
         measured = [[Measurement.get(console, anything, cell) for cell in column] for column in columns]
         full = [max(each.maximum for each in column) for column in measured]
         least = [
-            widest if heading in self._numbers else max(each.minimum for each in column)
-            for heading, widest, column in zip(self._headings, full, measured, strict=True)
+            max(
+                each.maximum if name in self._numbers and each is not heading else each.minimum
+                for each in (heading, *cells)
+            )
+            for name, (heading, *cells) in zip(self._headings, measured, strict=True)
         ]
         between = Measurement.get(console, anything, self._table(full, padding)).maximum - sum(full)
         left, wanted = options.max_width - between - sum(least), sum(full) - sum(least)
