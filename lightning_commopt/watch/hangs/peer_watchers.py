@@ -13,7 +13,7 @@ from lightning_commopt.watch.hangs.transport import Address, GoneError, Unreacha
 
 _T = TypeVar("_T")
 
-_HELLO_S = 2.0
+_HELLO_S = 5.0
 _GREET_S = 15.0
 _GREET_AGAIN_S = 1.0
 _STATE_S = 20.0
