@@ -14,18 +14,9 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.plot import plot_single_or_multi_val
 
+from lightning_commopt.measure import statistics
 from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.measure.statistics import (
-    COLUMNS,
-    MAX_SAMPLED_VALUES,
-    QUANTITIES,
-    SUMS,
-    Array,
-    Steps,
-    max_sampled_steps,
-    row,
-    sample,
-)
+from lightning_commopt.measure.statistics import MAX_SAMPLED_VALUES, QUANTITIES, Steps
 from lightning_commopt.validation import check_choice, check_integer
 
 __all__ = ["QUANTITIES", "ExposedShare", "StepMetric", "StepStatistics"]
@@ -39,9 +30,9 @@ class StepStatistics(Metric):
     sample of so many steps, always with all ranks of a step. Which ones depends on their number alone, so that all
     ranks that see the same values compute the same.
 
-    >>> statistics = StepStatistics()
-    >>> statistics.update(torch.ones(2, 10, len(QUANTITIES)))  # 10 steps of 2 ranks, in which everything takes 1 s
-    >>> statistics.compute()["exposed_s_p95"]
+    >>> metric = StepStatistics()
+    >>> metric.update(torch.ones(2, 10, len(QUANTITIES)))  # 10 steps of 2 ranks, in which everything takes 1 s
+    >>> metric.compute()["exposed_s_p95"]
     tensor(1., dtype=torch.float64)
 
     Args:
@@ -51,9 +42,6 @@ class StepStatistics(Metric):
         sync_on_compute: let `compute` gather the states of all ranks, for updates with the steps of one rank. A rank
             alone does not know what waits for whom. Off by default: `CommTimeMonitor` has the steps of all ranks.
         options: other options of `torchmetrics.Metric`.
-
-    Raises:
-        ValueError: ``max_sampled_values`` is negative.
     """
 
     full_state_update = False
@@ -61,8 +49,8 @@ class StepStatistics(Metric):
 
     sums: Tensor
     maxima: Tensor
-    sample: list[Tensor] | Tensor  # a tensor while states are synchronized
-    counts: list[Tensor] | Tensor
+    sample: Any  # tensors; while states are synchronized, one tensor
+    counts: Any
 
     def __init__(
         self,
@@ -77,8 +65,10 @@ class StepStatistics(Metric):
         self.world_size = world_size
         self.max_sampled_values = max_sampled_values
         self._own_block: Tensor | None = None  # which no other metric shares, as it may after a merge
-        self.add_state("sums", torch.zeros(len(SUMS), dtype=torch.float64, device="cpu"), "sum")
-        self.add_state("maxima", torch.full((len(COLUMNS),), -torch.inf, dtype=torch.float64, device="cpu"), "max")
+        self.add_state("sums", torch.zeros(len(statistics.SUMS), dtype=torch.float64, device="cpu"), "sum")
+        self.add_state(
+            "maxima", torch.full((len(statistics.COLUMNS),), -torch.inf, dtype=torch.float64, device="cpu"), "max"
+        )
         self.sample, self.counts = [], []
         if max_sampled_values:  # a MetricCollection takes an empty list for the same state as any other
             self.add_state("sample", [], "cat")
@@ -95,7 +85,7 @@ class StepStatistics(Metric):
             ValueError: another shape, or another number of ranks than before.
         """
         if not isinstance(steps, Steps):
-            steps = Steps.of([[row(steps)]] if isinstance(steps, StepRecord) else steps)
+            steps = Steps.of([[statistics.row(steps)]] if isinstance(steps, StepRecord) else steps)
         num_steps, num_ranks, _ = steps.each.shape
         if len(self.sample) and self.sample[-1].shape[-2] != num_ranks:
             raise ValueError(f"steps must be of {self.sample[-1].shape[-2]} ranks as before, got {num_ranks}")
@@ -103,13 +93,11 @@ class StepStatistics(Metric):
         self.sums += torch.from_numpy(steps.sums).to(device)
         torch.maximum(self.maxima, torch.from_numpy(steps.maxima).to(device), out=self.maxima)
         if num_steps and self.max_sampled_values:
-            assert isinstance(self.sample, list)
-            assert isinstance(self.counts, list)
             self.sample.append(torch.from_numpy(steps.each).to(device))
             self.counts.append(torch.full((1,), num_steps, device=device))
-            max_steps = max_sampled_steps(num_ranks, self.max_sampled_values)
+            max_steps = statistics.max_sampled_steps(num_ranks, self.max_sampled_values)
             if len(self.sample[0]) + len(self.sample) * num_steps > max_steps * 65 / 64:  # not with every update
-                each = self._draw(overwrites_first=self.sample[0] is self._own_block)
+                each = self._draw(in_place=self.sample[0] is self._own_block)
                 self._own_block = torch.from_numpy(each).to(device)
                 self.sample[:], self.counts[:] = [self._own_block], [torch.cat(self.counts).sum(0, keepdim=True)]
 
@@ -121,19 +109,16 @@ class StepStatistics(Metric):
     @property
     def steps(self) -> Steps:
         """What came, with a sample of the steps."""
-        return Steps(self.sums.cpu().numpy(), self.maxima.cpu().numpy(), self._draw())
+        return Steps(self.sums.cpu().numpy().copy(), self.maxima.cpu().numpy().copy(), self._draw())
 
-    def _draw(self, *, overwrites_first: bool = False) -> Array:
+    def _draw(self, *, in_place: bool = False) -> statistics.Array:
         if not len(self.sample):
-            return np.empty((0, 1, len(COLUMNS)))
-        blocks = [self.sample] if isinstance(self.sample, Tensor) else self.sample
-        counts = [self.counts.sum()] if isinstance(self.counts, Tensor) else self.counts
-        return sample(
-            [block.cpu().numpy() for block in blocks],
-            [int(count) for count in counts],
-            max_sampled_steps(blocks[0].shape[1], self.max_sampled_values),
-            overwrites_first=overwrites_first,
-        )
+            return np.empty((0, 1, len(statistics.COLUMNS)))
+        is_synced = isinstance(self.sample, Tensor)
+        blocks = [block.cpu().numpy() for block in ([self.sample] if is_synced else self.sample)]
+        counts = [int(count) for count in ([self.counts.sum()] if is_synced else self.counts)]
+        max_steps = statistics.max_sampled_steps(blocks[0].shape[1], self.max_sampled_values)
+        return statistics.sample(blocks, counts, max_steps, in_place=in_place)
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
         """Plots ``val``, one or several results of `compute` or `forward`, or else that of now; needs matplotlib."""
@@ -152,9 +137,6 @@ class StepMetric(StepStatistics):
     Args:
         name: of the number, in seconds, bytes or a share of 1.
         options: as of `StepStatistics`.
-
-    Raises:
-        ValueError: no number has this name.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -175,9 +157,6 @@ class ExposedShare(StepMetric):
     >>> steps[:, :, QUANTITIES.index("step_s")] = 4
     >>> ExposedShare()(steps)
     tensor(0.2500, dtype=torch.float64)
-
-    Args:
-        options: as of `StepStatistics`.
     """
 
     higher_is_better = False

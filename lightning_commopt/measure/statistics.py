@@ -168,9 +168,7 @@ def max_sampled_steps(num_ranks: int, max_sampled_values: int = MAX_SAMPLED_VALU
     return max(_MIN_SAMPLED_STEPS, max_sampled_values // (num_ranks * len(COLUMNS)))
 
 
-def sample(
-    blocks: Sequence[Array], counts: Sequence[float], max_steps: int, *, overwrites_first: bool = False
-) -> Array:
+def sample(blocks: Sequence[Array], counts: Sequence[int], max_steps: int, *, in_place: bool = False) -> Array:
     """Draws steps uniformly, all ranks of a step together: a reservoir sample, continued where a block is one already.
 
     Which steps are drawn depends on how many there are, and on nothing else. So all ranks draw the same.
@@ -179,7 +177,7 @@ def sample(
         blocks: ``(n, num_ranks, 16)`` each, in the order of time.
         counts: of how many steps each block is a sample; ``n`` where it has all of them.
         max_steps: most steps to keep.
-        overwrites_first: whether the first block may become the result if it has ``max_steps``, which saves a copy.
+        in_place: let the first block become the result if it has ``max_steps``, which saves a copy.
 
     Returns:
         ``(min(sum(n), max_steps), num_ranks, 16)``; all steps, in their order, if they are no more than that.
@@ -191,7 +189,7 @@ def sample(
         kept.append(block[: max_steps - num_kept])
         num_kept += len(kept[-1])
         num_seen += weight * len(kept[-1])
-    steps = kept[0] if overwrites_first and len(kept[0]) == max_steps else np.concatenate(kept)
+    steps = kept[0] if in_place and len(kept[0]) == max_steps else np.concatenate(kept)
     random = Random()
     for (weight, block), taken in zip(weighted, kept, strict=True):
         for index in range(len(taken), len(block)):

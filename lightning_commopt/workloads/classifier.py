@@ -19,10 +19,9 @@ class Classifier(LightningModule):
 
     def __init__(self, num_classes: int | None = None) -> None:
         super().__init__()
-        # Its checks would wait for the device.
-        self.val_accuracy = (
-            None if num_classes is None else MulticlassAccuracy(num_classes, average="micro", validate_args=False)
-        )
+        self.val_accuracy = None
+        if num_classes is not None:
+            self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)  # never waits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Returns the mean loss of ``(inputs, labels)``."""

@@ -127,7 +127,7 @@ class GPT(LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Logs loss and perplexity of a batch ``(B, T + 1)``."""
         logits, targets = self(batch[:, :-1]), batch[:, 1:]
-        loss = _mean_loss(logits, targets)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch))
         self.val_perplexity.update(logits, targets)
         self.log("val_perplexity", self.val_perplexity, batch_size=len(batch))
@@ -150,11 +150,8 @@ class GPT(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
     def _loss(self, batch: Tensor) -> Tensor:
-        return _mean_loss(self(batch[:, :-1]), batch[:, 1:])
-
-
-def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        logits = self(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
 class _Windows(Dataset[Tensor]):

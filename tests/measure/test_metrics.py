@@ -106,6 +106,7 @@ def test_reset_copy_and_pickle() -> None:
     metric.update(steps_of(3, 5))
     assert floats(metric.compute()) == Steps.of(steps_of(3, 5)).statistics()
     for one in copies:
+        assert isinstance(one, StepStatistics)
         assert one.steps.num_steps == 200
         one.update(steps_of(2, 200, 1))
     assert copies[0].compute() == copies[1].compute() == copies[2].compute()
