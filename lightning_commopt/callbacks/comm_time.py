@@ -169,7 +169,7 @@ class CommTimeMonitor(PhaseCallback):
                 )
                 self._all_ranks = None
             self._send(trainer)
-        self._show_new_steps()
+        self.new_steps, self._windows = tuple(self._windows), []
         self._conclude(trainer)
         if not self.summary and self._print_summary:
             info(
@@ -213,9 +213,6 @@ class CommTimeMonitor(PhaseCallback):
                 self._send(trainer)
         if epoch_ends(trainer):
             self._catch_up(trainer)
-        self._show_new_steps()
-
-    def _show_new_steps(self) -> None:
         self.new_steps, self._windows = tuple(self._windows), []
 
     def _catch_up(self, trainer: Trainer) -> None:

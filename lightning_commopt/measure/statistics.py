@@ -135,7 +135,7 @@ class Steps(NamedTuple):
             numbers[:, 3] = self.maxima[_TIMES_AT]
             if len(self.each):
                 each = self.each[:, :, _TIMES_AT].reshape(-1, len(TIMES))
-                numbers[:, 1:3] = np.quantile(each, [0.5, 0.95], axis=0).T
+                numbers[:, 1:3] = _percentiles(each)
             if num_trained > self.num_ranks:
                 numbers[[TIMES.index(name) for name in _WAITS]] = math.nan
         return dict(zip(_NAMES_OF_TIMES, numbers.ravel().tolist(), strict=True))
@@ -199,6 +199,16 @@ def sample(blocks: Sequence[Array], counts: Sequence[int], max_steps: int, *, in
             if place < max_steps:
                 steps[place] = block[index]
     return steps
+
+
+def _percentiles(values: Array) -> Array:
+    """Returns medians and 95th percentiles, ``(k, 2)`` of ``(n, k)``, the bits of `numpy.quantile`, faster."""
+    at = np.array([[0.5], [0.95]]) * (len(values) - 1)
+    low = at[:, 0].astype(int)
+    high = np.minimum(low + 1, len(values) - 1)
+    ordered = np.partition(values, [*low, *high], axis=0)
+    gaps, shares = ordered[high] - ordered[low], at - low[:, None]
+    return np.where(shares < 0.5, ordered[low] + gaps * shares, ordered[high] - gaps * (1 - shares)).T
 
 
 def _ratio(numerator: float, denominator: float) -> float:
