@@ -52,7 +52,7 @@ else:
         "NcclOptions": "lightning_commopt.links.nccl_options",
         "OptionError": "lightning_commopt.plan",
     }
-    _PACKAGES = ("baselines", "callbacks", "compressors", "fabric", "plan")
+    _PACKAGES = ("baselines", "callbacks", "compressors", "fabric", "metrics", "plan")
 
     def __getattr__(name: str) -> Any:
         if name == "CommOptDDP":

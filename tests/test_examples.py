@@ -1,6 +1,7 @@
 """Every example runs as its first lines say, and learns."""
 
 import contextlib
+import csv
 import json
 import os
 import re
@@ -80,6 +81,7 @@ def _running(group: int) -> list[str]:
 RUNS = {
     "plain": ("plain.py",),
     "measure": ("measure.py",),
+    "metrics": ("metrics.py",),
     "fabric": ("fabric.py",),
     "own compressor": ("own_compressor.py",),
     "cli": ("cli.py", "fit", "--config", str(EXAMPLES / "cli.yaml"), "--trainer.max_epochs", "2"),
@@ -137,6 +139,21 @@ def test_measure(example: tuple[Path, str]) -> None:
     printed = CliRunner().invoke(app, ["trace", str(folder / "measured")], catch_exceptions=False).output
     assert "87 steps saved" in printed
     assert (folder / "measured" / "comm_time" / "trace.json").stat().st_size > 10_000
+
+
+@runs_example("metrics")
+def test_metrics(example: tuple[Path, str]) -> None:
+    """If it fails, a LightningModule cannot log the metrics of its steps, or they are not of one epoch each."""
+    folder, output = example
+    printed = json.loads(re.findall(r"^(\{'exposed'.*\})$", output, re.MULTILINE)[0].replace("'", '"'))
+    with (folder / "metrics" / "csv" / "metrics.csv").open() as file:
+        logged = [line for line in csv.DictReader(file) if line["exposed"]]
+    assert len({line["exposed"] for line in logged}) == len(logged) == 3
+    for name, value in printed.items():
+        assert value == pytest.approx(float(logged[-1][name]), abs=1e-4)
+    assert 0 < printed["exposed"] < 1
+    assert printed["step_p95"] > 0
+    assert printed["straggler"] in (-1, 0, 1)
 
 
 @runs_example("fabric")

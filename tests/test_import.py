@@ -26,7 +26,7 @@ assert trainers.plan == of_fabric.plan == lightning_commopt.CommPlan(comm_hook="
 _ORDERS = {
     "ours first": """
 import sys, lightning_commopt
-assert not {"torch", "lightning", "hydra", "numpy"} & sys.modules.keys(), sorted(sys.modules)
+assert not {"torch", "lightning", "torchmetrics", "hydra", "numpy"} & sys.modules.keys(), sorted(sys.modules)
 import lightning
 assert not [name for name in sys.modules if name.startswith("lightning_commopt.ddp")], "registering loads all of it"
 """,

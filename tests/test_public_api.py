@@ -15,7 +15,7 @@ from typer.main import get_command
 import lightning_commopt.fabric
 import lightning_commopt.lightning
 import lightning_commopt.pytorch_lightning
-from lightning_commopt import callbacks, compressors
+from lightning_commopt import callbacks, compressors, metrics
 from lightning_commopt.cli import app
 from lightning_commopt.compressors import Compressor, compressor_names
 from lightning_commopt.plan import plan_options
@@ -81,6 +81,11 @@ def test_callbacks() -> None:
         "RunRecorder",
         "SpeedMonitor",
     ]
+
+
+def test_metrics() -> None:
+    """If it fails, a metric that projects log has come or gone."""
+    assert metrics.__all__ == ["QUANTITIES", "ExposedShare", "StepMetric", "StepStatistics"]
 
 
 def test_commands() -> None:

@@ -23,9 +23,10 @@ from lightning_commopt.links.model.in_run import NUM_MESSAGES, LinkTracker
 from lightning_commopt.measure.all_ranks import AllRanks
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.measure.statistics import QUANTITIES, StepStatistics, row
+from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
 from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
 from lightning_commopt.measure.verdict import Verdict
+from lightning_commopt.metrics import StepStatistics
 from lightning_commopt.validation import check_choice, check_integer, check_switch, info, warn
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class CommTimeMonitor(PhaseCallback):
         metrics: of the last window, all of them, without the prefix.
         summary: the same over the whole fit, without its warm-up; empty until it has ended.
         verdict: on the whole fit; None until it has ended.
+        new_steps: windows of steps of all ranks that came since the batch before ended, in most batches none; for
+            ``on_train_batch_end`` of a LightningModule, to update metrics of `lightning_commopt.metrics` with.
 
     Raises:
         ValueError: an argument is out of range.
@@ -99,6 +102,8 @@ class CommTimeMonitor(PhaseCallback):
         self.metrics: dict[str, float] = {}
         self.summary: dict[str, float] = {}
         self.verdict: Verdict | None = None
+        self.new_steps: tuple[Steps, ...] = ()
+        self._windows: list[Steps] = []  # that came since the last batch ended
         self._num_samples = 0
         self._num_gathered = 0
         self._own_rows: list[list[float]] = []  # that were sent, and have not come from all ranks
@@ -164,6 +169,7 @@ class CommTimeMonitor(PhaseCallback):
                 )
                 self._all_ranks = None
             self._send(trainer)
+        self.new_steps, self._windows = tuple(self._windows), []
         self._conclude(trainer)
         if not self.summary and self._print_summary:
             info(
@@ -182,8 +188,9 @@ class CommTimeMonitor(PhaseCallback):
                 self._receive(trainer, _INTERRUPTED_LIMIT_S)
                 while self._recorder is not None and self._recorder.has(1):
                     self._own_rows += self._take(trainer, 1)
-            if self._of_fit.num_ranks <= 1 and self._own_rows:  # else the steps of all ranks say more
-                self._add(np.array([self._own_rows])[:, :, : len(QUANTITIES)])
+            if self._of_fit.steps.num_ranks <= 1 and self._own_rows:  # else the steps of all ranks say more
+                values = np.array([self._own_rows])[:, :, : len(QUANTITIES)]
+                self._add(values, Steps.of(values))
             if self.verdict is None:
                 self._conclude(trainer)
         finally:
@@ -206,6 +213,7 @@ class CommTimeMonitor(PhaseCallback):
                 self._send(trainer)
         if epoch_ends(trainer):
             self._catch_up(trainer)
+        self.new_steps, self._windows = tuple(self._windows), []
 
     def _catch_up(self, trainer: Trainer) -> None:
         """Publishes the window that is under way; if there was none yet, the steps so far."""
@@ -254,29 +262,30 @@ class CommTimeMonitor(PhaseCallback):
 
     def _publish(self, trainer: Trainer, values: NDArray[np.float64]) -> None:
         values, times_s = np.split(values, [len(QUANTITIES)], axis=2)
-        window = StepStatistics(world_size=self._world_size)
-        window.update(values)
-        self.metrics = window.compute()
+        steps = Steps.of(values)
+        self._windows.append(steps)
+        self.metrics = steps.sampled().statistics(self._world_size)
         if self._link is not None:
             model = self._link.update(times_s)
             if model is not None and self._files is not None:
                 self._files.save_model(model)
             self.metrics |= self._link.metrics
-        self._add(values)
+        self._add(values, steps)
         self._publisher.share(trainer, self.metrics)
         self._publisher.log(trainer, self.metrics, step=self._last_step)
 
-    def _add(self, values: NDArray[np.float64]) -> None:
+    def _add(self, values: NDArray[np.float64], steps: Steps) -> None:
         """Adds steps to those of the fit, without its warm-up."""
         num_warmup = max(0, self._num_warmup_steps - self._num_gathered)
         self._num_gathered += values.shape[1]
-        self._of_fit.update(values[:, num_warmup:])
+        self._of_fit.update(values[:, num_warmup:] if num_warmup else steps)
 
     def _conclude(self, trainer: Trainer) -> None:
-        if not self._of_fit.num_steps:
+        steps = self._of_fit.steps
+        if not steps.num_steps:
             return
         summary = FitSummary.of(
-            self._of_fit,
+            steps,
             world_size=self._world_size,
             num_buckets=self._num_buckets,
             **describe_hook(trainer.strategy),

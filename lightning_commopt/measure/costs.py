@@ -54,7 +54,7 @@ class Costs:
 
     @classmethod
     def of(cls, metrics: Mapping[str, float], *, num_buckets: int, comm_hook: str, is_lossy: bool) -> Costs:
-        """Takes them from what `StepStatistics.compute` gives; unknown waits count as none.
+        """Takes them from what `Steps.statistics` gives; unknown waits count as none.
 
         Raises:
             KeyError: a metric is missing.

@@ -46,7 +46,7 @@ def step_parts(runs: Sequence[Mapping[str, float]]) -> StepParts:
     StepParts(computing_s=0.25, hidden_s=0.125, exposed_s=0.125)
 
     Args:
-        runs: ``step_s``, ``comm_s`` and ``exposed_s`` of each run, as `StepStatistics` computes them.
+        runs: ``step_s``, ``comm_s`` and ``exposed_s`` of each run, as `Steps.statistics` gives them.
 
     Returns:
         The parts; ``exposed_s`` is `exposed_share` of the median step.

@@ -1,9 +1,14 @@
-"""Statistics over the steps of all ranks, computed without communication."""
+"""What steps add up to over ranks and time, and the one definition of every number that is computed from it.
+
+Plain numpy: `lightning_commopt.metrics` keeps these arrays in metrics, and `commopt summary` needs no torch.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,6 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from lightning_commopt.measure.exposed_share import exposed_share
 from lightning_commopt.measure.record import StepRecord, Totals
 from lightning_commopt.measure.stragglers import find_straggler
+
+Array = NDArray[np.float64]
 
 QUANTITIES = (*Totals._fields, "num_samples")
 """What is known of one step on one rank, in the order of `row`."""
@@ -21,11 +28,20 @@ TIMES = (
 )
 """Reported as a mean under their own names, and with ``_p50``, ``_p95`` and ``_max`` behind them."""
 
+MAX_SAMPLED_VALUES = 2**20
 _MIN_SAMPLED_STEPS = 64
 _SUFFIXES = ("", "_p50", "_p95", "_max")
 _WAITS = ("wait_s", "exposed_wait_s")
-_COLUMNS = (*QUANTITIES, *_WAITS)
-_AT = {name: index for index, name in enumerate(_COLUMNS)}
+
+COLUMNS = (*QUANTITIES, *_WAITS)
+"""`QUANTITIES`, and what of ``wire_s`` and ``exposed_s`` exceeds the least of all ranks in the same step."""
+
+SUMS = (*COLUMNS, "least_wire_s", "num_values", "num_steps")
+"""Sums over steps and ranks; over steps, of the least ``wire_s`` of all ranks; and how many there were of both."""
+
+_AT = {name: index for index, name in enumerate(COLUMNS)}
+_TIMES_AT = [_AT[name] for name in TIMES]
+_NAMES_OF_TIMES = [name + suffix for name in TIMES for suffix in _SUFFIXES]
 
 
 def row(record: StepRecord) -> list[float]:
@@ -44,118 +60,90 @@ def all_reduce_bus_factor(world_size: int) -> float:
     return 2 * (world_size - 1) / world_size
 
 
-class StepStatistics:
-    """Aggregates steps over ranks and time.
-
-    Means, sums and maxima are exact. Percentiles and the straggler are exact as long as no more than
-    ``max_sampled_values`` numbers have come, 16 for each step and rank; after that they are taken from a uniform random
-    sample of so many steps, always with all ranks of a step. Which ones depends on their number alone, so that all
-    ranks that see the same values compute the same.
-
-    Args:
-        world_size: number of ranks that train; None if values of all of them come.
-        max_sampled_values: bounds the memory, 8 bytes each; but 64 steps are always kept. The default is 8 MiB, or all
-            of 32,000 steps on 2 ranks.
+class Steps(NamedTuple):
+    """Some steps, and what they add up to.
 
     Attributes:
-        num_steps: that have come.
+        sums: ``(19,)``, of `SUMS`.
+        maxima: ``(16,)``, of `COLUMNS`; ``-inf`` without steps.
+        each: ``(num_steps, num_ranks, 16)``, `COLUMNS` of each step or of a sample of them.
     """
 
-    def __init__(self, *, world_size: int | None = None, max_sampled_values: int = 2**20) -> None:
-        if max_sampled_values < 1:
-            raise ValueError(f"max_sampled_values must be at least 1, got {max_sampled_values!r}")
-        self._world_size = world_size
-        self._max_sampled_values = max_sampled_values
-        self.num_steps = 0
-        self._sums = np.zeros(len(_COLUMNS))
-        self._maxima = np.full(len(_COLUMNS), -math.inf)
-        self._least_wire_s = 0.0
-        self._reservoir = np.empty((0, 0, len(_COLUMNS)))
+    sums: Array
+    maxima: Array
+    each: Array
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks whose steps have come; 0 before the first."""
-        return self._reservoir.shape[0]
-
-    @property
-    def sample(self) -> NDArray[np.float64]:
-        """The steps that percentiles are taken from, ``(num_ranks, n, 16)``: `QUANTITIES`, then the two waits."""
-        return self._reservoir[:, : self.num_steps]
-
-    def update(self, values: ArrayLike) -> None:
-        """Takes in some steps of all ranks.
+    @classmethod
+    def of(cls, values: ArrayLike) -> Steps:
+        """Adds up steps.
 
         Args:
             values: ``(num_ranks, num_steps, len(QUANTITIES))``, of the same steps on all ranks, by rank.
 
         Raises:
-            ValueError: another shape, or another number of ranks than before.
+            ValueError: another shape.
         """
         values = np.asarray(values, dtype=np.float64)
         if values.ndim != 3 or values.shape[0] < 1 or values.shape[2] != len(QUANTITIES):
             raise ValueError(
                 f"values must be (num_ranks, num_steps, {len(QUANTITIES)}) with at least one rank, got {values.shape}"
             )
-        if self.num_ranks not in (0, values.shape[0]):
-            raise ValueError(f"values must be of {self.num_ranks} ranks as before, got {values.shape[0]}")
-        if not values.shape[1]:
-            return
-        wire_s, exposed_s = values[:, :, _AT["wire_s"]], values[:, :, _AT["exposed_s"]]
-        least_wire_s = wire_s.min(axis=0)
-        waits = np.stack([wire_s - least_wire_s, exposed_s - exposed_s.min(axis=0)], axis=2)
-        steps = np.concatenate([values, waits], axis=2)
-        self._add_to_sample(steps)
-        self.num_steps += steps.shape[1]
-        self._sums += steps.sum(axis=(0, 1))
-        self._maxima = np.maximum(self._maxima, steps.max(axis=(0, 1)))
-        self._least_wire_s += float(least_wire_s.sum())
-
-    def compute(self) -> dict[str, float]:
-        """Returns all statistics.
-
-        The names are always the same; an unknown value is NaN. Unknown are shares of communication, its
-        ratio and its bandwidths where there was none, the waits where only some of the ranks' steps have come, the
-        samples where no batch shows how many it holds, and all numbers before the first step.
-
-        Returns:
-            For each of `TIMES` its mean over steps and ranks, and ``_p50``, ``_p95`` and ``_max``. Of these ``wait_s``
-            is how much longer a rank was on the wire than the one that was it least in that step, and
-            ``exposed_wait_s`` the same of the exposed time: the part of it in which a rank waits for a slower one. And
-
-            - ``exposed_share`` of the steps' time, see `exposed_share`; ``overlapped_share`` of communication,
-            - ``gradient_bytes`` and ``wire_bytes`` of a step on a rank, and ``compression_ratio`` between them,
-            - ``algorithm_bandwidth`` and ``bus_bandwidth`` in bytes a second, of an all-reduce of ``wire_bytes`` in the
-              wire time of the rank that waits least in each step, as nccl-tests defines them,
-            - ``steps_per_s`` and ``samples_per_s``, the latter over all ranks,
-            - ``straggler_rank``, -1 for none, and ``straggler_slowdown``, then 0; see `find_straggler`.
-        """
-        return {**self._of_times(), **self._of_sums(), **self._of_straggler()}
-
-    def _of_times(self) -> dict[str, float]:
-        columns = [_AT[name] for name in TIMES]
-        sample = self.sample[:, :, columns].reshape(-1, len(columns))
-        if len(sample):
-            means = self._sums[columns] / (self.num_steps * self.num_ranks)
-            statistics = np.stack([means, *np.quantile(sample, [0.5, 0.95], axis=0), self._maxima[columns]])
-            if self._num_trained > self.num_ranks:
-                statistics[:, [TIMES.index(name) for name in _WAITS]] = math.nan
-        else:
-            statistics = np.full((len(_SUFFIXES), len(TIMES)), math.nan)
-        return {
-            f"{name}{suffix}": value
-            for name, of_name in zip(TIMES, statistics.T.tolist(), strict=True)
-            for suffix, value in zip(_SUFFIXES, of_name, strict=True)
-        }
+        num_ranks, num_steps, num_quantities = values.shape
+        each = np.empty((num_ranks, num_steps, len(COLUMNS)))
+        each[:, :, :num_quantities] = values
+        waiting = values[:, :, [_AT["wire_s"], _AT["exposed_s"]]]
+        least = waiting.min(axis=0)
+        np.subtract(waiting, least, out=each[:, :, num_quantities:])
+        sums = np.empty(len(SUMS))
+        each.sum(axis=(0, 1), out=sums[: len(COLUMNS)])
+        sums[len(COLUMNS) :] = least[:, 0].sum(), num_ranks * num_steps, num_steps
+        return cls(sums, each.max(axis=(0, 1), initial=-math.inf), each.swapaxes(0, 1))
 
     @property
-    def _num_trained(self) -> int:
-        """Ranks that train, whether their steps have come or not."""
-        return max(1, self._world_size or self.num_ranks)
+    def num_steps(self) -> int:
+        """Steps that were added up."""
+        return int(self.sums[-1])
 
-    def _of_sums(self) -> dict[str, float]:
-        total: dict[str, float] = dict(zip(_COLUMNS, self._sums.tolist(), strict=True))
-        num_values = self.num_steps * self.num_ranks
-        algorithm_bandwidth = _ratio(total["wire_bytes"], self._least_wire_s * self.num_ranks)
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that each step is known of; 0 without steps."""
+        return int(self.sums[-2]) // max(1, self.num_steps)
+
+    def sampled(self) -> Steps:
+        """Returns the same with a sample of the steps where they are too many to keep."""
+        num_steps, num_ranks, _ = self.each.shape
+        max_steps = max_sampled_steps(num_ranks)
+        return self._replace(each=sample([self.each], [num_steps], max_steps)) if num_steps > max_steps else self
+
+    def statistics(self, world_size: int | None = None) -> dict[str, float]:
+        """Returns all statistics, by the names that ``docs/comm_time.md`` defines.
+
+        The names are always the same; an unknown value is NaN. Unknown are shares of communication, its ratio and its
+        bandwidths where there was none, the waits where only some of the ranks' steps have come, the samples where no
+        batch shows how many it holds, and all numbers before the first step.
+
+        Args:
+            world_size: number of ranks that train; None if these are the steps of all of them.
+        """
+        num_trained = max(1, world_size or self.num_ranks)
+        return {**self._of_times(num_trained), **self._of_sums(num_trained), **self._of_straggler()}
+
+    def _of_times(self, num_trained: int) -> dict[str, float]:
+        numbers = np.full((len(TIMES), len(_SUFFIXES)), math.nan)
+        if self.num_steps:
+            numbers[:, 0] = self.sums[_TIMES_AT] / self.sums[-2]
+            numbers[:, 3] = self.maxima[_TIMES_AT]
+            if len(self.each):
+                each = self.each[:, :, _TIMES_AT].reshape(-1, len(TIMES))
+                numbers[:, 1:3] = _percentiles(each)
+            if num_trained > self.num_ranks:
+                numbers[[TIMES.index(name) for name in _WAITS]] = math.nan
+        return dict(zip(_NAMES_OF_TIMES, numbers.ravel().tolist(), strict=True))
+
+    def _of_sums(self, num_trained: int) -> dict[str, float]:
+        total = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        num_values = total["num_values"]
+        algorithm_bandwidth = _ratio(total["wire_bytes"], total["least_wire_s"] * self.num_ranks)
         return {
             "exposed_share": exposed_share([total]),
             "overlapped_share": 1 - _ratio(total["exposed_s"], total["comm_s"]),
@@ -163,35 +151,64 @@ class StepStatistics:
             "wire_bytes": _ratio(total["wire_bytes"], num_values),
             "compression_ratio": _ratio(total["gradient_bytes"], total["wire_bytes"]),
             "algorithm_bandwidth": algorithm_bandwidth,
-            "bus_bandwidth": algorithm_bandwidth * all_reduce_bus_factor(self._num_trained),
+            "bus_bandwidth": algorithm_bandwidth * all_reduce_bus_factor(num_trained),
             "steps_per_s": _ratio(num_values, total["step_s"]),
-            "samples_per_s": _ratio(total["num_samples"] * self._num_trained, total["step_s"]) or math.nan,  # unknown
+            "samples_per_s": _ratio(total["num_samples"] * num_trained, total["step_s"]) or math.nan,  # unknown
         }
 
     def _of_straggler(self) -> dict[str, float]:
-        wire_s, step_s, exposed_s = (self.sample[:, :, _AT[name]] for name in ("wire_s", "step_s", "exposed_s"))
+        wire_s, step_s, exposed_s = (self.each[:, :, _AT[name]].T for name in ("wire_s", "step_s", "exposed_s"))
         straggler = find_straggler(wire_s=wire_s, step_s=step_s, exposed_s=exposed_s)
         rank, slowdown = (-1, 0.0) if straggler is None else (straggler.rank, straggler.slowdown)
         return {"straggler_rank": float(rank), "straggler_slowdown": slowdown}
 
-    def _add_to_sample(self, steps: NDArray[np.float64]) -> None:
-        """Keeps the first steps as they come, and of all that have come an even sample when there are too many."""
-        num_before, (num_ranks, num_new, num_columns) = self.num_steps, steps.shape
-        if not num_before:
-            capacity = max(_MIN_SAMPLED_STEPS, self._max_sampled_values // (num_ranks * num_columns))
-            self._reservoir = np.empty((num_ranks, capacity, num_columns))
-        capacity = self._reservoir.shape[1]
-        num_fitting = max(0, min(num_new, capacity - num_before))
-        self._reservoir[:, num_before : num_before + num_fitting] = steps[:, :num_fitting]
-        for index in range(num_fitting, num_new):
-            place = _draw(num_before + index)
-            if place < capacity:
-                self._reservoir[:, place] = steps[:, index]
+
+def max_sampled_steps(num_ranks: int, max_sampled_values: int = MAX_SAMPLED_VALUES) -> int:
+    """Returns how many steps of so many ranks are kept at most."""
+    return max(_MIN_SAMPLED_STEPS, max_sampled_values // (num_ranks * len(COLUMNS)))
 
 
-def _draw(index: int) -> int:
-    """Returns where a reservoir sample puts the element of this index, counted from 0; beyond its end for nowhere."""
-    return Random(index).randrange(index + 1)
+def sample(blocks: Sequence[Array], counts: Sequence[int], max_steps: int, *, in_place: bool = False) -> Array:
+    """Draws steps uniformly, all ranks of a step together: a reservoir sample, continued where a block is one already.
+
+    Which steps are drawn depends on how many there are, and on nothing else. So all ranks draw the same.
+
+    Args:
+        blocks: ``(n, num_ranks, 16)`` each, in the order of time.
+        counts: of how many steps each block is a sample; ``n`` where it has all of them.
+        max_steps: most steps to keep.
+        in_place: let the first block become the result if it has ``max_steps``, which saves a copy.
+
+    Returns:
+        ``(min(sum(n), max_steps), num_ranks, 16)``; all steps, in their order, if they are no more than that.
+    """
+    weighted = [(count / len(block), block) for block, count in zip(blocks, counts, strict=True)]
+    weighted.sort(key=lambda pair: pair[0], reverse=True)
+    kept, num_kept, num_seen = [], 0, 0.0
+    for weight, block in weighted:
+        kept.append(block[: max_steps - num_kept])
+        num_kept += len(kept[-1])
+        num_seen += weight * len(kept[-1])
+    steps = kept[0] if in_place and len(kept[0]) == max_steps else np.concatenate(kept)
+    random = Random()
+    for (weight, block), taken in zip(weighted, kept, strict=True):
+        for index in range(len(taken), len(block)):
+            num_seen += weight
+            random.seed(round(num_seen) - 1)
+            place = random.randrange(round(num_seen / weight))
+            if place < max_steps:
+                steps[place] = block[index]
+    return steps
+
+
+def _percentiles(values: Array) -> Array:
+    """Returns medians and 95th percentiles, ``(k, 2)`` of ``(n, k)``, the bits of `numpy.quantile`, faster."""
+    at = np.array([[0.5], [0.95]]) * (len(values) - 1)
+    low = at[:, 0].astype(int)
+    high = np.minimum(low + 1, len(values) - 1)
+    ordered = np.partition(values, [*low, *high], axis=0)
+    gaps, shares = ordered[high] - ordered[low], at - low[:, None]
+    return np.where(shares < 0.5, ordered[low] + gaps * shares, ordered[high] - gaps * (1 - shares)).T
 
 
 def _ratio(numerator: float, denominator: float) -> float:

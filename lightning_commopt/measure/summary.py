@@ -11,7 +11,7 @@ from rich.console import Group
 
 from lightning_commopt.formatting import count
 from lightning_commopt.measure.files import RankRecords, notices, read_run
-from lightning_commopt.measure.statistics import StepStatistics, row
+from lightning_commopt.measure.statistics import Steps, row
 from lightning_commopt.measure.summary_table import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
 
@@ -23,7 +23,7 @@ class FitSummary:
     """What a fit cost.
 
     Attributes:
-        metrics: what `StepStatistics.compute` gives.
+        metrics: what `Steps.statistics` gives.
         verdict: on them.
         scope: the steps and ranks that they are of, in words.
     """
@@ -33,19 +33,17 @@ class FitSummary:
     scope: str
 
     @classmethod
-    def of(
-        cls, statistics: StepStatistics, *, world_size: int, num_buckets: int, comm_hook: str, is_lossy: bool
-    ) -> FitSummary:
+    def of(cls, steps: Steps, *, world_size: int, num_buckets: int, comm_hook: str, is_lossy: bool) -> FitSummary:
         """Summarizes a fit; for the arguments see `verdict`."""
-        metrics = statistics.compute()
-        num_seen = statistics.num_ranks
+        metrics = steps.statistics(world_size)
+        num_seen = steps.num_ranks
         ranks = count(world_size, "rank") if num_seen == world_size else f"{num_seen} of {world_size} ranks"
         return cls(
             metrics=metrics,
             verdict=verdict(
                 metrics, world_size=world_size, num_buckets=num_buckets, comm_hook=comm_hook, is_lossy=is_lossy
             ),
-            scope=f"{count(statistics.num_steps, 'step')} and {ranks}",
+            scope=f"{count(steps.num_steps, 'step')} and {ranks}",
         )
 
     def table(self) -> Group:
@@ -78,10 +76,8 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
     if not steps:
         recorded = f"{run_dir} has {count(len(common), 'step')} that all ranks have recorded"
         raise ValueError(f"{recorded}, and num_warmup_steps={num_warmup_steps} are left out")
-    statistics = StepStatistics(world_size=ranks[0].world_size)
-    statistics.update([_rows(records, steps) for records in ranks])
     summary = FitSummary.of(
-        statistics,
+        Steps.of([_rows(records, steps) for records in ranks]).sampled(),
         world_size=ranks[0].world_size,
         num_buckets=len(ranks[0].layouts[-1]),
         **_method(header),

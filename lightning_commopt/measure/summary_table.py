@@ -40,7 +40,7 @@ def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str 
     """Returns what a fit cost, to be printed: a table, or a list in a terminal that is too narrow for it.
 
     Args:
-        metrics: what `StepStatistics.compute` gives.
+        metrics: what `Steps.statistics` gives.
         verdict: on the same metrics.
         scope: over what they were taken.
 

@@ -40,7 +40,7 @@ def verdict(
     """Says what communication costs, and what to do about it.
 
     Args:
-        metrics: what `StepStatistics.compute` gives, of a whole fit or of a window.
+        metrics: what `Steps.statistics` gives, of a whole fit or of a window.
         world_size: number of ranks.
         num_buckets: that the gradients travel in; 0 where none were observed.
         comm_hook: the name of what averages the gradients, "none" for DDP's own all-reduce.

@@ -16,7 +16,7 @@ _VALIDATION_SHARE = 0.2
 class DigitsCNN(Classifier):
     """Two convolutions and two linear layers on 8x8 images, trained with Adam.
 
-    Logs ``train_loss``, ``val_loss`` and ``val_accuracy``; the latter two are averaged over ranks.
+    Logs ``train_loss``, ``val_loss`` and ``val_accuracy``; the latter two are over all ranks.
 
     Args:
         num_channels: of the first convolution; the second has twice as many.
@@ -25,7 +25,7 @@ class DigitsCNN(Classifier):
     """
 
     def __init__(self, *, num_channels: int = 32, hidden: int = 256, learning_rate: float = 1e-3) -> None:
-        super().__init__()
+        super().__init__(_NUM_CLASSES)
         self.save_hyperparameters()
         self.net = nn.Sequential(
             nn.Conv2d(1, num_channels, 3, padding=1),

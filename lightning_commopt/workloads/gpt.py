@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Subset
+from torchmetrics.text import Perplexity
 
 _NUM_BYTES = 256
 _VALIDATION_EVERY = 10
@@ -54,7 +55,7 @@ class Block(nn.Module):
 class GPT(LightningModule):
     """A byte-level GPT with tied embeddings, trained with AdamW and one learning-rate cycle.
 
-    Logs ``train_loss`` and ``val_loss`` in nats a byte; ``val_loss`` is averaged over ranks.
+    Logs ``train_loss``, and in validation ``val_loss``, both in nats a byte, and ``val_perplexity``, over all ranks.
 
     Args:
         width: of the residual stream.
@@ -90,6 +91,7 @@ class GPT(LightningModule):
             raise ValueError(f"vocabulary must be at least {_NUM_BYTES}, one row for each byte, got {vocabulary!r}")
         self.save_hyperparameters()
         self.activation_checkpointing = activation_checkpointing
+        self.val_perplexity = Perplexity()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
@@ -123,8 +125,12 @@ class GPT(LightningModule):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Logs the mean loss of a batch ``(B, T + 1)``."""
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch))
+        """Logs loss and perplexity of a batch ``(B, T + 1)``."""
+        logits, targets = self(batch[:, :-1]), batch[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch))
+        self.val_perplexity.update(logits, targets)
+        self.log("val_perplexity", self.val_perplexity, batch_size=len(batch))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns AdamW and a cycle over all steps of the fit."""

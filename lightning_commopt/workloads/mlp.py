@@ -31,7 +31,7 @@ class MLP(Classifier):
     them names the layers of the first three; of ``xlarge`` it gives only the count, which these widths have too.
     Weights are drawn as by He et al. (2015), with which the deep ones train at the rate of the shallow ones.
 
-    Logs ``train_loss``, ``val_loss`` and ``val_accuracy``; the latter two are averaged over ranks.
+    Logs ``train_loss``, ``val_loss`` and ``val_accuracy``; the latter two are over all ranks.
 
     Args:
         size: "small", "medium", "large" or "xlarge", or the widths of the hidden layers.
@@ -42,7 +42,7 @@ class MLP(Classifier):
     """
 
     def __init__(self, *, size: str | Sequence[int] = "small", learning_rate: float = 0.01) -> None:
-        super().__init__()
+        super().__init__(_NUM_CLASSES)
         hidden = _widths(size)
         self.save_hyperparameters(
             {"size": size if isinstance(size, str) else list(hidden), "learning_rate": learning_rate}

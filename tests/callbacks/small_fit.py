@@ -31,7 +31,7 @@ class Net(LightningModule):
 
 
 def fit(comm_time: CommTimeMonitor | None, strategy: Any = None, devices: int = 2, **options: Any) -> Net:
-    net = Net()
+    net = options.pop("net", None) or Net()
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(TensorDataset(torch.randn(12 * NUM_STEPS, 8, generator=generator)), batch_size=3)
     callbacks = [comm_time] if comm_time is not None else []

@@ -1,4 +1,4 @@
-"""Metrics of fits that never were, as StepStatistics names them."""
+"""Metrics of fits that never were, as Steps.statistics names them."""
 
 from lightning_commopt.measure.statistics import TIMES
 

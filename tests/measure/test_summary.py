@@ -10,16 +10,15 @@ from typer.testing import CliRunner
 
 from lightning_commopt.cli import app
 from lightning_commopt.measure.files import StepWriter, rank_file
-from lightning_commopt.measure.statistics import StepStatistics, row
+from lightning_commopt.measure.statistics import Steps, row
 from lightning_commopt.measure.summary import summarize_run
 
 
 def test_the_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     ranks = write_run(tmp_path, num_steps=15)
     summary, notices = summarize_run(tmp_path)
-    statistics = StepStatistics()
-    statistics.update([[row(record) for record in records[10:]] for records in ranks])
-    assert summary.metrics == pytest.approx(statistics.compute(), rel=1e-4)
+    steps = Steps.of([[row(record) for record in records[10:]] for records in ranks])
+    assert summary.metrics == pytest.approx(steps.statistics(), rel=1e-4)
     assert summary.scope == "5 steps and 2 ranks"
     assert notices == []
     assert "communication" in summary.verdict.headline.lower()
@@ -78,7 +77,7 @@ def test_the_command_imports_neither_torch_nor_lightning(tmp_path: Path) -> None
     assert "communication" in result.stdout
     imported = set(result.stderr.split())
     assert "lightning_commopt" in imported
-    assert not imported & {"torch", "lightning", "pytorch_lightning", "scipy"}
+    assert not imported & {"torch", "lightning", "pytorch_lightning", "torchmetrics", "scipy"}
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "has no records of steps"), ("no json", "begins with a line")])

@@ -8,12 +8,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
-from lightning_commopt.measure.statistics import StepStatistics, row
+from lightning_commopt.measure.statistics import Steps, row
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Report
 from lightning_commopt.runs.losses import LossPoint, write_losses
@@ -75,9 +73,7 @@ def write_run(folder: Path, run: SampleRun) -> RunRecord:
     for rank, steps in enumerate(ranks):
         header = {"rank": rank, "world_size": run.world_size, "origin_unix_s": 1.7e9, "device": "cpu"}
         StepWriter(rank_file(folder, rank), header).write(steps, _layout(run))
-    statistics = StepStatistics()
-    statistics.update(torch.tensor([[row(step) for step in steps] for steps in ranks], dtype=torch.float64))
-    comm_time = {name: float(value) for name, value in statistics.compute().items()}
+    comm_time = Steps.of([[row(step) for step in steps] for steps in ranks]).statistics()
     loss = run.loss * (1 + random.gauss(0, 0.004))
     write_losses(folder, _losses(loss, comm_time["step_s"], random))
     record = RunRecord(

@@ -1,3 +1,4 @@
+import math
 import warnings
 
 import pytest
@@ -273,3 +274,28 @@ def test_blobs_of_all_batches_are_all_samples_once():
 def test_blobs_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Blobs(**options)
+
+
+def validated_on_two_ranks():
+    """Returns what is logged in a validation on two ranks, and the same from all of its batches."""
+    seed_everything(0, verbose=False)
+    found = []
+    for model, data in [
+        (MLP(size=[8]), Blobs(num_samples=64, num_validation_samples=100, batch_size=7)),
+        (GPT(width=16, num_layers=1, num_heads=2, context=16), StdlibSources(context=16, batch_size=2)),
+    ]:
+        logged = fitted(model, data, devices=2, strategy=DDPStrategy(), max_steps=2, limit_val_batches=3)
+        found.append((logged, model.cpu(), data))
+    (of_mlp, mlp, blobs), (of_gpt, _, _) = found
+    with torch.no_grad():
+        whole = [(mlp(inputs).argmax(1) == labels).float() for inputs, labels in blobs.val_dataloader()]
+    return of_mlp["val_accuracy"], torch.cat(whole).mean().item(), of_gpt["val_perplexity"], of_gpt["val_loss"]
+
+
+def test_accuracy_and_perplexity_are_of_all_ranks():
+    """If it fails, a rank logs the accuracy of its own share, or perplexity is no exponential of the loss."""
+    one, other = run_ranks(validated_on_two_ranks)
+    assert one == other
+    accuracy, expected, perplexity, loss = one
+    assert accuracy == pytest.approx(expected)
+    assert perplexity == pytest.approx(math.exp(loss), rel=1e-4)

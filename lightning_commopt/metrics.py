@@ -1,0 +1,165 @@
+"""The statistics of steps as `torchmetrics.Metric`, to log, merge, plot and put in a ``MetricCollection``.
+
+`CommTimeMonitor.new_steps` has the steps to update them with; ``docs/comm_time.md`` shows how, and lists the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.plot import plot_single_or_multi_val
+
+from lightning_commopt.measure import statistics
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.measure.statistics import MAX_SAMPLED_VALUES, QUANTITIES, Steps
+from lightning_commopt.validation import check_choice, check_integer
+
+__all__ = ["QUANTITIES", "ExposedShare", "StepMetric", "StepStatistics"]
+
+
+class StepStatistics(Metric):
+    """All numbers of the steps that came, over steps and ranks.
+
+    Means, sums and maxima are exact. Percentiles and the straggler are exact as long as no more than
+    ``max_sampled_values`` numbers have come, 16 for each step and rank; after that they are taken from a uniform random
+    sample of so many steps, always with all ranks of a step. Which ones depends on their number alone, so that all
+    ranks that see the same values compute the same.
+
+    >>> metric = StepStatistics()
+    >>> metric.update(torch.ones(2, 10, len(QUANTITIES)))  # 10 steps of 2 ranks, in which everything takes 1 s
+    >>> metric.compute()["exposed_s_p95"]
+    tensor(1., dtype=torch.float64)
+
+    Args:
+        world_size: number of ranks that train; None if every update has the steps of all of them.
+        max_sampled_values: bounds the memory, 8 bytes each; but 64 steps are always kept, and `forward` drops none
+            before `reset`. The default is 8 MiB, or all of 32,000 steps on 2 ranks. With 0 there are no percentiles.
+        sync_on_compute: let `compute` gather the states of all ranks, for updates with the steps of one rank. A rank
+            alone does not know what waits for whom. Off by default: `CommTimeMonitor` has the steps of all ranks.
+        options: other options of `torchmetrics.Metric`.
+    """
+
+    full_state_update = False
+    is_differentiable = False
+
+    sums: Tensor
+    maxima: Tensor
+    sample: Any  # tensors; while states are synchronized, one tensor
+    counts: Any
+
+    def __init__(
+        self,
+        *,
+        world_size: int | None = None,
+        max_sampled_values: int = MAX_SAMPLED_VALUES,
+        sync_on_compute: bool = False,
+        **options: Any,
+    ) -> None:
+        check_integer("max_sampled_values", max_sampled_values, at_least=0)
+        super().__init__(sync_on_compute=sync_on_compute, **options)
+        self.world_size = world_size
+        self.max_sampled_values = max_sampled_values
+        self._own_block: Tensor | None = None  # which no other metric shares, as it may after a merge
+        self.add_state("sums", torch.zeros(len(statistics.SUMS), dtype=torch.float64, device="cpu"), "sum")
+        self.add_state(
+            "maxima", torch.full((len(statistics.COLUMNS),), -torch.inf, dtype=torch.float64, device="cpu"), "max"
+        )
+        self.sample, self.counts = [], []
+        if max_sampled_values:  # a MetricCollection takes an empty list for the same state as any other
+            self.add_state("sample", [], "cat")
+            self.add_state("counts", [], "cat")
+
+    def update(self, steps: Steps | StepRecord | ArrayLike) -> None:
+        """Adds steps.
+
+        Args:
+            steps: an element of `CommTimeMonitor.new_steps`; or a record of this rank's step; or seconds, bytes and
+                samples of some steps of all ranks, ``(num_ranks, num_steps, 14)`` in the order of `QUANTITIES`.
+
+        Raises:
+            ValueError: another shape, or another number of ranks than before.
+        """
+        if not isinstance(steps, Steps):
+            steps = Steps.of([[statistics.row(steps)]] if isinstance(steps, StepRecord) else steps)
+        num_steps, num_ranks, _ = steps.each.shape
+        if len(self.sample) and self.sample[-1].shape[-2] != num_ranks:
+            raise ValueError(f"steps must be of {self.sample[-1].shape[-2]} ranks as before, got {num_ranks}")
+        device = self.sums.device
+        self.sums += torch.from_numpy(steps.sums).to(device)
+        torch.maximum(self.maxima, torch.from_numpy(steps.maxima).to(device), out=self.maxima)
+        if num_steps and self.max_sampled_values:
+            self.sample.append(torch.from_numpy(steps.each).to(device))
+            self.counts.append(torch.full((1,), num_steps, device=device))
+            max_steps = statistics.max_sampled_steps(num_ranks, self.max_sampled_values)
+            if len(self.sample[0]) + len(self.sample) * num_steps > max_steps * 65 / 64:  # not with every update
+                each = self._draw(in_place=self.sample[0] is self._own_block)
+                self._own_block = torch.from_numpy(each).to(device)
+                self.sample[:], self.counts[:] = [self._own_block], [torch.cat(self.counts).sum(0, keepdim=True)]
+
+    def compute(self) -> Any:
+        """Returns float64 scalars by name; NaN if unknown."""
+        numbers = self.steps.statistics(self.world_size)
+        return dict(zip(numbers, self.sums.new_tensor([*numbers.values()]).unbind(), strict=True))
+
+    @property
+    def steps(self) -> Steps:
+        """What came, with a sample of the steps."""
+        return Steps(self.sums.cpu().numpy().copy(), self.maxima.cpu().numpy().copy(), self._draw())
+
+    def _draw(self, *, in_place: bool = False) -> statistics.Array:
+        if not len(self.sample):
+            return np.empty((0, 1, len(statistics.COLUMNS)))
+        is_synced = isinstance(self.sample, Tensor)
+        blocks = [block.cpu().numpy() for block in ([self.sample] if is_synced else self.sample)]
+        counts = [int(count) for count in ([self.counts.sum()] if is_synced else self.counts)]
+        max_steps = statistics.max_sampled_steps(blocks[0].shape[1], self.max_sampled_values)
+        return statistics.sample(blocks, counts, max_steps, in_place=in_place)
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Plots ``val``, one or several results of `compute` or `forward`, or else that of now; needs matplotlib."""
+        value = self.compute() if val is None else val
+        return plot_single_or_multi_val(value, ax=ax, name=getattr(self, "name", None))
+
+
+class StepMetric(StepStatistics):
+    """One number of the steps that came.
+
+    >>> steps = torch.ones(4, 10, len(QUANTITIES))  # 10 steps of 4 ranks
+    >>> steps[:, :, QUANTITIES.index("wire_bytes")] = 1e9  # in 1 s
+    >>> StepMetric("bus_bandwidth")(steps)
+    tensor(1.5000e+09, dtype=torch.float64)
+
+    Args:
+        name: of the number, in seconds, bytes or a share of 1.
+        options: as of `StepStatistics`.
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        needs_sample = name.endswith(("_p50", "_p95")) or name.startswith("straggler")
+        super().__init__(**(options if needs_sample else options | {"max_sampled_values": 0}))
+        check_choice("name", name, list(self.steps.statistics()))
+        self.name = name
+
+    def compute(self) -> Tensor:
+        """Returns a float64 scalar; NaN if unknown."""
+        return self.sums.new_tensor(self.steps.statistics(self.world_size)[self.name])
+
+
+class ExposedShare(StepMetric):
+    """The share of the steps' time that waits for communication, 0 to 1.
+
+    >>> steps = torch.ones(2, 10, len(QUANTITIES))
+    >>> steps[:, :, QUANTITIES.index("step_s")] = 4
+    >>> ExposedShare()(steps)
+    tensor(0.2500, dtype=torch.float64)
+    """
+
+    higher_is_better = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__("exposed_share", **options)
