@@ -8,16 +8,17 @@ its peers in Lightning's variables.
 import os
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from hang_judge import FIRST_STEP
+from hanging_callbacks import FAULT, FAULT_RANK, FAULT_STEP, FOLDER, FOREVER_S, Tracker, mark_fault, others
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -25,12 +26,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_commopt import CommOptDDP
 
-FAULT, FAULT_RANK = os.environ["FAULT"], int(os.environ["FAULT_RANK"])
-FAULT_STEP = int(os.environ["FAULT_STEP"])
-FOLDER = Path(os.environ["FOLDER"])
 NUM_BATCHES, FEWER_BATCHES = 12, 5
-FOREVER_S = 3600.0
 AT_START = ("interface", "port", "absent")
+IN_CALLBACKS = ("batch_end", "optimizer_hook", "validation_end", "checkpoint", "logger")
+
+
+SIGNALS = {
+    "killed": signal.SIGKILL,
+    "signal": signal.SIGKILL,
+    "sigterm": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+}
 
 
 class Rows(Dataset[Tensor]):
@@ -76,9 +82,19 @@ class Model(LightningModule):
         if batch_idx == FAULT_STEP:
             inject(self, is_faulty)
         out = self.second(torch.relu(self.first(batch)))
+        if FAULT == "logger":
+            self.log("loss", out.mean())
         if not (FAULT == "unused" and is_faulty):
             out = out + self.extra(batch)
         return out.pow(2).mean()
+
+    def val_dataloader(self) -> DataLoader[Tensor] | list[Any]:
+        """Returns batches where the validation is at fault."""
+        return DataLoader(Rows(4, None), batch_size=2) if FAULT == "validation_end" else []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Computes the same."""
+        self.second(torch.relu(self.first(batch)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns plain SGD, slow enough for finite losses."""
@@ -87,12 +103,16 @@ class Model(LightningModule):
 
 def inject(module: LightningModule, is_faulty: bool) -> None:
     """Does what goes wrong in a step, and on the other ranks what should have gone right."""
-    if is_faulty and FAULT not in ("uneven", "worker", *AT_START):
+    if is_faulty and FAULT not in ("uneven", "worker", *AT_START, *IN_CALLBACKS):
         mark_fault()
     if FAULT == "stopped" and is_faulty:
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif FAULT == "killed" and is_faulty:
-        os.kill(os.getpid(), signal.SIGKILL)
+    elif FAULT in SIGNALS and is_faulty:
+        os.kill(os.getpid(), SIGNALS[FAULT])
+    elif FAULT == "sys_exit" and is_faulty:
+        sys.exit(3)
+    elif FAULT == "should_stop" and is_faulty:
+        module.trainer.should_stop = True
     elif FAULT == "exception" and is_faulty:
         raise ArithmeticError("broken on purpose")
     elif FAULT == "skipped" and not is_faulty:
@@ -119,11 +139,6 @@ def broadcast() -> None:
     dist.broadcast(torch.ones(3), src=0)
 
 
-def mark_fault() -> None:
-    """Leaves the time at which the fault begins."""
-    (FOLDER / "fault").write_text(str(time.time()))
-
-
 def callbacks() -> Iterator[Any]:
     """Yields the monitor, if it is asked for."""
     if os.environ["MONITOR"] == "1":
@@ -145,11 +160,14 @@ def main() -> None:
         strategy=strategy,
         max_epochs=1,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
+        logger=Tracker() if FAULT == "logger" else False,
+        log_every_n_steps=1,
+        val_check_interval=FAULT_STEP + 1 if FAULT == "validation_end" else None,
+        num_sanity_val_steps=0,
+        enable_checkpointing=FAULT == "checkpoint",
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=list(callbacks()),
+        callbacks=[*callbacks(), *others()],
     )
     if FAULT in AT_START and os.environ["NODE_RANK"] == "0":
         mark_fault()

@@ -1,27 +1,22 @@
 """Whether a training run that stands still names the rank, the phase and the operation, for one fault after the other.
 
 Each run is a job of 2 or 3 real processes with real Lightning Trainers on gloo, in which one thing goes wrong
-(`hanging_script.py`). Those of this host are forked from a process that has imported torch and Lightning. What must be
-told of a fault was written down before any run (`hang_judge.py`). Faults of the network need hosts of their own, in the
-network lab. Faults at the start are told by `CommOptDDP` before any callback runs.
+(`hanging_script.py`, `hanging_callbacks.py`). Those of this host are forked from a process that has imported torch and
+Lightning. What must be told of a fault was written down before any run (`hang_faults.py`); `hang_judge.py` compares.
+Faults of the network need hosts of their own, in the network lab. Faults at the start are told by `CommOptDDP` before
+any callback runs.
 
 python benchmarks/hangs.py --num-runs 10 --num-at-once 3 --output benchmarks/results/hangs_HARDWARE_DATE.json
 python benchmarks/hangs.py --num-runs 1 --faults killed,network --strategy commopt    # a first look
 """
 
 import argparse
-import contextlib
 import importlib
 import os
-import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -30,158 +25,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hang_judge import FAULTS, MONITOR_LINE, find_message, judge, read_report
+from hang_faults import FAULTS
+from hang_job import SCRIPT, Job
+from hang_judge import MONITOR_LINE, find_message, judge, read_report
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
 
 from lightning_commopt.launch.fork_server import ForkServer
-from lightning_commopt.launch.forked_process import ForkedProcess
 from lightning_commopt.netlab import NetLab
-from lightning_commopt.netlab.lab import DEVICE, MASTER_PORT
 
-SCRIPT = Path(__file__).with_name("hanging_script.py")
 PRELOADED = ("torch._dynamo", "lightning.pytorch", "lightning_commopt.lightning", "lightning_commopt.callbacks")
 STRATEGIES = ("ddp", "commopt")
-FAULT_STEP = 3
 START_S = 180
 POLL_S = 0.1
-COUNTED = ("is_injected", "is_told", "right_rank", "right_phase", "right_operation", "in_time", "all_ended")
-ADD_WRONG_INTERFACE = (
-    "ip link add wrong0 type veth peer name wrong1 && ip address add 9.9.9.9/24 dev wrong0"
-    " && ip link set wrong0 up && ip link set wrong1 up && export GLOO_SOCKET_IFNAME=wrong0 && "
+COUNTED = (
+    "is_injected",
+    "is_told",
+    "right_rank",
+    "right_phase",
+    "right_operation",
+    "right_sentence",
+    "in_time",
+    "all_ended",
 )
-BLOCK_RANK_1 = "ip route add blackhole 10.0.0.2/32 && "
-
-_forking = threading.Lock()
-
-
-class Job:
-    """The processes of one run, with their output in files; all are ended when it is closed.
-
-    Args:
-        name: of the fault.
-        strategy: "ddp" or "commopt".
-        has_monitor: with a `HangMonitor`.
-        folder: for everything that the run leaves.
-        server: that forks ranks on this host.
-        lab: whose hosts the ranks run on; None for processes of this host.
-    """
-
-    def __init__(
-        self, name: str, strategy: str, has_monitor: bool, folder: Path, server: ForkServer, lab: NetLab | None
-    ) -> None:
-        self.fault = FAULTS[name]
-        self.folder = folder
-        self._server, self._has_monitor = server, has_monitor
-        self._mark = f"COMMOPT_RUN={uuid.uuid4().hex}"
-        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        if lab is not None:
-            master = {"MASTER_ADDR": lab.addresses[0], "MASTER_PORT": str(MASTER_PORT), "GLOO_SOCKET_IFNAME": DEVICE}
-        settings = {
-            "FAULT": name,
-            "FAULT_RANK": str(self.fault.rank),
-            "FAULT_STEP": str(FAULT_STEP),
-            "FOLDER": str(folder),
-            "STRATEGY": strategy,
-            "MONITOR": str(int(has_monitor)),
-            "GROUP_TIMEOUT_S": str(self.fault.group_timeout_s),
-            "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": str(self.fault.world_size),
-            "LOCAL_WORLD_SIZE": str(1 if lab is not None else self.fault.world_size),
-        }
-        self.processes = {
-            rank: self._start(rank, name, {**os.environ, **settings, **master}, lab)
-            for rank in range(self.fault.world_size)
-            if not (name == "absent" and rank == self.fault.rank)
-        }
-
-    def _start(
-        self, rank: int, name: str, env: dict[str, str], lab: NetLab | None
-    ) -> subprocess.Popen[bytes] | ForkedProcess:
-        key, _, value = self._mark.partition("=")
-        env |= {key: value, "LOCAL_RANK": str(rank if lab is None else 0), "NODE_RANK": str(0 if lab is None else rank)}
-        output = self.folder / f"rank{rank}.txt"
-        if lab is None:
-            with _forking:
-                forked = self._server.start(
-                    [sys.executable, "-m", SCRIPT.stem], env=env, folder=str(SCRIPT.parent), is_session=True
-                )
-            threading.Thread(target=keep_output, args=(forked, output), daemon=True).start()
-            return forked
-        before = {("interface", 1): ADD_WRONG_INTERFACE, ("port", 0): BLOCK_RANK_1}.get((name, rank), "")
-        with output.open("wb") as file:
-            return subprocess.Popen(
-                [*lab.enter(rank), "sh", "-c", f"{before}exec {sys.executable} {SCRIPT}"],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def outputs(self) -> list[str]:
-        """What each rank has said so far."""
-        paths = [self.folder / f"rank{rank}.txt" for rank in range(self.fault.world_size)]
-        return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
-
-    @property
-    def fault_at_s(self) -> float | None:
-        """When the fault began, in seconds since the epoch; None if it has not."""
-        try:
-            return float((self.folder / "fault").read_text())
-        except (OSError, ValueError):
-            return None
-
-    @property
-    def statuses(self) -> dict[str, int | None]:
-        """The exit status of each rank; None for one that runs."""
-        return {str(rank): process.poll() for rank, process in self.processes.items()}
-
-    def left(self) -> list[int]:
-        """Returns the processes of this run that have not ended, workers of dataloaders included.
-
-        Where no monitor ends it, a rank that was stopped is not among them: it cannot end by itself.
-        """
-        cannot_end = self.fault.is_survivor and not self._has_monitor
-        stopped = self.processes[self.fault.rank].pid if cannot_end else None
-        started = [process.pid for process in self.processes.values() if process.poll() is None]
-        left = [pid for pid in started if pid != stopped]
-        return left or [pid for pid in self._alive() if pid != stopped]
-
-    def close(self) -> None:
-        """Ends all processes of the run."""
-        for pid in self._alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for process in self.processes.values():
-            process.wait()
-
-    def _alive(self) -> list[int]:
-        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._owns(entry)]
-
-    def _owns(self, entry: Path) -> bool:
-        try:
-            state, _, _, session = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:4]
-            is_of_rank = int(session) in (process.pid for process in self.processes.values())
-            return state not in "ZX" and (is_of_rank or self._mark.encode() in (entry / "environ").read_bytes())
-        except OSError:
-            return False
-
-
-def keep_output(process: ForkedProcess, path: Path) -> None:
-    """Writes to a file what a rank, and all that it has started, say."""
-    assert process.stdout is not None
-    with process.stdout as output, path.open("wb", buffering=0) as file:
-        shutil.copyfileobj(output, file)
-
-
-def free_port() -> int:
-    """Returns a port that nothing uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_once(name: str, strategy: str, server: ForkServer, has_monitor: bool, wait_s: float) -> dict[str, Any]:
@@ -199,7 +66,7 @@ def run_once(name: str, strategy: str, server: ForkServer, has_monitor: bool, wa
         verdict = judge(fault, report, outputs)
         at_s = told_at_s.get(verdict.source or "") if verdict.is_told else None
         told_s = None if at_s is None or begin_s is None else at_s - begin_s
-        is_right = verdict.right_rank and verdict.right_phase and verdict.right_operation
+        is_right = verdict.right_rank and verdict.right_phase and verdict.right_operation and verdict.right_sentence
         kept = None if report is None else {key: report[key] for key in report if not is_right or key != "snapshots"}
         return {
             **asdict(verdict),
@@ -248,7 +115,19 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def print_table(results: Sequence[dict[str, Any]]) -> None:
     """Prints one row for each fault and strategy."""
     table = Table()
-    headings = ("fault", "strategy", "runs", "rank", "phase", "operation", "in time", "s until told", "ended", "exit")
+    headings = (
+        "fault",
+        "strategy",
+        "runs",
+        "rank",
+        "phase",
+        "operation",
+        "sentence",
+        "in time",
+        "s until told",
+        "ended",
+        "exit",
+    )
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("fault", "strategy", "exit") else "right")
     for result in results:
@@ -258,7 +137,7 @@ def print_table(results: Sequence[dict[str, Any]]) -> None:
             FAULTS[result["fault"]].what,
             result["strategy"],
             str(found["num_runs"]),
-            *(str(found[key]) for key in ("right_rank", "right_phase", "right_operation", "in_time")),
+            *(str(found[key]) for key in COUNTED[2:7]),
             "-" if seconds is None else f"{seconds['median']:.1f} ({seconds['min']:.1f} to {seconds['max']:.1f})",
             str(found["all_ended"]),
             "; ".join(found["statuses"]),
@@ -273,7 +152,7 @@ def main() -> None:
     parser.add_argument("--faults", default=",".join(FAULTS), help="names with commas between them")
     parser.add_argument("--strategy", default=",".join(STRATEGIES), help="ddp, commopt, or both")
     parser.add_argument("--no-monitor", action="store_true", help="what is told without a HangMonitor")
-    parser.add_argument("--wait-s", type=float, default=60.0, help="seconds after a fault until the run is ended")
+    parser.add_argument("--wait-s", type=float, default=90.0, help="seconds after a fault until the run is ended")
     parser.add_argument("--num-at-once", type=int, default=1, help="runs beside each other")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -299,7 +178,7 @@ def main() -> None:
 
     def add_run(result: dict[str, Any]) -> None:
         run = run_once(result["fault"], result["strategy"], server, not arguments.no_monitor, arguments.wait_s)
-        is_right = run["right_rank"] and run["right_phase"] and run["right_operation"] and run["in_time"]
+        is_right = all(run[key] for key in COUNTED if key.startswith("right_")) and run["in_time"]
         mark = "right" if is_right else "WRONG" if run["is_injected"] else "NOT INJECTED"
         with storing:
             result["runs"].append(run)

@@ -22,9 +22,9 @@ class Program:
     """
 
     def __init__(self, arguments: list[str], folder: Path) -> None:
-        self._mark = f"COMMOPT_TEST={uuid.uuid4().hex}".encode()
+        self._mark = f"COMMOPT_TEST={uuid.uuid4().hex}"
         self._output = folder / "output.txt"
-        name, _, value = self._mark.decode().partition("=")
+        name, _, value = self._mark.partition("=")
         paths = (_TESTS / "strategy", _TESTS, _TESTS.parent)
         environment = {known: os.environ[known] for known in ("PATH", "HOME") if known in os.environ}
         environment |= {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1", name: value}
@@ -46,7 +46,7 @@ class Program:
 
     def processes(self) -> list[int]:
         """Returns those of its processes that run."""
-        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._owns(entry)]
+        return marked_processes(self._mark)
 
     def wait(self, limit_s: float) -> bool:
         """Waits until none of its processes is left; returns whether that was so in time."""
@@ -64,9 +64,15 @@ class Program:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def _owns(self, entry: Path) -> bool:
-        try:
-            state = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-            return state not in "ZX" and self._mark in (entry / "environ").read_bytes()
-        except OSError:
-            return False
+
+def marked_processes(mark: str) -> list[int]:
+    """Returns the processes that run and had ``NAME=VALUE`` in their environment when they started."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_marked(entry, mark)]
+
+
+def _is_marked(entry: Path, mark: str) -> bool:
+    try:
+        state = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return state not in "ZX" and mark.encode() in (entry / "environ").read_bytes()
+    except OSError:
+        return False

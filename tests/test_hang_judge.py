@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hang_judge import FAULTS, FIRST_STEP, judge
+from hang_faults import FAULTS
+from hang_judge import FIRST_STEP, judge
 
 _SENTENCE = "HangMonitor: rank 1 is stopped (process 7) in forward of step 3\n"
 _REPORT = {
@@ -54,6 +55,26 @@ def test_a_rank_that_is_cut_off_tells_by_itself() -> None:
     fault = replace(FAULTS["stopped"], is_cut_off=True)
     assert judge(fault, _REPORT, [_SENTENCE, _SENTENCE, ""]).right_rank
     assert not judge(fault, _REPORT, ["", _SENTENCE, ""]).right_rank
+
+
+def test_a_sentence_must_name_the_hook() -> None:
+    """If it fails, a report passes that does not tell whose callback it is, or in which hook of it."""
+    fault = FAULTS["batch_end"]
+    for text, is_right in {
+        "rank 1 is still in callback Upload.on_train_batch_end of step 3": True,
+        "rank 0 is still in callback Upload.on_train_batch_end of step 3": False,
+        "rank 1 is still in callback Upload.on_train_batch_start of step 3": False,
+        "rank 1 is still in callbacks of step 3 (code.py:3 in on_train_batch_end)": False,
+    }.items():
+        assert judge(fault, _REPORT | {"sentence": text}, ["", ""]).right_sentence == is_right
+
+
+def test_a_message_that_is_enough() -> None:
+    """If it fails, a report is asked for where all ranks have ended by themselves, or any message passes."""
+    fault = FAULTS["interrupt"]
+    found = judge(fault, None, ["Rank 1 has ended the fit with KeyboardInterrupt().", ""])
+    assert (found.right_rank, found.right_phase, found.right_operation, found.right_sentence) == (True,) * 4
+    assert not judge(fault, None, ["Rank 0 has ended the fit with KeyboardInterrupt().", ""]).is_told
 
 
 def test_an_operation_where_there_is_none() -> None:

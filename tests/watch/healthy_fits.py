@@ -1,0 +1,311 @@
+"""Trains as a schedule says, as one rank, and leaves what a test asks about it.
+
+Usage, for ranks that a Trainer or torchrun starts: healthy_fits.py FOLDER SEED AFTER_S START_METHOD
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from healthy_schedules import HOOKS, Call, Schedule, draw_single_fit
+from strategy_models import FEATURES, Params, Tiny, numbers, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.callbacks import HangMonitor
+from lightning_commopt.watch import fit_watch
+from lightning_commopt.watch.hangs import watcher
+from lightnings import Callback, Logger, ModelCheckpoint, TorchCheckpointIO, Trainer
+
+LIMIT_S = 240.0
+"""Only against waiting for ever."""
+
+_TICK_S = 0.02
+_GONE_S = 20.0
+_WATCHER = watcher.__name__
+
+
+class Broken(Exception):  # noqa: N818
+    """What all ranks raise where a schedule says so."""
+
+
+class Pauses:
+    """Sleeps where the present call of a schedule says so.
+
+    Args:
+        after_s: unit of the delays; 0 for none.
+    """
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self.begin(Call())
+
+    def begin(self, call: Call) -> None:
+        """A call begins."""
+        self.call = call
+        self._seconds = {(each.place, each.rank, each.call): each.factor * self._after_s for each in call.delays}
+        self._counts: Counter[str] = Counter()
+
+    def at(self, place: str, rank: int, number: int | None = None) -> int:
+        """Sleeps if a rank does so at a place when it comes there for the ``number``-th time; None to count."""
+        if number is None:
+            number = self._counts[place]
+            self._counts[place] += 1
+        time.sleep(self._seconds.get((place, rank, number), 0.0))
+        return number
+
+
+class SlowHooks(Callback):
+    """Sleeps in its hooks, and ends a fit on all ranks."""
+
+    def __init__(self, pauses: Pauses) -> None:
+        self.pauses = pauses
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        number = self.pauses.at("on_train_batch_start", trainer.global_rank)
+        if number == 1 and self.pauses.call.ends == "raise":
+            raise Broken
+        if number == 1 and self.pauses.call.ends == "should_stop":
+            trainer.should_stop = True
+
+
+def _add_hook(name: str) -> None:
+    # As of a callback that was made by another: its functions are not called as their hooks are.
+    def sleep(self: SlowHooks, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.pauses.at(name, trainer.global_rank)
+
+    setattr(SlowHooks, name, sleep)
+
+
+for _name in HOOKS:
+    if _name not in vars(SlowHooks):
+        _add_hook(_name)
+
+
+class SlowCheckpoint(ModelCheckpoint):
+    """Sleeps before it decides what to save."""
+
+    def __init__(self, folder: Path, pauses: Pauses) -> None:
+        super().__init__(folder, save_last=True, every_n_train_steps=2)
+        self.pauses = pauses
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.pauses.at("checkpoint", trainer.global_rank)
+        super().on_train_epoch_end(trainer, pl_module)
+
+
+class SlowWrites(TorchCheckpointIO):
+    """Sleeps before it writes a file, which rank 0 alone does."""
+
+    def __init__(self, pauses: Pauses) -> None:
+        self.pauses = pauses
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.pauses.at("write", 0)
+        super().save_checkpoint(*args, **kwargs)
+
+
+class SlowLogger(Logger):
+    """Sleeps before it logs, on rank 0."""
+
+    name = version = "slow"
+
+    def __init__(self, pauses: Pauses) -> None:
+        super().__init__()
+        self.pauses = pauses
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if dist.get_rank() == 0:
+            self.pauses.at("logger", 0)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Rows(Dataset[Any]):
+    """Rows of a rank; reading those of one batch may take long."""
+
+    def __init__(self, rank: int, place: str, num_batches: int, pauses: Pauses) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        self.x = torch.randn(num_batches, 4, FEATURES, generator=generator)
+        self.rank, self.place, self.pauses = rank, place, pauses
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        self.pauses.at(self.place, self.rank, index)
+        return self.x[index], self.x[index].sum(1, keepdim=True).sin()
+
+
+class Stream(IterableDataset[Any]):
+    """The same without a length."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self.rows[index] for index in range(len(self.rows)))
+
+
+class Model(Tiny):
+    """Trains as the present call says."""
+
+    def __init__(self, pauses: Pauses) -> None:
+        super().__init__()
+        self.pauses = pauses
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.pauses.at("forward", self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.pauses.at("validation_step", self.global_rank)
+        super().validation_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader("batch")
+
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        if self.pauses.call.method == "fit":
+            return self._loader("validation_batch") if self.pauses.call.validates else []
+        return self._loader("batch")
+
+    test_dataloader = predict_dataloader = train_dataloader
+
+    def _loader(self, place: str) -> DataLoader[Any]:
+        rows = Rows(self.global_rank, place, self.pauses.call.num_batches, self.pauses)
+        data = rows if self.pauses.call.has_length else Stream(rows)
+        return DataLoader(data, batch_size=None, num_workers=self.pauses.call.num_workers)
+
+
+class Program:
+    """Makes the calls of a schedule, one after the other.
+
+    Args:
+        schedule: of the calls.
+        after_s: of the monitors, and unit of the delays; 0 to train without delays and without any watching.
+        folder: for checkpoints and reports.
+        start_method: of strategies.
+    """
+
+    def __init__(self, schedule: Schedule, after_s: float, folder: Path, start_method: str) -> None:
+        self._schedule, self._after_s, self._folder = schedule, after_s, folder
+        self._start_method: Any = start_method
+        self._pauses = Pauses(after_s)
+        self._monitor: Any = None
+        self._trainer: Any = None
+        self._model = Model(self._pauses)
+
+    def run(self) -> tuple[list[int], Params]:
+        """Returns the step after every call, and the weights in the end."""
+        steps = []
+        for number, call in enumerate(self._schedule.calls):
+            self._pauses.begin(call)
+            if call.keeps_trainer:
+                self._trainer.fit_loop.max_epochs += call.max_epochs
+            else:
+                self._trainer = self._make_trainer(call, self._folder / f"call{number}")
+            with contextlib.suppress(Broken):
+                getattr(self._trainer, call.method)(self._model)
+            steps.append(self._trainer.global_step)
+        return steps, numbers(self._model)
+
+    def _make_trainer(self, call: Call, folder: Path) -> Trainer:
+        callbacks: list[Any] = [SlowHooks(self._pauses)]
+        if self._after_s:
+            if call.monitor != "kept":
+                self._monitor = HangMonitor(after_s=self._after_s, action="abort", dirpath=self._folder)
+            callbacks.insert(int(call.monitor != "first"), self._monitor)
+        if call.saves:
+            callbacks.append(SlowCheckpoint(folder, self._pauses))
+        return trainer(
+            CommOptDDP(start_method=self._start_method, comm_hook=call.comm_hook, watch=self._after_s > 0),
+            devices=self._schedule.world_size,
+            max_epochs=call.max_epochs,
+            max_steps=call.max_steps,
+            accumulate_grad_batches=call.accumulate,
+            num_sanity_val_steps=call.num_sanity,
+            callbacks=callbacks,
+            enable_checkpointing=call.saves,
+            logger=SlowLogger(self._pauses),
+            log_every_n_steps=2,
+            use_distributed_sampler=False,
+            plugins=[SlowWrites(self._pauses)],
+            default_root_dir=self._folder,
+        )
+
+
+class _QuickPopen(subprocess.Popen[Any]):
+    def __init__(self, command: Any, *args: Any, **options: Any) -> None:
+        if isinstance(command, list):
+            command = ["quick_watcher" if part == _WATCHER else part for part in command]
+        super().__init__(command, *args, **options)
+
+
+def run_on_rank(schedule: Schedule, after_s: float, folder: Path, start_method: str = "popen") -> None:
+    """Trains without and with watching, and writes ``FOLDER/resultN.json``."""
+    faulthandler.dump_traceback_later(LIMIT_S - 5, exit=False)
+    fit_watch._WAKE_S, fit_watch._STALLED_S, fit_watch._GRACE_S = 0.05, after_s / 4, 2 * after_s
+    subprocess.Popen = _QuickPopen  # type: ignore[assignment,misc]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    threading.Thread(target=_note_lateness, args=(folder / f"late{rank}.txt",), name="lateness", daemon=True).start()
+    expected = Program(schedule, 0.0, folder / "unwatched", start_method).run()
+    before = set(threading.enumerate())
+    got = Program(schedule, after_s, folder, start_method).run()
+    deadline = time.monotonic() + _GONE_S
+    while (left := _left_since(before)) and time.monotonic() < deadline:
+        time.sleep(_TICK_S)
+    differing = [name for name, values in expected[1].items() if (values != got[1][name]).any()]
+    result = {"steps": got[0], "expected_steps": expected[0], "differing_weights": differing, "left": left}
+    (folder / f"result{rank}.json").write_text(json.dumps(result))
+
+
+def _left_since(before: set[threading.Thread]) -> list[str]:
+    return [*(str(thread) for thread in threading.enumerate() if thread not in before), *_own_watchers()]
+
+
+def _own_watchers() -> Iterator[str]:
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid() and "quick_watcher" in (entry / "cmdline").read_text(errors="replace"):
+                yield f"watcher {entry.name}"
+
+
+def _note_lateness(path: Path) -> None:
+    """Writes by how many seconds this process has been late at most, as often as that grows."""
+    most = 0.0
+    while True:
+        began = time.monotonic()
+        time.sleep(_TICK_S)
+        late = time.monotonic() - began - _TICK_S
+        if late > most + _TICK_S:
+            most = late
+            path.write_text(str(most))
+
+
+def main() -> None:
+    """Is one of the processes of a job."""
+    torch.set_num_threads(1)
+    folder, seed, after_s, start_method = sys.argv[1:]
+    run_on_rank(draw_single_fit(int(seed)), float(after_s), Path(folder), start_method)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Fits that go on from the last checkpoint of a folder, if it has one; for ``test_restarts``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from strategy_models import Tiny, loader, trainer
+from torch import Tensor
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.callbacks import HangMonitor
+from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
+from lightnings import ModelCheckpoint
+
+NUM_EPOCHS = 3
+
+
+class Steady(Tiny):
+    """Trains on the same batches in every epoch.
+
+    Args:
+        begin_batch: called with rank, epoch and index of a batch before it is trained on.
+    """
+
+    def __init__(self, begin_batch: Callable[[int, int, int], None] = lambda *place: None) -> None:
+        super().__init__()
+        self.begin_batch = begin_batch
+
+    def train_dataloader(self) -> Any:
+        return loader(24)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.begin_batch(self.global_rank, self.current_epoch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def fit(model: Steady, folder: Path, *, has_monitor: bool = False, **options: Any) -> None:
+    """Trains with a Trainer; with an ``int8`` hook, whose residuals are in the checkpoint too."""
+    saver = ModelCheckpoint(folder, save_last=True, every_n_epochs=1, save_top_k=0)
+    monitors = [HangMonitor(after_s=30, action="abort", dirpath=folder)] if has_monitor else []
+    run = trainer(
+        CommOptDDP(comm_hook="int8"),
+        callbacks=[saver, *monitors],
+        enable_checkpointing=True,
+        max_epochs=NUM_EPOCHS,
+        **options,
+    )
+    last = folder / "last.ckpt"
+    run.fit(model, ckpt_path=last if last.exists() else None)
+
+
+def train_with_fabric(model: Steady, folder: Path, **options: Any) -> None:
+    """Trains with Fabric; with a ``bf16`` hook, which keeps nothing from step to step."""
+    fabric = Fabric(accelerator="cpu", strategy=FabricCommOptDDP(comm_hook="bf16"), **options)
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    state: dict[str, Any] = {"model": wrapped, "optimizer": optimizer, "epoch": 0}
+    last = folder / "last.ckpt"
+    if last.exists():
+        fabric.load(last, state)
+    batches = loader(24)
+    while state["epoch"] < NUM_EPOCHS:
+        for index, batch in enumerate(batches):
+            model.begin_batch(fabric.global_rank, state["epoch"], index)
+            optimizer.zero_grad()
+            fabric.backward(torch.nn.functional.mse_loss(wrapped(batch[0]), batch[1]))
+            optimizer.step()
+        state["epoch"] += 1
+        fabric.save(last, state)
