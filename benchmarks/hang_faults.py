@@ -248,6 +248,7 @@ FAULTS: dict[str, Fault] = {
         phases=(*_STEP, "data", "callbacks", "validation"),
         operation=_ANY,
         sentence=r"rank {rank} .*should_stop",
+        message=Message(pattern=r"Rank {rank} .*should_stop", is_enough=True),
     ),
     "sigterm": Fault(
         what="SIGTERM",

@@ -18,6 +18,7 @@ _CALLERS = {
 """Functions that call a hook, and which of their variables has its owner."""
 
 _CALL_FILE = "/trainer/call.py"
+_LOGGER_FILE, _LOGS = "/logger_connector/logger_connector.py", "log_metrics"
 _FETCHER_FILE = "/loops/fetchers.py"
 _TRAINER_FILE = "/trainer/trainer.py"
 _SIGNAL_FILE, _SIGTERM_HANDLER = "/connectors/signal_connector.py", "_sigterm_notifier_fn"
@@ -30,7 +31,7 @@ class Activity(NamedTuple):
     Attributes:
         kind: "hook", "data", "checkpoint", or "SIGTERM" for the handler of that signal, in which Lightning 2.6 waits
             for the other ranks.
-        owner: "callback", "module" or "datamodule" of a hook.
+        owner: "callback", "module", "datamodule" or "logger" of a hook.
         hook: its name.
     """
 
@@ -42,17 +43,21 @@ class Activity(NamedTuple):
 def activity_of(frames: Sequence[tuple[str, str]]) -> Activity | None:
     """Returns the innermost activity of a thread; None if it is in none that is known.
 
-    Hooks that train, such as ``optimizer_step``, are none: their names do not begin with "on_".
+    Hooks of a module that train, such as ``optimizer_step``, are none: their names do not begin with "on_".
 
     Args:
         frames: file and name of each function, the innermost first.
     """
-    called = ""
+    called = inner = ""
     for file, function in frames:
         if any(part in file for part in _PACKAGES):
-            if file.endswith(_CALL_FILE) and function in _CALLERS and called:
+            if file.endswith(_CALL_FILE) and function in _CALLERS:
                 owner = {"pl_module": "module", "trainer": "datamodule"}.get(_CALLERS[function], "callback")
-                return Activity("hook", owner, called)
+                # A callback's hook may be a function of any name.
+                if hook := called or (inner if owner == "callback" else ""):
+                    return Activity("hook", owner, hook)
+            if file.endswith(_LOGGER_FILE) and function == _LOGS and inner:
+                return Activity("hook", "logger", "save" if inner == "save" else _LOGS)
             if file.endswith(_SIGNAL_FILE) and function == _SIGTERM_HANDLER:
                 return Activity("SIGTERM")
             if file.endswith(_FETCHER_FILE):
@@ -61,16 +66,20 @@ def activity_of(frames: Sequence[tuple[str, str]]) -> Activity | None:
                 return Activity("checkpoint")
         if function.startswith("on_"):
             called = function
+        inner = function
     return None
 
 
 def hook_owner(frame: FrameType | None) -> str | None:
-    """Returns the name of the class whose hook runs innermost.
+    """Returns the name of the class whose hook, or whose logger, runs innermost.
 
     Args:
         frame: the innermost of the thread.
     """
     while frame is not None:
+        if frame.f_code.co_name == _LOGS and frame.f_code.co_filename.endswith(_LOGGER_FILE):
+            logger = frame.f_locals.get("logger")
+            return None if logger is None else type(logger).__name__
         if frame.f_code.co_name in _CALLERS and frame.f_code.co_filename.endswith(_CALL_FILE):
             variables = frame.f_locals
             if str(variables.get("hook_name", "")).startswith("on_"):

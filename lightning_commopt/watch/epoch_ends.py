@@ -22,12 +22,14 @@ class _Epoch:
         number: Lightning's, for messages.
         num_ended: batches after which this rank has gone on, or left; -1 before the first one.
         has_left: whether this rank has ended it.
+        was_stopped: whether ``trainer.should_stop`` was set then.
     """
 
     run: int = 0
     number: int = 0
     num_ended: int = -1
     has_left: bool = True
+    was_stopped: bool = False
 
 
 class EpochEnds:
@@ -71,12 +73,13 @@ class EpochEnds:
         """The epoch goes on after so many batches."""
         self._epoch.num_ended = num_batches
 
-    def leave(self, num_batches: int, agreed: int | None) -> None:
+    def leave(self, num_batches: int, agreed: int | None, *, was_stopped: bool) -> None:
         """The epoch ends on this rank; returns once that is known to be so on all.
 
         Args:
             num_batches: that this rank has begun in it.
             agreed: that every rank has; None if that is not known.
+            was_stopped: whether ``trainer.should_stop`` is set.
 
         Raises:
             UnevenBatchesError: another rank goes on, or has ended it after another number.
@@ -85,7 +88,7 @@ class EpochEnds:
         epoch = self._epoch
         if epoch.has_left:
             return
-        epoch.num_ended, epoch.has_left = num_batches, True
+        epoch.num_ended, epoch.has_left, epoch.was_stopped = num_batches, True, was_stopped
         if num_batches != agreed and self._world_size > 1:
             self._meet(epoch)
 
@@ -102,13 +105,13 @@ class EpochEnds:
         for epoch in (self._epoch, self._previous):
             if epoch.run == 0 or not self._store.check([f"{epoch.run}/left"]):
                 continue
-            rank, number = json.loads(self._store.get(f"{epoch.run}/left"))
+            rank, number, was_stopped = json.loads(self._store.get(f"{epoch.run}/left"))
             own = epoch.num_ended if epoch.has_left else num_begun
             # One that has gone on may yet find that there is no next batch; it does so outside of collectives.
             goes_on = not epoch.has_left and epoch.num_ended >= number and is_in_collective
             if rank != self._rank and (own > number or goes_on):
                 self._store.set(f"{epoch.run}/goes_on", json.dumps([self._rank, own]))
-                return goes_on_message((rank, number), (self._rank, own), epoch.number)
+                return goes_on_message((rank, number), (self._rank, own), epoch.number, was_stopped=was_stopped)
         return None
 
     def _meet(self, epoch: _Epoch) -> None:
@@ -116,7 +119,7 @@ class EpochEnds:
         store.set(f"{run}/rank/{self._rank}", str(epoch.num_ended))
         num_come = store.add(f"{run}/come", 1)
         if num_come == 1:
-            store.set(f"{run}/left", json.dumps([self._rank, epoch.num_ended]))
+            store.set(f"{run}/left", json.dumps([self._rank, epoch.num_ended, epoch.was_stopped]))
         if num_come == self._world_size:
             store.set(f"{run}/all", json.dumps([int(store.get(f"{run}/rank/{rank}")) for rank in self._ranks]))
         self._await(epoch)
@@ -143,7 +146,8 @@ class EpochEnds:
             return True
         if self._store.check([f"{epoch.run}/goes_on"]):
             rank, number = json.loads(self._store.get(f"{epoch.run}/goes_on"))
-            raise UnevenBatchesError(goes_on_message((self._rank, epoch.num_ended), (rank, number), epoch.number))
+            own = self._rank, epoch.num_ended
+            raise UnevenBatchesError(goes_on_message(own, (rank, number), epoch.number, was_stopped=epoch.was_stopped))
         return False
 
     @property

@@ -118,7 +118,8 @@ class FitWatch:
 
     def _leave_epoch(self) -> None:
         number = num_begun(self._trainer)
-        self._ends.leave(number, number if self._policy == "allow" else self._agreed)
+        agreed = number if self._policy == "allow" else self._agreed
+        self._ends.leave(number, agreed, was_stopped=self._trainer.should_stop)
 
     def _check_peers(self) -> None:
         failure = self._peers.failure()

@@ -21,6 +21,10 @@ _WHAT_TO_DO = (
     " same on all ranks. Or choose: CommOptDDP(uneven_batches='drop') ends epochs at the smallest number, 'pad' repeats"
     " batches up to the largest, and Trainer(limit_train_batches=N) sets a number."
 )
+_STOP_TOGETHER = (
+    "Set it on all ranks in the same step: trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop,"
+    " all=False)."
+)
 
 
 class UnevenBatchesError(RuntimeError):
@@ -85,7 +89,7 @@ def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
 
 
 def different_ends_message(numbers: Sequence[int | None], epoch: int) -> str:
-    """Says that an epoch has ended after different numbers of batches.
+    """Returns that an epoch has ended after different numbers of batches.
 
     Args:
         numbers: for each rank its batches; None for one that goes on.
@@ -94,17 +98,19 @@ def different_ends_message(numbers: Sequence[int | None], epoch: int) -> str:
     return f"Ranks ended epoch {epoch} after different numbers of batches: {_listed(numbers)}. {_WHY} {_WHAT_TO_DO}"
 
 
-def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int) -> str:
-    """Says that a rank goes on in an epoch that another has ended.
+def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, *, was_stopped: bool) -> str:
+    """Returns that a rank goes on in an epoch that another has ended.
 
     Args:
         left: a rank, and the number of batches after which it has ended the epoch.
         going: a rank, and the number of batches that it has begun.
         epoch: its number.
+        was_stopped: whether ``trainer.should_stop`` was set on the one that has ended it.
     """
+    why = ", as trainer.should_stop was set there" if was_stopped else ""
     return (
-        f"Rank {left[0]} has ended epoch {epoch} after {_count(left[1])}, and rank {going[0]} goes on after"
-        f" {_count(going[1])}. {_WHY} {_WHAT_TO_DO}"
+        f"Rank {left[0]} has ended epoch {epoch} after {_count(left[1])}{why}, and rank {going[0]} goes on after"
+        f" {_count(going[1])}. {_WHY} {_STOP_TOGETHER if was_stopped else _WHAT_TO_DO}"
     )
 
 
@@ -120,7 +126,7 @@ def _unknown_message(policy: str, ranks: Sequence[int]) -> str:
     return (
         f"uneven_batches={policy!r} needs to know before an epoch how many batches each rank has, and the dataloader of"
         f" {ranks_text(ranks)} has no length. Give the IterableDataset a __len__, or set"
-        " Trainer(limit_train_batches=N), or leave uneven_batches='error', which tells when a rank runs out."
+        " Trainer(limit_train_batches=N), or leave uneven_batches='error', which reports a rank that runs out."
     )
 
 

@@ -255,7 +255,9 @@ def test_combined_loaders_end_together() -> None:
 def test_promise_that_is_not_kept_is_an_error() -> None:
     """If it fails, a dataset with a wrong length hangs."""
     traces = _errors(Promising, (2, 3), {"uneven_batches": "drop"})
-    assert "UnevenBatchesError: Rank 0 has ended epoch 0 after 2 batches, and rank 1 goes on" in traces[0]
+    found = "Rank 0 has ended epoch 0 after 2 batches, as trainer.should_stop was set there, and rank 1 goes on"
+    assert f"UnevenBatchesError: {found}" in traces[0]
+    assert "Set it on all ranks in the same step: trainer.should_stop = trainer.strategy." in traces[0]
 
 
 @pytest.mark.exhaustive
@@ -289,5 +291,7 @@ def _stop_alone() -> None:
 def test_rank_that_stops_by_itself_is_an_error() -> None:
     """If it fails, a stop on one rank hangs although all ranks have as many batches."""
     traces = [trace or "" for _, trace in run_ranks_or_raise(_stop_alone, world_size=2, limit_s=LIMIT_S)]
-    assert "UnevenBatchesError: Rank 0 has ended epoch 0 after 2 batches, and rank 1 goes on" in traces[0]
+    found = "Rank 0 has ended epoch 0 after 2 batches, as trainer.should_stop was set there, and rank 1 goes on"
+    assert f"UnevenBatchesError: {found}" in traces[0]
+    assert "Set it on all ranks in the same step: trainer.should_stop = trainer.strategy." in traces[0]
     assert "Rank 0 has ended epoch 0 after 2 batches" in traces[1]

@@ -342,6 +342,20 @@ STEP = ("/x/site-packages/lightning/pytorch/loops/training_epoch_loop.py", "adva
             ],
             ("SIGTERM", "", ""),
         ),
+        (
+            [("/x/ssl.py", "read"), ("/me/a.py", "_upload"), (CALL, "_call_callback_hooks"), STEP],
+            ("hook", "callback", "_upload"),
+        ),
+        (
+            [
+                ("/x/ssl.py", "read"),
+                ("/me/a.py", "log_metrics"),
+                ("/x/lightning/fabric/utilities/rank_zero.py", "wrapped_fn"),
+                ("/x/lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py", "log_metrics"),
+                STEP,
+            ],
+            ("hook", "logger", "log_metrics"),
+        ),
         ([("/me/a.py", "training_step"), ("/me/a.py", "optimizer_step"), (CALL, "_call_lightning_module_hook")], None),
         (
             [
