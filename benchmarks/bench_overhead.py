@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 from results_file import write_result
 from scipy.stats import binom
 
-from lightning_commopt.links.bench.groups import Memory, ranks_by_scope
-from lightning_commopt.links.bench.measure import _Bench
-from lightning_commopt.links.bench.operations import prepare
-from lightning_commopt.links.bench.result import Case
-from lightning_commopt.links.bench.settings import BenchSettings
-from lightning_commopt.selftest.ranks import run_ranks
+from lightning_commopt.commands.bench.groups import Memory, ranks_by_scope
+from lightning_commopt.commands.bench.measure import _Bench
+from lightning_commopt.commands.bench.operations import prepare
+from lightning_commopt.commands.selftest.ranks import run_ranks
+from lightning_commopt.measure.link.bench_result import Case
+from lightning_commopt.measure.link.bench_settings import BenchSettings
 
 SIZES_BYTES = (8, 2**12, 2**16, 2**20, 2**23)
 BENCH, LOOP, AGAIN = range(3)

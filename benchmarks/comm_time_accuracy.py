@@ -35,7 +35,7 @@ from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightning_commopt.netlab import NetLab, why_not
+from lightning_commopt.launch.lab import NetLab, why_not
 
 RESULT = "RESULT "
 SLOWER = 1.1

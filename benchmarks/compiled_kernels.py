@@ -36,9 +36,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from lightning_commopt.kernels import blockwise, cast, dispatch, finite, low_rank, orthonormal
-from lightning_commopt.kernels.blockwise_format import BlockFormat
-from lightning_commopt.kernels.matrices import Matrix, factors_numel, p_shapes, q_shapes
+from lightning_commopt.compressors.kernels import blockwise, cast, dispatch, finite, low_rank, orthonormal
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
+from lightning_commopt.compressors.kernels.matrices import Matrix, factors_numel, p_shapes, q_shapes
 
 CAPABILITIES = (80, 90, 100)
 SHARED_LIMIT_BYTES = 48 * 1024

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.collectives.channel import Channel, Pending
 from lightning_commopt.compressors import Layout, compressor_from_config
+from lightning_commopt.compressors.channel import Channel, Pending
 
 Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 

@@ -15,8 +15,8 @@ from hang_faults import FAULTS
 
 from lightning_commopt.launch.fork_server import ForkServer
 from lightning_commopt.launch.forked_process import ForkedProcess
-from lightning_commopt.netlab import NetLab
-from lightning_commopt.netlab.lab import DEVICE, MASTER_PORT
+from lightning_commopt.launch.lab import NetLab
+from lightning_commopt.launch.lab.lab import DEVICE, MASTER_PORT
 
 SCRIPT = Path(__file__).with_name("hanging_script.py")
 FAULT_STEP = 3

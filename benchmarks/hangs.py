@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_commopt.launch.fork_server import ForkServer
-from lightning_commopt.netlab import NetLab
+from lightning_commopt.launch.lab import NetLab
 
 PRELOADED = ("torch._dynamo", "lightning.pytorch", "lightning_commopt.lightning", "lightning_commopt.callbacks")
 STRATEGIES = ("ddp", "commopt")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_commopt.runs.record import RunRecord
+from lightning_commopt.measure.runs.record import RunRecord
 
 _CPU_RANKS = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.sync_batchnorm=False")
 _SHORT = (

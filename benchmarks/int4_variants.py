@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_commopt.kernels import blockwise
-from lightning_commopt.kernels.blockwise_format import INT4_CURVE, SMALLEST_SCALE, BlockFormat
-from lightning_commopt.workloads.gpt import GPT, StdlibSources
+from lightning_commopt.compressors.kernels import blockwise
+from lightning_commopt.compressors.kernels.blockwise_format import INT4_CURVE, SMALLEST_SCALE, BlockFormat
+from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 
 BASELINE = "none"
 NUM_RANKS = 2

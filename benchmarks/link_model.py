@@ -17,14 +17,13 @@ from typing import Any
 
 from results_file import write_result
 
+from lightning_commopt.commands.bench.rank_lines import MODULE
+from lightning_commopt.commands.bench.start import bench_in_lab
 from lightning_commopt.launch.fork_server import preload
-from lightning_commopt.links.bench import rank as rank
-from lightning_commopt.links.bench.rank_lines import MODULE
-from lightning_commopt.links.bench.result import BenchResult, Row
-from lightning_commopt.links.bench.settings import BenchSettings
-from lightning_commopt.links.bench.sizes import size_text
-from lightning_commopt.links.bench.start import bench_in_lab
-from lightning_commopt.links.model.model import Curve
+from lightning_commopt.measure.link.bench_result import BenchResult, Row
+from lightning_commopt.measure.link.bench_settings import BenchSettings
+from lightning_commopt.measure.link.model import Curve
+from lightning_commopt.measure.link.sizes import size_text
 
 LARGEST_BYTES = {"100mbit": 2**22, "1gbit": 2**25, "10gbit": 2**26, "unlimited": 2**26}
 TCP_SHARE = 1448 / 1514

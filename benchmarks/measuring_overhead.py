@@ -39,8 +39,8 @@ from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, CUDAProfilerWindow, HangMonitor, NVTXRanges
-from lightning_commopt.ddp.observed import ObservedAllReduce, observe, stop_observing
 from lightning_commopt.measure.observer import SyncObserver
+from lightning_commopt.sync.observed import ObservedAllReduce, observe, stop_observing
 
 RESULT = "RESULT "
 NEVER = 10**9

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.netlab import NetLab, why_not
-from lightning_commopt.workloads.digits import Digits, DigitsCNN
-from lightning_commopt.workloads.gpt import GPT, StdlibSources
+from lightning_commopt.launch.lab import NetLab, why_not
+from lightning_commopt.train.workloads.digits import Digits, DigitsCNN
+from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 
 RESULT = "RESULT "
 BASELINE = "none"

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_commopt.workloads.gpt import GPT, StdlibSources
+from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 
 CONTEXT = 64
 

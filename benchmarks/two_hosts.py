@@ -1,9 +1,9 @@
 """Steps per second on several hosts with slow links between them, for plans of how gradients travel.
 
-Makes the hosts on this machine (`lightning_commopt.netlab`), one rank on each, every rank on a core of its own with one
-thread. Plans take turns, A B C A B C, so that a drift of the machine hits all. Each turn is a job in fresh processes:
-warm-up steps, which are dropped, then timed ones on a batch of random images. A turn counts with the median of rank
-0's steps; printed and stored are the medians over turns, with the least and the most.
+Makes the hosts on this machine (`lightning_commopt.launch.lab`), one rank on each, every rank on a core of its own with
+one thread. Plans take turns, A B C A B C, so that a drift of the machine hits all. Each turn is a job in fresh
+processes: warm-up steps, which are dropped, then timed ones on a batch of random images. A turn counts with the median
+of rank 0's steps; printed and stored are the medians over turns, with the least and the most.
 
 python benchmarks/two_hosts.py --output benchmarks/results/two_hosts_HARDWARE_DATE.json
 python benchmarks/two_hosts.py --model vit_tiny --num-repeats 1 --plans ddp torch_bf16    # quick
@@ -33,9 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer, get_model
 
 from lightning_commopt import CommPlan
-from lightning_commopt.ddp.attach import attach_bucket_hook
-from lightning_commopt.netlab import NetLab, RankError, parse_rate, why_not
-from lightning_commopt.netlab.lab import DEVICE
+from lightning_commopt.launch.lab import NetLab, RankError, parse_rate, why_not
+from lightning_commopt.launch.lab.lab import DEVICE
+from lightning_commopt.sync.attach import attach_bucket_hook
 
 RESULT = "RESULT "
 GROUP_TIMEOUT = timedelta(minutes=10)

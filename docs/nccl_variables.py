@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-OUTPUT = Path(__file__).parents[1] / "lightning_commopt" / "links" / "nccl_variables.json"
+OUTPUT = Path(__file__).parents[1] / "lightning_commopt" / "launch" / "nccl_variables.json"
 
 # What the guide says in sentences, tables or lists of several forms.
 CHOICES: dict[str, list[str]] = {

@@ -6,7 +6,7 @@ Importing the package imports neither torch nor Lightning: the names below are i
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_commopt.import_hook import call_after_import
+from lightning_commopt.compat.import_hook import call_after_import
 from lightning_commopt.strategy.aliases import REGISTRIES, register_with
 
 __all__ = [
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
         PowerSGD,
         register_compressor,
     )
+    from lightning_commopt.launch.nccl_options import NcclOptions
     from lightning_commopt.lightning import CommOptDDP
-    from lightning_commopt.links.nccl_options import NcclOptions
     from lightning_commopt.plan import CommPlan, OptionError
 else:
     _MODULES = {
         "CommPlan": "lightning_commopt.plan",
-        "NcclOptions": "lightning_commopt.links.nccl_options",
+        "NcclOptions": "lightning_commopt.launch.nccl_options",
         "OptionError": "lightning_commopt.plan",
     }
     _PACKAGES = ("baselines", "callbacks", "compressors", "fabric", "metrics", "plan")

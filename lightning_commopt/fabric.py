@@ -20,9 +20,7 @@ from typing_extensions import Self
 
 from lightning_commopt.compat.fabric import DDPBackwardSyncControl, StrategyRegistry
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.ddp.attach import attach_bucket_hook
-from lightning_commopt.ddp.hook import BucketHook
-from lightning_commopt.links.nccl_options import NcclOptions
+from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
@@ -34,6 +32,8 @@ from lightning_commopt.strategy.base import (
     strategy_from_plan,
     warn_of_local_decisions,
 )
+from lightning_commopt.sync.attach import attach_bucket_hook
+from lightning_commopt.sync.hook import BucketHook
 
 
 class CommOptDDP(DDPStrategy):

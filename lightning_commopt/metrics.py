@@ -17,7 +17,7 @@ from torchmetrics.utilities.plot import plot_single_or_multi_val
 from lightning_commopt.measure import statistics
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.statistics import MAX_SAMPLED_VALUES, QUANTITIES, Steps
-from lightning_commopt.validation import check_choice, check_integer
+from lightning_commopt.text.validation import check_choice, check_integer
 
 __all__ = ["QUANTITIES", "ExposedShare", "StepMetric", "StepStatistics"]
 

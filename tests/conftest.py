@@ -10,13 +10,13 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 
 from lightning_commopt.launch.environment import RANK_VARIABLES
-from lightning_commopt.netlab import why_not
+from lightning_commopt.launch.lab import why_not
 
 # Else each process that a test starts compiles the modules of this checkout anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _LEFT_OUT = pytest.StashKey[int]()
-_LONG = (".", "strategy", "sweep", "streams", "workloads", "launch", "selftest")
+_LONG = (".", "strategy", "train/sweep", "streams", "train/workloads", "launch", "commands/selftest")
 _PLACES = {Path(__file__).parent / folder: place for place, folder in enumerate(_LONG)}
 
 

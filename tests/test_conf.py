@@ -12,15 +12,15 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, open_dict
 
-import lightning_commopt.conf_path
+import lightning_commopt.launch.conf_path
 from lightning_commopt import CommOptDDP, PowerSGD
 from lightning_commopt.compat.hydra import VERSION_BASE, allow_targets
 from lightning_commopt.compressors import compressor_from_config
-from lightning_commopt.conf_path import conf_dir
+from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.plan import ddp_options, plan_options
-from lightning_commopt.sweep.config import ConfigError, check_config, sync_method
-from lightning_commopt.sweep.job import SweepObserver
-from lightning_commopt.train import register_with_hydra
+from lightning_commopt.train.sweep.config import ConfigError, check_config, sync_method
+from lightning_commopt.train.sweep.job import SweepObserver
+from lightning_commopt.train.train import register_with_hydra
 
 
 def options(group):
@@ -147,7 +147,7 @@ def test_a_name_that_is_unknown_is_refused(override, message):
 def test_conf_dir_in_a_wheel_comes_first(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "lightning_commopt"
     (package / "conf").mkdir(parents=True)
-    monkeypatch.setattr(lightning_commopt.conf_path, "__file__", str(package / "sweep" / "conf_path.py"))
+    monkeypatch.setattr(lightning_commopt.launch.conf_path, "__file__", str(package / "sweep" / "conf_path.py"))
     with pytest.raises(FileNotFoundError, match="reinstall"):
         conf_dir()
     (package / "conf" / "train.yaml").touch()

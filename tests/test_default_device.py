@@ -10,10 +10,10 @@ import pytest
 import torch
 from every_compressor import COMPRESSORS
 
-from lightning_commopt.collectives import gather
 from lightning_commopt.compressors.base import Layout
-from lightning_commopt.ddp.warm_up import run_alone
 from lightning_commopt.measure.all_ranks import AllRanks
+from lightning_commopt.sync import gather
+from lightning_commopt.sync.warm_up import run_alone
 
 ALONE: Any = SimpleNamespace(size=1, rank=0, within=None, across=None)
 CHANNEL: Any = SimpleNamespace(size=1, rank=0, within=ALONE, across=ALONE)

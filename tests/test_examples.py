@@ -20,7 +20,7 @@ from cross_section import sampled
 from side_by_side import two_at_a_time
 from typer.testing import CliRunner
 
-from lightning_commopt.cli import app
+from lightning_commopt.commands.app import app
 from lightning_commopt.launch.environment import RANK_VARIABLES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 from cross_section import sampled
 
-from lightning_commopt import import_hook
-from lightning_commopt.import_hook import call_after_import
+from lightning_commopt.compat import import_hook
+from lightning_commopt.compat.import_hook import call_after_import
 
 _NAMES = """
 trainers = lightning.pytorch.strategies.StrategyRegistry.get("commopt_ddp_bf16")
@@ -28,7 +28,7 @@ _ORDERS = {
 import sys, lightning_commopt
 assert not {"torch", "lightning", "torchmetrics", "hydra", "numpy"} & sys.modules.keys(), sorted(sys.modules)
 import lightning
-assert not [name for name in sys.modules if name.startswith("lightning_commopt.ddp")], "registering loads all of it"
+assert not [name for name in sys.modules if name.startswith("lightning_commopt.sync")], "registering loads all of it"
 """,
     "Lightning first": "import lightning.pytorch, lightning_commopt, importlib; importlib.reload(lightning_commopt)",
 }

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from int4_variants import NUM_RANKS, VARIANTS, Exchange
 
-from lightning_commopt.collectives.channel import Channel
 from lightning_commopt.compressors import Int4
 from lightning_commopt.compressors.base import Layout
+from lightning_commopt.compressors.channel import Channel
 from ranks import run_ranks
 
 _NUMEL = 4096

@@ -49,7 +49,7 @@ def test_hydra_plugins_stays_a_namespace(wheel: Path) -> None:
 
 
 def test_wheel_has_the_kernels_in_c(wheel: Path) -> None:
-    assert "lightning_commopt/kernels/low_rank.c" in _names(wheel)
+    assert "lightning_commopt/compressors/kernels/low_rank.c" in _names(wheel)
 
 
 def test_no_release_with_malware_can_be_installed(wheel: Path) -> None:
@@ -72,7 +72,7 @@ def test_wheel_has_license_and_type_marker(wheel: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_conf_dir_lies_in_the_installed_wheel(scripts: Path, tmp_path: Path) -> None:
-    code = "from lightning_commopt.conf_path import conf_dir; print(conf_dir())"
+    code = "from lightning_commopt.launch.conf_path import conf_dir; print(conf_dir())"
     found = Path(run_checked([str(scripts / "python"), "-c", code], cwd=tmp_path).strip())
     assert found.is_relative_to(scripts.parent)
     assert (found / "train.yaml").is_file()

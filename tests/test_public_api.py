@@ -16,7 +16,7 @@ import lightning_commopt.fabric
 import lightning_commopt.lightning
 import lightning_commopt.pytorch_lightning
 from lightning_commopt import callbacks, compressors, metrics
-from lightning_commopt.cli import app
+from lightning_commopt.commands.app import app
 from lightning_commopt.compressors import Compressor, compressor_names
 from lightning_commopt.plan import plan_options
 

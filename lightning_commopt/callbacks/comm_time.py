@@ -17,17 +17,17 @@ from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends, sample
 from lightning_commopt.callbacks.publisher import MetricPublisher
 from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
 from lightning_commopt.callbacks.step_files import StepFiles
-from lightning_commopt.collectives.groups import BorrowedGroups, borrow_host_group
-from lightning_commopt.ddp.observed import observe, stop_observing
-from lightning_commopt.links.model.in_run import NUM_MESSAGES, LinkTracker
 from lightning_commopt.measure.all_ranks import AllRanks
 from lightning_commopt.measure.clock import clock_for
+from lightning_commopt.measure.link.in_run import NUM_MESSAGES, LinkTracker
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
 from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
 from lightning_commopt.measure.verdict import Verdict
 from lightning_commopt.metrics import StepStatistics
-from lightning_commopt.validation import check_choice, check_integer, check_switch, info, warn
+from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
+from lightning_commopt.sync.observed import observe, stop_observing
+from lightning_commopt.text.validation import check_choice, check_integer, check_switch, info, warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

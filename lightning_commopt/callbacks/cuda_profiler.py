@@ -11,7 +11,7 @@ import torch
 from lightning_commopt.callbacks.phases import batch_follows, step_of_loggers
 from lightning_commopt.callbacks.step_clock import StepClock
 from lightning_commopt.compat.lightning import Callback, MisconfigurationException, will_accumulate
-from lightning_commopt.validation import check_integer, info, warn, warn_once
+from lightning_commopt.text.validation import check_integer, info, warn, warn_once
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_commopt.callbacks.phases import PhaseCallback
-from lightning_commopt.ddp.buckets import bucket_names
 from lightning_commopt.strategy.base import plan_of
-from lightning_commopt.validation import check_choice, check_positive, warn_once
+from lightning_commopt.sync.buckets import bucket_names
+from lightning_commopt.text.validation import check_choice, check_positive, warn_once
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.callbacks.phases import PhaseCallback, batch_follows
 from lightning_commopt.compat.lightning import Callback
-from lightning_commopt.ddp.observed import observe, stop_observing
 from lightning_commopt.measure.nvtx_timeline import SyncRanges, Timeline, profiled_domain
+from lightning_commopt.sync.observed import observe, stop_observing
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

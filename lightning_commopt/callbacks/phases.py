@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.lightning import Callback, batches_that_stepped, count_samples, is_validation_next
-from lightning_commopt.ddp.observed import before_backward, observe_wrapped
+from lightning_commopt.sync.observed import before_backward, observe_wrapped
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_commopt.validation import warn
+from lightning_commopt.text.validation import warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

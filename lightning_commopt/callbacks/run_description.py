@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.collectives.groups import backends_of
 from lightning_commopt.compat.lightning import comm_hook_of
 from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors.channel import backends_of
 from lightning_commopt.compressors.registry import compressor_from_config, compressor_name, compressor_to_config
-from lightning_commopt.links.nccl_variables import PREFIX, nccl_variables
+from lightning_commopt.launch.nccl_variables import PREFIX, nccl_variables
+from lightning_commopt.measure.runs.settings import flat
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.runs.settings import flat
 from lightning_commopt.strategy.base import plan_of
 
 if TYPE_CHECKING:

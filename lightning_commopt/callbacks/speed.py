@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.callbacks.step_clock import StepClock
 from lightning_commopt.compat.lightning import Callback, comm_hook_of, is_lightnings_ddp
-from lightning_commopt.ddp.buckets import gradient_bytes
+from lightning_commopt.sync.buckets import gradient_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -7,11 +7,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.links.model.model import LinkModel
 from lightning_commopt.measure.files import StepWriter, rank_file
+from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.recorder import RecordedStep
-from lightning_commopt.runs.files import LINK_MODEL_FILE
-from lightning_commopt.validation import warn
+from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
+from lightning_commopt.text.validation import warn
 
 
 class StepFiles:

@@ -17,7 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning_commopt.import_hook import call_after_import
+from lightning_commopt.compat.import_hook import call_after_import
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.exceptions import MisconfigurationException

@@ -7,7 +7,7 @@ _WAITING = ("distributed_c10d.py", "_functional_collectives.py", "nn/functional.
 _OTHERS = ("elastic/", "launcher/", "run.py", "checkpoint/", "c10d_logger.py")
 """They start ranks, write files or wrap: their frames are below or around all that a rank does."""
 
-_OWN_WAITS = ("/lightning_commopt/watch/epoch_ends.py", "/lightning_commopt/collectives/gather.py")
+_OWN_WAITS = ("/lightning_commopt/watch/epoch_ends.py", "/lightning_commopt/sync/gather.py")
 
 
 def waited_in(file: str, function: str, *, is_innermost: bool) -> str | None:

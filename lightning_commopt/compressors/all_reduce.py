@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.kernels.finite import all_finite
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.kernels.finite import all_finite
 
 if TYPE_CHECKING:
-    from lightning_commopt.collectives.channel import Channel
+    from lightning_commopt.compressors.channel import Channel
 
 
 @register_compressor("all_reduce")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightning_commopt.collectives.channel import Channel, Pending
+    from lightning_commopt.compressors.channel import Channel, Pending
 
 State = dict[str, Any]
 """Tensors, ints and lists or dicts of them: what a checkpoint can hold."""

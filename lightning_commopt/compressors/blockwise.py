@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.kernels import blockwise
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 from lightning_commopt.compressors.pieces import in_pieces
 from lightning_commopt.compressors.preset import Preset, with_feedback
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.kernels import blockwise
-from lightning_commopt.kernels.blockwise_format import BlockFormat
-from lightning_commopt.validation import check_power_of_two
+from lightning_commopt.text.validation import check_power_of_two
 
 if TYPE_CHECKING:
-    from lightning_commopt.collectives.channel import Channel
+    from lightning_commopt.compressors.channel import Channel
 
 
 class Blockwise(Compressor):
@@ -89,7 +89,7 @@ class BlockInt8(Blockwise):
     Raises:
         ValueError: ``block_size`` is not a power of two from 16 to 256.
 
-    Source: see `lightning_commopt.kernels.blockwise`.
+    Source: see `lightning_commopt.compressors.kernels.blockwise`.
     """
 
     block_size: int = 128
@@ -123,7 +123,7 @@ class BlockInt4(Blockwise):
     Raises:
         ValueError: ``block_size`` is not a power of two from 32 to 256.
 
-    Source: see `lightning_commopt.kernels.blockwise`.
+    Source: see `lightning_commopt.compressors.kernels.blockwise`.
     """
 
     block_size: int = 32

@@ -1,6 +1,6 @@
 """The matrices of a bucket that low-rank compressors send as factors, and all that is sent as it is.
 
-Shapes: as in `lightning_commopt.kernels.matrices`; ``n`` elements in a bucket.
+Shapes: as in `lightning_commopt.compressors.kernels.matrices`; ``n`` elements in a bucket.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_commopt.compat.torch import foreach_copy_, foreach_mul_
 from lightning_commopt.compressors.base import Layout, State
-from lightning_commopt.kernels.chunks import wide_dtype
-from lightning_commopt.kernels.low_rank import fold, multiply, subtract_product, write_product
-from lightning_commopt.kernels.matrices import Matrix, Shapes, factors_numel, p_shapes, q_shapes
+from lightning_commopt.compressors.kernels.chunks import wide_dtype
+from lightning_commopt.compressors.kernels.low_rank import fold, multiply, subtract_product, write_product
+from lightning_commopt.compressors.kernels.matrices import Matrix, Shapes, factors_numel, p_shapes, q_shapes
 
 
 class Parts(NamedTuple):
@@ -71,8 +71,8 @@ class BucketMatrices:
     """The matrices ``M`` of one bucket in one step: its gradients plus the residual.
 
     A residual of the bucket's dtype holds these sums until the next step, and the state the factors of what was sent of
-    them; see `lightning_commopt.kernels.low_rank`. A residual of another dtype would round them: then they are in the
-    bucket, and the residual is updated at once.
+    them; see `lightning_commopt.compressors.kernels.low_rank`. A residual of another dtype would round them: then they
+    are in the bucket, and the residual is updated at once.
 
     Args:
         flat: ``(n,)`` the gradients; the arithmetic is in float32 at least.

@@ -12,10 +12,10 @@ from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Layout, Rounds, State
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import Wrapper
-from lightning_commopt.validation import check_integer
+from lightning_commopt.text.validation import check_integer
 
 if TYPE_CHECKING:
-    from lightning_commopt.collectives.channel import Channel
+    from lightning_commopt.compressors.channel import Channel
 
 
 @register_compressor("by_size")

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.kernels.cast import add_lost, narrow, sum_rows, widen
+from lightning_commopt.compressors.kernels.chunks import wide_dtype
+from lightning_commopt.compressors.kernels.finite import all_finite
 from lightning_commopt.compressors.pieces import in_pieces
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.kernels.cast import add_lost, narrow, sum_rows, widen
-from lightning_commopt.kernels.chunks import wide_dtype
-from lightning_commopt.kernels.finite import all_finite
-from lightning_commopt.validation import check_choice
+from lightning_commopt.text.validation import check_choice
 
 if TYPE_CHECKING:
-    from lightning_commopt.collectives.channel import Channel
+    from lightning_commopt.compressors.channel import Channel
 
 _DTYPES = (torch.bfloat16, torch.float16)
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import Wrapper
-from lightning_commopt.validation import check_integer, warn_once
+from lightning_commopt.text.validation import check_integer, warn_once
 
 if TYPE_CHECKING:
-    from lightning_commopt.collectives.channel import Channel
+    from lightning_commopt.compressors.channel import Channel
 
 
 @register_compressor("hierarchical")

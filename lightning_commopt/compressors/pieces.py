@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_commopt.compressors.base import Rounds
 
 if TYPE_CHECKING:
-    from lightning_commopt.collectives.channel import Channel, Pending
+    from lightning_commopt.compressors.channel import Channel, Pending
 
 PIECE_NUMEL = 2**22
 """Elements in a piece: few enough that a large bucket has several, and so many that a collective's latency does not

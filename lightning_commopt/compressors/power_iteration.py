@@ -13,10 +13,10 @@ from torch import Tensor
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Compressor, Layout, State
 from lightning_commopt.compressors.bucket_matrices import Parts, cut, flush
-from lightning_commopt.kernels.chunks import wide_dtype
-from lightning_commopt.kernels.matrices import Shapes, factors_numel
-from lightning_commopt.kernels.orthonormal import orthonormal
-from lightning_commopt.validation import check_integer, warn, warn_once
+from lightning_commopt.compressors.kernels.chunks import wide_dtype
+from lightning_commopt.compressors.kernels.matrices import Shapes, factors_numel
+from lightning_commopt.compressors.kernels.orthonormal import orthonormal
+from lightning_commopt.text.validation import check_integer, warn, warn_once
 
 DEFAULT_EPSILON = 1e-12
 

@@ -15,17 +15,17 @@ from torch import Tensor
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.bucket_matrices import BucketMatrices
+from lightning_commopt.compressors.kernels.chunks import wide_dtype
+from lightning_commopt.compressors.kernels.finite import all_finite
+from lightning_commopt.compressors.kernels.orthonormal import orthonormalize
 from lightning_commopt.compressors.power_iteration import DEFAULT_EPSILON, PowerIteration
 from lightning_commopt.compressors.preset import Preset, with_feedback
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import AfterSteps
-from lightning_commopt.kernels.chunks import wide_dtype
-from lightning_commopt.kernels.finite import all_finite
-from lightning_commopt.kernels.orthonormal import orthonormalize
-from lightning_commopt.validation import check_switch
+from lightning_commopt.text.validation import check_switch
 
 if TYPE_CHECKING:
-    from lightning_commopt.collectives.channel import Channel
+    from lightning_commopt.compressors.channel import Channel
 
 
 @register_compressor("low_rank")

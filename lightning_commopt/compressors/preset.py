@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.wrappers import ErrorFeedback
-from lightning_commopt.validation import check_switch
+from lightning_commopt.text.validation import check_switch
 
 if TYPE_CHECKING:
-    from lightning_commopt.collectives.channel import Channel
+    from lightning_commopt.compressors.channel import Channel
 
 
 def with_feedback(inner: Compressor, error_feedback: bool, residual_dtype: str) -> Compressor:

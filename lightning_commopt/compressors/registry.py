@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_commopt.compressors.base import Compressor
-from lightning_commopt.validation import did_you_mean, fold
+from lightning_commopt.text.validation import did_you_mean, fold
 
 
 class _Entry(NamedTuple):

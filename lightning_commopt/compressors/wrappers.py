@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.kernels.chunks import wide_dtype
 from lightning_commopt.compressors.registry import compressor_name, register_compressor
-from lightning_commopt.kernels.chunks import wide_dtype
-from lightning_commopt.validation import check_choice, check_integer
+from lightning_commopt.text.validation import check_choice, check_integer
 
 if TYPE_CHECKING:
-    from lightning_commopt.collectives.channel import Channel
+    from lightning_commopt.compressors.channel import Channel
 
 
 @dataclass(frozen=True, kw_only=True)

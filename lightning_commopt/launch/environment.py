@@ -11,7 +11,7 @@ RANK_VARIABLES = (*_NUMBERS, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "M
 """Set by Lightning, torchrun or the network lab; SLURM's own are not among them."""
 
 LAB_RANK_VARIABLE = "COMMOPT_LAB_RANK"
-"""Set in the environment of a rank that `lightning_commopt.sweep.lab_run` has started."""
+"""Set in the environment of a rank that `lightning_commopt.train.sweep.lab_run` has started."""
 
 
 def is_lab_rank() -> bool:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_commopt.formatting import short_percent
 from lightning_commopt.measure.exposed_share import share_of_step
+from lightning_commopt.text.formatting import short_percent
 
 _WORTH_IT = 0.05
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.formatting import count
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.text.formatting import count
 
 FOLDER = "comm_time"
 """In the run's directory."""

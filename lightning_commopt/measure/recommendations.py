@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from lightning_commopt.formatting import MILLISECONDS, short_percent
 from lightning_commopt.measure.costs import Costs
 from lightning_commopt.measure.verdict_texts import RECOMMENDATIONS
+from lightning_commopt.text.formatting import MILLISECONDS, short_percent
 
 # Names of ours, then those of torch's hooks.
 _PARAMETERWISE = ("NaiveDP", "InterleavedDP")

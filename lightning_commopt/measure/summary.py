@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.console import Group
 
-from lightning_commopt.formatting import count
 from lightning_commopt.measure.files import RankRecords, notices, read_run
 from lightning_commopt.measure.statistics import Steps, row
 from lightning_commopt.measure.summary_table import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
+from lightning_commopt.text.formatting import count
 
 DEFAULT_NUM_WARMUP_STEPS = 10
 

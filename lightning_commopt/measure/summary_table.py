@@ -9,10 +9,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lightning_commopt.formatting import number, percent
 from lightning_commopt.measure.exposed_share import share_of_step
 from lightning_commopt.measure.verdict import Verdict
-from lightning_commopt.terminal import TextTable
+from lightning_commopt.text.formatting import number, percent
+from lightning_commopt.text.terminal import TextTable
 
 _PHASES = (
     ("data", "data_s"),

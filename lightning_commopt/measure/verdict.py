@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_commopt.formatting import short_percent
 from lightning_commopt.measure.costs import Costs
 from lightning_commopt.measure.recommendations import (
     for_communication,
@@ -18,6 +17,7 @@ from lightning_commopt.measure.recommendations import (
     for_straggler,
 )
 from lightning_commopt.measure.verdict_texts import HEADLINES, RECOMMENDATIONS
+from lightning_commopt.text.formatting import short_percent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_commopt.formatting import number
 from lightning_commopt.report.answer_texts import ANSWERS, REPEAT
 from lightning_commopt.report.baseline import compare_settings
 from lightning_commopt.report.conditions import link_of
@@ -13,6 +12,7 @@ from lightning_commopt.report.final_loss import is_lossless, loss_sentence, loss
 from lightning_commopt.report.model import Interval, Setting
 from lightning_commopt.report.phrases import in_quotes, join_names, speedup_in_words, times
 from lightning_commopt.report.settings import is_seed
+from lightning_commopt.text.formatting import number
 
 
 class Answer(NamedTuple):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_commopt.formatting import number
-from lightning_commopt.links.bench.payoff import payoffs
-from lightning_commopt.links.bench.result import BenchResult, Row
-from lightning_commopt.links.bench.terminal import against_link, peer_lines, where_lines
-from lightning_commopt.links.model.model import LinkModel
+from lightning_commopt.measure.link.bench_result import BenchResult, Row
+from lightning_commopt.measure.link.model import LinkModel
+from lightning_commopt.measure.link.payoff import payoffs
+from lightning_commopt.report.bench_terminal import against_link, peer_lines, where_lines
 from lightning_commopt.report.figures.bench import bench_charts
 from lightning_commopt.report.page import render
+from lightning_commopt.text.formatting import number
 
 
 def write_bench_page(result: BenchResult, path: Path) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from lightning_commopt.formatting import megabytes, number, percent
 from lightning_commopt.report.model import Group, Interval, Setting
 from lightning_commopt.report.phrases import TIMES, spread_text
+from lightning_commopt.text.formatting import megabytes, number, percent
 
 
 class Cell(NamedTuple):

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.settings import text_of
 from lightning_commopt.report.model import Group, Run
 from lightning_commopt.report.names import display_name, setting_name
 from lightning_commopt.report.runs import FoundRuns
-from lightning_commopt.runs.record import RunRecord
-from lightning_commopt.runs.settings import text_of
 
 _NUM_COMMIT_DIGITS = 10
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from lightning_commopt.measure.runs.files import PAGE_FILE, TABLE_FILE
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Report
 from lightning_commopt.report.outputs import write_csv
 from lightning_commopt.report.terminal import print_report
-from lightning_commopt.runs.files import PAGE_FILE, TABLE_FILE
 
 
 def write_files(report: Report, output: Path, table: Path | None = None) -> tuple[Path, Path]:

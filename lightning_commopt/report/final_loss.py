@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from lightning_commopt.formatting import number, short_percent
+from lightning_commopt.measure.runs.metric_names import how_to_name_loss
 from lightning_commopt.report.answer_texts import LOSSES
 from lightning_commopt.report.baseline import differ_in_plan
 from lightning_commopt.report.model import Setting
-from lightning_commopt.runs.metric_names import how_to_name_loss
+from lightning_commopt.text.formatting import number, short_percent
 
 LossVerdict = Literal["worse", "fine", "unknown"]
 

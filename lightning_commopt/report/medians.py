@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_commopt.measure.exposed_share import exposed_share
+from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.config_lines import config_lines
 from lightning_commopt.report.intervals import median_interval
 from lightning_commopt.report.model import Interval, Run, Setting
 from lightning_commopt.report.settings import RunsOfSetting
-from lightning_commopt.runs.record import RunRecord
 
 
 def throughput(run: Run) -> float | None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_commopt.runs.losses import LossPoint
-from lightning_commopt.runs.record import RunRecord
+from lightning_commopt.measure.runs.losses import LossPoint
+from lightning_commopt.measure.runs.record import RunRecord
 
 Difference = Literal["faster", "slower", "no difference", "unknown"]
 """Of a throughput from the baseline's; unknown where runs are single, or too few to tell a difference from noise."""

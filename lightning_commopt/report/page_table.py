@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_commopt.formatting import number
 from lightning_commopt.report.columns import Cell, Column, columns_of, difference_in_words
 from lightning_commopt.report.model import Group, Setting
 from lightning_commopt.report.phrases import TIMES, kinds_of_intervals
+from lightning_commopt.text.formatting import number
 
 
 class Table(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_commopt.formatting import number
 from lightning_commopt.report.intervals import MIN_VALUES_OF_AN_INTERVAL
 from lightning_commopt.report.model import Interval
+from lightning_commopt.text.formatting import number
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 _TIMES_FROM = 2.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_commopt.measure.runs.settings import text_of
 from lightning_commopt.report.model import Published
-from lightning_commopt.runs.settings import text_of
 
 _LADDER_SOURCE = "write-up on ViT-L/32 on 8x L40S and 8x A100"
 _METHODS_SOURCE = "write-up on four ways of data parallelism on 4x A100 (PCIe)"

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_commopt.measure.runs.settings import text_of
 from lightning_commopt.report.model import Run
 from lightning_commopt.report.names import OFF, canonical, is_ranks, setting_name
 from lightning_commopt.report.runs import FoundRuns
-from lightning_commopt.runs.settings import text_of
 
 _WITHOUT_EFFECT = (
     *("repetition", "repeat", "num_warmup_steps", "hydra", "logger", "callbacks.progress_bar"),

@@ -5,14 +5,14 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from lightning_commopt.formatting import number
+from lightning_commopt.measure.runs.files import LOG_FILE
 from lightning_commopt.report.columns import Cell, columns_of
 from lightning_commopt.report.conditions import link_of
 from lightning_commopt.report.model import Group, Report
 from lightning_commopt.report.phrases import spread_text
 from lightning_commopt.report.regressions import Change, Outcome, Regressions
-from lightning_commopt.runs.files import LOG_FILE
-from lightning_commopt.terminal import TextTable, print_heading, print_text
+from lightning_commopt.text.formatting import number
+from lightning_commopt.text.terminal import TextTable, print_heading, print_text
 
 _WITH_ENDS = ("samples_per_s", "speedup")
 _HEADINGS: dict[Outcome, str] = {

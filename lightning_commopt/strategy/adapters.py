@@ -6,8 +6,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from lightning_commopt.compat.import_hook import call_after_import
 from lightning_commopt.compat.lightning import package_in_use
-from lightning_commopt.import_hook import call_after_import
 
 ADAPTERS = {
     "lightning.pytorch": "lightning_commopt.lightning",

@@ -17,7 +17,7 @@ from lightning_commopt.plan import (
     ddp_keywords,
     plan_options,
 )
-from lightning_commopt.validation import did_you_mean
+from lightning_commopt.text.validation import did_you_mean
 from lightning_commopt.watch.uneven_batches import POLICIES
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.collectives.groups import let_gloo_finish_at_exit
-from lightning_commopt.collectives.store import fresh_default_store, prepare_key_spaces
 from lightning_commopt.compat.lightning import MisconfigurationException, is_interactive
-from lightning_commopt.links.nccl_environment import find_mistakes
-from lightning_commopt.links.nccl_options import NcclOptions
-from lightning_commopt.links.nccl_variables import names_in_library
+from lightning_commopt.launch.nccl_environment import find_mistakes
+from lightning_commopt.launch.nccl_options import NcclOptions
+from lightning_commopt.launch.nccl_variables import names_in_library
 from lightning_commopt.plan import CommPlan, plan_options
-from lightning_commopt.validation import info, warn_once
+from lightning_commopt.sync.groups import let_gloo_finish_at_exit
+from lightning_commopt.sync.store import fresh_default_store, prepare_key_spaces
+from lightning_commopt.text.validation import info, warn_once
 from lightning_commopt.watch.join_watch import watch_joining
 
 _Strategy = TypeVar("_Strategy")

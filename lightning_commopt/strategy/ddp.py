@@ -13,16 +13,16 @@ from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import MisconfigurationException, package_of
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.launch.lightning_launcher import forget_previous_job
-from lightning_commopt.links.nccl_options import NcclOptions
+from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.strategy.adapters import adapter_for
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
 from lightning_commopt.strategy.base import strategy_from_plan
-from lightning_commopt.strategy.gradient_sync import GradientSync
-from lightning_commopt.strategy.torch_hook import TorchHook
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.strategy.trainer import GradientSyncStrategy
+from lightning_commopt.sync.gradient_sync import GradientSync
+from lightning_commopt.sync.torch_hook import TorchHook
 
 
 class CommOptStrategy(GradientSyncStrategy):

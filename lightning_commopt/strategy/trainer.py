@@ -14,10 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import has_trainer, optimizer_is_toggled
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.ddp.state import KEY
 from lightning_commopt.launch.environment import launcher_pid
-from lightning_commopt.launch.lightning_launcher import configure_multirun_launcher
-from lightning_commopt.links.nccl_options import NcclOptions
+from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.base import (
@@ -27,15 +25,17 @@ from lightning_commopt.strategy.base import (
     prepare_nccl,
     warn_of_local_decisions,
 )
-from lightning_commopt.strategy.checkpoint import gather_state, read_state
-from lightning_commopt.strategy.checks import (
+from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher
+from lightning_commopt.sync.checkpoint import gather_state, read_state
+from lightning_commopt.sync.checks import (
     check_graph_is_static,
     check_none_unfrozen,
     explain_compiled_buckets,
     explain_unused_parameters,
     warn_of_fp16_under_scaler,
 )
-from lightning_commopt.strategy.gradient_sync import GradientSync
+from lightning_commopt.sync.gradient_sync import GradientSync
+from lightning_commopt.sync.state import KEY
 from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from lightning_commopt.collectives.store import poll
-from lightning_commopt.formatting import ranks_text
+from lightning_commopt.sync.store import poll
+from lightning_commopt.text.formatting import ranks_text
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different_ends_message, goes_on_message
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.collectives.store import key_space
 from lightning_commopt.compat.loops import LoopEvents, num_begun
+from lightning_commopt.sync.store import key_space
 from lightning_commopt.watch.ending import end_process, print_now
 from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.lifelines import Lifelines

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_commopt.formatting import ranks_text
 from lightning_commopt.launch.interfaces import Listening
+from lightning_commopt.text.formatting import ranks_text
 from lightning_commopt.watch.hangs.process import descendants, process_state
 
 _MOST_SHOWN = 8

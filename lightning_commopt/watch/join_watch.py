@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_commopt.collectives.store import Agreement, poll
 from lightning_commopt.launch.interfaces import find_listening, list_interfaces
 from lightning_commopt.launch.ports import try_port
+from lightning_commopt.sync.store import Agreement, poll
 from lightning_commopt.watch.ending import end_process, print_now
 from lightning_commopt.watch.join_texts import (
     Arrival,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.compat.loops import limit_batches, most_batches_left, num_batches, repeat_batches
-from lightning_commopt.formatting import ranks_text
-from lightning_commopt.validation import warn_once
+from lightning_commopt.text.formatting import ranks_text
+from lightning_commopt.text.validation import warn_once
 
 POLICIES = ("error", "drop", "pad", "allow")
 

@@ -12,10 +12,10 @@ from small_fit import NUM_STEPS, fit
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.callbacks import comm_time as comm_time_module
-from lightning_commopt.links.model.from_steps import result_of_run
-from lightning_commopt.links.model.model import LinkModel
+from lightning_commopt.measure.link.from_steps import result_of_run
+from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
-from lightning_commopt.runs.files import LINK_MODEL_FILE
+from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
 from lightnings import Callback, Trainer
 from ranks import run_ranks
 

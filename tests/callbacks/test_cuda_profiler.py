@@ -11,11 +11,12 @@ import torch
 from recorded_domain import RecordedDomain
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_commopt import CommOptDDP, validation
+from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import cuda_profiler, step_clock
 from lightning_commopt.callbacks.cuda_profiler import CUDAProfilerWindow
 from lightning_commopt.callbacks.nvtx_ranges import NVTXRanges
 from lightning_commopt.callbacks.phases import step_of_loggers
+from lightning_commopt.text import validation
 from lightnings import (
     Callback,
     DDPStrategy,

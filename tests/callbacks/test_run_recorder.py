@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder, SpeedMonitor, run_recorder
 from lightning_commopt.compressors.all_reduce import AllReduce
+from lightning_commopt.measure.runs.files import LOSS_FILE, RUN_FILE
+from lightning_commopt.measure.runs.losses import read_losses
+from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.build import build_report
-from lightning_commopt.runs.files import LOSS_FILE, RUN_FILE
-from lightning_commopt.runs.losses import read_losses
-from lightning_commopt.runs.record import RunRecord
 from lightnings import LightningModule, Trainer
 from ranks import run_ranks, run_ranks_or_raise
 

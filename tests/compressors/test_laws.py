@@ -14,12 +14,12 @@ from every_compressor import BF16, COMPRESSORS, LOSSLESS, WITH_FEEDBACK
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.commands.selftest.gradients import Net, random_gradients, send
+from lightning_commopt.commands.selftest.laws import check_averages
 from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, PowerSGD
-from lightning_commopt.ddp.attach import attach_bucket_hook
-from lightning_commopt.ddp.hook import BucketHook
-from lightning_commopt.kernels import c_library
-from lightning_commopt.selftest.gradients import Net, random_gradients, send
-from lightning_commopt.selftest.laws import check_averages
+from lightning_commopt.compressors.kernels import c_library
+from lightning_commopt.sync.attach import attach_bucket_hook
+from lightning_commopt.sync.hook import BucketHook
 from ranks import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {

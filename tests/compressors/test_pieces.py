@@ -10,13 +10,13 @@ from every_compressor import BF16, BF16_IN_FLOAT32
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.collectives.channel import Pending
 from lightning_commopt.compressors import Compressor, ErrorFeedback, Int8, Rounds, pieces
+from lightning_commopt.compressors.channel import Pending
 from lightning_commopt.compressors.pieces import in_pieces
-from lightning_commopt.ddp.attach import attach_bucket_hook
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.sync.attach import attach_bucket_hook
 from ranks import run_ranks
 
 SUMMED_ON_THE_WAY: dict[str, Compressor] = {"bf16": BF16, "bf16_feedback": ErrorFeedback(inner=BF16)}

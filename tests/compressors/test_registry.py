@@ -26,8 +26,8 @@ from lightning_commopt.compressors import (
 )
 from lightning_commopt.compressors.base import Layout, Rounds, State
 from lightning_commopt.compressors.registry import compressor_name, names_with_option
-from lightning_commopt.ddp.state import CheckpointError, from_checkpoint, to_checkpoint
 from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.sync.state import CheckpointError, from_checkpoint, to_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

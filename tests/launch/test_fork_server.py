@@ -132,7 +132,7 @@ elif what == "of_rank":
     print("here", os.environ["LOCAL_RANK"], os.getpgid(0) == os.getppid(), flush=True)
     sys.exit(4)
 elif what == "lab":
-    from lightning_commopt.netlab import NetLab
+    from lightning_commopt.launch.lab import NetLab
     from lightning_commopt.launch.fork_server import start_in_place
     with NetLab(2, "1gbit") as lab:
         command = [sys.executable, "-m", "probe", "of_lab"]
@@ -143,7 +143,7 @@ elif what == "of_lab":
     num_cores = len(os.sched_getaffinity(0))
     print(os.environ["RANK"], os.environ["OF_LAB"], sorted(names), num_cores, os.getcwd(), os.getpid() < 100)
 elif what == "lab_fails":
-    from lightning_commopt.netlab import NetLab, RankError
+    from lightning_commopt.launch.lab import NetLab, RankError
     from lightning_commopt.launch.fork_server import start_in_place
     with NetLab(2) as lab:
         try:
@@ -158,7 +158,7 @@ elif what == "of_lab_that_fails":
 RUN = """
 import os, signal, sys
 from lightning_commopt.launch.fork_server import ForkServer
-from lightning_commopt.sweep.process import InterruptedRun, run_in_group
+from lightning_commopt.launch.process import InterruptedRun, run_in_group
 server = ForkServer("probe")
 what, *signals = sys.argv[1:]
 output = []

@@ -14,14 +14,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tiny_runs import TINY
 from typer.testing import CliRunner
 
-from lightning_commopt.cli import app
+from lightning_commopt.commands.app import app
 from lightning_commopt.compat.hydra import VERSION_BASE
-from lightning_commopt.conf_path import conf_dir
+from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.measure.files import read_run
-from lightning_commopt.runs.losses import read_losses
-from lightning_commopt.runs.record import RunRecord
-from lightning_commopt.sweep.job import SweepObserver
-from lightning_commopt.train import register_with_hydra
+from lightning_commopt.measure.runs.losses import read_losses
+from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.train.sweep.job import SweepObserver
+from lightning_commopt.train.train import register_with_hydra
 
 PAGE = Path(__file__).parents[2] / "docs" / "launchers.md"
 LIMIT_S = 240
@@ -93,7 +93,7 @@ def start_srun(folder):
         "MASTER_PORT": str(free_port()),
     }
     return [
-        start(["lightning_commopt.train", *own], folder, **of_job, SLURM_PROCID=task, SLURM_LOCALID=task)
+        start(["lightning_commopt.train.train", *own], folder, **of_job, SLURM_PROCID=task, SLURM_LOCALID=task)
         for task in ("0", "1")
     ]
 

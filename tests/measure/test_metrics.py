@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from sample_steps import step_record
 from torchmetrics import MetricCollection
 
-from lightning_commopt.measure.statistics import Steps, row
-from lightning_commopt.metrics import QUANTITIES, ExposedShare, StepMetric, StepStatistics
+from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
+from lightning_commopt.metrics import ExposedShare, StepMetric, StepStatistics
 from ranks import run_ranks
 
 Values = NDArray[np.float64]

@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import PowerSGD
-from lightning_commopt.ddp.attach import attach_bucket_hook
 from lightning_commopt.measure.clock import Clock, CudaClock, HostClock
 from lightning_commopt.measure.observer import BucketInfo, Observers
 from lightning_commopt.measure.record import Phase
 from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.sync.attach import attach_bucket_hook
 from ranks import run_ranks
 
 

@@ -8,7 +8,7 @@ import pytest
 from sample_steps import header, layout, step_record, write_run
 from typer.testing import CliRunner
 
-from lightning_commopt.cli import app
+from lightning_commopt.commands.app import app
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.statistics import Steps, row
 from lightning_commopt.measure.summary import summarize_run
@@ -61,8 +61,8 @@ def test_a_directory_without_records(tmp_path: Path) -> None:
 
 def commopt(*arguments: str) -> "subprocess.CompletedProcess[str]":
     code = (
-        "import sys, lightning_commopt.cli\n"
-        "try:\n    lightning_commopt.cli.app(sys.argv[1:])\n"
+        "import sys, lightning_commopt.commands.app\n"
+        "try:\n    lightning_commopt.commands.app.app(sys.argv[1:])\n"
         "finally:\n    print(*{name.split('.')[0] for name in sys.modules}, file=sys.stderr)"
     )
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)

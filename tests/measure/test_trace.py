@@ -14,7 +14,7 @@ from sample_steps import MB, STEP_S, header, layout, step_record, write_run
 from trace_format import Event, check_trace, rows
 from typer.testing import CliRunner
 
-from lightning_commopt.cli import app
+from lightning_commopt.commands.app import app
 from lightning_commopt.measure.files import StepWriter, rank_file, read_run
 from lightning_commopt.measure.trace import to_trace, write_trace
 

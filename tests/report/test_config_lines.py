@@ -7,11 +7,11 @@ from sample_runs import save_run
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.compat.hydra import VERSION_BASE
-from lightning_commopt.conf_path import conf_dir
+from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report
-from lightning_commopt.sweep.job import SweepObserver
-from lightning_commopt.train import register_with_hydra
+from lightning_commopt.train.sweep.job import SweepObserver
+from lightning_commopt.train.train import register_with_hydra
 
 PLANS = [
     CommPlan(),

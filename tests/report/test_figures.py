@@ -14,6 +14,7 @@ from plotly import graph_objects as go
 from sample_runs import SampleRun, four_methods_report, ladder_report, sample_report, save_run, write_run
 
 from lightning_commopt.measure.files import rank_file
+from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.figures.chart import Chart
 from lightning_commopt.report.figures.loss import MOST_CURVES, loss_curves
@@ -27,7 +28,6 @@ from lightning_commopt.report.figures.throughput import bucket_sizes, throughput
 from lightning_commopt.report.figures.timeline import timelines
 from lightning_commopt.report.model import Group, Report
 from lightning_commopt.report.page import sections
-from lightning_commopt.runs.losses import LossPoint
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from rich.console import Console
 from sample_runs import ladder_report, save_rates, save_run, write_sweep
 from typer.testing import CliRunner, Result
 
-from lightning_commopt.cli import app
+from lightning_commopt.commands.app import app
 from lightning_commopt.report import page
 from lightning_commopt.report.files import report_sweep
 
@@ -180,7 +180,7 @@ def test_nothing_but_a_record_that_is_cut_off_leaves_nothing_to_report(tmp_path)
 LOADED = """
 import sys
 from typer.testing import CliRunner
-from lightning_commopt.cli import app
+from lightning_commopt.commands.app import app
 result = CliRunner().invoke(app, ["report", *sys.argv[1:]])
 assert result.exit_code == 0, result.output
 print("imported", *{"torch", "lightning", "hydra", "plotly", "jinja2"}.intersection(sys.modules))

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commopt import AllReduce, CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
-from lightning_commopt.collectives.channel import Channel
 from lightning_commopt.compressors import Compressor, Layout, LowRank, Rounds, State
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.plan import OptionError
-from lightning_commopt.strategy.checks import check_plans_agree
+from lightning_commopt.sync.checks import check_plans_agree
 from lightnings import Callback, DDPStrategy, LightningModule, Trainer
 from ranks import run_ranks, run_ranks_or_raise
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.collectives.channel import Channel
 from lightning_commopt.compressors import ErrorFeedback, Layout, LowRank, Rounds, State
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.checkpoint import gather_state
-from lightning_commopt.strategy.gradient_sync import GradientSync
+from lightning_commopt.sync.checkpoint import gather_state
+from lightning_commopt.sync.gradient_sync import GradientSync
 from ranks import run_ranks
 
 _FAILS = threading.Event()

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
 from lightning_commopt.compressors import Compressor, ErrorFeedback, Hierarchical, LowRank
 from lightning_commopt.compressors.base import as_real
-from lightning_commopt.ddp.state import KEY
 from lightning_commopt.plan import OptionError
+from lightning_commopt.sync.state import KEY
 from lightnings import Callback, LightningModule, MixedPrecision, OnExceptionCheckpoint, Trainer
 from ranks import run_ranks, run_ranks_or_raise
 

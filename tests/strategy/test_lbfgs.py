@@ -11,8 +11,9 @@ from strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_commopt import CommOptDDP, validation
+from lightning_commopt import CommOptDDP
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
+from lightning_commopt.text import validation
 from ranks import run_ranks
 
 _BY_GRADIENTS = {"line_search_fn": None, "tolerance_change": 0}

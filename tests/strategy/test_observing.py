@@ -14,10 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.callbacks.phases import PhaseCallback
-from lightning_commopt.ddp.observed import observe, observe_wrapped, stop_observing
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.sync.observed import observe, observe_wrapped, stop_observing
 from lightnings import DDPStrategy, LightningModule, SingleDeviceStrategy, Trainer
 from ranks import run_ranks
 

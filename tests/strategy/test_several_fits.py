@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightning_commopt.collectives.channel import Channel
 from lightning_commopt.compressors import AllReduce, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.channel import Channel
 from lightnings import BoringModel, DDPStrategy
 from ranks import run_ranks
 

@@ -10,13 +10,13 @@ from fake_cuda import DEVICE
 from machine import MAIN, Machine
 from torch import Tensor, nn
 
-from lightning_commopt.collectives.channel import Channel
 from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.hierarchical import place_on_nodes
-from lightning_commopt.ddp.executors import SideStreams
-from lightning_commopt.ddp.hook import BucketHook
-from lightning_commopt.ddp.state import CommState
-from lightning_commopt.strategy.checkpoint import usable_state
+from lightning_commopt.sync.checkpoint import usable_state
+from lightning_commopt.sync.executors import SideStreams
+from lightning_commopt.sync.hook import BucketHook
+from lightning_commopt.sync.state import CommState
 
 # Matrices and vectors, in an odd number of buckets. DDP rebuilds its buckets after the first step.
 SHAPES = [(96, 64), (33,), (64, 128), (7,), (40, 33), (65, 48)]

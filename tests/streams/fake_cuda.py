@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
-from lightning_commopt.collectives import channel
-from lightning_commopt.ddp import executors
-from lightning_commopt.kernels import dispatch, low_rank_tiles, orthonormal_triton
+from lightning_commopt.compressors import channel
+from lightning_commopt.compressors.kernels import dispatch, low_rank_tiles, orthonormal_triton
+from lightning_commopt.sync import executors
 
 DEVICE = torch.device("cuda", 0)
 _CACHES = (

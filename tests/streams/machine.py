@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 MAIN = "main"
 _PACKAGE = "lightning_commopt/"
-_GOES_THROUGH_NESTED = "collectives/gather.py"
+_GOES_THROUGH_NESTED = "sync/gather.py"
 
 Clock = Counter[str]
 """Launches of each stream that have ended."""

@@ -9,8 +9,8 @@ from fake_cuda import DEVICE, cuda_on, written_by
 from machine import Machine
 from torch import Tensor
 
-from lightning_commopt.collectives.channel import Channel
-from lightning_commopt.kernels import blockwise_triton, cast_triton, low_rank_triton, orthonormal_triton
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors.kernels import blockwise_triton, cast_triton, low_rank_triton, orthonormal_triton
 
 
 @pytest.fixture

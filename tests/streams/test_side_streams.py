@@ -16,7 +16,6 @@ from fake_cuda import cuda_on, needs_fake_copies
 from machine import Machine
 from torch import Tensor
 
-from lightning_commopt.collectives.channel import Channel
 from lightning_commopt.compressors import (
     AfterSteps,
     AllReduce,
@@ -31,7 +30,8 @@ from lightning_commopt.compressors import (
     Rounds,
     State,
 )
-from lightning_commopt.ddp.hook import GradientSyncError
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.sync.hook import GradientSyncError
 
 pytestmark = needs_fake_copies
 BF16 = COMPRESSORS["bf16"]

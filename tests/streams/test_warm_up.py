@@ -14,9 +14,9 @@ from fake_cuda import DEVICE, cuda_on, needs_fake_copies
 from machine import Machine
 from test_side_streams import CASES, steps
 
-from lightning_commopt.collectives.channel import Channel
-from lightning_commopt.ddp import warm_up
-from lightning_commopt.kernels import dispatch
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors.kernels import dispatch
+from lightning_commopt.sync import warm_up
 from ranks import run_ranks
 
 

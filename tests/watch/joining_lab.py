@@ -15,7 +15,7 @@ from functools import partial
 import joining_script
 
 from lightning_commopt.launch.fork_server import preload, start_in_place
-from lightning_commopt.netlab import NetLab, RankError
+from lightning_commopt.launch.lab import NetLab, RankError
 
 
 def run(limit_s: float, case: list[object]) -> list[str] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_commopt.netlab import NetLab
+from lightning_commopt.launch.lab import NetLab
 
 _PROGRAM = Path(__file__).parent / "remote_script.py"
 _LIMIT_S = 150

@@ -3,6 +3,6 @@
 The underscore keeps Hydra from importing this module, and torch with it, in every other application.
 """
 
-from lightning_commopt.sweep.launcher import FreshProcessLauncher
+from lightning_commopt.train.sweep.launcher import FreshProcessLauncher
 
 __all__ = ["FreshProcessLauncher"]

@@ -11,7 +11,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from lightning_commopt.compat.hydra import FileConfigSource
-from lightning_commopt.conf_path import conf_dir
+from lightning_commopt.launch.conf_path import conf_dir
 
 
 class CommOptSearchPath(SearchPathPlugin):

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 from plotly import graph_objects as go
 
-from lightning_commopt.formatting import number
-from lightning_commopt.links.bench.result import BenchResult, Row
-from lightning_commopt.links.bench.settings import EQUAL_WAYS, SINGLE
-from lightning_commopt.links.bench.sizes import size_text
-from lightning_commopt.links.model.model import Curve, LinkModel
+from lightning_commopt.measure.link.bench_result import BenchResult, Row
+from lightning_commopt.measure.link.bench_settings import EQUAL_WAYS, SINGLE
+from lightning_commopt.measure.link.model import Curve, LinkModel
+from lightning_commopt.measure.link.sizes import size_text
 from lightning_commopt.report.figures.chart import Chart, Line, plain
 from lightning_commopt.report.figures.style import QUIET, PlanStyle, line_trace, new_figure, plan_styles
+from lightning_commopt.text.formatting import number
 
 _MOST_TICKS = 7
 _MODEL_POINTS = 60

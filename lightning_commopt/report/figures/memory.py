@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_commopt.formatting import byte_unit
 from lightning_commopt.report.figures.chart import Bar, Chart, Part
 from lightning_commopt.report.figures.style import PlanStyle
 from lightning_commopt.report.model import Group
+from lightning_commopt.text.formatting import byte_unit
 
 
 def peak_memory(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from plotly import graph_objects as go
 
-from lightning_commopt.formatting import number, percent
 from lightning_commopt.report.figures.chart import Chart, Line, plain
 from lightning_commopt.report.figures.style import QUIET, PlanStyle, line_styles, line_trace, new_figure
 from lightning_commopt.report.figures.throughput import error_bars
 from lightning_commopt.report.model import Group, Interval, Scaling
 from lightning_commopt.report.phrases import TIMES, kind_of_interval, spread_text
 from lightning_commopt.report.scaling import scaling_name
+from lightning_commopt.text.formatting import number, percent
 
 _CURVE_POINTS = 40
 _MOST_TICKS = 4

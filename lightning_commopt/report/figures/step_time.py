@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lightning_commopt.formatting import Unit, percent, time_unit
 from lightning_commopt.measure.exposed_share import StepParts
 from lightning_commopt.measure.exposed_share import step_parts as split_step
 from lightning_commopt.report.figures.chart import Bar, Chart, Key, Part
 from lightning_commopt.report.figures.style import PlanStyle
 from lightning_commopt.report.model import Group, Setting
+from lightning_commopt.text.formatting import Unit, percent, time_unit
 
 _PARTS = (
     Key("computing", "computing"),

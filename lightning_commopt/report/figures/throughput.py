@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_commopt.formatting import number
 from lightning_commopt.report.figures.chart import Bar, Chart, Line, Part, plain
 from lightning_commopt.report.figures.series import Series, series_of
 from lightning_commopt.report.figures.style import PlanStyle, line_styles, line_trace, new_figure
 from lightning_commopt.report.model import Group, Interval, Setting
 from lightning_commopt.report.phrases import TIMES, kind_of_interval, kinds_of_intervals, spread_text
+from lightning_commopt.text.formatting import number
 
 
 def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from plotly import graph_objects as go
 
-from lightning_commopt.formatting import Unit, byte_unit, number, time_unit
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.report.figures.chart import Chart, Key
 from lightning_commopt.report.figures.steps import TypicalStep, typical_steps
 from lightning_commopt.report.figures.style import EXPOSED, INK, new_figure
 from lightning_commopt.report.model import Group
+from lightning_commopt.text.formatting import Unit, byte_unit, number, time_unit
 
 KEYS = (
     Key("waiting", "a bucket is ready and waits for its turn"),

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.collectives.store import key_space
 from lightning_commopt.compat.hooks import hook_owner
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
+from lightning_commopt.sync.store import key_space
 from lightning_commopt.watch.ending import end_process
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from textwrap import shorten
 
-from lightning_commopt.formatting import ranks_text
+from lightning_commopt.text.formatting import ranks_text
 from lightning_commopt.watch.hangs.flight_recorder import Difference, Signature, find_departure
 from lightning_commopt.watch.hangs.marks import PHASES
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lightning_commopt.text.formatting import ranks_text
 from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.marks import (
     BACKWARD,
@@ -16,7 +17,6 @@ from lightning_commopt.watch.hangs.marks import (
     PHASES,
     first_of_stage,
 )
-from lightning_commopt.watch.hangs.sentences import ranks_text
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 NAMES = ["layer3.0.weight", "layer3.0.bias", "layer3.1.weight"]
@@ -275,7 +275,7 @@ TIMED_OUT = "DistBackendError: Watchdog caught collective operation timeout: NCC
             [syncing(0), syncing(1), syncing(2)],
             "waiting",
             (0, 1, 2),
-            f"ranks 0, 1, 2 {WAIT}",
+            f"ranks 0-2 {WAIT}",
         ),
         (
             [syncing(0, ready=5), syncing(1, ready=5), syncing(2, ready=4, bucket=3)],

@@ -1,5 +1,0 @@
-"""Data parallelism without buckets, to compare DDP with."""
-
-from lightning_commopt.baselines.strategies import InterleavedDP, NaiveDP
-
-__all__ = ["InterleavedDP", "NaiveDP"]

@@ -1,1 +1,0 @@
-"""Collectives over a process group, and gathering objects on one rank."""

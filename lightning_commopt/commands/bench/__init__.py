@@ -1,0 +1,1 @@
+"""commopt bench: collectives and comm hooks, timed by size."""

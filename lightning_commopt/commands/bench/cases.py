@@ -1,0 +1,94 @@
+"""The cases that settings ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning_commopt.measure.link.bench_result import Case
+from lightning_commopt.measure.link.bench_settings import BenchSettings
+from lightning_commopt.text.validation import check_integer
+
+_ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
+_DIVIDED = ("all_gather", "reduce_scatter", "all_to_all", "reduce_scatter_all_gather")
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce", "reduce_broadcast", "reduce_scatter_all_gather")
+_OUT_ONLY = ("all_to_all", "send_recv")
+
+
+def num_ranks_of_scopes(settings: BenchSettings, world_size: int, ranks_per_node: int) -> dict[str, int]:
+    """Returns how many ranks a group of each scope has.
+
+    Args:
+        settings: whose scopes and root are checked.
+        world_size: number of ranks.
+        ranks_per_node: consecutive ranks that share a node.
+
+    Raises:
+        ValueError: there is one rank only, nodes cannot be made of these ranks, or the root is none of them.
+    """
+    check_integer("the number of ranks", world_size, at_least=2)
+    num_ranks = {"all": world_size}
+    if has_nodes(world_size, ranks_per_node):
+        num_ranks |= {"node": ranks_per_node, "across": world_size // ranks_per_node}
+    for scope in settings.scopes:
+        if scope not in num_ranks:
+            raise ValueError(
+                f"scope {scope!r} needs several nodes with several ranks each, equally many;"
+                f" there are {world_size} ranks, {ranks_per_node} on each node"
+            )
+        if settings.root >= num_ranks[scope]:
+            raise ValueError(f"root must be below the number of ranks, {num_ranks[scope]}, got {settings.root}")
+    return num_ranks
+
+
+def has_nodes(world_size: int, ranks_per_node: int) -> bool:
+    """Returns whether there are several nodes with several ranks each, equally many."""
+    return 1 < ranks_per_node < world_size and world_size % ranks_per_node == 0
+
+
+def cases_of(settings: BenchSettings, num_ranks: Mapping[str, int]) -> list[Case]:
+    """Returns the cases, each once, the small messages first.
+
+    Args:
+        settings: what to measure.
+        num_ranks: in a group of each scope.
+    """
+    found: dict[Case | tuple[object, ...], Case] = {}
+    for size_bytes in settings.sizes_bytes:
+        for case in _cases_of_size(settings, size_bytes, num_ranks):
+            found.setdefault((*case.series, case.size_bytes), case)
+    return list(found.values())
+
+
+def _cases_of_size(settings: BenchSettings, size_bytes: int, num_ranks: Mapping[str, int]) -> Iterator[Case]:
+    for scope in settings.scopes:
+        for dtype in settings.dtypes:
+            for load in settings.loads:
+                shared: dict[str, Any] = {"dtype": dtype, "load": load, "scope": scope, "num_ranks": num_ranks[scope]}
+                for operation in settings.collectives:
+                    parts = num_ranks[scope] if operation in _DIVIDED else 1
+                    count = max(1, size_bytes // _ITEM_BYTES[dtype] // parts)
+                    size: dict[str, Any] = {"count": count, "size_bytes": count * _ITEM_BYTES[dtype] * parts}
+                    for redop in settings.redops if operation in _REDUCING else ("none",):
+                        for place in ("out",) if operation in _OUT_ONLY else settings.places:
+                            yield Case(operation=operation, redop=redop, place=place, **size, **shared)
+                for comm_hook in settings.comm_hooks if dtype.startswith(("float", "bfloat")) else ():
+                    count = max(1, size_bytes // _ITEM_BYTES[dtype])
+                    yield Case(
+                        operation="comm_hook",
+                        comm_hook=comm_hook,
+                        size_bytes=count * _ITEM_BYTES[dtype],
+                        count=count,
+                        redop="mean",
+                        place="in",
+                        **shared,
+                    )

@@ -1,0 +1,304 @@
+"""The command ``commopt bench``: parses, calls and prints."""
+
+import json as json_text
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lightning_commopt.text.terminal import print_text
+
+if TYPE_CHECKING:
+    from lightning_commopt.measure.link.bench_result import BenchResult
+    from lightning_commopt.measure.link.bench_settings import BenchSettings
+
+_NAMES = (
+    "all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, send_recv;"
+    " reduce_broadcast and reduce_scatter_all_gather, two other ways to all_reduce; or all"
+)
+
+
+def bench(
+    collectives: Annotated[
+        list[str] | None, typer.Argument(metavar="COLLECTIVE...", help=f"By default all_reduce. {_NAMES}.")
+    ] = None,
+    minbytes: Annotated[str, typer.Option("-b", "--minbytes", help="Smallest message, such as 8 or 64K.")] = "8",
+    maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", help="Largest message, such as 1G.")] = "64M",
+    stepfactor: Annotated[float, typer.Option("-f", "--stepfactor", help="From one size to the next.")] = 2,
+    stepbytes: Annotated[
+        str | None, typer.Option("-i", "--stepbytes", help="Add this to a size instead of multiplying it.")
+    ] = None,
+    datatype: Annotated[str, typer.Option("-d", "--datatype", help="One or several, as float,bfloat16.")] = "float",
+    op: Annotated[str, typer.Option("-o", "--op", help="How to reduce: sum, min, max, or several.")] = "sum",
+    root: Annotated[int, typer.Option("-r", "--root", min=0, help="Of broadcast and reduce.")] = 0,
+    iters: Annotated[
+        int | None,
+        typer.Option("-n", "--iters", min=1, help="Calls in a repetition; by default what lasts 0.1 s."),
+    ] = None,
+    warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", min=1, help="Calls before the first one.")] = 2,
+    check: Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="0 to check no results.")] = 1,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of each case, in turns.")] = 7,
+    place: Annotated[str, typer.Option(help="in, out or both: in place, out of place.")] = "in",
+    comm_hook: Annotated[
+        list[str] | None, typer.Option(help="A comm hook beside them, by name or as JSON with options; repeatable.")
+    ] = None,
+    under_compute: Annotated[bool, typer.Option(help="Measure again while matrix products run.")] = False,
+    scopes: Annotated[
+        str, typer.Option(help="all, node (ranks of each node among themselves), across (nodes); or several.")
+    ] = "all",
+    device: Annotated[str, typer.Option(help="cpu (gloo), cuda (NCCL), or auto: CUDA with two devices.")] = "auto",
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on each host; by default one a GPU, 2 on CPU, 1 in the lab.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="RATE", help="In the network lab, such as 1gbit: the rate of each host.")
+    ] = None,
+    hosts: Annotated[int | None, typer.Option(min=1, help="In the lab: how many hosts; by default 2.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row for each case to this file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write charts and numbers as a page to this file, *.html.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Write the link model to this file, as JSON.")] = None,
+    predict: Annotated[
+        str | None, typer.Option(metavar="SIZES", help="Predict how long messages take, such as 25M,100M.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure the messages of a plan, as CommPlan.save writes it.")
+    ] = None,
+    buckets_of: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="With --plan: the buckets of this run, to the byte.")
+    ] = None,
+    load: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure nothing: take what --output has written, or a link model."),
+    ] = None,
+    from_run: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="Measure nothing: take the buckets of a training run.")
+    ] = None,
+) -> None:
+    """Measures collectives and comm hooks by size; starts its ranks, or runs under torchrun or srun.
+
+    Exit status 1 if a result is wrong or a rank fails, 2 for mistakes in the arguments.
+    """
+    from lightning_commopt.measure.link.bench_result import kind_of
+    from lightning_commopt.measure.link.bench_settings import COLLECTIVES, PLACES, BenchSettings
+    from lightning_commopt.measure.link.model import MODEL_KIND
+    from lightning_commopt.measure.link.sizes import parse_size, sizes_between
+
+    _check_folders(output, csv, page, model)
+    predicted = [parse_size("--predict", size) for size in predict.split(",")] if predict else []
+    if load is not None and kind_of(load) == MODEL_KIND:
+        if (output, csv, page, model) != (None,) * 4:
+            raise ValueError(f"{load} is a link model: --output, --csv, --page and --model need the times of a bench")
+        _show_model(load, json, predicted)
+        return
+    if load is not None or from_run is not None:
+        result: BenchResult | None = _kept(load, from_run)
+    else:
+        sizes_bytes = sizes_between(
+            parse_size("-b", minbytes),
+            parse_size("-e", maxbytes),
+            factor=stepfactor,
+            step_bytes=None if stepbytes is None else parse_size("-i", stepbytes),
+        )
+        hooks = [_hook(each) for each in comm_hook or ()]
+        if plan is not None:
+            sizes_bytes, hooks = _messages_of(plan, buckets_of, hooks)
+        elif buckets_of is not None:
+            raise ValueError(f"--buckets-of {buckets_of} needs the plan of that run: --plan")
+        settings = BenchSettings(
+            collectives=COLLECTIVES if collectives == ["all"] else collectives or ["all_reduce"],
+            sizes_bytes=sizes_bytes,
+            dtypes=datatype.split(","),
+            redops=op.split(","),
+            places=PLACES if place == "both" else place.split(","),
+            comm_hooks=hooks,
+            loads=("idle", "compute") if under_compute else ("idle",),
+            scopes=scopes.split(","),
+            root=root,
+            num_iters=iters,
+            num_warmups=warmup_iters,
+            num_repetitions=repetitions,
+            is_checked=bool(check),
+        )
+        result = _measure(settings, device, nproc_per_node, link, hosts)
+    if result is None:  # another rank prints
+        return
+    _show(result, json, predicted)
+    _write(result, output, csv, page, model)
+    raise typer.Exit(1 if result.num_wrong or not result.measured else 0)
+
+
+def _check_folders(*paths: Path | None) -> None:
+    """Checks before hours of measuring that the result can be written."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path} cannot be written: {path.absolute().parent} is no folder")
+
+
+def _kept(load: Path | None, run_dir: Path | None) -> "BenchResult":
+    from lightning_commopt.measure.link.bench_result import BenchResult
+    from lightning_commopt.measure.link.from_steps import result_of_run
+
+    if load is not None:
+        return BenchResult.load(load)
+    assert run_dir is not None
+    return result_of_run(run_dir)
+
+
+def _messages_of(plan: Path, run_dir: Path | None, hooks: list[Any]) -> tuple[list[int], list[Any]]:
+    """Returns the sizes of a plan's buckets, and its comm hook in front of the others."""
+    from lightning_commopt.commands.bench.plan_messages import messages_of
+    from lightning_commopt.plan import CommPlan
+
+    loaded = CommPlan.load(plan)  # its errors name the file
+    try:
+        found = messages_of(loaded, run_dir)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{plan}: {error}") from None
+    own = [] if found.comm_hook is None else [found.comm_hook]
+    return list(found.sizes_bytes), own + hooks
+
+
+def _show(result: "BenchResult", json: bool, sizes_bytes: Sequence[int]) -> None:
+    from lightning_commopt.measure.link.model import LinkModel
+    from lightning_commopt.report.bench_terminal import print_bench
+    from lightning_commopt.report.link_terminal import model_lines, predictions
+
+    model = LinkModel.fit(result) if result.measured else None
+    if json:
+        foreseen = predictions(model, sizes_bytes) if model else []
+        typer.echo(json_text.dumps({**result.to_plain(), "predictions": foreseen}, indent=2))
+        return
+    console = Console()
+    print_bench(result, console)
+    for line in model_lines(model, sizes_bytes) if model else ():
+        print_text(line, console)
+
+
+def _show_model(path: Path, json: bool, sizes_bytes: Sequence[int]) -> None:
+    from lightning_commopt.measure.link.model import LinkModel
+    from lightning_commopt.report.link_terminal import kept_model_lines, predictions
+
+    model = LinkModel.load(path)
+    if json:
+        typer.echo(json_text.dumps({**model.to_plain(), "predictions": predictions(model, sizes_bytes)}, indent=2))
+        return
+    console = Console()
+    for line in kept_model_lines(model, sizes_bytes):
+        print_text(line, console)
+
+
+def _write(result: "BenchResult", output: Path | None, csv: Path | None, page: Path | None, model: Path | None) -> None:
+    from lightning_commopt.measure.link.model import LinkModel
+
+    if output is not None:
+        result.save(output)
+    if csv is not None:
+        result.write_csv(csv)
+    if model is not None:
+        LinkModel.fit(result).save(model)
+    if page is not None:
+        from lightning_commopt.report.bench_page import write_bench_page  # with plotly and jinja2
+
+        write_bench_page(result, page)
+    written = [str(path) for path in (output, csv, page, model) if path is not None]
+    if written:
+        typer.echo(f"written to {', '.join(written)}", err=True)
+
+
+def _measure(
+    settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
+) -> "BenchResult | None":
+    """Measures where the options say; None on ranks that do not print."""
+    from lightning_commopt.commands.bench.hooks import check_hooks
+    from lightning_commopt.commands.bench.launched import bench_launched, is_launched
+    from lightning_commopt.launch.lab import RankError
+    from lightning_commopt.launch.process import InterruptedRun, raise_signals
+
+    check_hooks(settings.comm_hooks)
+    if is_launched():
+        asked = {"--nproc-per-node": nproc_per_node, "--link": link, "--hosts": hosts}
+        started = [name for name, value in asked.items() if value is not None]
+        if started:
+            raise ValueError(f"{', '.join(started)}: a launcher has started the ranks already")
+        with _Progress(is_shown=os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0") as progress:
+            return bench_launched(settings, device=device, on_progress=progress)
+    if link is None and hosts is not None:
+        raise ValueError(f"--hosts {hosts} needs a link between them, such as --link 1gbit")
+    try:
+        with raise_signals():
+            return _start_ranks(settings, device, nproc_per_node, link, hosts)
+    except RankError as error:
+        typer.echo(f"commopt: {error}", err=True)
+        raise typer.Exit(1) from None
+    except InterruptedRun as error:
+        typer.echo(f"commopt: {error}", err=True)
+        raise typer.Exit(128 + error.signal) from None
+
+
+def _start_ranks(
+    settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
+) -> "BenchResult":
+    import lightning_commopt.commands.bench.rank  # noqa: F401 - what the server that ranks are forked from has to have
+    from lightning_commopt.commands.bench.cases import num_ranks_of_scopes
+    from lightning_commopt.commands.bench.launched import device_type_of
+    from lightning_commopt.commands.bench.rank_lines import MODULE
+    from lightning_commopt.commands.bench.start import bench_here, bench_in_lab, check_memory
+    from lightning_commopt.launch.fork_server import preload
+    from lightning_commopt.launch.lab import parse_rate
+
+    device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)
+    if link is not None and device_type != "cpu":
+        raise ValueError(f"--link {link} is for ranks on CPU: --device must be cpu, got {device}")
+    parse_rate(link)
+    num_hosts = 1 if link is None else hosts or 2
+    on_each = nproc_per_node or (num_devices if link is None else 1)
+    num_ranks_of_scopes(settings, num_hosts * on_each, on_each)
+    if device_type == "cpu":
+        check_memory(settings, num_hosts * on_each)
+    preload(MODULE)
+    with _Progress() as progress:
+        if link is None:
+            return bench_here(settings, num_ranks=on_each, device_type=device_type, on_progress=progress)
+        return bench_in_lab(settings, link=link, num_hosts=num_hosts, ranks_per_host=on_each, on_progress=progress)
+
+
+def _hook(text: str) -> Any:
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json_text.loads(text)
+    except json_text.JSONDecodeError as error:
+        raise ValueError(f"--comm-hook is no JSON: {error.msg} in {text!r}") from None
+
+
+class _Progress:
+    """A progress bar on standard error, where that is a terminal."""
+
+    def __init__(self, is_shown: bool = True) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
+        self._bar = Progress(
+            *columns,
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not (is_shown and console.is_terminal),
+        )
+        self._task = self._bar.add_task("starting ranks", total=None)
+
+    def __enter__(self) -> "_Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, num_done: int, total: int, label: str) -> None:
+        self._bar.update(self._task, completed=num_done, total=total, description=label)

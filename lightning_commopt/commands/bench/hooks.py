@@ -1,0 +1,93 @@
+"""A comm hook's compressor as a case: it averages one bucket, as DDP would give it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commopt.commands.bench.groups import Memory, Ranks
+from lightning_commopt.commands.bench.operations import Call
+from lightning_commopt.compressors import Layout, compressor_from_config
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors.hierarchical import place_on_nodes
+from lightning_commopt.compressors.kernels import c_library
+from lightning_commopt.measure.link.bench_result import Case
+
+_STEP = 1_000_000  # behind every start_step: compressed from the first call on
+_TILE_NUMEL = 65_521  # a prime: no block of a compressor is like another one
+
+
+def check_hooks(comm_hooks: Sequence[Any]) -> None:
+    """Checks that comm hooks are known.
+
+    Raises:
+        ValueError: one is unknown or has a wrong option, or is "none", which is no hook.
+    """
+    for comm_hook in comm_hooks:
+        try:
+            compressor = compressor_from_config(comm_hook)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--comm-hook: {error}") from None
+        if compressor is None:
+            raise ValueError("--comm-hook none is DDP's own all-reduce: name the collective all_reduce instead")
+
+
+def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Memory, ranks_per_node: int) -> Call:
+    """Returns a comm hook's case, ready to run; its state lives as long as it does.
+
+    The bucket is one matrix, as square as its elements allow.
+
+    Args:
+        case: of a comm hook.
+        ranks: all of them.
+        channel: over them.
+        memory: of at least the bucket.
+        ranks_per_node: for hierarchical compressors.
+
+    Raises:
+        ValueError: the comm hook is unknown, or cannot be had with these ranks.
+    """
+    check_hooks([case.comm_hook])
+    configured = compressor_from_config(case.comm_hook)
+    assert configured is not None
+    compressor, _ = place_on_nodes(configured, ranks.size, ranks_per_node)
+    if compressor.has_c_kernels:
+        c_library.load()
+    dtype = getattr(torch, case.dtype)
+    flat, other = memory.views(dtype, case.count)
+    num_rows = _divisor_below_root(case.count)
+    shape = torch.Size((num_rows, case.count // num_rows))
+    layout = Layout((shape,), ((shape[1], 1),), dtype)
+    state = compressor.init(layout, flat.device, _STEP)
+
+    def run() -> None:
+        rounds = compressor.rounds(flat, layout, state, channel)
+        with torch.no_grad(), contextlib.suppress(StopIteration):
+            pending = next(rounds)
+            while True:
+                pending = rounds.send(pending.wait())
+
+    tile = torch.randn(_TILE_NUMEL, generator=torch.Generator().manual_seed(ranks.index)).to(flat)
+
+    def fill() -> None:
+        for part in flat.split(_TILE_NUMEL):
+            part.copy_(tile[: len(part)])
+
+    return Call(run, fill, lambda: _num_unlike_first(flat, other, ranks))
+
+
+def _num_unlike_first(flat: Tensor, other: Tensor, ranks: Ranks) -> int:
+    """Returns in how many elements this rank's average differs from the first rank's."""
+    other.copy_(flat)
+    dist.broadcast(other, ranks.members[0], group=ranks.group)
+    return int((other != flat).sum())
+
+
+def _divisor_below_root(count: int) -> int:
+    return next(divisor for divisor in range(math.isqrt(count), 0, -1) if count % divisor == 0)

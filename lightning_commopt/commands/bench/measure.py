@@ -1,0 +1,202 @@
+"""Times all cases on the ranks of a process group, in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lightning_commopt.commands.bench.cases import cases_of, num_ranks_of_scopes
+from lightning_commopt.commands.bench.compute import ComputeLoad
+from lightning_commopt.commands.bench.groups import Memory, Ranks, ranks_by_scope
+from lightning_commopt.commands.bench.hooks import prepare_hook
+from lightning_commopt.commands.bench.operations import Call, prepare
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.measure.link.bench_result import Case, Row
+from lightning_commopt.measure.link.bench_settings import BenchSettings
+
+OnProgress = Callable[[int, int, str], None]
+"""Called with the blocks that are done, those that there are, and the name of the next one."""
+
+_BURST_SHARE_BYTES = 2**26
+_MAX_ITERS = 100_000
+
+
+@dataclass
+class _Entry:
+    """A case in the making."""
+
+    case: Case
+    call: Call | None = None
+    error: str | None = None
+    num_wrong: int | None = None
+    call_s: float = 0.0
+    num_iters: int = 1
+
+
+def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, on_progress: OnProgress) -> list[Row]:
+    """Measures all cases. All ranks of the default group must call it, which must have gloo for CPU tensors.
+
+    A repetition of a case is a block of calls. One call goes before, so that the burst that a rate limiter saves up is
+    gone and the memory is warm; then the ranks meet, behind all that was sent, and the clock starts. The time of a
+    block is that of the slowest rank, by events of the device on CUDA. Cases take turns: a drift of the machine hits
+    all.
+
+    Args:
+        settings: what to measure.
+        device: of this rank.
+        ranks_per_node: consecutive ranks that share a node.
+        on_progress: called before each block.
+
+    Returns:
+        A row for each case, the same on every rank.
+
+    Raises:
+        ValueError: a setting does not fit these ranks.
+    """
+    cases = cases_of(settings, num_ranks_of_scopes(settings, dist.get_world_size(), ranks_per_node))
+    scopes, channel = ranks_by_scope(ranks_per_node)
+    memory = Memory(max(case.size_bytes for case in cases), device)
+    bench = _Bench(settings, device, ranks_per_node, scopes, channel, memory)
+    total = len(cases) * (1 + settings.num_repetitions)
+    with _no_garbage_collection():
+        entries = []
+        for number, case in enumerate(cases):
+            on_progress(number, total, case.label)
+            entries.append(bench.begin(case))
+        times_s = torch.zeros(settings.num_repetitions, len(cases), dtype=torch.float64)
+        for repetition in range(settings.num_repetitions):
+            for number, entry in enumerate(entries):
+                on_progress((1 + repetition) * len(cases) + number, total, entry.case.label)
+                times_s[repetition, number] = bench.block(entry)
+    dist.all_reduce(times_s, dist.ReduceOp.MAX)
+    return [_row(entry, times_s[:, number].tolist()) for number, entry in enumerate(entries)]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What all cases have in common."""
+
+    settings: BenchSettings
+    device: torch.device
+    ranks_per_node: int
+    scopes: dict[str, Ranks]
+    channel: Channel
+    memory: Memory
+
+    def begin(self, case: Case) -> _Entry:
+        """Prepares a case, runs it for the first times, checks it, and finds out how many calls fill a block."""
+        entry = _Entry(case)
+        for attempt in (self._prepare, self._run_first):
+            try:
+                attempt(entry)
+            except (RuntimeError, ValueError) as error:  # what this backend cannot do, which others may
+                entry.error = str(error).strip().partition("\n")[0] or type(error).__name__
+            if _slowest(float(entry.error is not None)):  # on any rank
+                entry.error = entry.error or "failed on another rank"
+                return entry
+        assert entry.call is not None
+        if self.settings.is_checked:
+            entry.num_wrong = int(_total(entry.call.num_wrong()))
+        warm_ups_s = [self._time(entry.call, 1) for _ in range(self.settings.num_warmups)]
+        entry.call_s = _slowest(min(warm_ups_s))
+        fitting = math.ceil(self.settings.block_s / max(entry.call_s, 1e-9))
+        entry.num_iters = self.settings.num_iters or max(1, min(_MAX_ITERS, fitting))
+        return entry
+
+    def block(self, entry: _Entry) -> float:
+        """Returns the seconds of a call on this rank, the mean over a block; 0 where the case failed."""
+        if entry.call is None or entry.error is not None:
+            return 0.0
+        if entry.case.operation == "comm_hook":
+            entry.call.fill()  # other cases have left sums there that may have overflowed
+        has_load = entry.case.load == "compute"
+        with ComputeLoad(self.device) if has_load else contextlib.nullcontext():
+            # A call that is much larger than a burst need not be made twice.
+            if entry.case.size_bytes < _BURST_SHARE_BYTES or entry.call_s < self.settings.block_s:
+                entry.call.run()
+                self._synchronize()
+            return self._time(entry.call, entry.num_iters) / entry.num_iters
+
+    def _prepare(self, entry: _Entry) -> None:
+        case, ranks = entry.case, self.scopes[entry.case.scope]
+        if case.operation != "comm_hook":
+            entry.call = prepare(case, ranks, self.memory, self.settings.root)
+        elif case.scope == "all":
+            entry.call = prepare_hook(case, ranks, self.channel, self.memory, self.ranks_per_node)
+        else:
+            raise ValueError("comm hooks run over all ranks")
+
+    def _run_first(self, entry: _Entry) -> None:
+        assert entry.call is not None
+        entry.call.fill()
+        entry.call.run()
+        self._synchronize()
+
+    def _time(self, call: Call, num_iters: int) -> float:
+        """Returns the seconds of some calls, from when all ranks have met.
+
+        Nothing lies between the meeting and the clock: threads that wait fall asleep in microseconds, and the first
+        call would have to wake them.
+        """
+        run = call.run
+        if self.device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            _meet()
+            start.record()
+            for _ in range(num_iters):
+                run()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3
+        _meet()
+        started = time.perf_counter()
+        for _ in range(num_iters):
+            run()
+        return time.perf_counter() - started
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _row(entry: _Entry, times_s: list[float]) -> Row:
+    if entry.error is not None:
+        return Row(case=entry.case, error=entry.error)
+    return Row(case=entry.case, times_s=times_s, num_iters=entry.num_iters, num_wrong=entry.num_wrong)
+
+
+def _meet() -> None:
+    dist.all_reduce(torch.zeros(1))
+
+
+def _slowest(value: float) -> float:
+    """Returns the largest of all ranks' values."""
+    return _reduced(value, dist.ReduceOp.MAX)
+
+
+def _total(value: float) -> float:
+    return _reduced(value, dist.ReduceOp.SUM)
+
+
+def _reduced(value: float, redop: dist.ReduceOp.RedOpType) -> float:
+    values = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(values, redop)
+    return float(values.item())
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

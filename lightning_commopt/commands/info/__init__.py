@@ -1,0 +1,1 @@
+"""commopt info: versions, devices, backends and options."""

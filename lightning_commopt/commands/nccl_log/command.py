@@ -1,0 +1,35 @@
+"""The command ``commopt nccl-log``: parses, calls and prints."""
+
+import json as json_text
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lightning_commopt.commands.errors import errors_in_a_line
+
+
+def nccl_log(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Logs of NCCL_DEBUG=INFO: one for each rank, or all ranks in one."),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Says how the ranks of a job talk, what is slow, wrong or unequal, and which setting or hardware is behind it.
+
+    Files may be cut, mixed, and of NCCL 2.4 to 2.30. Exit status 2 if there is no line of NCCL in them.
+    """
+    from lightning_commopt.commands.nccl_log.findings import find_all
+    from lightning_commopt.commands.nccl_log.reader import read_log
+    from lightning_commopt.commands.nccl_log.summary import to_plain
+    from lightning_commopt.commands.nccl_log.terminal import print_log
+
+    with errors_in_a_line(status=2):
+        log = read_log(files)
+    findings = find_all(log)
+    if json:
+        typer.echo(json_text.dumps(to_plain(log, findings), indent=2))
+    else:
+        print_log(log, findings, Console())

@@ -1,0 +1,78 @@
+"""Why findings are so, and the words that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Fact, Process
+from lightning_commopt.text.findings import Line
+from lightning_commopt.text.formatting import list_some
+
+_OFF = ("0", "no", "false", "")
+
+
+class Reason(NamedTuple):
+    """Why something is so.
+
+    Attributes:
+        why: the setting or the fact about the hardware.
+        advice: what to try.
+        evidence: lines that say so.
+    """
+
+    why: str
+    advice: str
+    evidence: tuple[Line, ...] = ()
+
+
+def pairs_text(pairs: Iterable[tuple[int, int]]) -> str:
+    """Returns pairs of ranks, whichever of them sends.
+
+    >>> pairs_text([(0, 1)]), pairs_text([(1, 0), (0, 1), (1, 2)])
+    ('ranks 0 and 1', '2 pairs of ranks (0 and 1, 1 and 2)')
+    """
+    unordered = sorted({(min(pair), max(pair)) for pair in pairs})
+    shown = [f"{first} and {second}" for first, second in unordered]
+    if len(shown) == 1:
+        return f"ranks {shown[0]}"
+    return f"{len(shown)} pairs of ranks ({list_some(shown)})"
+
+
+def pairs_of(connections: Iterable[Connection]) -> list[tuple[int, int]]:
+    """Returns sender and receiver of connections."""
+    return [(each.sender, each.receiver) for each in connections]
+
+
+def setting(processes: Iterable[Process], name: str) -> Fact | None:
+    """Returns a variable that one of the processes read, the first of them."""
+    return next((process.settings[name] for process in processes if name in process.settings), None)
+
+
+def switched_on(processes: Iterable[Process], name: str) -> Fact | None:
+    """Returns a variable such as ``NCCL_P2P_DISABLE``, where a process has it and it is not 0."""
+    found = (process.settings[name] for process in processes if name in process.settings)
+    return next((fact for fact in found if fact.value.lower() not in _OFF), None)
+
+
+def switched_off(processes: Iterable[Process], name: str) -> Fact | None:
+    """Returns a variable such as ``NCCL_NVLS_ENABLE``, where a process has it and it is 0."""
+    found = (process.settings[name] for process in processes if name in process.settings)
+    return next((fact for fact in found if fact.value.lower() in _OFF), None)
+
+
+def processes_of(communicator: Communicator, ranks: Iterable[int] | None = None) -> list[Process]:
+    """Returns the processes of some ranks, or of all."""
+    chosen = communicator.members if ranks is None else set(ranks)
+    return [member.process for rank, member in communicator.members.items() if rank in chosen]
+
+
+def lines(*found: Line | Fact | None) -> tuple[Line, ...]:
+    """Returns evidence without what is missing, and nothing twice."""
+    given = [each.line if isinstance(each, Fact) else each for each in found if each is not None]
+    return tuple(dict.fromkeys(given))
+
+
+def first_of(processes: Sequence[Process], note: str) -> Line | None:
+    """Returns the first line of a note that one of the processes has."""
+    return next((process.notes[note] for process in processes if note in process.notes), None)

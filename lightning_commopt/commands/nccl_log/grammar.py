@@ -1,0 +1,240 @@
+"""Messages of NCCL 2.4 to 2.30 and of PyTorch's watchdog: patterns, and what their parts mean."""
+
+from __future__ import annotations
+
+import re
+
+from lightning_commopt.commands.nccl_log.events import Choice, Progress, Timeout
+from lightning_commopt.commands.nccl_log.facts import Connection, SearchResult
+from lightning_commopt.text.findings import Line
+
+SETTING = re.compile(r"(NCCL_[A-Z0-9_]+) set (?:by environment )?to (.*?)\.?$")
+BOOTSTRAP = re.compile(r"Bootstrap ?: Using (?:\[\d+\])?([^\s:]+):(\S+?)(?:<\d+>|$)")
+INTERFACE = re.compile(r"\[\d+\]([^\s:\[\]]+):([^\s<]+)<\d+>")
+NIC = re.compile(r"([\w.+-]+:\d+/(?:IB/SHARP|IB|RoCE))")
+NETWORK = re.compile(r"Using network (.+)$")
+VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?(?:\+cuda\d+(?:\.\d+)?)?)")
+DRIVER = re.compile(r"cudaDriverVersion (\d+)")
+IDENTITY = re.compile(r"\bcomm (0x[0-9a-fA-F]+) rank (\d+) n[rR]anks (\d+)\b(.*)$")
+COMM_ID = re.compile(r"commId (0x[0-9a-fA-F]+)")
+SPLIT = re.compile(r"parent (0x[0-9a-fA-F]+) (?:splitCount|childCount) (\d+) color (-?\d+)")
+BUS_ID = re.compile(r"busId ([0-9a-fA-F]+)")
+NODES = re.compile(r"nNodes (\d+) localRanks (\d+)")
+INIT_TIMINGS = re.compile(r"Init timings - \w+: rank (\d+) nranks (\d+) total ([\d.]+)(.*)")
+RING_ORDER = re.compile(r"Channel (\d+)/(\d+) :((?: +\d+)+)$")
+TREES = re.compile(r"\[(\d+)\] (\S+->\S+->\S+)")
+CHANNELS = re.compile(r"\b(\d{1,6}) (coll|collnet|nvls|p2p) channels(?! per)")
+COLLECTIVE = re.compile(
+    r"(\w+): opCount ([0-9a-fA-F]+) .*?count (\d+) datatype (\d+) op (\d+) root (\d+) comm (0x[0-9a-fA-F]+)"
+)
+_CONNECTION = re.compile(
+    r"(?:Channel|Ring) (\d+)(?:/\d+)? : (\d+)(?:\[[0-9a-fA-F]+\])? -> (\d+)(?:\[[0-9a-fA-F]+\])?"
+    r"(?: \[(send|receive)\])? via (.+?)(?: comm 0x.*)?$"
+)
+_NET = re.compile(r"NET/(.+?)/(\d+)(?:\((\d+)\))?((?:/.*)?)$")
+_SEARCH = re.compile(
+    r"Pattern (\d+), crossNic -?\d+, nChannels (\d+), (?:bw|speed) ([\d.]+)/([\d.]+), type (\w+)/(\w+)"
+)
+_CHOICE = re.compile(r"(?:(\w+): )?(\d+) Bytes -> Algo (\w+) proto (\w+)(?:.*channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\})?")
+_KERNEL_CHOICE = re.compile(r"(\w+) \[([\w ]+)\]: (\d+) Bytes -> (?:Kernel )?(\S+)(?: nchannels (\d+))?")
+_TIMEOUT = re.compile(
+    r"Watchdog caught collective operation timeout: WorkNCCL\((.*?Timeout\(ms\)=\d+)\)(?: ran for (\d+) milliseconds)?"
+)
+_PROGRESS = re.compile(r"last enqueued(?: NCCL)? work: (-?\d+), last completed(?: NCCL)? work: (-?\d+)", re.IGNORECASE)
+_TORCH_ERROR = re.compile(
+    r"NCCL error(?: in)?: .*?((?:unhandled \w+|internal) error|invalid (?:usage|argument)|remote process exited)"
+)
+_GROUP_AND_RANK = re.compile(r"\[(?:(PG [^\[\]]*?) )?Rank (\d+)\]|\[rank(\d+)\]")
+_PART_S = re.compile(r"(\w+) ([\d.]+)")
+_MOST_RANKS = 1 << 20
+_MOST_CHANNELS = 1 << 10
+_ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
+_PROTOCOLS = ("LL", "LL128", "SIMPLE")
+
+
+def parse_connection(text: str, line: Line) -> Connection | None:
+    """Parses a line such as ``Channel 02/0 : 7[7] -> 8[0] [send] via NET/IB/0(3)/GDRDMA``.
+
+    >>> line = Line(file="log", number=1, text="")
+    >>> parse_connection("Ring 00 : 12[41000] -> 11[2d000] via P2P/IPC", line).path
+    'P2P/IPC'
+    >>> found = parse_connection("Channel 02/0 : 7[7] -> 8[0] [send] via NET/AWS Libfabric/0(3)/GDRDMA/Shared", line)
+    >>> found.path, found.nic, found.proxy_rank, found.direction
+    ('NET/AWS Libfabric/GDRDMA', 0, 3, 'send')
+    """
+    found = _CONNECTION.match(text)
+    if found is None:
+        return None
+    channel, sender, receiver = int(found[1]), int(found[2]), int(found[3])
+    if not (are_ranks(sender, receiver) and is_channel(channel)):
+        return None
+    via = found[5].strip()
+    kind, _, method = ("SHM", "", "") if via.startswith("direct shared memory") else via.partition("/")
+    net = _NET.match(via)
+    if kind not in ("P2P", "SHM") and net is None:
+        return None
+    return Connection(
+        channel=channel,
+        sender=sender,
+        receiver=receiver,
+        direction=found[4] or "",
+        kind=kind,
+        method=method if net is None else net[1],
+        nic=None if net is None else int(net[2]),
+        proxy_rank=None if net is None or net[3] is None else int(net[3]),
+        has_gdr=net is not None and "/GDRDMA" in net[4],
+        line=line,
+    )
+
+
+def parse_trees(text: str) -> tuple[int | None, dict[int, tuple[tuple[int, ...], int]]]:
+    """Parses a rank's places in the trees; of NCCL 2.5's two trees for each channel the one that goes up.
+
+    Returns:
+        The rank, None if the line is broken, and ``(children, parent)`` by channel; the root's parent is -1.
+
+    >>> parse_trees("Trees [0] 1/2/-1->0->-1 [1] -1/-1/-1->0->2")
+    (0, {0: ((1, 2), -1), 1: ((), 2)})
+    >>> parse_trees("Trees [0] 22->23->-1/-1/-1")
+    (23, {0: ((), 22)})
+    """
+    trees: dict[int, tuple[tuple[int, ...], int]] = {}
+    rank = None
+    for channel, shown in TREES.findall(text):
+        try:
+            first, own, last = shown.partition("|")[0].split("->")
+            children, parent = (first, last) if "/" in first else (last, first)
+            below = tuple(int(each) for each in children.split("/") if int(each) >= 0)
+            own_rank, above = int(own), int(parent)
+        except ValueError:
+            continue
+        if is_channel(int(channel)) and are_ranks(own_rank, *below) and above < _MOST_RANKS:
+            trees[int(channel)] = (below, above)
+            rank = own_rank
+    return rank, trees
+
+
+def parse_search(text: str, line: Line) -> SearchResult | None:
+    """Parses a line such as ``Pattern 4, crossNic 0, nChannels 12, bw 20.0/20.0, type NVL/PIX, sameChannels 1``."""
+    found = _SEARCH.match(text)
+    if found is None:
+        return None
+    return SearchResult(
+        pattern=int(found[1]),
+        num_channels=int(found[2]),
+        intra_gb_per_s=parse_number(found[3]),
+        inter_gb_per_s=parse_number(found[4]),
+        intra=found[5],
+        inter=found[6],
+        line=line,
+    )
+
+
+def parse_choice(text: str) -> Choice | None:
+    """Parses a line of the tuner; algorithms and protocols of old versions are numbers.
+
+    >>> parse_choice("AllReduce: 4194304 Bytes -> Algo 1 proto 2 time 55.3")
+    Choice(operation='AllReduce', num_bytes=4194304, algorithm='RING', protocol='SIMPLE', channels='')
+    >>> parse_choice("AllReduce: 512 Bytes -> Algo TREE proto LL channel{Lo..Hi}={0..1}").channels
+    '0..1'
+    >>> parse_choice("AllGather [Symmetric]: 8192 Bytes -> Kernel AllGather_LL nchannels 4 nthreads 512").algorithm
+    'Symmetric AllGather_LL'
+    """
+    if found := _KERNEL_CHOICE.match(text):
+        channels = f"{found[5]} channels" if found[5] else ""
+        return Choice(found[1], int(found[3]), f"{found[2]} {found[4]}", "", channels)
+    found = _CHOICE.match(text)
+    if found is None:
+        return None
+    channels = f"{found[5]}..{found[6]}" if found[5] else ""
+    algorithm, protocol = _named(found[3], _ALGORITHMS), _named(found[4], _PROTOCOLS)
+    return Choice(found[1] or "", int(found[2]), algorithm, protocol, channels)
+
+
+def _named(shown: str, names: tuple[str, ...]) -> str:
+    return names[int(shown)] if shown.isdecimal() and len(shown) < 3 and int(shown) < len(names) else shown.upper()
+
+
+def parse_init_s(text: str) -> dict[str, float]:
+    """Returns the seconds of initialization, by part, and ``total``.
+
+    >>> parse_init_s("Init timings - ncclCommInitRank: rank 0 nranks 8 total 1.40 (kernels 0.19, alloc 0.6)")
+    {'total': 1.4, 'kernels': 0.19, 'alloc': 0.6}
+    """
+    found = INIT_TIMINGS.match(text)
+    if found is None:
+        return {}
+    parts = {name: parse_number(value) for name, value in _PART_S.findall(found[4])}
+    return {"total": parse_number(found[3]), **parts}
+
+
+def parse_timeout(text: str, line: Line) -> Timeout | None:
+    """Parses a line of PyTorch's watchdog that gives a collective up.
+
+    >>> text = "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+    >>> found = parse_timeout(text, Line(file="log", number=1, text=text))
+    >>> found.rank, found.sequence, found.operation, found.sizes, found.waited_s
+    (3, 5, 'ALLREDUCE', 'NumelIn=8, NumelOut=8', 600.029)
+    """  # noqa: E501 - a line of PyTorch
+    found = _TIMEOUT.search(text)
+    who = _group_and_rank(text[: found.start()]) if found else None
+    if found is None or who is None:
+        return None
+    named = dict(re.findall(r"(\w+(?:\(ms\))?)=(\[[^\]]*\]|[^,\s]+)", found[1]))
+    sequence = named.get("SeqNum", "")
+    sizes = [f"{key}={named[key]}" for key in ("TensorShape", "NumelIn", "NumelOut") if key in named]
+    return Timeout(
+        rank=who[1],
+        group=who[0],
+        sequence=int(sequence) if sequence.isdecimal() else None,
+        operation=named.get("OpType", "a collective"),
+        sizes=", ".join(sizes),
+        waited_s=None if found[2] is None else int(found[2]) / 1000,
+        line=line,
+    )
+
+
+def parse_progress(text: str, line: Line) -> Progress | None:
+    """Parses a line of PyTorch's watchdog that says how far a rank is; what cannot be true is left out."""
+    found = _PROGRESS.search(text)
+    who = _group_and_rank(text[: found.start()]) if found else None
+    if found is None or who is None or int(found[2]) > int(found[1]):
+        return None
+    return Progress(rank=who[1], group=who[0], enqueued=int(found[1]), completed=int(found[2]), line=line)
+
+
+def parse_torch_error(text: str) -> tuple[int | None, str] | None:
+    """Parses an error of NCCL that PyTorch raised; returns the rank, if it is named, and NCCL's words.
+
+    >>> parse_torch_error("[rank2]: DistBackendError: NCCL error in: NCCLUtils.hpp:317, unhandled system error (run")
+    (2, 'unhandled system error')
+    """
+    found = _TORCH_ERROR.search(text)
+    if found is None:
+        return None
+    who = _group_and_rank(text[: found.start()])
+    return (None if who is None else who[1]), found[1]
+
+
+def _group_and_rank(text: str) -> tuple[str, int] | None:
+    """Returns what stands last in front of a message: the process group, if it is named, and the rank."""
+    found = list(_GROUP_AND_RANK.finditer(text))
+    return (found[-1][1] or "", int(found[-1][2] or found[-1][3])) if found else None
+
+
+def are_ranks(*numbers: int) -> bool:
+    """Returns whether numbers can be ranks, and are no damage to the line."""
+    return all(0 <= number < _MOST_RANKS for number in numbers)
+
+
+def is_channel(number: int) -> bool:
+    """Returns whether a number can be a channel's."""
+    return 0 <= number < _MOST_CHANNELS
+
+
+def parse_number(text: str) -> float:
+    """Returns a number of NCCL's, or NaN where it is broken."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")

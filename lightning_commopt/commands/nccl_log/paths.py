@@ -1,0 +1,190 @@
+"""Findings about the ways that ranks of a host talk: which are slow, and which setting or hardware is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Process
+from lightning_commopt.commands.nccl_log.finding import (
+    Reason,
+    lines,
+    pairs_of,
+    pairs_text,
+    processes_of,
+    setting,
+    switched_off,
+    switched_on,
+)
+from lightning_commopt.text.findings import Finding
+
+_FAR = ("PHB", "NODE", "SYS")
+_RING_PATTERN = 4
+
+_NIC_IS_FASTER = Reason(
+    "NCCL prefers the NIC where both GPUs reach it through PCIe switches faster than each other",
+    "right on such boards; compare with NCCL_NET_DISABLE_INTRA=1",
+)
+
+
+def find_slow_paths(communicator: Communicator) -> Iterator[Finding]:
+    """Finds connections in a host that are slower than they could be, and says why, as far as the log tells."""
+    for find in (_find_network_in_host, _find_shared_memory, _find_indirect, _find_far_links, _find_nvls):
+        yield from find(communicator)
+
+
+def select(communicator: Communicator, matches: Callable[[Connection], bool]) -> list[Connection]:
+    """Returns some of the connections."""
+    return [each for each in communicator.connections if matches(each)]
+
+
+def ends_of(communicator: Communicator, found: list[Connection]) -> list[Process]:
+    """Returns the processes of the ranks that some connections join."""
+    return processes_of(communicator, {rank for pair in pairs_of(found) for rank in pair})
+
+
+def is_in_host(communicator: Communicator, connection: Connection) -> bool | None:
+    """Returns whether both ends are on one host; None where the log does not say."""
+    if connection.kind != "NET":
+        return True
+    ends = [communicator.members.get(rank) for rank in (connection.sender, connection.receiver)]
+    machines = [None if end is None else end.process.machine for end in ends]
+    if machines[0] is None or machines[1] is None or not machines[0].host:
+        return True if communicator.num_nodes == 1 else None
+    return machines[0] == machines[1]
+
+
+def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
+    found = select(communicator, lambda each: each.kind == "NET" and is_in_host(communicator, each) is True)
+    if not found:
+        return
+    ends = ends_of(communicator, found)
+    reason = _forbidden_paths(ends) or _split_host(communicator, ends)
+    is_by_design = reason is None and found[0].has_gdr
+    host = ends[0].host if ends and ends[0].host else "one host"
+    reason = reason or (_NIC_IS_FASTER if is_by_design else _no_shared_memory(ends))
+    yield Finding(
+        code="network_in_host",
+        severity="note" if is_by_design else "slow",
+        what=f"{pairs_text(pairs_of(found))} are on one host ({host}) but talk over {found[0].path}",
+        why=reason.why,
+        advice=reason.advice,
+        evidence=lines(found[0].line, *reason.evidence),
+    )
+
+
+def _forbidden_paths(ends: list[Process]) -> Reason | None:
+    no_p2p, no_shm = switched_on(ends, "NCCL_P2P_DISABLE"), switched_on(ends, "NCCL_SHM_DISABLE")
+    if no_shm is None:
+        return None
+    names = "NCCL_P2P_DISABLE and NCCL_SHM_DISABLE" if no_p2p else "NCCL_SHM_DISABLE"
+    why = f"the environment sets {names}" + ("" if no_p2p else ", and these GPUs have no direct path (P2P)")
+    advice = f"unset {names}; if P2P hangs on this machine, keep NCCL_P2P_DISABLE=1 alone: shared memory remains"
+    return Reason(why, advice, lines(no_p2p, no_shm))
+
+
+def _split_host(communicator: Communicator, ends: list[Process]) -> Reason | None:
+    """Returns the reason, where NCCL takes ranks of one host for ranks of several."""
+    num_hosts = len(communicator.machines)
+    if communicator.num_nodes is None or communicator.num_nodes <= num_hosts or communicator.missing:
+        return None
+    host_id = setting(ends, "NCCL_HOSTID")
+    cause = f"NCCL_HOSTID={host_id.value}" if host_id else "containers that share the host's name"
+    why = f"NCCL counts {communicator.num_nodes} nodes where the log names {num_hosts} host(s): {cause}"
+    advice = "give the ranks of one host the same NCCL_HOSTID, and one container or --ipc=host --uts=host"
+    return Reason(why, advice, lines(host_id))
+
+
+def _no_shared_memory(ends: list[Process]) -> Reason:
+    level = setting(ends, "NCCL_P2P_LEVEL")
+    why = "no setting in the log forbids P2P and shared memory; usually the ranks are in containers that do not"
+    why += " share /dev/shm" + (f", and NCCL_P2P_LEVEL={level.value} excludes P2P" if level else "")
+    return Reason(why, "start the containers with --ipc=host, or one container for all GPUs of the host", lines(level))
+
+
+def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
+    found = select(communicator, lambda each: each.kind == "SHM")
+    if not found:
+        return
+    reason = _shared_memory_reason(communicator, ends_of(communicator, found))
+    advice = "nvidia-smi topo -m shows the links; where they stay slow, send fewer bytes: comm_hook=bf16"
+    yield Finding(
+        code="shared_memory",
+        severity="slow",
+        what=f"{pairs_text(pairs_of(found))} copy through host memory ({found[0].path}) instead of P2P",
+        why=reason.why,
+        advice=f"{reason.advice}; {advice}",
+        evidence=lines(found[0].line, *reason.evidence),
+    )
+
+
+def _shared_memory_reason(communicator: Communicator, ends: list[Process]) -> Reason:
+    no_p2p, level = switched_on(ends, "NCCL_P2P_DISABLE"), setting(ends, "NCCL_P2P_LEVEL")
+    notes = [each.notes["p2p_disabled"] for each in communicator.members.values() if "p2p_disabled" in each.notes]
+    if no_p2p:
+        why = f"the environment sets NCCL_P2P_DISABLE={no_p2p.value}"
+        advice = "unset it, unless P2P hangs here (then turn off PCIe ACS and the IOMMU first)"
+        return Reason(why, advice, lines(no_p2p))
+    if level and level.value.upper() in ("LOC", "0"):
+        why = f"NCCL_P2P_LEVEL={level.value} in the environment never uses P2P"
+        return Reason(why, "unset it, or NCCL_P2P_LEVEL=SYS to use P2P at any distance", lines(level))
+    if notes:
+        why = "P2P is disabled between connected GPUs: the driver refuses it, as for GeForce, in VMs and with ACS"
+        advice = "nvidia-smi topo -p2p r says which pairs; turn off PCIe ACS and the IOMMU"
+        return Reason(why, advice, lines(notes[0]))
+    limit = f"NCCL_P2P_LEVEL={level.value} in the environment" if level else "NCCL's limit for P2P"
+    why = f"these GPUs are further apart than {limit} (PCIe through the CPU), or the driver has no P2P for them"
+    if select(communicator, lambda each: each.kind == "P2P"):
+        why += "; other pairs of this host use P2P, and a ring is as slow as its slowest link"
+    return Reason(why, "nvidia-smi topo -p2p r; where it says OK, measure NCCL_P2P_LEVEL=SYS", lines(level))
+
+
+def _find_indirect(communicator: Communicator) -> Iterator[Finding]:
+    found = select(communicator, lambda each: each.kind == "P2P" and each.method.startswith("indirect"))
+    if found:
+        yield Finding(
+            code="indirect_p2p",
+            severity="slow",
+            what=f"{pairs_text(pairs_of(found))} talk through a third GPU ({found[0].path})",
+            why="they have no NVLink to each other: the third one's links carry their bytes as well",
+            advice="choose GPUs that are connected (nvidia-smi topo -m) with CUDA_VISIBLE_DEVICES",
+            evidence=lines(found[0].line),
+        )
+
+
+def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
+    rings = [
+        search
+        for member in communicator.members.values()
+        for search in member.searches
+        if search.pattern == _RING_PATTERN
+    ]
+    for search in rings:
+        if search.intra in _FAR and search.num_channels:
+            yield Finding(
+                code="far_link",
+                severity="slow",
+                what=f"the ring in a host crosses a {search.intra} link, {search.intra_gb_per_s:g} GB/s a channel",
+                why="PHB and NODE go through the CPU, SYS through the link between sockets; all GPUs share it",
+                advice="nvidia-smi topo -m; choose GPUs on one switch with CUDA_VISIBLE_DEVICES, or compress",
+                evidence=lines(search.line),
+            )
+            return
+
+
+def _find_nvls(communicator: Communicator) -> Iterator[Finding]:
+    members = list(communicator.members.values())
+    off = switched_off(processes_of(communicator), "NCCL_NVLS_ENABLE")
+    unused = next((m for m in members if "nvls_available" in m.notes and m.channels.get("nvls") == 0), None)
+    if off or (unused is not None and len(members) > 2):
+        yield Finding(
+            code="nvls_unused",
+            severity="note",
+            what="NVLink SHARP (NVLS), in which the switch adds, is not used",
+            why="the environment sets NCCL_NVLS_ENABLE=0"
+            if off
+            else "the GPUs have it, but NCCL made no channel for it; it takes NVSwitch and more than two ranks",
+            advice="unset it, unless NCCL_NVLS_ENABLE=0 was measured to be faster"
+            if off
+            else "nothing, on two GPUs a host",
+            evidence=lines(off, unused.notes["nvls_available"] if unused is not None else None),
+        )

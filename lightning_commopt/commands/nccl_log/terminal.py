@@ -1,0 +1,121 @@
+"""A log of NCCL on the terminal: what it says, then what to do about it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from lightning_commopt.commands.nccl_log.facts import Communicator, NcclLog
+from lightning_commopt.commands.nccl_log.summary import (
+    channels_of,
+    extras_of,
+    networks_of,
+    paths_of,
+    rings_of,
+    trees_of,
+    versions_of,
+)
+from lightning_commopt.text.findings import Finding, print_findings
+from lightning_commopt.text.formatting import list_some, numbers_text, ranks_text
+from lightning_commopt.text.terminal import TextTable, print_text
+
+_MOST_PAIRS = 6
+_MOST_RINGS = 4
+_MOST_RANKS = 16
+_MOST_CHOICES = 12
+_MOST_COMMUNICATORS = 4
+
+
+def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
+    """Prints communicators, the tuner's choices and settings, then all findings, each with its evidence."""
+    version = " and ".join(versions_of(log)) or "of unknown version"
+    num_files = len(log.files)
+    print_text(
+        f"NCCL {version}: {log.num_lines} lines in {num_files} file{'s' if num_files != 1 else ''}", console, "bold"
+    )
+    for file in log.silent_files:
+        print_text(f"warning: {file} has no line of NCCL", console, "yellow")
+    shown = sorted(log.communicators, key=lambda each: -len(each.members))[:_MOST_COMMUNICATORS]
+    others = [each for each in log.communicators if each not in shown]
+    for communicator in sorted(shown, key=lambda each: each.number):
+        _print_communicator(communicator, console)
+    if others:
+        sizes = list_some([each.num_ranks or "?" for each in others], _MOST_CHOICES)
+        print_text(f"{len(others)} more communicators, of {sizes} ranks: see --json", console)
+    _print_choices(log, console)
+    _print_settings(log, console)
+    console.print()
+    if not findings:
+        print_text("nothing is wrong, slow or unequal, as far as the log says", console, "green")
+    print_findings(findings, console)
+
+
+def _print_communicator(communicator: Communicator, console: Console) -> None:
+    present = len(communicator.members)
+    size = communicator.num_ranks or present
+    nodes = communicator.num_nodes or len(communicator.machines)
+    parts = [
+        f"{size} rank{'s' if size != 1 else ''}" if present == size else f"{present} of {size} ranks",
+        f"{nodes} host{'s' if nodes != 1 else ''}",
+        f"{channels_of(communicator)} channels",
+    ]
+    if networks := networks_of(communicator):
+        parts.append(f"network {' and '.join(networks)}")
+    parts += [f"{name}: {value}" for name, value in extras_of(communicator).items()]
+    console.print()
+    print_text(f"communicator {communicator.number}: {', '.join(parts)}", console, "bold")
+    for machine, ranks in communicator.machines.items():
+        print_text(f"  {' '.join(filter(None, machine)) or 'host unknown'}: {ranks_text(ranks)}", console)
+    _print_paths(communicator, console)
+    rings = list(rings_of(communicator).items())
+    for ring, channels in rings[:_MOST_RINGS]:
+        order = " ".join(map(str, ring[:_MOST_RANKS])) + (" ..." if len(ring) > _MOST_RANKS else "")
+        print_text(f"  ring on {_channels_text(channels)}: {order}", console)
+    if len(rings) > _MOST_RINGS:
+        print_text(f"  and {len(rings) - _MOST_RINGS} other rings", console)
+    for tree in trees_of(communicator)[:_MOST_RINGS]:
+        root = "root unknown" if tree.root is None else f"root {tree.root}"
+        print_text(f"  tree on {_channels_text(tree.channels)}: {root}, depth {tree.depth}", console)
+
+
+def _print_paths(communicator: Communicator, console: Console) -> None:
+    table = TextTable("path", "where", "pairs (sender > receiver)", "channels")
+    paths = paths_of(communicator)
+    for path in paths:
+        pairs = list_some([f"{sender} > {receiver}" for sender, receiver in path.pairs], _MOST_PAIRS)
+        table.add_row(path.name, path.place, pairs, str(path.num_channels))
+    if paths:
+        console.print(table)
+
+
+def _channels_text(channels: list[int]) -> str:
+    return f"channel{'s' if len(channels) > 1 else ''} {numbers_text(channels)}"
+
+
+def _print_choices(log: NcclLog, console: Console) -> None:
+    if not log.choices:
+        return
+    table = TextTable("operation", "bytes", "algorithm", "protocol", "channels", "times")
+    for choice, times in sorted(log.choices.most_common(_MOST_CHOICES), key=lambda item: item[0].num_bytes):
+        cells = (
+            choice.operation,
+            f"{choice.num_bytes}",
+            choice.algorithm,
+            choice.protocol,
+            choice.channels,
+            f"{times}",
+        )
+        table.add_row(*cells)
+    console.print()
+    print_text("the tuner's choices", console, "bold")
+    console.print(table)
+
+
+def _print_settings(log: NcclLog, console: Console) -> None:
+    settings: dict[str, set[str]] = {}
+    for process in log.processes:
+        for name, fact in process.settings.items():
+            settings.setdefault(name, set()).add(fact.value)
+    if settings:
+        shown = ", ".join(f"{name}={'|'.join(sorted(values))}" for name, values in sorted(settings.items()))
+        console.print()
+        print_text(f"environment: {shown}", console)

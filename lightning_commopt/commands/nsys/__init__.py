@@ -1,0 +1,1 @@
+"""commopt nsys: every rank under Nsight Systems."""

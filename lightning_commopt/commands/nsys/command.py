@@ -1,0 +1,42 @@
+"""The command ``commopt nsys``: parses, calls and prints."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lightning_commopt.commands.errors import errors_in_a_line
+
+
+def nsys(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="COMMAND", help="Starts one rank, such as python train.py; or begins with torchrun."),
+    ],
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on this machine; by default one for each CUDA device, at least 1.")
+    ] = None,
+    output_dir: Annotated[Path, typer.Option(help="Where the reports go, as rank_<rank>.nsys-rep.")] = Path("nsys"),
+    print_only: Annotated[bool, typer.Option("--print", help="Print the shell command, and run nothing.")] = False,
+    nsys_args: Annotated[
+        str, typer.Option(help="Further options of nsys profile, as in a shell; they replace ours of the same name.")
+    ] = "",
+) -> None:
+    """Runs COMMAND on every rank under Nsight Systems, from cudaProfilerStart to cudaProfilerStop.
+
+    Traces CUDA, NVTX, the system's calls and, where this nsys can, NCCL; --nsys-args=--trace=cuda,nvtx for less.
+    Several windows: --nsys-args=--capture-range-end=repeat:2.
+    """
+    from lightning_commopt.commands.nsys import nsys as nsight
+
+    with errors_in_a_line():
+        ranks = nsight.nsys_command(command, nproc_per_node=nproc_per_node, output_dir=output_dir, nsys_args=nsys_args)
+        if print_only:
+            typer.echo(shlex.join(ranks))
+            return
+        nsight.make_ready(output_dir, nsys_args)
+        status = nsight.run(ranks)
+    reports = ", ".join(map(str, nsight.reports(output_dir)))
+    typer.echo(f"commopt: reports: {reports}" if reports else f"commopt: {nsight.NO_REPORTS}", err=True)
+    raise typer.Exit(status)

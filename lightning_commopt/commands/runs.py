@@ -1,0 +1,111 @@
+"""Commands about runs: to profile one, and to read what they left."""
+
+import json as json_text
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lightning_commopt.commands.errors import errors_in_a_line
+from lightning_commopt.text.formatting import count
+
+
+def trace(
+    run_dir: Annotated[
+        Path, typer.Argument(help="Directory that has comm_time, where CommTimeMonitor saved its steps.")
+    ],
+    output: Annotated[Path | None, typer.Option(help="The file; by default comm_time/trace.json in RUN_DIR.")] = None,
+    first_step: Annotated[
+        int | None, typer.Option(min=0, help="Where to begin; by default at the first step that was saved.")
+    ] = None,
+    num_steps: Annotated[int, typer.Option(min=1, help="Steps from there on.")] = 100,
+) -> None:
+    """Writes a trace of the steps of all ranks, for https://ui.perfetto.dev or chrome://tracing."""
+    from lightning_commopt.measure.trace import write_trace
+
+    with errors_in_a_line():
+        written = write_trace(run_dir, output, first_step, num_steps)
+    for notice in written.notices:
+        typer.echo(f"commopt: {notice}", err=True)
+    typer.echo(
+        f"{written.path}: steps {written.first_step} to {written.last_step} of {count(written.num_ranks, 'rank')};"
+        f" {count(written.num_steps_recorded, 'step')} saved. Open it in https://ui.perfetto.dev"
+    )
+
+
+def summary(
+    run_dir: Annotated[
+        Path, typer.Argument(help="Directory that has comm_time, where CommTimeMonitor saved its steps.")
+    ],
+    num_warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="First steps to leave out; by default as many as CommTimeMonitor did.")
+    ] = None,
+) -> None:
+    """Prints what a step spent its time on, and what is worth trying: the table at the end of a fit, from its files.
+
+    Exit status 2 if RUN_DIR has no steps.
+    """
+    from lightning_commopt.measure.summary import summarize_run
+
+    with errors_in_a_line(status=2):
+        found, notices = summarize_run(run_dir, num_warmup_steps)
+    for notice in notices:
+        typer.echo(f"commopt: {notice}", err=True)
+    Console().print(found.table())
+
+
+def report(
+    dirs: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Directories of sweeps, with runs at any depth, or of runs.")
+    ],
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and write only files that --output or --csv names.")
+    ] = False,
+    csv: Annotated[Path | None, typer.Option(help="The CSV file; by default report.csv beside the page.")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Setting that the speed-ups are over, as the table calls it.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for report.html and report.csv, or the page itself; by default the first DIR that exists."
+        ),
+    ] = None,
+    earlier: Annotated[
+        Path | None,
+        typer.Option(help="Earlier sweep, or the output of --json for it: list what is slower now beyond noise."),
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of the throughput that a setting may lose since --earlier.")
+    ] = 0.05,
+) -> None:
+    """Says which plan is fastest, by how much and at what loss: on the terminal, as report.html and report.csv.
+
+    Exit status 1 if --earlier finds something that has become slower, or failed; 2 for mistakes in the arguments.
+    """
+    from lightning_commopt.report.build import build_report
+    from lightning_commopt.report.files import write_files
+    from lightning_commopt.report.outputs import finite, to_plain, write_csv
+    from lightning_commopt.report.regressions import find_regressions
+    from lightning_commopt.report.terminal import print_regressions, print_report
+
+    with errors_in_a_line(status=2):
+        found = build_report(dirs, baseline=baseline)
+        plain = to_plain(found)
+        regressions = None if earlier is None else find_regressions(plain, earlier, tolerance=tolerance)
+        if json:
+            whole = plain if regressions is None else {**plain, "regressions": finite(regressions.to_plain())}
+            typer.echo(json_text.dumps(whole, indent=2, allow_nan=False))
+        else:
+            console = Console()
+            print_report(found, console)
+            if regressions is not None:
+                print_regressions(regressions, console)
+        if output is not None or not json:
+            beside = next(folder for folder in dirs if folder.is_dir())
+            page, table = write_files(found, output or beside, csv)
+            typer.echo(f"report: {page} and {table}", err=json)
+        elif csv is not None:
+            write_csv(found, csv)
+    raise typer.Exit(1 if regressions is not None and regressions.is_worse else 0)

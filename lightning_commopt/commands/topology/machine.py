@@ -1,0 +1,162 @@
+"""The GPUs and NICs of a machine, and what lies between each two of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import NamedTuple
+
+from lightning_commopt.text.formatting import runs_of
+
+KINDS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
+"""What lies between two devices, the fastest first, as ``nvidia-smi topo`` calls it."""
+
+_FORMER = {"PSB": "PIX", "SOC": "SYS"}
+_WORD = re.compile(r"NV(?P<num_nvlinks>[1-9]\d{0,2})|PIX|PXB|PHB|NODE|SYS|PSB|SOC")
+_RDMA = re.compile(r"(NIC\d|mlx|bnxt_re|irdma|hfi|efa|rdma|roce|ib|erdma|hns|qedr|mana)", re.IGNORECASE)
+
+
+class TopologyError(ValueError):
+    """What was given is no topology, or this machine has none to read; one line."""
+
+
+class Link(NamedTuple):
+    """What lies between two devices.
+
+    Attributes:
+        kind: one of `KINDS`.
+        num_nvlinks: links side by side; 0 where it is not NVLink.
+    """
+
+    kind: str
+    num_nvlinks: int = 0
+
+    @property
+    def distance(self) -> int:
+        """Its place in `KINDS`."""
+        return KINDS.index(self.kind)
+
+    def __str__(self) -> str:
+        return f"NV{self.num_nvlinks}" if self.kind == "NV" else self.kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU.
+
+    Attributes:
+        label: ``GPU0``, as in the matrix.
+        name: the maker's; None where the source does not say.
+        bus_id: such as ``0000:07:00.0``; likewise.
+        numa_node: that it is on; likewise.
+        cpus: cores that are near; empty where the source does not say.
+        pcie_width: lanes in use; None where the source does not say.
+    """
+
+    label: str
+    name: str | None = None
+    bus_id: str | None = None
+    numa_node: int | None = None
+    cpus: frozenset[int] = frozenset()
+    pcie_width: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nic:
+    """A network adapter.
+
+    Attributes:
+        label: in the matrix, such as ``NIC0`` or ``mlx5_0``.
+        name: such as ``mlx5_0``.
+        numa_node: that it is on; None where the source does not say.
+        bytes_per_s: nominal, one way; likewise.
+    """
+
+    label: str
+    name: str
+    numa_node: int | None = None
+    bytes_per_s: float | None = None
+
+    @property
+    def can_rdma(self) -> bool:
+        """Whether its name is one of an RDMA adapter."""
+        return _RDMA.match(self.name) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine's topology.
+
+    Attributes:
+        source: where it is from, for people.
+        gpus: in their order.
+        nics: likewise.
+        links: by two labels, in either order; see `link`. Pairs that the source does not tell are missing.
+        has_nvlink_column: False for ``nvidia-smi topo -mp``, which leaves NVLink out.
+        processes: cores that each process on a GPU may use: label, process id, cores.
+        notices: what was unclear in the source.
+    """
+
+    source: str
+    gpus: tuple[Gpu, ...]
+    nics: tuple[Nic, ...] = ()
+    links: Mapping[frozenset[str], Link] = field(default_factory=dict)
+    has_nvlink_column: bool = True
+    processes: tuple[tuple[str, int, frozenset[int]], ...] = ()
+    notices: tuple[str, ...] = ()
+
+    def link(self, one: str, other: str) -> Link | None:
+        """Returns what lies between two labels; None where the source does not say."""
+        return self.links.get(frozenset((one, other)))
+
+    def gpu_pairs(self) -> list[tuple[str, str]]:
+        """Returns each two GPUs, once."""
+        return list(combinations([gpu.label for gpu in self.gpus], 2))
+
+    def nearest_nics(self, gpu: str) -> tuple[Link | None, list[Nic]]:
+        """Returns the adapters that are nearest to a GPU, and how near."""
+        found = [(link, nic) for nic in self.nics if (link := self.link(gpu, nic.label)) is not None]
+        if not found:
+            return None, []
+        nearest = min((link for link, _ in found), key=lambda link: link.distance)
+        return nearest, [nic for link, nic in found if link == nearest]
+
+
+def parse_link(word: str) -> Link | None:
+    """Reads a cell of the matrix; None for what is no link.
+
+    >>> parse_link("NV12"), parse_link("SOC"), parse_link("N/A")
+    (Link(kind='NV', num_nvlinks=12), Link(kind='SYS', num_nvlinks=0), None)
+    """
+    found = _WORD.fullmatch(word)
+    if found is None:
+        return None
+    if found["num_nvlinks"]:
+        return Link("NV", int(found["num_nvlinks"]))
+    return Link(_FORMER.get(word, word))
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Reads a list of cores as Linux writes it; empty for anything else.
+
+    >>> sorted(parse_cpus("0-2,8"))
+    [0, 1, 2, 8]
+    """
+    cpus: set[int] = set()
+    if not re.fullmatch(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", text):
+        return frozenset()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def cpus_text(cpus: Iterable[int]) -> str:
+    """Writes cores as Linux does.
+
+    >>> cpus_text([0, 1, 2, 8])
+    '0-2,8'
+    """
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs_of(cpus))

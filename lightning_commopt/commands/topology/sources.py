@@ -1,0 +1,125 @@
+"""Where a topology comes from: a file that somebody sent, or this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from lightning_commopt.commands.topology.machine import Machine, TopologyError
+from lightning_commopt.commands.topology.nccl_xml import read_nccl_xml
+from lightning_commopt.commands.topology.nvml import read_nvml
+from lightning_commopt.commands.topology.smi_text import read_smi_text
+
+_MOST_BYTES = 64 << 20
+_LIMIT_S = 60
+
+
+def read_file(path: Path) -> Machine:
+    """Reads text of ``nvidia-smi topo -m`` or XML of ``NCCL_TOPO_DUMP_FILE``, whatever stands around it.
+
+    Raises:
+        OSError: the file cannot be read.
+        TopologyError: there is no topology in it.
+    """
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES)
+    return read_content(content, str(path))
+
+
+def read_content(content: bytes, source: str) -> Machine:
+    """Reads the content of such a file.
+
+    Args:
+        content: in UTF-8, or UTF-16 with a byte order mark, as PowerShell writes it.
+        source: its name, for people.
+
+    Raises:
+        TopologyError: there is no topology in it.
+    """
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        text = content.decode("utf-16", errors="replace")
+    elif b"\0" in content:
+        raise TopologyError(f"{source}: not a text file")
+    else:
+        text = content.decode("utf-8-sig", errors="replace")
+    if not text.strip():
+        raise TopologyError(f"{source}: the file is empty")
+    return read_nccl_xml(text, source) if "<system" in text else read_smi_text(text, source)
+
+
+def read_machine(source: str = "auto", environment: Mapping[str, str] = os.environ) -> Machine:
+    """Reads the topology of this machine; of a rank under a launcher also which cores it may use.
+
+    Args:
+        source: ``nvml``, ``nvidia-smi``, or ``auto`` for the first of them that works.
+        environment: with ``LOCAL_RANK`` or ``SLURM_LOCALID`` in a rank.
+
+    Raises:
+        TopologyError: there is no GPU, or no tool that could tell.
+        ValueError: there is no such source.
+    """
+    if source not in (*_SOURCES, "auto"):
+        raise ValueError(f"--source must be auto, {' or '.join(_SOURCES)}, got {source!r}")
+    refusals = []
+    for name in _SOURCES if source == "auto" else (source,):
+        try:
+            return _with_own_rank(_SOURCES[name](), environment)
+        except (TopologyError, ImportError) as error:
+            refusals.append(str(error))
+    raise TopologyError(
+        f"no GPU to be found here ({'; '.join(refusals)}); --from FILE reads another machine's topology"
+    )
+
+
+def local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Returns which of a host's ranks this process is; None without a launcher."""
+    text = environment.get("LOCAL_RANK") or environment.get("SLURM_LOCALID") or ""
+    return int(text) if text.isdecimal() else None
+
+
+def read_nvidia_smi() -> Machine:
+    """Runs ``nvidia-smi topo -m``, and ``nvidia-smi -L`` for names.
+
+    Raises:
+        TopologyError: there is no such program, or it fails.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        raise TopologyError("nvidia-smi is not on PATH")
+    return read_smi_text(f"{_output(program, 'topo', '-m')}\n{_output(program, '-L')}", "nvidia-smi topo -m")
+
+
+def _with_own_rank(machine: Machine, environment: Mapping[str, str]) -> Machine:
+    """Adds this process as the one on the GPU of its local rank, in a process of a launcher."""
+    rank = local_rank(environment)
+    if rank is None:
+        return machine
+    labels = [gpu.label for gpu in machine.gpus]
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if all(number.strip().isdecimal() for number in visible):
+        labels = [f"GPU{int(number)}" for number in visible]
+    # A launcher that gives each rank one GPU shows it no other.
+    label = labels[0 if len(labels) == 1 else min(rank, len(labels) - 1)]
+    own = (label, os.getpid(), frozenset(os.sched_getaffinity(0)))
+    return dataclasses.replace(machine, processes=(*machine.processes, own))
+
+
+def _output(program: str, *arguments: str) -> str:
+    try:
+        ran = subprocess.run(
+            (program, *arguments), stdin=subprocess.DEVNULL, capture_output=True, timeout=_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise TopologyError(f"nvidia-smi: {error}") from None
+    output = ran.stdout.decode(errors="replace")
+    if ran.returncode != 0:
+        said = " ".join((output + ran.stderr.decode(errors="replace")).split())
+        raise TopologyError(f"nvidia-smi {' '.join(arguments)}: {said[:200] or f'status {ran.returncode}'}")
+    return output
+
+
+_SOURCES: Mapping[str, Callable[[], Machine]] = {"nvml": read_nvml, "nvidia-smi": read_nvidia_smi}

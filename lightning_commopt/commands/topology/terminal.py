@@ -1,0 +1,129 @@
+"""A topology on the terminal: the matrix, what its words mean, what to expect, and what hurts."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from lightning_commopt.commands.topology.expectations import expect_all_reduce
+from lightning_commopt.commands.topology.machine import Gpu, Machine, Nic, cpus_text
+from lightning_commopt.commands.topology.rings import find_ring
+from lightning_commopt.commands.topology.summary import Pair, by_link, by_node, gpu_pairs, nic_pairs
+from lightning_commopt.text.findings import Finding, print_findings
+from lightning_commopt.text.formatting import count
+from lightning_commopt.text.terminal import TextTable, print_text
+
+_COLORS = {"NV": "green", "PIX": "cyan", "PXB": "cyan", "PHB": "yellow", "NODE": "yellow", "SYS": "red"}
+_MOST_PAIRS = 6
+
+
+def print_topology(machine: Machine, findings: list[Finding], console: Console) -> None:
+    """Prints all of it."""
+    names = dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name is not None)
+    kind = f" ({', '.join(names)})" if names else ""
+    print_text(
+        f"{machine.source}: {count(len(machine.gpus), 'GPU')}{kind}, {count(len(machine.nics), 'NIC')}", console, "bold"
+    )
+    for notice in machine.notices:
+        print_text(f"note: {notice}", console, "yellow")
+    console.print()
+    _print_matrix(machine, {gpu.label: gpu.label for gpu in machine.gpus}, console)
+    if machine.nics:
+        console.print()
+        _print_nics(machine, console)
+    console.print()
+    _print_nodes(machine, console)
+    _print_links("between GPUs", gpu_pairs(machine), console)
+    _print_links("between GPU and NIC", _nearest(machine), console)
+    ring = find_ring(machine)
+    if ring is not None:
+        worst = ring.worst.replace("NV", "NVLink")
+        print_text(
+            f"ring: {' '.join(label.removeprefix('GPU') for label in ring.labels)}, slowest link {worst}", console
+        )
+    if (all_reduce := expect_all_reduce(machine)) is not None:
+        print_text(f"expect: {all_reduce.text} [{all_reduce.source}]", console, "dim")
+    console.print()
+    if not findings:
+        print_text("nothing here hurts, as far as the topology says", console, "green")
+    print_findings(findings, console)
+
+
+def _print_matrix(machine: Machine, columns: dict[str, str], console: Console) -> None:
+    """Prints the link from each GPU to each device.
+
+    Args:
+        machine: that they are in.
+        columns: labels of the devices, by heading.
+        console: to print on.
+    """
+    rows = {gpu.label: [_word(machine, gpu.label, other) for other in columns.values()] for gpu in machine.gpus}
+    width = max(5, *(len(text) + 1 for text in (*rows, *columns)))
+    if console.is_terminal and width * (1 + len(columns)) > console.width:
+        table = TextTable("", *columns, has_rules=False)
+        for label, words in rows.items():
+            table.add_row(label, *words)
+        console.print(table)
+        return
+    lines = [Text("").join([Text("".ljust(width)), *(Text(heading.ljust(width)) for heading in columns)])]
+    for label, words in rows.items():
+        padded = [Text(word.plain.ljust(width), word.style) for word in words]
+        lines.append(Text.assemble((label.ljust(width), "bold"), *padded))
+    lines[0].stylize("bold")
+    for line in lines:
+        line.rstrip()
+        print_text(line, console)
+
+
+def _print_nics(machine: Machine, console: Console) -> None:
+    """Prints adapters as columns of their own matrix, whose heads are numbers: their names are long."""
+    headings = {f"NIC{index}": nic for index, nic in enumerate(machine.nics)}
+    _print_matrix(machine, {heading: nic.label for heading, nic in headings.items()}, console)
+    named = [f"{heading} {_nic_text(nic)}" for heading, nic in headings.items()]
+    print_text(", ".join(named), console, "dim")
+
+
+def _nic_text(nic: Nic) -> str:
+    return nic.name if nic.bytes_per_s is None else f"{nic.name} ({nic.bytes_per_s * 8 / 1e9:.0f} Gbit/s)"
+
+
+def _word(machine: Machine, one: str, other: str) -> Text:
+    if one == other:
+        return Text("x", "dim")
+    link = machine.link(one, other)
+    return Text("?", "dim") if link is None else Text(str(link), _COLORS[link.kind])
+
+
+def _print_nodes(machine: Machine, console: Console) -> None:
+    for node, gpus in by_node(machine).items():
+        cores = cpus_text(frozenset[int]().union(*(gpu.cpus for gpu in gpus)))
+        place = "NUMA node unknown" if node is None else f"NUMA node {node}"
+        print_text(
+            f"{place}: {', '.join(_gpu_text(machine, gpu) for gpu in gpus)}{f'; cores {cores}' if cores else ''}",
+            console,
+        )
+
+
+def _gpu_text(machine: Machine, gpu: Gpu) -> str:
+    link, nics = machine.nearest_nics(gpu.label)
+    near = ", ".join(nic.name for nic in nics[:2]) + (" ..." if len(nics) > 2 else "")
+    return gpu.label if link is None or link.distance > 2 else f"{gpu.label} near {near}"
+
+
+def _nearest(machine: Machine) -> list[Pair]:
+    """Returns each GPU with the adapters that are nearest to it."""
+    near = {(gpu.label, nic.label) for gpu in machine.gpus for nic in machine.nearest_nics(gpu.label)[1]}
+    return [pair for pair in nic_pairs(machine) if (pair.one, pair.other) in near]
+
+
+def _print_links(title: str, pairs: list[Pair], console: Console) -> None:
+    for link, alike in by_link(pairs).items():
+        shown = (
+            ", ".join(f"{pair.one}-{pair.other}" for pair in alike)
+            if len(alike) <= _MOST_PAIRS
+            else f"{len(alike)} pairs"
+        )
+        first = alike[0]
+        text = Text.assemble((f"{link}", _COLORS[link.kind]), f" {title}: {first.meaning} ({shown})")
+        print_text(text, console)
+        print_text(f"  expect: {first.expectation.text} [{first.expectation.source}]", console, "dim")

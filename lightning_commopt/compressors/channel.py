@@ -1,0 +1,217 @@
+"""Collectives over one process group, with a count of the bytes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commopt.compat.torch import sparse_values
+
+
+class Pending:
+    """A running collective.
+
+    Args:
+        tensor: where its result arrives.
+        works: to wait for.
+        finish: makes the result from what has arrived; None if it is the result.
+
+    Attributes:
+        is_followed: others of the same bucket are under way when this one has arrived.
+    """
+
+    def __init__(
+        self, tensor: Tensor, works: Sequence[dist.Work | None], finish: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.is_followed = False
+        self._tensor = tensor
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """Returns the result.
+
+        For CPU tensors it blocks until the collective is done. For CUDA tensors over NCCL it only makes the
+        current stream wait.
+        """
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        return self._tensor if self._finish is None else self._finish(self._tensor)
+
+
+@dataclass
+class _Traffic:
+    """What was sent, in halves of an all-reduce's bytes."""
+
+    half_bytes: int = 0
+
+
+class Channel:
+    """The collectives that compressors may use, over one process group.
+
+    Args:
+        group: of the ranks.
+        within: the ranks of this node, if the group is divided into nodes.
+        across: the ranks of all nodes that have this rank's place in theirs, if the group is divided into nodes.
+
+    Attributes:
+        size: number of ranks in the group.
+        rank: of this process in the group.
+        within: a channel over the ranks of this node, or None.
+        across: a channel over this rank's peers on all nodes, or None.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        within: dist.ProcessGroup | None = None,
+        across: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.within = Channel(within) if within is not None else None
+        self.across = Channel(across) if across is not None else None
+        self._traffic = _Traffic()
+        self._scratch: dict[str, Tensor] = {}
+        self._lanes: tuple[Channel, Channel] | None = None
+        self._backends = backends_of(group)
+        self._global_ranks = dist.get_process_group_ranks(group)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has handed to collectives so far, in terms of an all-reduce.
+
+        The two halves of an all-reduce (reduce-scatter or all-to-all, and all-gather) move half as much as it does:
+        they count half. What stays within a node is not counted here, but in ``within``.
+        """
+        return self._traffic.half_bytes // 2 + (self.across.bytes_sent if self.across is not None else 0)
+
+    def lanes(self) -> tuple[Channel, Channel]:
+        """Returns two channels over this group, whose bytes count here, with scratch memory of their own.
+
+        A compressor that has two collectives under way uses one for each.
+        """
+        if self._lanes is None:
+            self._lanes = self._lane(), self._lane()
+        return self._lanes
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns uninitialized memory for a message; the next bucket gets the same memory.
+
+        On CPU fresh memory would cost as much as a message's arithmetic: the system clears it page by page.
+
+        Args:
+            name: what it is for; a bucket may have one of each.
+            shape: of what is needed.
+            dtype: of its elements.
+            device: where.
+        """
+        if device.type != "cpu":  # torch keeps memory there by itself
+            return torch.empty(shape, dtype=dtype, device=device)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if name not in self._scratch or self._scratch[name].numel() < num_bytes:
+            self._scratch[name] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return self._scratch[name][:num_bytes].view(dtype).view(shape)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Starts to sum ``tensor`` over the ranks, in place.
+
+        Args:
+            tensor: any shape and dtype that the group's backend sums; dense, or sparse where the backend can.
+        """
+        self._traffic.half_bytes += 2 * sparse_values(tensor).nbytes
+        return Pending(tensor, [dist.all_reduce(tensor, group=self._group, async_op=True)])
+
+    def reduce_scatter(self, message: Tensor) -> Pending:
+        """Starts to sum ``message`` over the ranks; the result ``(s,)`` is the row of this rank.
+
+        Args:
+            message: ``(W, s)`` of a dtype that the group's backend sums, contiguous.
+        """
+        if self._is_gloo(message):  # which has no such collective in all versions
+            pending = self.all_to_all(message)
+            return Pending(pending._tensor, pending._works, lambda received: received.sum(0))
+        self._traffic.half_bytes += message.nbytes
+        row = message.new_empty(message.shape[1])
+        return Pending(row, [dist.reduce_scatter_tensor(row, message, group=self._group, async_op=True)])
+
+    def all_to_all(self, message: Tensor) -> Pending:
+        """Starts to send row ``i`` of ``message`` to rank ``i``; its row ``i`` becomes the result's row of this rank.
+
+        Args:
+            message: ``(W, s)`` of any dtype, contiguous.
+
+        Returns:
+            In scratch memory, good until the next bucket.
+        """
+        self._traffic.half_bytes += message.nbytes
+        received = self.scratch("all_to_all", tuple(message.shape), message.dtype, message.device)
+        if self._is_gloo(message) and not message.is_cuda:
+            return Pending(received, self._swap(list(message), list(received)))
+        work = dist.all_to_all_single(_as_bytes(received), _as_bytes(message), group=self._group, async_op=True)
+        return Pending(received, [work])
+
+    def all_gather(self, part: Tensor) -> Pending:
+        """Starts to send ``part`` to all ranks; the result ``(W, s)`` has one row of each.
+
+        Args:
+            part: ``(s,)`` of any dtype, contiguous.
+
+        Returns:
+            In scratch memory, good until the next bucket.
+        """
+        gathered = self.scratch("all_gather", (self.size, part.numel()), part.dtype, part.device)
+        self._traffic.half_bytes += gathered.nbytes
+        if self._is_gloo(part) and not part.is_cuda:
+            return Pending(gathered, self._swap([part] * self.size, list(gathered)))
+        work = dist.all_gather_into_tensor(_as_bytes(gathered), _as_bytes(part), group=self._group, async_op=True)
+        return Pending(gathered, [work])
+
+    def _is_gloo(self, tensor: Tensor) -> bool:
+        return self._backends.get(tensor.device.type) == "gloo"
+
+    def _lane(self) -> Channel:
+        lane = copy.copy(self)
+        lane._scratch = {}
+        return lane
+
+    def _swap(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[dist.Work | None]:
+        """Sends to and receives from every rank at once.
+
+        gloo's own all-to-all and all-gather use a link in one direction at a time: a rank that sends before it has
+        asked for its peer's message asks only behind its own. Here all ask first.
+        """
+        incoming[self.rank].copy_(outgoing[self.rank])
+        works = []
+        for distance in range(1, self.size):
+            source = (self.rank - distance) % self.size
+            works.append(dist.irecv(_as_bytes(incoming[source]), self._global_ranks[source], group=self._group))
+        for distance in range(1, self.size):
+            target = (self.rank + distance) % self.size
+            works.append(dist.isend(_as_bytes(outgoing[target]), self._global_ranks[target], group=self._group))
+        return works
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Returns a view that any backend can send; ``(n,)``."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """Returns the backend that a group has for each kind of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
+
+    ``dist.get_backend`` returns what the group was made with: a name, or pairs such as "cuda:nccl".
+
+    Args:
+        group: None for the default group.
+    """
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}

@@ -1,0 +1,193 @@
+"""Arithmetic of an average whose two transfers are blocks of int8 or int4 with one scale each.
+
+A rank encodes its gradients, one shard for each peer (`encode`); after an all-to-all it averages its own shard and
+rounds the mean again (`reduce`); after an all-gather it has the whole mean (`decode`). The collectives are the
+caller's. `undo_reduce` and `undo` bring the residual back when the step turned out not to be finite.
+
+Shapes, formats and messages: as in `blockwise_format`.
+
+Per block, with ``top`` its largest magnitude, in float32 and with one rounding an operation::
+
+    scale = max(top * K, 2**-126), 0 where top is 0
+
+8 bits::
+
+    codes = round(c * (1 / scale))                     half to even, in [-127, 127]; K is 1/127 less 2**-22 of it
+
+One rounding is off by at most ``0.50005 * scale``, which is at most ``max(top / 253.9, 2**-127)``. The floor keeps
+``1 / scale`` finite, and K is so small that no decoded magnitude exceeds ``top``.
+
+4 bits: codes ``k`` stand for ``k (|k| + 4)``, so that steps grow from 5 near zero to 19 at the ends: 0, 5, 12, 21, 32,
+45, 60, 77 and, on one side, 96. Blocks of gradients have few large elements, and Adam divides by the size of each: the
+small ones need precision of their own. The scale is cut to bfloat16, and has the sign that gives the largest magnitude
+the code -8::
+
+    codes = round(sqrt(|c| / scale + 3.75) - 2)        the nearest level; with the sign of c / scale, at most 7
+
+One rounding is off by at most ``top / 10`` in the direction of ``top`` and ``top / 5`` against it.
+
+A block with a NaN or an infinity has one as its scale, and its codes mean nothing.
+
+Example, 8 bits, B = 4: ``[1, -0.5, 0.1, 0]`` has scale 0.007874 and codes ``[127, -64, 13, 0]``, and decodes to
+``[1, -0.5039, 0.1024, 0]``; ``[0, 0.0039, -0.0024, 0]`` stay in the residual. 4 bits: it has scale -0.01038 and codes
+``[-8, 5, -2, 0]``, and decodes to ``[0.9961, -0.4669, 0.1245, 0]``.
+
+All forms, in plain torch, Triton and C,
+multiply and add with one rounding where a sum follows a product, in plain torch wherever its vectors do that (AVX2,
+AVX-512). There they give the same bits, but for the last one of a residual; elsewhere means differ in the last bit, and
+codes by one where ``c / scale`` is half way between two. Blocks of less than 32 are slow in plain torch on CPU, which
+does not vectorise maxima over so few.
+
+Source: blocks as in Dettmers et al., 8-bit Optimizers (arXiv:2110.02861); there 8-bit levels grow by a table, here 8
+bits are even and 4 bits quadratic; two quantized transfers around a float32 sum as in Wang et al., ZeRO++
+(arXiv:2306.10209), we keep what is rounded off.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
+from lightning_commopt.compressors.kernels.blockwise_stretches import (
+    Scratch,
+    add_finite,
+    average_shares,
+    fill,
+    find_scales,
+    is_whole,
+    put_finite,
+    read_levels,
+    stretches,
+    write_codes,
+)
+from lightning_commopt.compressors.kernels.dispatch import also_in
+
+
+@also_in("triton", "c")
+def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format: BlockFormat) -> None:
+    """Writes ``c = flat + residual`` to ``message``, one row for each peer; what is rounded off is the new residual.
+
+    Args:
+        flat: ``(n,)`` any floating dtype; left as it was. Beyond the range of float32 it counts as infinite.
+        residual: ``(n,)`` float32 or bfloat16, or None for zeros that stay zeros. Blocks that are not finite keep it.
+        message: ``(W, shard_bytes)`` uint8.
+        block_format: of the blocks.
+    """
+    parts = block_format.split_for(flat, message)
+    assert residual is None or residual.shape == flat.shape
+    scratch = Scratch.like(parts, block_format)
+    for elements, codes, scales in stretches(parts, len(scratch.stretch), block_format.block_size):
+        before, shape = None if residual is None else residual[elements], (len(codes), block_format.block_size)
+        corrected = fill(flat[elements], before, shape, scratch.stretch)
+        found = find_scales(block_format, corrected, scratch)
+        scales.copy_(found)
+        if before is None:
+            write_codes(block_format, corrected, codes, found, scratch, rest=None)
+        elif is_whole(before, shape) and found.amax().isfinite():
+            write_codes(block_format, corrected, codes, found, scratch, rest=before.view(shape))
+        else:
+            write_codes(block_format, corrected, codes, found, scratch, rest=corrected)
+            put_finite(corrected, found, before)
+
+
+@also_in("triton", "c")
+def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None, block_format: BlockFormat) -> None:
+    """Averages what all ranks sent of one shard, and rounds the mean to ``mean_message``.
+
+    Each rank's share is divided by ``W`` before it is added, so that the sum overflows no earlier than a share.
+
+    Args:
+        received: ``(W, shard_bytes)`` uint8.
+        mean_message: ``(shard_bytes,)`` uint8.
+        residual_shard: ``(<= s,)`` this rank's residual in its shard, shorter or empty where the bucket ends, or None.
+            ``W`` times what was rounded off is added, so that the mean residual grows by what the mean lost; blocks
+            that are not finite keep it.
+        block_format: of the blocks.
+    """
+    shares, mean = block_format.split(received), block_format.split(mean_message)
+    assert shares.codes.shape[1:] == mean.codes.shape[1:]
+    scratch = Scratch.like(mean, block_format)
+    for elements, codes, scales in stretches(mean, len(scratch.stretch), block_format.block_size):
+        average = average_shares(block_format, shares, elements, scratch)
+        found = find_scales(block_format, average, scratch)
+        scales.copy_(found)
+        write_codes(block_format, average, codes, found, scratch, rest=None if residual_shard is None else average)
+        if residual_shard is not None:
+            add_finite(average, found, residual_shard[elements], len(received))
+
+
+@also_in("triton", "c")
+def decode(message: Tensor, flat: Tensor, block_format: BlockFormat) -> None:
+    """Decodes ``message`` into ``flat``.
+
+    Args:
+        message: ``(W, shard_bytes)`` uint8, the ``mean_message`` of every rank.
+        flat: ``(n,)`` any floating dtype.
+        block_format: of the blocks.
+    """
+    parts = block_format.split_for(flat, message)
+    scratch = Scratch.like(parts, block_format)
+    for elements, codes, scales in stretches(parts, len(scratch.chunk), block_format.block_size):
+        part, shape = flat[elements], (len(codes), block_format.block_size)
+        whole = is_whole(part, shape)
+        blocks = part.view(shape) if whole else scratch.chunk[: len(codes)]
+        read_levels(block_format, codes, blocks).mul_(scales.float().unsqueeze(1))
+        if not whole:
+            part.copy_(blocks.view(-1)[: part.numel()])
+
+
+def is_finite(message: Tensor, block_format: BlockFormat) -> Tensor:
+    """Returns whether all values in ``message`` ``(W, shard_bytes)`` are finite: 0-dim bool, from its scales."""
+    return block_format.split(message).scales.amax().isfinite()
+
+
+@also_in("triton")
+def undo(flat: Tensor, residual: Tensor, message: Tensor, finite: Tensor, block_format: BlockFormat) -> None:
+    """Brings ``residual`` back to what it was before `encode`, up to a rounding of ``flat + residual``.
+
+    Args:
+        flat: ``(n,)`` as `encode` had it: undo first, then decode the mean over it.
+        residual: ``(n,)`` as `encode` left it; updated in place.
+        message: ``(W, shard_bytes)`` uint8 as `encode` left it.
+        finite: 0-dim bool: whether the step was finite, so that nothing is to be done. On CUDA the host does
+            not wait for it.
+        block_format: of the blocks.
+    """
+    parts = block_format.split_for(flat, message)
+    assert residual.shape == flat.shape
+    if finite:
+        return
+    scratch = Scratch.like(parts, block_format)
+    for elements, codes, scales in stretches(parts, len(scratch.stretch), block_format.block_size):
+        sent = read_levels(block_format, codes, scratch.stretch[: len(codes)]).mul_(scales.float().unsqueeze(1))
+        values = sent.view(-1)[: flat[elements].numel()]
+        values.add_(residual[elements]).sub_(flat[elements])
+        put_finite(sent, scales, residual[elements])
+
+
+@also_in("triton")
+def undo_reduce(
+    received: Tensor, mean_message: Tensor, residual_shard: Tensor, finite: Tensor, block_format: BlockFormat
+) -> None:
+    """Takes back, up to a rounding, what `reduce` added to ``residual_shard``. To be called before `undo`.
+
+    The mean is computed anew: steps that are finite need no memory for what to take back.
+
+    Args:
+        received: ``(W, shard_bytes)`` uint8 as `reduce` had it.
+        mean_message: ``(shard_bytes,)`` uint8 as `reduce` left it.
+        residual_shard: ``(<= s,)`` as `reduce` left it; updated in place.
+        finite: 0-dim bool: whether the step was finite, so that nothing is to be done. On CUDA the host does
+            not wait for it.
+        block_format: of the blocks.
+    """
+    shares, mean = block_format.split(received), block_format.split(mean_message)
+    if finite:
+        return
+    scratch = Scratch.like(mean, block_format)
+    for elements, codes, scales in stretches(mean, len(scratch.stretch), block_format.block_size):
+        lost = average_shares(block_format, shares, elements, scratch)
+        levels = read_levels(block_format, codes, torch.empty_like(lost))
+        lost.addcmul_(levels, scales.float().unsqueeze(1), value=-1)
+        add_finite(lost, scales, residual_shard[elements], -len(received))

@@ -1,0 +1,59 @@
+"""The operations of `blockwise` in C, for float32 on CPU; what they do is defined there."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
+from lightning_commopt.compressors.kernels.c_library import call
+
+_LONGEST_BLOCK = 256
+_SHORTEST_INT4_BLOCK = 32
+
+
+def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format: BlockFormat) -> object:
+    """Writes ``flat + residual`` to ``message``; what is rounded off is the new residual."""
+    bits, block_size = block_format
+    if not _has_loops_for(block_format):
+        return NotImplemented
+    for row, (codes, scales) in enumerate(zip(*block_format.split_for(flat, message), strict=True)):
+        start, numel = _span(row, len(scales) * block_size, flat)
+        its_residual = None if residual is None else residual[start:]
+        call("encode", bits, numel, len(scales), block_size, flat[start:], its_residual, codes, scales)
+    return None
+
+
+def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None, block_format: BlockFormat) -> object:
+    """Averages what was ``received`` to ``mean_message``; what is rounded off is added to ``residual_shard``."""
+    bits, block_size = block_format
+    if not _has_loops_for(block_format):
+        return NotImplemented
+    shares, mean = block_format.split(received), block_format.split(mean_message)
+    world_size, num_blocks = shares.scales.shape
+    numel = 0 if residual_shard is None else residual_shard.numel()
+    stride = shares.codes.stride(0)
+    call("reduce", bits, world_size, stride, numel, num_blocks, block_size, shares.codes, residual_shard, *mean)
+    return None
+
+
+def decode(message: Tensor, flat: Tensor, block_format: BlockFormat) -> object:
+    """Decodes ``message`` into ``flat``."""
+    bits, block_size = block_format
+    if not _has_loops_for(block_format):
+        return NotImplemented
+    for row, (codes, scales) in enumerate(zip(*block_format.split_for(flat, message), strict=True)):
+        start, numel = _span(row, len(scales) * block_size, flat)
+        call("decode", bits, numel, len(scales), block_size, codes, scales, flat[start:])
+    return None
+
+
+def _has_loops_for(block_format: BlockFormat) -> bool:
+    return (
+        block_format.bits == 8 or block_format.block_size >= _SHORTEST_INT4_BLOCK
+    ) and block_format.block_size <= _LONGEST_BLOCK
+
+
+def _span(row: int, shard_numel: int, flat: Tensor) -> tuple[int, int]:
+    """Returns where the elements of a row begin in a bucket, and how many there are."""
+    start = min(row * shard_numel, flat.numel())
+    return start, min(shard_numel, flat.numel() - start)

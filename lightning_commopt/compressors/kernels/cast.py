@@ -1,0 +1,94 @@
+"""Rounding to a narrower dtype, and what that drops.
+
+With ``c = flat + residual``, what is sent of it is ``rounded(c * scale)``, and what stays behind for the next step is
+``c - rounded(c * scale) / scale``. Example in bfloat16, whose numbers above 0.5 are 2**-8 apart, with ``scale = 0.5``:
+``flat = [1]`` and ``residual = [2**-10]`` send ``[0.5]`` and keep ``[2**-10]``.
+
+Plain torch forms, which define the operations and run on CPU in chunks that stay in its cache, so that a bucket passes
+through memory once. On CUDA one fused kernel each, with the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.kernels.chunks import CHUNK_NUMEL, add_up, wide_dtype
+from lightning_commopt.compressors.kernels.dispatch import also_in
+
+
+@also_in("triton")
+def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> None:
+    """Rounds ``(flat + residual) * scale`` to the dtype of ``out``.
+
+    Args:
+        flat: ``(n,)`` floating point; left as it was.
+        residual: ``(n,)`` floating point, or None for zeros; left as it was.
+        scale: factor.
+        out: ``(n,)`` narrower floating point.
+    """
+    scratch = flat.new_empty(min(CHUNK_NUMEL, flat.numel()), dtype=wide_dtype(flat.dtype))
+    for start in range(0, flat.numel(), CHUNK_NUMEL):
+        chunk = slice(start, start + CHUNK_NUMEL)
+        part = flat[chunk]
+        added = None if residual is None else residual[chunk]
+        out[chunk].copy_(add_up(part, added, scratch[: part.numel()]).mul_(scale))
+
+
+def sum_rows(rows: Tensor, out: Tensor) -> None:
+    """Adds up the rows, first to last, in the dtype of ``out``.
+
+    Args:
+        rows: ``(W, s)`` floating point.
+        out: ``(s,)`` wider floating point; overwritten.
+    """
+    if rows.is_cuda:
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
+        return
+    scratch = out.new_empty(min(CHUNK_NUMEL, out.numel()))
+    for start in range(0, out.numel(), CHUNK_NUMEL):
+        part = out[start : start + CHUNK_NUMEL]
+        part.copy_(rows[0, start : start + CHUNK_NUMEL])
+        for row in rows[1:]:
+            part.add_(scratch[: part.numel()].copy_(row[start : start + CHUNK_NUMEL]))
+
+
+@also_in("triton")
+def widen(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Tensor) -> None:
+    """Writes what `narrow` dropped to ``residual``, if the step was finite, and then the mean to ``flat``.
+
+    Args:
+        flat: ``(n,)`` as `narrow` had it; overwritten.
+        residual: ``(n,)`` as `narrow` had it; updated in place.
+        mean: ``(n,)`` what came of all that was sent, in the dtype of ``out`` in `narrow`.
+        scale: as `narrow` had it.
+        finite: 0-dim bool; if it is false, ``residual`` stays. On CUDA the host does not wait for it.
+    """
+    if not finite:
+        flat.copy_(mean)
+        return
+    corrected, scaled = flat.new_empty(2, min(CHUNK_NUMEL, flat.numel()), dtype=wide_dtype(flat.dtype))
+    sent = torch.empty_like(scaled, dtype=mean.dtype)
+    for start in range(0, flat.numel(), CHUNK_NUMEL):
+        chunk = slice(start, start + CHUNK_NUMEL)
+        part = flat[chunk]
+        size = part.numel()
+        whole = add_up(part, residual[chunk], corrected[:size])
+        rounded = sent[:size].copy_(torch.mul(whole, scale, out=scaled[:size]))
+        residual[chunk].copy_(whole.sub_(scaled[:size].copy_(rounded).mul_(1 / scale)))
+        part.copy_(mean[chunk])
+
+
+@also_in("triton")
+def add_lost(residual: Tensor, values: Tensor, rounded: Tensor, factor: int, finite: Tensor) -> None:
+    """Adds ``(values - rounded) * factor`` to ``residual``, if the step was finite.
+
+    Args:
+        residual: ``(n,)`` floating point; updated in place.
+        values: ``(n,)`` float32 or float64; overwritten.
+        rounded: ``(n,)`` the same, rounded.
+        factor: how many times what is lost is added.
+        finite: 0-dim bool; if it is false, ``residual`` stays. On CUDA the host does not wait for it.
+    """
+    if finite:
+        residual.add_(values.sub_(rounded).mul_(factor))

@@ -1,0 +1,93 @@
+"""One operation in several forms: plain torch defines it, Triton runs it on CUDA, C on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.kernels import c_library
+
+_uses_triton = True
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def also_in(*forms: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Makes a plain torch operation run in Triton or in C where it can.
+
+    The other forms have the same name and arguments, in a module beside that of the operation: ``low_rank_triton`` and
+    ``low_rank_c`` beside ``low_rank``. That module is imported when it is first needed. A form that does not support
+    what it is given returns ``NotImplemented``, as operators do, and the plain one runs.
+
+    Args:
+        forms: "triton", "c" or both.
+    """
+
+    def decorate(plain: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        @wraps(plain)
+        def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            form = form_for(forms, *args, *kwargs.values())
+            if form != "torch":
+                module = import_module(f"{plain.__module__}_{form}")
+                result = getattr(module, plain.__name__)(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            return plain(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def form_for(forms: Sequence[str], *args: Any) -> str:
+    """Returns the form in which an operation runs.
+
+    Args:
+        forms: that it has besides plain torch.
+        *args: of the operation, the first of which is a tensor.
+
+    Returns:
+        "triton" on CUDA where Triton works, "c" on CPU where there is a C compiler and all floating-point
+        tensors are float32, else "torch".
+    """
+    device = args[0].device.type
+    if device == "cuda" and "triton" in forms and has_triton():
+        return "triton"
+    dtypes = {x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()}
+    if device == "cpu" and "c" in forms and dtypes <= {torch.float32} and c_library.load() is not None:
+        return "c"
+    return "torch"
+
+
+def has_triton() -> bool:
+    """Returns whether Triton is installed, and nobody has found that it does not work."""
+    return _uses_triton and _finds_triton()
+
+
+def do_without_triton() -> None:
+    """Makes all operations of this process run in plain torch on CUDA, from now on."""
+    global _uses_triton
+    _uses_triton = False
+
+
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """Makes operations run in plain torch on CUDA for a while."""
+    global _uses_triton
+    before, _uses_triton = _uses_triton, False
+    try:
+        yield
+    finally:
+        _uses_triton = before
+
+
+@cache
+def _finds_triton() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,172 @@
+"""Products of all matrices of a bucket with thin factors: ``P = M Q``, ``Q = M^T P`` and ``M = P Q^T``.
+
+Shapes: as in `matrices`. Factors are stored column by column: in memory ``p`` is ``(r, m)`` and ``q`` is ``(r, k)``.
+
+The residual update is deferred to the next step, which saves one read and one write of all matrices: 8 of 28 bytes for
+each element in a step of two rounds. Between the steps a residual holds the sums, of gradient and residual, that were
+to be sent, and beside it are the factors of what was sent of them. `fold` makes the sums of the next step from these.
+
+Example: the bucket ``[1, 2, 3, 4, 5]`` holds ``Matrix(start=1, m=2, k=2, r=1)``, which is ``[[2, 3], [4, 5]]``. With
+a residual of zeros and ``q = [1, 0]``, `fold` by rows gives its first column, ``p = [2, 4]``, and leaves the matrix in
+the residual. With ``p = [0, 1]``, `multiply` by columns gives its last row, ``q = [4, 5]``. This row is sent:
+`write_product` makes ``[1, 0, 0, 4, 5]`` of the bucket, and by `subtract_product` the residual is ``[2, 3, 0, 0]``.
+
+Plain torch forms, which define the operations and run on CPU in chunks that stay in its cache. On CUDA one fused kernel
+each, for all matrices at once; most are fused for float32 on CPU as well, in C.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.kernels.chunks import CHUNK_NUMEL
+from lightning_commopt.compressors.kernels.dispatch import also_in
+from lightning_commopt.compressors.kernels.matrices import Matrix, per_matrix
+
+MOST_COLUMNS_ONE_BY_ONE = 4
+"""Columns of the factors up to which they are multiplied one after another; more in a product of matrices."""
+
+
+@also_in("triton", "c")
+def fold(
+    gradient: Tensor,
+    residual: Tensor,
+    matrices: tuple[Matrix, ...],
+    sent: tuple[Tensor, Tensor],
+    p: Tensor,
+    q: Tensor,
+    by_rows: bool,
+) -> None:
+    """Sets ``residual += gradient - P Q^T`` of ``sent``, and multiplies that as `multiply` does, for every matrix.
+
+    A gradient that is not finite makes elements of the product so, and is not added to the residual.
+
+    Args:
+        gradient: ``(n,)`` the bucket, float32 or float64.
+        residual: ``(n,)`` of the same dtype; overwritten at the matrices.
+        matrices: of the bucket.
+        sent: ``(sum of r * m,)`` and ``(sum of r * k,)``, what was sent of the residual.
+        p: ``(sum of r * m,)``, of the same dtype; overwritten if ``by_rows``.
+        q: ``(sum of r * k,)``, of the same dtype; overwritten if not.
+        by_rows: see `multiply`.
+    """
+    for matrix, (sent_p, sent_q), (its_p, its_q) in per_matrix(matrices, sent, (p, q)):
+        chunks = _row_chunks(matrix)
+        scratch = torch.empty_like(matrix.of(residual)[chunks[0]])
+        for rows in chunks:
+            new, part = matrix.of(gradient)[rows], matrix.of(residual)[rows]
+            kept = scratch[: len(part)]
+            _subtract_product(part, sent_p[:, rows], sent_q, out=kept)
+            torch.add(kept, new, out=part)
+            if not _multiply(part, rows, its_p, its_q, by_rows).isfinite().all():
+                torch.where(new.isfinite(), part, kept, out=part)
+
+
+@also_in("triton", "c")
+def multiply(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor, by_rows: bool) -> None:
+    """Sets ``P = M Q`` for every matrix if ``by_rows``, else ``Q = M^T P``.
+
+    Args:
+        flat: ``(n,)`` float32 or float64.
+        matrices: of the bucket.
+        p: ``(sum of r * m,)``, of the dtype of ``flat``; overwritten if ``by_rows``.
+        q: ``(sum of r * k,)``, of the same dtype; overwritten if not.
+        by_rows: whether rows of the matrices are summed up, or columns.
+    """
+    for matrix, (its_p, its_q) in per_matrix(matrices, (p, q)):
+        for rows in _row_chunks(matrix):
+            _multiply(matrix.of(flat)[rows], rows, its_p, its_q, by_rows)
+
+
+@also_in("triton", "c")
+def subtract_product(
+    flat: Tensor, matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor
+) -> None:
+    """Sets ``out = M - P Q^T`` for every matrix. In place with the bits that `fold` would have of it.
+
+    Args:
+        flat: ``(n,)`` float32 or float64.
+        matrices: of the bucket.
+        factors: ``(sum of r * m,)`` and ``(sum of r * k,)``, of the dtype of ``flat``.
+        out: ``(n,)`` of any floating-point dtype, or ``flat`` itself; overwritten at the matrices.
+        finite: 0-dim bool; if it is false, ``out`` stays. On CUDA the host does not wait for it.
+    """
+    if not finite:
+        return
+    for matrix, (p, q) in per_matrix(matrices, factors):
+        for rows in _row_chunks(matrix):
+            _subtract_product(matrix.of(flat)[rows], p[:, rows], q, out=matrix.of(out)[rows])
+
+
+@also_in("triton", "c")
+def write_product(
+    flat: Tensor,
+    residual: Tensor | None,
+    matrices: tuple[Matrix, ...],
+    factors: tuple[Tensor, Tensor],
+    finite: Tensor,
+) -> None:
+    """Sets ``M = P Q^T`` for every matrix, or to NaN after a step that is not finite.
+
+    Then the gradients are taken out of the residual again, which gives the residual before this step, up to the
+    rounding of sums with them; zero where that is not finite. All ranks get the same bits of a product, whether they
+    have a compiler or not.
+
+    Args:
+        flat: ``(n,)`` the bucket with its gradients, float32 or float64; its matrices are overwritten.
+        residual: ``(n,)`` of the same dtype, from `fold`; None if nothing was folded.
+        matrices: of the bucket.
+        factors: ``(sum of r * m,)`` and ``(sum of r * k,)``, of the same dtype.
+        finite: 0-dim bool. On CUDA the host does not wait for it.
+    """
+    for matrix, (p, q) in per_matrix(matrices, factors):
+        whole = matrix.of(flat)
+        if finite:
+            _write_product(matrix, p, q, out=whole)
+            continue
+        if residual is not None:
+            folded = matrix.of(residual)
+            folded.sub_(whole.masked_fill(~whole.isfinite(), 0)).nan_to_num_(0, 0, 0)
+        whole.fill_(torch.nan)
+
+
+def _row_chunks(matrix: Matrix) -> list[slice]:
+    num_rows = max(1, CHUNK_NUMEL // matrix.k)
+    return [slice(start, start + num_rows) for start in range(0, matrix.m, num_rows)]
+
+
+def _multiply(part: Tensor, rows: slice, p: Tensor, q: Tensor, by_rows: bool) -> Tensor:
+    """Multiplies some rows of a matrix, from the first ones on; returns their own part of the product."""
+    if by_rows:
+        return torch.mm(q, part.T, out=p[:, rows])
+    product = p[:, rows] @ part
+    if rows.start:
+        q.add_(product)
+    else:
+        q.copy_(product)
+    return product
+
+
+def _subtract_product(part: Tensor, p: Tensor, q: Tensor, out: Tensor) -> None:
+    """Sets ``out = part - P Q^T``, one column of the factors after another: faster on CPU than a thin product."""
+    rest = out if out.dtype == part.dtype else torch.empty_like(part)
+    torch.addcmul(part, p[0].unsqueeze(1), q[0], value=-1, out=rest)
+    for column_p, column_q in zip(p[1:], q[1:], strict=True):
+        rest.addcmul_(column_p.unsqueeze(1), column_q, value=-1)
+    if rest is not out:
+        out.copy_(rest)
+
+
+def _write_product(matrix: Matrix, p: Tensor, q: Tensor, out: Tensor) -> None:
+    """Sets ``out = P Q^T``."""
+    scratch = torch.empty_like(out[_row_chunks(matrix)[0]]) if 1 < matrix.r <= MOST_COLUMNS_ONE_BY_ONE else None
+    for rows in _row_chunks(matrix):
+        part = out[rows]
+        if scratch is None:
+            torch.mm(p[:, rows].T, q, out=part)
+            continue
+        product = scratch[: len(part)]
+        torch.mul(p[0, rows].unsqueeze(1), q[0], out=part)
+        for column_p, column_q in zip(p[1:, rows], q[1:], strict=True):
+            part.add_(torch.mul(column_p.unsqueeze(1), column_q, out=product))  # in two roundings everywhere

@@ -1,0 +1,65 @@
+"""The operations of `low_rank` in C, for float32 on CPU; what they do is defined there."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_commopt.compressors.kernels.c_library import call
+from lightning_commopt.compressors.kernels.low_rank import MOST_COLUMNS_ONE_BY_ONE
+from lightning_commopt.compressors.kernels.matrices import Matrix, per_matrix
+
+
+def fold(
+    gradient: Tensor,
+    residual: Tensor,
+    matrices: tuple[Matrix, ...],
+    sent: tuple[Tensor, Tensor],
+    p: Tensor,
+    q: Tensor,
+    by_rows: bool,
+) -> None:
+    """Sets ``residual += gradient - P Q^T`` of ``sent``, and multiplies that."""
+    for matrix, its_sent, (its_p, its_q) in per_matrix(matrices, sent, (p, q)):
+        name, factors = ("fold_rows", (its_q, its_p)) if by_rows else ("fold_columns", (its_p, its_q))
+        _call(name, matrix, matrix.of(gradient), matrix.of(residual), *its_sent, *factors)
+
+
+def multiply(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor, by_rows: bool) -> object:
+    """Sets ``Q = M^T P``. The other product is as fast in plain torch."""
+    if by_rows:
+        return NotImplemented
+    for matrix, (its_p, its_q) in per_matrix(matrices, (p, q)):
+        _call("multiply_columns", matrix, matrix.of(flat), its_p, its_q)
+    return None
+
+
+def subtract_product(
+    flat: Tensor, matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor
+) -> object:
+    """Sets ``M -= P Q^T`` if ``finite``, in place only."""
+    if out is not flat:
+        return NotImplemented
+    if finite:
+        for matrix, (p, q) in per_matrix(matrices, factors):
+            _call("subtract_product", matrix, matrix.of(out), p, q)
+    return None
+
+
+def write_product(
+    flat: Tensor,
+    residual: Tensor | None,
+    matrices: tuple[Matrix, ...],
+    factors: tuple[Tensor, Tensor],
+    finite: Tensor,
+) -> object:
+    """Sets ``M = P Q^T`` if ``finite``, each product and each sum rounded by itself; factors of few columns only."""
+    if not finite or max(matrix.r for matrix in matrices) > MOST_COLUMNS_ONE_BY_ONE:
+        return NotImplemented
+    for matrix, (p, q) in per_matrix(matrices, factors):
+        call("write_product", matrix.m, matrix.k, matrix.r, p, q, matrix.of(flat))
+    return None
+
+
+def _call(name: str, matrix: Matrix, *tensors: Tensor) -> None:
+    if call(name, matrix.m, matrix.k, matrix.r, *tensors):
+        raise MemoryError(f"no memory for the factors of {matrix.m} by {matrix.k} gradients, of rank {matrix.r}")

@@ -1,1 +1,0 @@
-"""DDP's side of gradient sync: its hook, its buckets, its reducer."""

@@ -1,0 +1,254 @@
+"""NetLab: hosts in network namespaces, the links between them, and ranks that run on them."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from lightning_commopt.launch.lab.namespaces import Keeper, LabError, find_unshare_options, program, run_program
+from lightning_commopt.launch.lab.ranks import RankProcess, StartRank, error_of, start_program, watch
+
+DEVICE = "eth0"
+"""The network device of every host."""
+
+MASTER_PORT = 29500
+"""Free in every lab: no other process listens on its hosts."""
+
+_MAX_HOSTS = 254
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_MIN_RATE, _MAX_RATE = 10**5, 10**11
+_MIN_BURST_BYTES = 256 * 1024  # several of the 64 KiB that the kernel segments in one go
+_BURST_S = 0.0005  # a timer of the kernel that is late by less costs no throughput
+_QUEUE = "50ms"
+_ADD_NAMES = 'cp /etc/hosts /run/hosts && printf %s "$1" >> /run/hosts && mount --bind /run/hosts /etc/hosts || true'
+
+
+def parse_rate(rate: str | None) -> int | None:
+    """Reads a rate as ``tc`` writes it.
+
+    Args:
+        rate: such as "100mbit" or "2.5gbit"; None or "unlimited" for no limit.
+
+    Returns:
+        Bits per second; None for no limit.
+
+    Raises:
+        ValueError: it is none of these.
+
+    >>> parse_rate("2.5gbit")
+    2500000000
+    """
+    if rate is None or rate == "unlimited":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate) if isinstance(rate, str) else None
+    bits = round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if not _MIN_RATE <= bits <= _MAX_RATE:
+        raise ValueError(
+            "rate must be a number with kbit, mbit or gbit, from 100kbit to 100gbit, "
+            f"or 'unlimited' or None, got {rate!r}"
+        )
+    return bits
+
+
+class NetLab:
+    """Hosts on one machine, each with a link of a limited rate each way. To be used in a ``with`` statement.
+
+    A host is a network namespace with a loopback device and one more, `DEVICE`. Two hosts are the ends of one pair of
+    devices; any other number hangs on a bridge. Hosts share the machine's files, but for an empty ``/run``. Nothing of
+    a lab can be seen or reached from outside, so that labs do not disturb each other, and all is gone when the thread
+    that opened it is, however it ended.
+
+    Args:
+        num_hosts: from 1 to 254.
+        rate: of each link in each direction, see `parse_rate`; None for no limit.
+
+    Raises:
+        ValueError: an argument is out of range.
+        LabError: on entering: this machine cannot do it, see `lightning_commopt.launch.lab.why_not`.
+    """
+
+    def __init__(self, num_hosts: int, rate: str | None = None) -> None:
+        if isinstance(num_hosts, bool) or not isinstance(num_hosts, int) or not 1 <= num_hosts <= _MAX_HOSTS:
+            raise ValueError(f"num_hosts must be an integer from 1 to {_MAX_HOSTS}, got {num_hosts!r}")
+        self.num_hosts = num_hosts
+        self.rate = rate
+        self._bits_per_s = parse_rate(rate)
+        self._unshare_options: tuple[str, ...] = ()
+        self._keeper: Keeper | None = None
+
+    @property
+    def addresses(self) -> list[str]:
+        """The IPv4 address of each host."""
+        return [f"10.0.0.{host + 1}" for host in range(self.num_hosts)]
+
+    def __enter__(self) -> NetLab:
+        assert self._keeper is None, "a lab is opened once at a time"
+        self._unshare_options = find_unshare_options()
+        self._keeper = Keeper(self._unshare_options)
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes hosts and links. Does nothing when they are gone already."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close()
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        ranks_per_host: int = 1,
+        environment: Mapping[str, str] | None = None,
+        pin_to_cores: bool = False,
+        timeout_s: float | None = None,
+        on_output: Callable[[int, bytes], None] | None = None,
+        start: StartRank | None = None,
+    ) -> list[str]:
+        """Runs a command as every rank of a job and waits for all of them.
+
+        Each rank finds in its environment what ``torchrun`` would set, and the device for gloo and NCCL. When this
+        returns or raises, no process that was started here is left, nor any that those have started.
+
+        Args:
+            command: program and arguments.
+            ranks_per_host: number of ranks on each host.
+            environment: further variables, which come before all others.
+            pin_to_cores: give each rank one core, in turns, and one OpenMP thread.
+            timeout_s: seconds the ranks may take; None for no limit.
+            on_output: called with a rank and a part of its standard output and error, as it comes.
+            start: starts the command in another way than as a new program, in the namespaces that it is given.
+
+        Returns:
+            The output of each rank, in their order.
+
+        Raises:
+            RankError: a rank failed, or time was up.
+            LabError: the lab is not open.
+            ValueError: an argument is out of range.
+        """
+        if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int) or ranks_per_host < 1:
+            raise ValueError(f"ranks_per_host must be an integer above 0, got {ranks_per_host!r}")
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be a number of seconds above 0, or None, got {timeout_s!r}")
+        if self._keeper is None:
+            raise LabError("the network lab is not open: use it in a with statement")
+        ranks: list[RankProcess] = []
+        with ExitStack() as closing, Keeper(self._unshare_options, within=self._keeper) as tree:
+            for rank in range(self.num_hosts * ranks_per_host):
+                host = f"host{rank // ranks_per_host}"
+                cores = _core_of(rank) if pin_to_cores else ()
+                variables = self._variables(rank, ranks_per_host, pin_to_cores)
+                env = {**os.environ, **variables, **(environment or {})}
+                if start is None:
+                    started = start_program((*tree.enter(host, os.getcwd()), *_taskset(cores), *command), env)
+                else:
+                    started = start(command, env, tree.files(host), f"/proc/{tree.pid}/root{os.getcwd()}", cores)
+                process = RankProcess(rank, started, on_output)
+                ranks.append(process)
+                closing.callback(process.close)
+            stopped = watch(ranks, timeout_s)
+            status = stopped.process.returncode if stopped else None
+        if stopped:
+            raise error_of(stopped, status, timeout_s, ranks)
+        return [process.output for process in ranks]
+
+    def enter(self, host: int) -> tuple[str, ...]:
+        """Returns what to put before a command to run it on a host, in our folder. Whoever starts it must end it.
+
+        Args:
+            host: its number.
+
+        Raises:
+            LabError: the lab is not open.
+        """
+        if self._keeper is None:
+            raise LabError("the network lab is not open: use it in a with statement")
+        return self._keeper.enter(f"host{host}", os.getcwd())
+
+    def _variables(self, rank: int, ranks_per_host: int, is_pinned: bool) -> dict[str, str]:
+        host, local_rank = divmod(rank, ranks_per_host)
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.num_hosts * ranks_per_host),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(ranks_per_host),
+            "NODE_RANK": str(host),
+            "GROUP_RANK": str(host),
+            "MASTER_ADDR": self.addresses[0],
+            "MASTER_PORT": str(MASTER_PORT),
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            "NCCL_SOCKET_IFNAME": DEVICE,
+            **({"OMP_NUM_THREADS": "1"} if is_pinned else {}),
+        }
+
+    def _connect(self) -> None:
+        # Names of network namespaces are files here; hidden from the rest of the machine, as the mount is.
+        self._do("mount", "-t", "tmpfs", "tmpfs", "/run")
+        for host in range(self.num_hosts):
+            self._do("ip", "netns", "add", f"host{host}")
+        if self.num_hosts == 2:
+            self._do(
+                "ip", "-n", "host0", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", "host1"
+            )
+        else:
+            self._add_bridge()
+        for host, address in enumerate(self.addresses):
+            name = f"host{host}"
+            self._limit("-n", name, device=DEVICE)
+            self._do("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                self._do("ip", "-n", name, "link", "set", device, "up")
+        self._name_addresses()
+
+    def _name_addresses(self) -> None:
+        """Gives addresses names: torch warns of each peer that has none, which it looks up in its IPv6 form."""
+        names = "".join(
+            f"{prefix}{address} host{host}\n"
+            for host, address in enumerate(self.addresses)
+            for prefix in ("", "::ffff:")
+        )
+        self._do("sh", "-c", _ADD_NAMES, "sh", names)
+
+    def _add_bridge(self) -> None:
+        self._do("ip", "link", "add", "bridge0", "type", "bridge")
+        self._do("ip", "link", "set", "bridge0", "up")
+        for host in range(self.num_hosts):
+            port = f"port{host}"
+            self._do("ip", "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", f"host{host}")
+            self._limit(device=port)  # what the host receives; its own device limits what it sends
+            self._do("ip", "link", "set", port, "master", "bridge0", "up")
+
+    def _limit(self, *options: str, device: str) -> None:
+        if self._bits_per_s is not None:
+            burst = max(_MIN_BURST_BYTES, round(self._bits_per_s / 8 * _BURST_S))
+            shape = ("rate", f"{self._bits_per_s}bit", "burst", str(burst), "latency", _QUEUE)
+            self._do("tc", *options, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+
+    def _do(self, name: str, *arguments: str) -> None:
+        assert self._keeper is not None
+        path = program(name)
+        assert path is not None, f"{name} was there when the lab was opened"
+        run_program(*self._keeper.enter(), path, *arguments)
+
+
+def _core_of(rank: int) -> tuple[int, ...]:
+    cores = sorted(os.sched_getaffinity(0))
+    return (cores[rank % len(cores)],)
+
+
+def _taskset(cores: Sequence[int]) -> tuple[str, ...]:
+    taskset = program("taskset")
+    assert taskset is not None, "taskset was there when the lab was opened"
+    return (taskset, "--cpu-list", ",".join(map(str, cores))) if cores else ()

@@ -1,0 +1,166 @@
+"""Runs a command so that nothing of it is left afterwards, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from lightning_commopt.launch.fork_server import ForkServer
+from lightning_commopt.launch.lab.ranks import Process, start_program
+
+_POLL_S = 0.1
+_CHUNK_BYTES = 65536
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class InterruptedRun(BaseException):
+    """A signal asked this process to stop, and the command has ended.
+
+    Like `KeyboardInterrupt` it is no error to be reported.
+
+    Attributes:
+        signal: that we received.
+    """
+
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(f"interrupted by {received.name}")
+        self.signal = received
+
+
+def run_in_group(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    on_output: Callable[[bytes], None],
+    grace_s: float = 5,
+    server: ForkServer | None = None,
+) -> int:
+    """Runs a command in a process group of its own and waits for it.
+
+    When its first process has ended, what it has left behind is killed. When we receive SIGINT, SIGTERM or SIGHUP,
+    the group receives SIGINT, and SIGKILL after ``grace_s`` seconds (a rank in a hung collective obeys nothing
+    else), or at once when a second signal arrives. Signals that we ignore, as under nohup, stay ignored.
+
+    Args:
+        command: program and arguments.
+        env: the whole environment.
+        on_output: receives standard output and error as they come.
+        grace_s: seconds for an orderly end after a signal.
+        server: that starts the command; None to start it as a new program.
+
+    Returns:
+        The exit status of the first process; the negative number of the signal that ended it.
+
+    Raises:
+        InterruptedRun: we received one of the signals.
+    """
+    with _collect_signals() as received:
+        process = _start(command, env, server)
+        try:
+            _follow(process, on_output, received, grace_s)
+        finally:
+            # Before the first process is reaped: until then, nobody else can get the group's number.
+            _kill_group(process.pid)
+            status = process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+    if received:
+        raise InterruptedRun(received[0])
+    return status
+
+
+@contextmanager
+def raise_signals() -> Iterator[None]:
+    """Raises `InterruptedRun` for the first signal that asks us to stop; later ones find us at cleaning up.
+
+    For code that loses nothing when an exception comes at any place. Signals that we ignore stay ignored.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: Any) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise InterruptedRun(signal.Signals(number))
+
+    with _handle_signals(interrupt):
+        yield
+
+
+def _start(command: Sequence[str], env: Mapping[str, str], server: ForkServer | None) -> Process:
+    if server is not None:
+        return server.start(command, env=env, is_session=True, is_server=True)
+    return start_program(command, env)
+
+
+def _follow(
+    process: Process,
+    on_output: Callable[[bytes], None],
+    received: list[signal.Signals],
+    grace_s: float,
+) -> None:
+    """Passes output on until the first process has ended or may be killed."""
+    assert process.stdout is not None
+    pipe = process.stdout.fileno()
+    is_open, kill_at = True, None
+    while True:
+        has_ended = _has_ended(process.pid)
+        if has_ended:
+            _kill_group(process.pid)  # one that still writes would keep us here
+        readable = is_open and select.select([pipe], [], [], 0 if has_ended else _POLL_S)[0]
+        if readable:
+            chunk = os.read(pipe, _CHUNK_BYTES)
+            is_open = bool(chunk)
+            if chunk:
+                on_output(chunk)
+        elif has_ended:
+            return
+        elif not is_open:
+            time.sleep(_POLL_S)
+        if received and kill_at is None:
+            kill_at = time.monotonic() + grace_s
+            os.killpg(process.pid, _stop_signal())
+        if len(received) > 1 or (kill_at is not None and time.monotonic() > kill_at):
+            return
+
+
+def _stop_signal() -> signal.Signals:
+    """Returns the signal that asks a group to stop: SIGTERM where it inherited that SIGINT is ignored."""
+    is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return signal.SIGTERM if is_deaf else signal.SIGINT
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS refuses where only a zombie is left
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _has_ended(pid: int) -> bool:
+    """Returns whether a child has ended; it stays to be reaped."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+@contextmanager
+def _collect_signals() -> Iterator[list[signal.Signals]]:
+    """Collects the signals that ask to stop; an exception from a handler could lose a process just started."""
+    received: list[signal.Signals] = []
+    with _handle_signals(lambda number, _: received.append(signal.Signals(number))):
+        yield received
+
+
+@contextmanager
+def _handle_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

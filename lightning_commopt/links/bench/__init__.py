@@ -1,1 +1,0 @@
-"""What ``commopt bench`` measures: how long collectives and comm hooks take, by size, on the links that are there."""

@@ -1,0 +1,117 @@
+"""What to measure: `BenchSettings`, validated once, here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from lightning_commopt.text.validation import check_choice, check_integer, check_switch
+
+SINGLE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send_recv")
+"""One collective each; send_recv is a ring, in which each rank sends to the next one."""
+
+COMPOUND = ("reduce_broadcast", "reduce_scatter_all_gather")
+"""Two other ways to what all_reduce does."""
+
+COLLECTIVES = (*SINGLE, *COMPOUND)
+
+EQUAL_WAYS = ("all_reduce", *COMPOUND)
+
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
+REDOPS = ("sum", "min", "max")
+PLACES = ("out", "in")
+LOADS = ("idle", "compute")
+SCOPES = ("all", "node", "across")
+
+_ALIASES = {
+    "float": "float32",
+    "half": "float16",
+    "double": "float64",
+    "int": "int32",
+    "sendrecv": "send_recv",
+    "alltoall": "all_to_all",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What to measure, and how often.
+
+    Attributes:
+        collectives: among `COLLECTIVES`.
+        sizes_bytes: of messages, as nccl-tests counts them: what all_gather receives and reduce_scatter sends.
+        dtypes: of elements, among `DTYPES`.
+        redops: how to reduce, among `REDOPS`.
+        places: "in" for in place and "out" for out of place. A collective that knows one of them only takes that.
+        comm_hooks: compressors to measure beside, as `lightning_commopt.compressors.compressor_from_config` takes them.
+        loads: "idle", and "compute" for with matrix products on the device or core meanwhile.
+        scopes: "all" ranks, the ranks of each "node" among themselves, or "across" nodes, one rank of each.
+        root: of broadcast and reduce.
+        num_iters: calls in a repetition; None for as many as last ``block_s``.
+        num_warmups: calls before the first repetition, behind the one that is checked.
+        num_repetitions: of every case; all cases take turns.
+        block_s: seconds that a repetition should last at least, unless ``num_iters`` is given.
+        is_checked: compare results with what they must be.
+
+    Raises:
+        ValueError: a value is unknown, or out of range.
+    """
+
+    collectives: Sequence[str] = ("all_reduce",)
+    sizes_bytes: Sequence[int]
+    dtypes: Sequence[str] = ("float32",)
+    redops: Sequence[str] = ("sum",)
+    places: Sequence[str] = ("in",)
+    comm_hooks: Sequence[Any] = ()
+    loads: Sequence[str] = ("idle",)
+    scopes: Sequence[str] = ("all",)
+    root: int = 0
+    num_iters: int | None = None
+    num_warmups: int = 2
+    num_repetitions: int = 7
+    block_s: float = 0.1
+    is_checked: bool = True
+
+    def __post_init__(self) -> None:
+        choices = {
+            "collectives": COLLECTIVES,
+            "dtypes": DTYPES,
+            "redops": REDOPS,
+            "places": PLACES,
+            "loads": LOADS,
+            "scopes": SCOPES,
+        }
+        for name, allowed in choices.items():
+            values = tuple(dict.fromkeys(_ALIASES.get(value, value) for value in getattr(self, name)))
+            for value in values:
+                check_choice(name, value, allowed)
+            if not values and name != "collectives":
+                raise ValueError(f"{name} must not be empty")
+            object.__setattr__(self, name, values)
+        object.__setattr__(self, "comm_hooks", tuple(self.comm_hooks))
+        object.__setattr__(self, "sizes_bytes", tuple(sorted(set(self.sizes_bytes))))
+        for size in self.sizes_bytes:
+            check_integer("sizes_bytes", size, at_least=1)
+        if not self.sizes_bytes or not (self.collectives or self.comm_hooks):
+            raise ValueError("there is nothing to measure: name sizes, and collectives or comm hooks")
+        check_integer("root", self.root, at_least=0)
+        for name in ("num_iters", "num_repetitions"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), at_least=1)
+        check_integer("num_warmups", self.num_warmups, at_least=1)
+        check_switch("is_checked", self.is_checked)
+        if isinstance(self.block_s, bool) or not isinstance(self.block_s, Real) or not 0 < self.block_s <= 600:
+            raise ValueError(f"block_s must be a number of seconds above 0, up to 600, got {self.block_s!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings in types that JSON has."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> BenchSettings:
+        """Makes settings from what `to_dict` gave."""
+        return cls(**values)

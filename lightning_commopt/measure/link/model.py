@@ -1,0 +1,258 @@
+"""LinkModel: predicts how long collectives take on a link that was measured, with an interval; to JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row, load_json
+from lightning_commopt.measure.link.fit import Point, Segment, errors_left_out, fit_segments, time_at
+from lightning_commopt.measure.link.sizes import size_text
+from lightning_commopt.measure.median import CONFIDENCE
+from lightning_commopt.measure.runs.record import write_json
+from lightning_commopt.text.formatting import count, number, short_percent
+
+FORMAT = 1
+"""Of the JSON. A later version that changes what a key means raises it; new keys do not."""
+
+MODEL_KIND = "commopt link model"
+"""What the JSON says it is."""
+
+_MIN_SIZES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """How long a message takes.
+
+    Attributes:
+        time_s: the median to expect.
+        low_s: below it are 2.5 % of repetitions, judging by those that were measured.
+        high_s: above it are 2.5 %.
+        is_extrapolated: the size is outside of those that were measured.
+    """
+
+    time_s: float
+    low_s: float
+    high_s: float
+    is_extrapolated: bool
+
+
+class Spread(NamedTuple):
+    """The interval of predictions near a size.
+
+    Attributes:
+        size_bytes: that was measured.
+        low_ratio: lower end over the prediction.
+        high_ratio: upper end over the prediction.
+    """
+
+    size_bytes: int
+    low_ratio: float
+    high_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Time against size for one series of cases.
+
+    Attributes:
+        case: the series; its size and count say nothing.
+        segments: in the order of sizes.
+        median_error: of predictions of sizes that the fit had not seen, relative, each left out in turn; None where
+            there are fewer than three sizes.
+        max_error: the largest of them.
+        spreads: intervals over the prediction, by size.
+    """
+
+    case: Case
+    segments: tuple[Segment, ...]
+    median_error: float | None
+    max_error: float | None
+    spreads: tuple[Spread, ...]
+
+    @classmethod
+    def fit(cls, rows: Sequence[Row]) -> Curve:
+        """Fits a curve to the rows of one series, in the order of sizes.
+
+        An interval is made of the repetitions of a size and its two neighbours: their times over the prediction by a
+        fit without their size.
+        """
+        points = [Point(row.case.size_bytes, row.time_s.median, _noise(row)) for row in rows]
+        segments = fit_segments(points)
+        errors = errors_left_out(points, segments)
+        ratios = [
+            [time_s / point.time_s * (1 + error) for time_s in sorted(row.times_s)]
+            for row, point, error in zip(rows, points, errors, strict=True)
+        ]
+        spreads = [
+            _spread(point.size_bytes, chain.from_iterable(ratios[max(0, number - 1) : number + 2]))
+            for number, point in enumerate(points)
+        ]
+        sizes = [abs(error) for error in errors] if len(rows) >= _MIN_SIZES else []
+        return cls(
+            case=rows[0].case,
+            segments=segments,
+            median_error=statistics.median(sizes) if sizes else None,
+            max_error=max(sizes) if sizes else None,
+            spreads=tuple(spreads),
+        )
+
+    def predict(self, size_bytes: float) -> Prediction:
+        """Returns how long a message takes.
+
+        Raises:
+            ValueError: the size is below 1 byte.
+        """
+        if not size_bytes >= 1:
+            raise ValueError(f"size_bytes must be at least 1, got {size_bytes!r}")
+        time_s = time_at(self.segments, size_bytes)
+        spread = min(self.spreads, key=lambda each: abs(math.log(each.size_bytes / size_bytes)))
+        is_inside = self.segments[0].first_bytes <= size_bytes <= self.segments[-1].last_bytes
+        return Prediction(
+            time_s=time_s,
+            low_s=min(1.0, spread.low_ratio) * time_s,
+            high_s=max(1.0, spread.high_ratio) * time_s,
+            is_extrapolated=not is_inside,
+        )
+
+    @property
+    def text(self) -> str:
+        """The curve in a line."""
+        parts = []
+        for segment in self.segments:
+            rate = f" + size / {number(1e-6 / segment.s_per_byte)} MB/s" if segment.s_per_byte > 0 else ""
+            until = "" if segment is self.segments[-1] else f" up to {size_text(segment.last_bytes)}"
+            parts.append(f"{number(1e3 * segment.latency_s)} ms{rate}{until}")
+        ranks = count(self.case.num_ranks, "rank")
+        error = "of too few sizes to know its error"
+        if self.median_error is not None:
+            error = f"sizes left out are off by {short_percent(self.median_error)} (median)"
+        return f"{self.case.label} ({ranks}): {', then '.join(parts)}; {error}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkModel:
+    """Predicts collectives and comm hooks on a link that was measured.
+
+    Attributes:
+        curves: one for each series: collective, dtype, place, load, scope and number of ranks.
+        where: where and when it was measured, as in `BenchResult.where`.
+    """
+
+    curves: tuple[Curve, ...]
+    where: Mapping[str, Any]
+
+    @classmethod
+    def fit(cls, result: BenchResult) -> LinkModel:
+        """Fits a curve to every series of a result.
+
+        Raises:
+            ValueError: nothing was measured.
+        """
+        if not result.measured:
+            raise ValueError("there is nothing to fit a link model to: no case was measured")
+        curves = tuple(Curve.fit(rows) for rows in result.by_series().values())
+        return cls(curves=curves, where=dict(result.where))
+
+    def curve(self, name: str, **wanted: Any) -> Curve:
+        """Returns the curve of a series.
+
+        Args:
+            name: of the collective, or of the comm hook with its options, as `Case.name`.
+            **wanted: further attributes of `Case` that it must have, such as ``load="compute"``.
+
+        Raises:
+            KeyError: there is none; the message names those that there are.
+        """
+        for curve in self.curves:
+            if curve.case.name == name and all(getattr(curve.case, key) == value for key, value in wanted.items()):
+                return curve
+        known = "; ".join(curve.case.label for curve in self.curves)
+        raise KeyError(f"no curve of {name!r}{f' with {wanted}' if wanted else ''}; there are: {known}")
+
+    def predict(self, name: str, size_bytes: float, **wanted: Any) -> Prediction:
+        """Returns how long a message takes; see `curve` for the arguments."""
+        return self.curve(name, **wanted).predict(size_bytes)
+
+    def predict_hierarchical(self, size_bytes: float, **wanted: Any) -> Prediction:
+        """Returns how long a hierarchical all-reduce takes: within the node, across nodes with a part each, within.
+
+        Args:
+            size_bytes: of the whole message.
+            **wanted: see `curve`.
+
+        Raises:
+            KeyError: the model lacks reduce_scatter and all_gather of scope "node", or all_reduce of scope "across".
+        """
+        scatter = self.curve("reduce_scatter", scope="node", **wanted)
+        across = self.predict("all_reduce", size_bytes / scatter.case.num_ranks, scope="across", **wanted)
+        gather = self.predict("all_gather", size_bytes, scope="node", **wanted)
+        parts = scatter.predict(size_bytes), across, gather
+        return Prediction(
+            time_s=sum(part.time_s for part in parts),
+            low_s=sum(part.low_s for part in parts),
+            high_s=sum(part.high_s for part in parts),
+            is_extrapolated=any(part.is_extrapolated for part in parts),
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the model in types that JSON has."""
+        curves = []
+        for curve in self.curves:
+            plain = dataclasses.asdict(curve)
+            plain["segments"] = [segment._asdict() for segment in curve.segments]
+            plain["spreads"] = [spread._asdict() for spread in curve.spreads]
+            curves.append(plain)
+        return {"kind": MODEL_KIND, "format": FORMAT, "where": dict(self.where), "curves": curves}
+
+    def save(self, path: Path) -> None:
+        """Writes the model as JSON; who reads it meanwhile finds the old one or the new, never a part."""
+        write_json(path, self.to_plain())
+
+    @classmethod
+    def load(cls, path: Path) -> LinkModel:
+        """Reads what `save` has written.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not such a file, or it is cut.
+        """
+        plain = load_json(path, MODEL_KIND, FORMAT)
+        try:
+            curves = tuple(_curve_of(each) for each in plain["curves"])
+            return cls(curves=curves, where=plain["where"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _curve_of(plain: Mapping[str, Any]) -> Curve:
+    case = Case(**{each.name: plain["case"][each.name] for each in dataclasses.fields(Case)})
+    segments = tuple(Segment(**each) for each in plain["segments"])
+    spreads = tuple(Spread(**each) for each in plain["spreads"])
+    if not segments or not spreads:
+        raise ValueError("a curve has no segments, or no spreads")
+    return Curve(
+        case=case,
+        segments=segments,
+        spreads=spreads,
+        median_error=plain["median_error"],
+        max_error=plain["max_error"],
+    )
+
+
+def _noise(row: Row) -> float:
+    """Returns how far the median of a row may be off, relative: half of its interval."""
+    return (row.time_s.high - row.time_s.low) / 2 / row.time_s.median
+
+
+def _spread(size_bytes: int, ratios: Iterable[float]) -> Spread:
+    ordered = sorted(ratios)
+    tail = int((1 - CONFIDENCE) / 2 * len(ordered))
+    return Spread(size_bytes, ordered[tail], ordered[-1 - tail])

@@ -1,0 +1,93 @@
+"""Collects the loss of a fit as it goes on; `losses` is the file that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.measure.runs.losses import LossPoint
+
+Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]
+"""All-reduces a float64 tensor, in place or not."""
+
+
+class LossCurve:
+    """Collects the losses of batches without ever waiting for the device.
+
+    A point stands for as many consecutive batches as its neighbours do. When ``max_points`` are full, neighbours are
+    merged and each point stands for twice as many batches, so that memory is bounded however long the fit is.
+
+    Args:
+        max_points: an even number.
+    """
+
+    def __init__(self, max_points: int = 512) -> None:
+        if max_points < 2 or max_points % 2:
+            raise ValueError(f"max_points must be an even number above 0, got {max_points!r}")
+        self._max_points = max_points
+        self._batches_per_point = 1
+        self._num_batches = 0
+        # By point: the last batch's step and seconds, the sum of the losses, and how many there were.
+        self._marks: list[tuple[int, float]] = []
+        self._sums: list[Tensor | float] = []
+        self._counts: list[int] = []
+
+    def add(self, loss: Tensor | None, step: int, seconds: float) -> None:
+        """Adds one batch.
+
+        Args:
+            loss: one number, on any device; only read. None for a batch without a loss.
+            step: optimizer steps made so far.
+            seconds: of training so far.
+        """
+        if self._num_batches == self._max_points * self._batches_per_point:
+            self._marks, self._sums, self._counts = self._merged(2)
+            self._batches_per_point *= 2
+        if self._num_batches % self._batches_per_point == 0:
+            self._marks.append((step, seconds))
+            self._sums.append(0.0)
+            self._counts.append(0)
+        self._num_batches += 1
+        self._marks[-1] = step, seconds
+        if loss is not None:
+            self._sums[-1] = self._sums[-1] + loss.detach().float().reshape(())
+            self._counts[-1] += 1
+
+    def points(self, device: torch.device | None = None, reduce: Reduce | None = None) -> list[LossPoint]:
+        """Returns the mean loss of every point in which there was a loss.
+
+        With ``reduce`` the n-th batches of all ranks make one point, whose loss is the mean over the ranks that have
+        one; its step and seconds are those of the rank that is ahead. Ranks may have different numbers of batches and
+        of losses. All ranks must then call it.
+
+        Args:
+            device: whose tensors ``reduce`` takes; None for the CPU.
+            reduce: None for the losses of this rank alone.
+        """
+        device = device or torch.device("cpu")
+        size = torch.tensor([self._batches_per_point, self._num_batches], dtype=torch.float64, device=device)
+        batches_per_point, num_batches = map(int, (size if reduce is None else reduce(size, "max")).tolist())
+        marks, sums, counts = self._merged(batches_per_point // self._batches_per_point)
+        num_points = -(-num_batches // batches_per_point)
+        totals = torch.zeros(4, num_points, dtype=torch.float64, device=device)
+        if sums:
+            totals[0, : len(sums)] = torch.stack([torch.as_tensor(value, device=device) for value in sums])
+            totals[1:, : len(sums)] = torch.tensor([counts, *zip(*marks, strict=True)], dtype=torch.float64)
+        if reduce is not None and num_points:
+            totals = torch.cat([reduce(totals[:2].clone(), "sum"), reduce(totals[2:].clone(), "max")])
+        totals[3] = totals[3].cummax(0).values  # where the rank that was ahead has ended, another's clock is behind
+        return [
+            LossPoint(kind="train", step=int(step), seconds=seconds, loss=total / count)
+            for total, count, step, seconds in totals.T.tolist()
+            if count
+        ]
+
+    def _merged(self, num: int) -> tuple[list[tuple[int, float]], list[Tensor | float], list[int]]:
+        """Returns the points with ``num`` neighbours in one."""
+        starts = range(0, len(self._counts), num)
+        marks = [self._marks[start : start + num][-1] for start in starts]
+        sums = [sum(self._sums[start : start + num]) for start in starts]
+        return marks, sums, [sum(self._counts[start : start + num]) for start in starts]

@@ -1,0 +1,141 @@
+"""RunRecord: the settings and results of one training run, as stored in its directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lightning_commopt.measure.runs.files import RUN_FILE
+from lightning_commopt.measure.runs.settings import flat
+
+Status = Literal["running", "finished", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run. None stands for what is not known.
+
+    Attributes:
+        status: "running" until the end; a run that was killed keeps it.
+        sync_method: what averages the gradients: the name of the compressor, "none" for DDP itself, or the class of
+            another strategy.
+        plan_name: the plan in few words, with all that differs from the defaults.
+        settings: everything that was configured, resolved: dotted names to values; all options of the `CommPlan`, if
+            there is one, begin with ``plan.``.
+        overrides: what the user set on Hydra's command line, as it was written.
+        chosen: for each override, the name in `settings` of what it set.
+        strategy: class of the Lightning strategy.
+        device: that rank 0 trained on: the GPU's name, or "cpu".
+        plan: names in `settings` of the options of the `CommPlan` that differ from their defaults; None without a plan.
+        is_lossy: the compressor of the plan changes gradients; None where there is no plan.
+        world_size: number of ranks that trained.
+        started_at: local time with its offset, ISO 8601.
+        seconds: from the start to the end of the run, with set-up and validation.
+        steps_per_s: optimizer steps after the warm-up steps, without validation.
+        samples_per_s: over all ranks.
+        num_timed_steps: how many steps the two are taken from.
+        wire_bytes_per_step: payload that one rank hands to collectives for its gradients.
+        comm_time: the summary of `CommTimeMonitor`, by its names; empty where there was none.
+        peak_memory_bytes: of the rank that needed most: on a GPU what was allocated, else what the process held.
+        num_parameters: of the model.
+        val_loss: at the end.
+        val_accuracy: at the end.
+        metrics: whatever the model logged, as it was at the end.
+        metric_names: of ``val_loss`` and ``val_accuracy``, the metrics that they were taken from.
+        versions: of Python and packages.
+        hardware: the CPU and the GPUs, with names, memory and cores.
+        git: commit, and whether files differed from it.
+        error: why the run failed.
+    """
+
+    status: Status
+    sync_method: str
+    plan_name: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
+    strategy: str | None = None
+    device: str | None = None
+    plan: tuple[str, ...] | None = None
+    is_lossy: bool | None = None
+    world_size: int | None = None
+    started_at: str | None = None
+    seconds: float | None = None
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    num_timed_steps: int | None = None
+    wire_bytes_per_step: float | None = None
+    comm_time: dict[str, float] = field(default_factory=dict)
+    peak_memory_bytes: float | None = None
+    num_parameters: int | None = None
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    metric_names: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: tuple[dict[str, Any], ...] = ()
+    git: dict[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Share of a step that communication takes and nothing hides, 0 to 1; None without `CommTimeMonitor`."""
+        return self.comm_time.get("exposed_share")
+
+    def save(self, folder: Path) -> None:
+        """Writes the record into the folder of its run, whole or not at all."""
+        write_json(folder / RUN_FILE, dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> RunRecord:
+        """Reads the record from the folder of its run.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: the file holds something else.
+        """
+        path = folder / RUN_FILE
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or not {"status", "sync_method"} <= values.keys():
+            raise ValueError(f"{path} is not the record of a run")
+        if isinstance(plan := values.get("plan"), dict):  # before the plan stood in the settings alone
+            options = flat(plan, "plan.")
+            values |= {"settings": options | values.get("settings", {}), "plan": list(options)}
+        types = get_type_hints(cls)
+        kept: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in types
+        }
+        for name, value in kept.items():
+            if not _is_a(value, types[name]):
+                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is not {cls.__annotations__[name]}")
+        return cls(**kept)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON into a file so that a reader sees the old content or the new, never a part."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _is_a(value: Any, type_hint: Any) -> bool:
+    """Returns whether a value is what an annotation says; a whole number is a float, and a truth value no number."""
+    origin, inner = get_origin(type_hint), get_args(type_hint)
+    if type_hint is Any:
+        return True
+    if origin is Literal:
+        return value in inner
+    if origin in (Union, UnionType):
+        return any(_is_a(value, each) for each in inner)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_a(each, inner[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_a(each, inner[1]) for each in value.values())
+    if type_hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if type_hint is float else type_hint)

@@ -1,7 +1,0 @@
-"""Several hosts with a network of a limited rate between them, on one Linux machine."""
-
-from lightning_commopt.netlab.lab import NetLab, parse_rate
-from lightning_commopt.netlab.namespaces import LabError, why_not
-from lightning_commopt.netlab.ranks import RankError
-
-__all__ = ["LabError", "NetLab", "RankError", "parse_rate", "why_not"]

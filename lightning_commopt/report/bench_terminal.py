@@ -1,0 +1,205 @@
+"""The result of a bench on a terminal, in nccl-tests' columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from lightning_commopt.measure.link.bench_result import BenchResult, Row
+from lightning_commopt.measure.link.payoff import payoffs
+from lightning_commopt.measure.link.sizes import size_text
+from lightning_commopt.text.formatting import count
+from lightning_commopt.text.terminal import TextTable, print_text
+
+_SIZE = "{:>12}  {:>12}  {:>8}  {:>6}"
+_TIMES = "  {:>10}  {:>6}  {:>7}  {:>7}  {:>6}"
+_PLACES = {"out": "out of place", "in": "in place"}
+_PEERS = "copies between GPUs, GB/s (row: from, column: to)"
+
+
+def print_bench(result: BenchResult, console: Console) -> None:
+    """Prints where it was measured, a table for each series, and what comes of it.
+
+    Tables are in nccl-tests' columns, which scripts read, unless a terminal is too narrow for them.
+    """
+    for part in _parts(result):
+        is_narrow = console.is_terminal and max(map(len, part.lines)) > console.width
+        for table in part.tables if is_narrow else ():
+            console.print(table)
+        for line in () if is_narrow and part.tables else part.lines:
+            print_text(line, console)
+
+
+def bench_lines(result: BenchResult) -> list[str]:
+    """Returns the lines of the output."""
+    return [line for part in _parts(result) for line in part.lines]
+
+
+class _Part(NamedTuple):
+    """Lines of the output, and tables that show the same in a narrow terminal, if they need any."""
+
+    lines: list[str]
+    tables: list[TextTable]
+
+
+def _parts(result: BenchResult) -> Iterator[_Part]:
+    yield _Part([f"# {line}" for line in where_lines(result)], [])
+    for title, rows in _tables(result):
+        yield _Part(["#", f"# {title}"], [])
+        yield _Part(_table(rows), _narrow_tables(rows))
+    yield _Part(["#", *(f"# {line}" for line in _closing_lines(result))], [])
+    if result.peer_copies:
+        yield _Part([f"# {line}" for line in peer_lines(result)], [_peer_table(result.peer_copies)])
+
+
+def where_lines(result: BenchResult) -> list[str]:
+    """Returns where and when the result was measured."""
+    lines = place_lines(result.where)
+    if "run" not in result.where:
+        repetitions = count(result.settings["num_repetitions"], "repetition")
+        lines[-1] += f"; {repetitions} in turns: medians with their interval"
+    return lines
+
+
+def place_lines(where: Mapping[str, Any]) -> list[str]:
+    """Returns what `BenchResult.where` says, or the same of a link model."""
+    if "run" in where:
+        return [f"run {where['run']}: buckets of {count(where['world_size'], 'rank')}, up to step {where['last_step']}"]
+    ranks = f"{count(where['world_size'], 'rank')} on {count(where['num_nodes'], 'host')}"
+    link = f", {where['link']} between them (network lab)" if where.get("link") else ""
+    devices = f"{', '.join(where['devices'])}, {count(where['num_cores'], 'core')} a rank"
+    return [
+        f"commopt bench: {ranks}{link}, {where['backend']}, torch {where['versions']['torch']}",
+        f"{devices}, {where['started_at']}, {where['seconds']} s",
+        f"load average {where['load_at_start']:.1f} at the start, {where['load_at_end']:.1f} at the end",
+    ]
+
+
+def _tables(result: BenchResult) -> Iterable[tuple[str, list[Row]]]:
+    """Gives the rows of each table: both places of a series are in one."""
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in result.rows:
+        case = row.case
+        key = case.name, case.dtype, case.redop, case.load, case.scope
+        found.setdefault(key, []).append(row)
+    for rows in found.values():
+        first = rows[0].case
+        ranks = f"{count(first.num_ranks, 'rank')}{'' if first.scope == 'all' else ' in a group'}"
+        yield f"{first.label.removesuffix(', out of place')} ({ranks})", rows
+
+
+def _table(rows: list[Row]) -> list[str]:
+    places = _places(rows)
+    by_size: dict[int, dict[str, Row]] = {}
+    for row in rows:
+        by_size.setdefault(row.case.size_bytes, {})[row.case.place] = row
+    heading = _SIZE.format("size", "count", "type", "redop")
+    units = _SIZE.format("(B)", "(elements)", "", "")
+    width = len(_TIMES.format(*[""] * 5))
+    above = " " * len(heading)
+    for place in places:
+        above += _PLACES[place].center(width)
+        heading += _TIMES.format("time", "±", "algbw", "busbw", "#wrong")
+        units += _TIMES.format("(us)", "(%)", "(GB/s)", "(GB/s)", "")
+    lines = [f"#{each[1:]}" for each in (above.rstrip(), heading, units)]
+    for size_bytes, by_place in by_size.items():
+        case = next(iter(by_place.values())).case
+        line = _SIZE.format(size_bytes, case.count, case.dtype, case.redop)
+        for place in places:
+            line += _cells(by_place.get(place))
+        lines.append(line)
+    return lines
+
+
+def _narrow_tables(rows: list[Row]) -> list[TextTable]:
+    """Returns a table for each place, with what has failed below it."""
+    headings = "size\n(B)", "count", "type", "redop", "time\n(us)", "±\n(%)", "algbw\n(GB/s)", "busbw\n(GB/s)", "#wrong"
+    tables = []
+    for place in _places(rows):
+        shown = [row for row in rows if row.case.place == place]
+        failed = [f"{row.case.size_bytes} B failed: {row.error}" for row in shown if row.error is not None]
+        table = TextTable(*headings, numbers=headings, title=_PLACES[place], caption="\n".join(failed))
+        for row in shown:
+            case, times = row.case, ["-"] * 5 if row.error is not None else _times(row)
+            table.add_row(str(case.size_bytes), str(case.count), case.dtype, case.redop, *times)
+        tables.append(table)
+    return tables
+
+
+def _places(rows: list[Row]) -> list[str]:
+    return [place for place in _PLACES if any(row.case.place == place for row in rows)]
+
+
+def _cells(row: Row | None) -> str:
+    if row is not None and row.error is not None:
+        return f"  failed: {row.error}"
+    return _TIMES.format(*(["-"] * 5 if row is None else _times(row)))
+
+
+def _times(row: Row) -> list[str]:
+    half = (row.time_s.high - row.time_s.low) / 2 / row.time_s.median
+    wrong = "N/A" if row.num_wrong is None else str(row.num_wrong)
+    time_us = row.time_s.median * 1e6
+    shown = f"{time_us:.2f}" if time_us < 1e3 else f"{time_us:.1f}" if time_us < 1e5 else f"{time_us:.0f}"
+    return [shown, f"{100 * half:.1f}", _gb(row.algbw), _gb(row.busbw), wrong]
+
+
+def _gb(rate: float) -> str:
+    return f"{rate / 1e9:.2f}" if rate >= 1e10 else f"{rate / 1e9:.4f}"
+
+
+def _closing_lines(result: BenchResult) -> list[str]:
+    lines: list[str] = []
+    if not any(row.num_wrong is not None for row in result.rows):
+        lines.append("Out of bounds values : not checked")
+    else:
+        lines.append(f"Out of bounds values : {result.num_wrong} {'FAILED' if result.num_wrong else 'OK'}")
+    collectives = [row for row in result.measured if row.case.operation != "comm_hook"]
+    if collectives:
+        average = sum(row.busbw for row in collectives) / len(collectives)
+        lines.append(f"Avg bus bandwidth    : {_gb(average)} GB/s")
+    lines += against_link(result)
+    lines += [sentence.text for sentence in payoffs(result)]
+    return lines
+
+
+def against_link(result: BenchResult) -> list[str]:
+    """Returns a line that compares the largest messages with the link's rate, where that is known."""
+    rate = result.link_bytes_per_s
+    if rate is None:
+        return []
+    best: dict[str, str] = {}
+    for rows in result.by_series().values():
+        case = rows[-1].case
+        if case.operation != "comm_hook" and case.load == "idle" and case.scope == "all":
+            best.setdefault(case.name, f"{case.name} {100 * rows[-1].busbw / rate:.1f} %")
+    largest = size_text(max(row.case.size_bytes for row in result.measured))
+    return [f"busbw at {largest} over the link's rate, {rate / 1e9:g} GB/s each way: {', '.join(best.values())}"]
+
+
+def peer_lines(result: BenchResult) -> list[str]:
+    """Returns the rates between all pairs of GPUs as a matrix; nothing without GPUs."""
+    if not result.peer_copies:
+        return []
+    num_gpus = len(result.peer_copies)
+    lines = [
+        _PEERS,
+        "     " + "".join(f"{to:>8}" for to in range(num_gpus)),
+    ]
+    for source, rates in enumerate(result.peer_copies):
+        lines.append(f"{source:>4} " + "".join(f"{cell:>8}" for cell in _peer_cells(rates)))
+    return lines
+
+
+def _peer_table(copies: Sequence[Sequence[float | None]]) -> TextTable:
+    headings = ["from", *(f"to {to}" for to in range(len(copies)))]
+    table = TextTable(*headings, numbers=headings, title=_PEERS)
+    for source, rates in enumerate(copies):
+        table.add_row(str(source), *_peer_cells(rates))
+    return table
+
+
+def _peer_cells(rates: Sequence[float | None]) -> list[str]:
+    return ["-" if rate is None else f"{rate / 1e9:.1f}" for rate in rates]

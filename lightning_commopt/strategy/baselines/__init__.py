@@ -1,0 +1,1 @@
+"""Data parallelism without buckets: parameters that are synchronized one by one."""

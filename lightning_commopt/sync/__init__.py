@@ -1,0 +1,1 @@
+"""DDP's side of gradient sync: hook, executors, buckets, state, groups."""

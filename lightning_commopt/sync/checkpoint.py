@@ -1,0 +1,143 @@
+"""The state of gradient sync in Lightning's checkpoints."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors.base import as_real
+from lightning_commopt.compressors.channel import backends_of
+from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0
+from lightning_commopt.sync.state import (
+    CheckpointError,
+    CommState,
+    adopt_states,
+    from_checkpoint,
+    to_checkpoint,
+    to_plain,
+)
+from lightning_commopt.text.formatting import list_some
+from lightning_commopt.text.validation import info, warn
+
+_PATIENCE = timedelta(seconds=60)
+_NAMES_IN_MESSAGE = 8
+
+
+def gather_state(
+    state: CommState | None, *, is_in_batch: bool, world_size: int, timeout: timedelta, device: torch.device
+) -> dict[str, Any] | None:
+    """Gathers what a checkpoint holds of all ranks' states. All ranks should call it.
+
+    If some ranks do not come, or come in the middle of a batch, because of an exception or a signal, it warns and
+    gathers nothing.
+
+    Args:
+        state: of this rank; None if there is none.
+        is_in_batch: a training batch has begun and not ended, so that states are not those between two steps.
+        world_size: number of ranks.
+        timeout: of the process group.
+        device: of this rank's model.
+
+    Returns:
+        The states on the rank that writes the checkpoint, else None.
+    """
+    if state is None or state.is_common or world_size == 1:
+        parts = [] if state is None or state.is_common else [to_plain(state.on_cpu())]
+        return None if state is None else to_checkpoint(state.compressor, state.num_syncs, parts)
+    position = None if is_in_batch else str(state.num_syncs)
+    patience_s, timeout_s = min(_PATIENCE, timeout).total_seconds(), timeout.total_seconds()
+    if not dist.is_initialized() or not all_ranks_ready(position, patience_s, timeout_s):
+        warn(
+            "A checkpoint is saved without the state of comm_hook: not all ranks came to save it between the same two"
+            " batches."
+        )
+        return None
+    ranks = gather_on_rank_0(to_plain(state), torch.device("cpu") if "cpu" in backends_of() else device)
+    return None if ranks is None else to_checkpoint(state.compressor, state.num_syncs, ranks)
+
+
+def read_state(saved: Any, rank: int, world_size: int, compressor: Compressor | None) -> CommState:
+    """Returns one rank's state from what `gather_state` gave; an empty one, with a warning, if it cannot be used.
+
+    Args:
+        saved: what the checkpoint holds; None if it holds nothing.
+        rank: this rank.
+        world_size: number of ranks now.
+        compressor: the one in use now.
+    """
+    if saved is None:
+        return CommState(is_common=True)
+    try:
+        return from_checkpoint(saved, rank, world_size, compressor)
+    except CheckpointError as error:
+        _warn_of_unusable(error)
+        return CommState()
+
+
+def usable_state(state: CommState, compressor: Compressor | None, module: Module) -> CommState:
+    """Returns the state that all ranks can resume from. All ranks must call it.
+
+    Args:
+        state: of a checkpoint, for this rank.
+        compressor: the one in use now, as its hook has it; None without one.
+        module: the model.
+
+    Returns:
+        Residuals only, unless the states fit the compressor and the model on every rank.
+    """
+    buckets, obstacle = {}, None
+    try:
+        if compressor is not None:
+            buckets = adopt_states(state, compressor, module)
+    except CheckpointError as error:
+        obstacle = str(error)
+    is_exact, num_syncs = _agree(state.num_syncs, obstacle, sorted(buckets))
+    if obstacle is not None:
+        info(f"Only the residuals of the checkpoint's state of comm_hook are used, as {obstacle}.")
+    residuals = state.residuals if is_exact and compressor is not None else _readable_residuals(state)
+    return CommState(compressor, num_syncs, buckets if is_exact else {}, _select_known(residuals, module))
+
+
+def _agree(num_syncs: int, obstacle: str | None, buckets: list[int]) -> tuple[bool, int]:
+    """Compares what the ranks have read: with states that do not fit together they would issue different collectives.
+
+    Returns:
+        Whether all can use their states, and the number of gradient syncs.
+    """
+    mine = (num_syncs, obstacle is None, buckets)
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone = [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    is_exact = obstacle is None and all(each == mine for each in everyone)
+    return is_exact, max(number for number, _, _ in everyone)
+
+
+def _readable_residuals(state: CommState) -> dict[str, Tensor]:
+    try:
+        return state.all_residuals()
+    except CheckpointError as error:
+        _warn_of_unusable(error)
+        return {}
+
+
+def _warn_of_unusable(error: CheckpointError) -> None:
+    warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
+
+
+def _select_known(residuals: dict[str, Tensor], module: Module) -> dict[str, Tensor]:
+    shapes = {name: as_real(parameter).shape for name, parameter in module.named_parameters()}
+    lost = [name for name, value in residuals.items() if shapes.get(name) != value.shape]
+    if lost:
+        shown = list_some(lost, _NAMES_IN_MESSAGE)
+        warn(
+            f"comm_hook: residuals of {len(lost)} parameters in the checkpoint are dropped, as the model has none of"
+            f" that name and shape: {shown}."
+        )
+    return {name: value for name, value in residuals.items() if name not in lost}

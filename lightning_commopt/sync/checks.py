@@ -1,0 +1,149 @@
+"""Errors and warnings of a strategy, each with what to do instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_commopt.compat.lightning import MisconfigurationException, optimizer_is_toggled
+from lightning_commopt.compressors import Cast, Compressor
+from lightning_commopt.plan import CommPlan, OptionError, plan_options
+from lightning_commopt.sync.rewrap import Trainable
+from lightning_commopt.text.validation import warn
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+_NAMES_IN_MESSAGE = 8
+_UNUSED_PARAMETERS = (
+    "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
+    " training_step. If that is intended (two optimizers that are toggled, for instance), use"
+    " strategy=CommOptDDP(find_unused_parameters=True)."
+)
+_COMPILED_BUCKETS = (
+    "torch.compile cuts a module's graph at DDP's buckets, the first time after 1 MiB, and takes no smaller"
+    " bucket_cap_mb: use at least 1, or torch._dynamo.config.optimize_ddp = 'no_optimization', which leaves the graph"
+    " whole, so that all its gradients are ready at the same time."
+)
+
+
+def check_graph_is_static(module: LightningModule) -> None:
+    """Refuses a static graph with toggled optimizers, whose graph is not static.
+
+    Raises:
+        MisconfigurationException: one of several optimizers of ``module`` is toggled.
+    """
+    if optimizer_is_toggled(module) and len(module.trainer.optimizers) > 1:
+        raise MisconfigurationException(
+            "static_graph=True cannot be used with toggle_optimizer: each optimizer's backward gives gradients"
+            " to other parameters. Use CommOptDDP(find_unused_parameters=True) without static_graph."
+        )
+
+
+def check_none_unfrozen(trainable: Trainable) -> None:
+    """Refuses gradients that DDP does not synchronize.
+
+    Raises:
+        MisconfigurationException: a parameter that was frozen when the model was wrapped asks for a gradient.
+    """
+    if trainable.some_unfrozen():
+        raise MisconfigurationException(
+            "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"
+            " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters take turns, let"
+            " all ask for gradients when fit starts and use CommOptDDP(find_unused_parameters=True)."
+        )
+
+
+def check_plans_agree(plan: CommPlan) -> None:
+    """Compares the ranks' plans; all ranks must call it.
+
+    Raises:
+        OptionError: they differ.
+    """
+    plans: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(plans, {name: _describe(getattr(plan, name)) for name in plan_options()})
+    for name in plan_options():
+        first_ranks: dict[str, int] = {}
+        for rank, options in enumerate(plans):
+            first_ranks.setdefault(options[name], rank)
+        if len(first_ranks) > 1:
+            shown = ", ".join(f"{name}={value} on rank {rank}" for value, rank in first_ranks.items())
+            raise OptionError(f"apply_plan must get the same plan on all ranks, got {shown}")
+
+
+def _describe(value: Any) -> str:
+    """Returns type and settings as text, without addresses in memory: equal on all ranks for equal settings."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_describe(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_describe, value))}]"
+    fields = getattr(value, "__dict__", {})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
+    elif repr(value) != object.__repr__(value):
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    settings = ", ".join(f"{name}={_describe(item)}" for name, item in fields.items())
+    return f"{type(value).__qualname__}({settings})"
+
+
+def warn_of_fp16_under_scaler(comm_hook: Compressor) -> None:
+    """Warns if gradients that a gradient scaler has multiplied are to be rounded to float16."""
+    while hasattr(comm_hook, "inner"):
+        comm_hook = comm_hook.inner
+    if isinstance(comm_hook, Cast) and comm_hook.dtype == torch.float16:
+        warn(
+            "comm_hook='fp16' rounds gradients that a gradient scaler has multiplied: those beyond float16's"
+            " 65504 become infinite, and the scaler then skips the step. comm_hook='bf16' has float32's range."
+        )
+
+
+def warn_of_unused_residuals(comm_hook: Compressor) -> None:
+    """Warns that error feedback and unused parameters do not go together without loss."""
+    if comm_hook.keeps_residual:
+        warn(
+            "find_unused_parameters=True with error feedback: part of a parameter's residual is lost in each step"
+            " in which no rank uses that parameter."
+        )
+
+
+def warn_of_lost_residuals(names: Sequence[str]) -> None:
+    """Warns of residuals that did not outlive a failure; each rank of its own."""
+    shown = ", ".join(names[:_NAMES_IN_MESSAGE])
+    more = len(names) - _NAMES_IN_MESSAGE
+    warn(
+        f"Rank {dist.get_rank()}: the last gradient sync of {shown}{f' and {more} more' if more > 0 else ''} did not"
+        " end, so their residuals are lost; those of other parameters are kept.",
+        on_every_rank=True,
+    )
+
+
+def warn_of_torchs_powersgd(ddp_comm_hook: Callable[..., Any] | None) -> None:
+    """Warns of torch's own PowerSGD hook, whose collectives have no fixed order on gloo."""
+    if getattr(ddp_comm_hook, "__module__", "").endswith("powerSGD_hook"):
+        warn(
+            "torch's powerSGD_hook can abort or hang on gloo with more than one bucket. comm_hook='powersgd' does not."
+        )
+
+
+def warn_if_never_compressed(comm_hook: Compressor | None, num_steps: int) -> None:
+    """Warns if training was over before a compressor that starts late began."""
+    start_step = getattr(comm_hook, "start_step", 0)
+    if 0 < num_steps <= start_step:
+        warn(f"comm_hook never compressed: training took {num_steps} steps, and start_step={start_step}.")
+
+
+def explain_compiled_buckets(exception: BaseException) -> None:
+    """Says what to do instead of torch's message about a compiled module that it cannot cut at small buckets."""
+    message = "First bucket should be smaller/equal to other buckets"
+    exception.args = tuple(_COMPILED_BUCKETS if message in str(each) else each for each in exception.args)
+
+
+def explain_unused_parameters(exception: BaseException) -> None:
+    """Says what to do instead of DDP's message about parameters without a gradient."""
+    message = "Expected to have finished reduction in the prior iteration"
+    exception.args = tuple(_UNUSED_PARAMETERS if message in str(each) else each for each in exception.args)

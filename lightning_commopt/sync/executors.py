@@ -1,0 +1,194 @@
+"""Where gradient sync runs while backward goes on: a thread for CPU tensors, streams for CUDA tensors."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_commopt.sync.gather import map_tensors
+
+_JOIN_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class BucketFuture:
+    """The average of a bucket that is to come.
+
+    Attributes:
+        flat: the buffer that will hold it.
+        future: of ``flat``, for DDP.
+    """
+
+    flat: Tensor
+    future: Future[Tensor]
+    _done: Future[Tensor]
+
+    def set_result(self) -> None:
+        """Completes the future. On CUDA, for when all that is now in the current stream is done."""
+        self._done.set_result(self.flat)
+
+    def set_exception(self, error: Exception) -> None:
+        """Makes whoever waits for the future raise."""
+        self._done.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so
+
+
+class Executor(ABC):
+    """Runs tasks in the order in which they are submitted. After one has failed it runs no more.
+
+    A rank that failed is out of step with its peers: whatever it sent next would pair with another message of theirs.
+    """
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    @abstractmethod
+    def future(self, flat: Tensor) -> BucketFuture:
+        """Returns the future of ``flat``, for a task that is submitted now or later."""
+
+    @abstractmethod
+    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
+        """Starts a task, or queues it; its end completes these futures.
+
+        Args:
+            task: what to run.
+            futures: of the buckets that it averages.
+            lane: tasks of one lane run one after another; those of different lanes may overlap on the device.
+        """
+
+    @abstractmethod
+    def close(self) -> bool:
+        """Takes no more tasks; returns whether all that were submitted have succeeded."""
+
+    def protect(self, value: Any) -> None:  # noqa: B027 - on CPU memory is freed when nobody uses it
+        """Keeps the memory of tensors for tasks of any lane, until they are done with it.
+
+        Args:
+            value: nested dicts and lists of tensors that were made outside of tasks, or in another lane.
+        """
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Runs a part of a task behind all tasks before, and before all that follow, whatever their lanes."""
+        yield
+
+    def _run(self, task: Callable[[], None], futures: Sequence[BucketFuture]) -> None:
+        if self._error is None:
+            try:
+                task()
+            except Exception as error:
+                self._error = error
+        for future in futures:
+            if self._error is None:
+                future.set_result()
+            else:
+                future.set_exception(self._error)
+
+
+class WorkerThread(Executor):
+    """Runs tasks on CPU tensors one after another on a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Sequence[BucketFuture]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="commopt-gradient-sync", daemon=True)
+        self._thread.start()
+
+    def future(self, flat: Tensor) -> BucketFuture:
+        """Returns the future of ``flat``."""
+        done: Future[Tensor] = Future()
+        # DDP waits in C++, which sees the error of a callback but not one set from Python.
+        return BucketFuture(flat, done.then(lambda finished: finished.value()), done)
+
+    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
+        """Queues a task."""
+        self._tasks.put((task, futures))
+
+    def close(self) -> bool:
+        """Waits for the thread, but not long: a task that backward has not waited for may wait for a peer in vain."""
+        self._tasks.put(None)
+        self._thread.join(_JOIN_TIMEOUT_S)
+        if self._error is None and self._thread.is_alive():
+            self._error = RuntimeError("gradient sync was closed before it had ended")
+        return self._error is None
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._run(*task)
+            del task  # else its bucket would stay in memory until the next one comes
+
+
+class SideStreams(Executor):
+    """Enqueues tasks on CUDA tensors on streams beside the current one, in the caller's thread.
+
+    Lanes take the streams in turn: while one bucket is on the wire, the next one is compressed and the one before is
+    decompressed. Collectives are issued in the order of tasks, and NCCL runs those of one group in that order. Their
+    priority is high, so that a bucket need not wait for a kernel of backward to have run on the whole device.
+
+    All hooks of a device share the streams.
+
+    Args:
+        device: of the tensors.
+        num_streams: 1 for tasks whose collectives are over several groups: only what is in one stream orders those.
+    """
+
+    def __init__(self, device: torch.device, num_streams: int = 2) -> None:
+        super().__init__()
+        self._device = device
+        self._streams = _side_streams(device)[:num_streams]
+
+    def future(self, flat: Tensor) -> BucketFuture:
+        """Returns the future of ``flat``, which what is now in the current stream has filled."""
+        done: Future[Tensor] = Future(devices=[self._device])
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        return BucketFuture(flat, done, done)
+
+    def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
+        """Enqueues a task behind what the current stream had to do when its futures were made.
+
+        Raises:
+            Exception: what this task, or an earlier one, raised.
+        """
+        with torch.cuda.stream(self._streams[lane % len(self._streams)]):
+            self._run(task, futures)  # completing a future records the stream, for whoever waits on it
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> bool:
+        """Makes the current stream wait for the others."""
+        for stream in self._streams:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+        return self._error is None
+
+    def protect(self, value: Any) -> None:
+        """Tells the allocator which streams use the tensors: the host frees them before the device has read them."""
+        tensors: list[Tensor] = []
+        map_tensors(tensors.append, value)
+        for tensor in tensors:
+            for stream in self._streams if tensor.is_cuda else ():
+                tensor.record_stream(stream)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Makes the current stream wait for the others, and then the others for it."""
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._streams:
+            current.wait_stream(stream)
+        yield
+        for stream in self._streams:
+            stream.wait_stream(current)
+
+
+@cache
+def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)

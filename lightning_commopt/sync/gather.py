@@ -1,0 +1,136 @@
+"""Gathers each rank's own state on rank 0, without waiting forever for ranks that do not take part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commopt.sync.store import key_space, poll
+
+_PIECE_BYTES = 2**23
+_ALL_PIECES_BYTES = 2**26  # of the receiver's device memory, however many ranks send
+_SHORTEST_PIECE_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """Stands for a tensor while its values are on their way."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
+    """Returns a copy of nested dicts and lists, with ``fn`` of every tensor.
+
+    Raises:
+        TypeError: there is something else than tensors, numbers, strings and None in it.
+    """
+    if isinstance(value, Tensor | _Spec):
+        return fn(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(fn, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_tensors(fn, item) for item in value]
+    if value is None or isinstance(value, int | float | str):
+        return value
+    raise TypeError(f"a state may hold tensors, numbers, strings, lists and dicts of them, not {value!r}")
+
+
+def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -> bool:
+    """Returns on all ranks whether all have reached the same point of the training.
+
+    Goes through the store of the default group, as a collective that some ranks never enter would block the others
+    and leave the group unusable.
+
+    Args:
+        position: where this rank is; None if it cannot take part.
+        patience_s: how long rank 0, which decides, waits for the others.
+        timeout_s: how long the others wait for rank 0.
+    """
+    store = key_space("meeting")
+    rank, keys = dist.get_rank(), [str(rank) for rank in range(dist.get_world_size())]
+    store.set(str(rank), position or "")
+    if rank:
+        has_decided = position is not None and poll(lambda: store.check(["decision"]), timeout_s)
+        return has_decided and store.get("decision") == b"go"
+    are_here = position is not None and poll(lambda: store.check(keys), patience_s)
+    agreed = are_here and all(store.get(key).decode() == position for key in keys)
+    store.set("decision", "go" if agreed else "stay")
+    for key in keys if are_here else ():
+        store.delete_key(key)
+    return agreed
+
+
+def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
+    """Gathers nested dicts and lists of tensors and numbers over the default group. All ranks must call it.
+
+    The tensors travel in pieces, of 8 MiB or, from 8 ranks on, of what makes 64 MiB on the receiver's device.
+
+    Args:
+        value: of this rank; its tensors may be on any device.
+        device: whose tensors the group's backend can gather.
+
+    Returns:
+        On rank 0 the values of all ranks, copied to the CPU; None on the others.
+    """
+    tensors: list[Tensor] = []
+
+    def noted(tensor: Tensor) -> _Spec:
+        # Dense, with the strides it has: products over other strides may round otherwise.
+        dense = tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.contiguous()
+        tensors.append(dense)
+        return _Spec(tuple(dense.shape), dense.stride(), dense.dtype)
+
+    skeleton = map_tensors(noted, value)
+    world_size, is_receiver = dist.get_world_size(), dist.get_rank() == 0
+    skeletons: list[Any] | None = [None] * world_size if is_receiver else None
+    dist.gather_object(skeleton, skeletons)
+    received = [map_tensors(_empty, each) for each in skeletons or ()]
+    places = [_memory(each) for each in received]
+    own = [_as_bytes(tensor) for tensor in tensors]
+    longest = torch.tensor(sum(len(part) for part in own), device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    num_bytes = int(longest.item())
+    piece_bytes = min(_PIECE_BYTES, max(_SHORTEST_PIECE_BYTES, _ALL_PIECES_BYTES // world_size))
+    memory = torch.empty(1 + world_size * is_receiver, min(piece_bytes, num_bytes), dtype=torch.uint8, device=device)
+    for start in range(0, num_bytes, piece_bytes):
+        piece, *pieces = memory[:, : num_bytes - start]
+        for part, where in _overlaps(own, start, start + len(piece)):
+            piece[where].copy_(part)
+        dist.gather(piece, pieces if is_receiver else None)
+        for parts, came in zip(places, pieces, strict=True):
+            for part, where in _overlaps(parts, start, start + len(came)):
+                part.copy_(came[where])
+    return received if is_receiver else None
+
+
+def _empty(spec: _Spec) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
+
+
+def _memory(value: Any) -> list[Tensor]:
+    parts: list[Tensor] = []
+    map_tensors(lambda tensor: parts.append(_as_bytes(tensor)), value)
+    return parts
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Returns a view of the memory of a dense tensor; ``(num_bytes,)``."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _overlaps(parts: Sequence[Tensor], start: int, end: int) -> Iterator[tuple[Tensor, slice]]:
+    """Yields each part's overlap with bytes [start, end) of their concatenation, and its offset in there."""
+    offset = 0
+    for part in parts:
+        low, high = max(start, offset), min(end, offset + len(part))
+        if low < high:
+            yield part[low - offset : high - offset], slice(low - start, high - start)
+        offset += len(part)

@@ -1,0 +1,291 @@
+"""GradientSync: all that a strategy needs to synchronize the gradients of a model in DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.compat.torch import flush_static_graph
+from lightning_commopt.measure.observer import Observers
+from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.sync.attach import attach_bucket_hook, place_compressor
+from lightning_commopt.sync.buckets import gradient_bytes
+from lightning_commopt.sync.checkpoint import usable_state
+from lightning_commopt.sync.checks import (
+    check_plans_agree,
+    warn_if_never_compressed,
+    warn_of_lost_residuals,
+    warn_of_unused_residuals,
+)
+from lightning_commopt.sync.hook import BucketHook
+from lightning_commopt.sync.observed import observe_all_reduce
+from lightning_commopt.sync.rewrap import ResidualAdder, Trainable, kept_buffers, unwrap
+from lightning_commopt.sync.state import CommState
+from lightning_commopt.sync.torch_hook import TorchHook
+
+
+class GradientSync:
+    """How the gradients of one model travel: the plan, DDP's hook, who observes it, its state and its bytes.
+
+    A strategy owns it, wraps the model in DDP, and calls `attach` on every wrapper, `detach` before the wrapper goes.
+
+    Args:
+        plan: DDP's options and the compressor.
+        torch_hook: used instead of a compressor.
+
+    Attributes:
+        plan: as it is now.
+        observers: notified of every bucket.
+        num_syncs: gradient syncs of this fit, with those before a checkpoint that it resumed.
+
+    Raises:
+        OptionError: the plan has a compressor, and there is a ``torch_hook`` too.
+    """
+
+    def __init__(self, plan: CommPlan, torch_hook: TorchHook | None = None) -> None:
+        self._torch_hook = torch_hook
+        self._model: DistributedDataParallel | None = None
+        self._ranks_per_node: int | None = None
+        self.check_plan(plan)
+        self.plan = plan
+        self.observers = Observers()
+        self.num_syncs = 0
+        self._hook: BucketHook | None = None
+        self._residual_adder: ResidualAdder | None = None
+        self._trainable: Trainable | None = None
+        self._is_graph_recorded = False
+        self._gradient_bytes = 0
+        self._earlier_bytes = 0
+        self._restored: CommState | None = None
+        self._of_last_fit: CommState | None = None
+
+    def check_plan(self, plan: CommPlan) -> None:
+        """Checks that a plan leaves DDP with one hook and, while attached, that the ranks and the device fit it.
+
+        Raises:
+            OptionError: it has a compressor, and there is a ``ddp_comm_hook`` too; or see `place_compressor`.
+        """
+        if plan.comm_hook is None:
+            return
+        if self._torch_hook is not None:
+            raise OptionError(f"comm_hook={plan.comm_hook!r} and ddp_comm_hook exclude each other: DDP takes one hook")
+        if self._model is not None:
+            place_compressor(self._model, plan.comm_hook, self._ranks_per_node)
+
+    def check_agreement(self, plan: CommPlan) -> None:
+        """Checks while attached that all ranks have the same plan. All ranks must call it.
+
+        Raises:
+            OptionError: their plans differ.
+        """
+        if self._model is not None:
+            check_plans_agree(plan)
+
+    @property
+    def model(self) -> DistributedDataParallel | None:
+        """The wrapper that it is attached to."""
+        return self._model
+
+    @property
+    def hook(self) -> BucketHook | None:
+        """The hook that drives the plan's compressor, while attached."""
+        return self._hook
+
+    @property
+    def unused_hook(self) -> str | None:
+        """The name of the option whose hook has nothing to do where there is only one rank."""
+        if self.plan.comm_hook is not None:
+            return "comm_hook"
+        return "ddp_comm_hook" if self._torch_hook is not None else None
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes of gradients that this rank has handed to collectives so far.
+
+        With a compressor they are counted at the collectives; otherwise it is the size of the gradients for each
+        backward that was synchronized.
+        """
+        return self._earlier_bytes + (self._hook.bytes_sent if self._hook is not None else 0)
+
+    def attach(
+        self, model: DistributedDataParallel, *, timeout: timedelta | None, ranks_per_node: int | None = None
+    ) -> None:
+        """Gives a wrapper the hook that the plan asks for. All ranks must call it.
+
+        Args:
+            model: just wrapped; DDP takes one hook in its life.
+            timeout: after which a collective raises; None for the backend's default.
+            ranks_per_node: None for what torchrun says, else all ranks.
+
+        Raises:
+            OptionError: see `attach_bucket_hook`.
+        """
+        self._model = model
+        self._ranks_per_node = ranks_per_node
+        self._gradient_bytes = gradient_bytes(model)
+        self._trainable = Trainable(model)
+        self._is_graph_recorded = False
+        if self.plan.comm_hook is not None:
+            if self.plan.find_unused_parameters:
+                warn_of_unused_residuals(self.plan.comm_hook)
+            self._hook = attach_bucket_hook(
+                model, self.plan.comm_hook, timeout, self.num_syncs, ranks_per_node, self.observers
+            )
+        elif self._torch_hook is not None:
+            self._torch_hook.attach(model, self.observers)
+        elif self.observers:
+            observe_all_reduce(model, self.observers)
+
+    @property
+    def must_sync(self) -> bool:
+        """Whether the next backward must be synchronized, as DDP records a static graph in the first one."""
+        return bool(self.plan.static_graph) and not self._is_graph_recorded
+
+    @property
+    def trainable(self) -> Trainable | None:
+        """Which parameters DDP knows of, while attached."""
+        return self._trainable
+
+    def end_backward(self, *, ends_static_graph: bool) -> None:
+        """Counts a backward, if it was synchronized.
+
+        Args:
+            ends_static_graph: end the first backward of a static graph, where neither DDP nor Lightning does:
+                under manual optimization.
+        """
+        model = self._model
+        if model is None or not model.require_backward_grad_sync:
+            return
+        if model.static_graph and not self._is_graph_recorded:
+            self._is_graph_recorded = True
+            if ends_static_graph:
+                flush_static_graph(model)
+        self.num_syncs += 1
+        if self._hook is None:
+            self._earlier_bytes += self._gradient_bytes
+
+    def change_plan(self, plan: CommPlan, wrap: Callable[[Module], None]) -> None:
+        """Goes on with another plan. All ranks must call it, between two batches.
+
+        Args:
+            plan: the same on all ranks; see `check_agreement`.
+            wrap: wraps a module anew, and calls `attach`.
+        """
+        self.plan = plan
+        if self._model is not None:
+            self.rewrap(wrap)
+
+    def rewrap(self, wrap: Callable[[Module], None]) -> None:
+        """Takes the model out of its wrapper and has it wrapped again. All ranks must call it.
+
+        Without loss, but for residuals of buckets whose last gradient sync did not end: those are named in a warning.
+
+        Args:
+            wrap: see `change_plan`.
+        """
+        assert self._model is not None
+        resumed = self._hook.state() if self._hook is not None and self._hook.has_only_resumed else None
+        device, hook = self._model.device, self._hook
+        module = unwrap(self._model)
+        residuals = self.detach()
+        if hook is not None and hook.lost:
+            warn_of_lost_residuals(hook.lost)
+        num_syncs = torch.tensor(self.num_syncs, device=device)  # differs where the last one failed on some ranks only
+        dist.all_reduce(num_syncs, dist.ReduceOp.MAX)
+        self.num_syncs = int(num_syncs)
+        with kept_buffers(module):  # wrapping sends those of rank 0 to the others
+            _synchronize(device)  # Lightning wraps on a stream that does not wait for the last step
+            wrap(module)
+            _synchronize(device)
+        if resumed is not None:  # a callback has frozen parameters again that were frozen in the checkpoint
+            self._resume(resumed, module)
+        elif self._hook is not None:
+            self._hook.add_residuals(residuals)
+        elif hook is not None and hook.compressor.keeps_residual:  # on all ranks, also on one that has lost its own
+            self._residual_adder = ResidualAdder(module, residuals)
+
+    def state(self) -> CommState | None:
+        """Returns the state of this fit, or of the one that has just ended, not copied; None if there is none."""
+        if self._of_last_fit is not None:
+            return self._of_last_fit
+        if self._hook is not None:
+            return self._hook.state()
+        if self._residual_adder is not None:
+            return CommState(None, self.num_syncs, {}, dict(self._residual_adder.residuals))
+        return CommState(None, self.num_syncs, is_common=True) if self.num_syncs else None
+
+    def restore(self, state: CommState) -> None:
+        """Keeps the state of a checkpoint for `resume`."""
+        self._restored = state
+
+    def resume(self, module: Module) -> None:
+        """Goes on with the state of a checkpoint, if there is one, once. All ranks must call it, between two batches.
+
+        Args:
+            module: the model, in its wrapper or, with one rank, without one.
+        """
+        self._of_last_fit = None
+        if self._restored is not None:
+            state, self._restored = self._restored, None
+            self._resume(state, module)
+
+    def _resume(self, state: CommState, module: Module) -> None:
+        compressor = self._hook.compressor if self._hook is not None else None
+        usable = usable_state(state, compressor, module)
+        self.num_syncs = usable.num_syncs
+        self._cancel_residual_adder()
+        if self._hook is not None:
+            self._hook.resume(usable.buckets, usable.residuals, usable.num_syncs)
+        elif not state.is_common:
+            self._residual_adder = ResidualAdder(module, usable.residuals)
+
+    def detach(self) -> dict[str, Tensor]:
+        """Closes the hook, before its wrapper goes.
+
+        Returns:
+            This rank's residuals, by parameter name.
+        """
+        self.release_wrapper()
+        self._cancel_residual_adder()
+        if self._hook is None:
+            return {}
+        hook, self._hook = self._hook, None
+        residuals = hook.close()
+        self._earlier_bytes += hook.bytes_sent
+        return residuals
+
+    def keep_state(self) -> None:
+        """Keeps the state for checkpoints that are saved after the fit. Only between two batches."""
+        state = self.state()
+        if state is not None:
+            self._of_last_fit = state.on_cpu()
+
+    def release_wrapper(self) -> None:
+        """Drops the wrapper, before the end of a fit."""
+        self._model = self._trainable = None
+
+    def end_fit(self) -> None:
+        """Closes the hook, and forgets what belongs to one fit."""
+        try:
+            if self._hook is not None:
+                warn_if_never_compressed(self.plan.comm_hook, self.num_syncs)
+        finally:
+            self.detach()
+            self._restored = None
+            self.num_syncs = 0
+
+    def _cancel_residual_adder(self) -> None:
+        if self._residual_adder is not None:
+            self._residual_adder.cancel()
+            self._residual_adder = None
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

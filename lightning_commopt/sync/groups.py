@@ -1,0 +1,165 @@
+"""Process groups of our own, beside those that DDP and the user issue collectives on.
+
+Two threads that issue collectives on one group do so in an order that differs between ranks: their messages mix, and
+ranks diverge or abort. So each thread of ours borrows groups that nothing else uses, and returns them for the next.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+_GLOO_EXIT_S = 0.05
+
+
+@dataclass(eq=False)
+class BorrowedGroups:
+    """Groups that only their borrower uses, until it returns them.
+
+    Attributes:
+        all_ranks: the ranks of the group that they were borrowed beside.
+        within: the ranks of this node; None if the ranks were not divided into nodes.
+        across: the ranks of all nodes with this rank's place in theirs; None if there are no nodes.
+    """
+
+    all_ranks: dist.ProcessGroup
+    within: dist.ProcessGroup | None
+    across: dist.ProcessGroup | None
+    _pool: _Pool
+    _number: int
+
+    def return_to_pool(self) -> None:
+        """Lets the next borrower have them. Only if all collectives on them have ended well, on all ranks."""
+        self._pool.free.add(self._number)
+
+
+@dataclass
+class _Pool:
+    """All groups of one kind, in the order in which they were made; the same on all their ranks."""
+
+    made: list[BorrowedGroups] = field(default_factory=list)
+    free: set[int] = field(default_factory=set)
+
+
+# By the default group that they came after. No group is ever freed: gloo's threads may still hold tensors for a moment
+# and need the GIL to let go of them, while the destructor of the group waits for its threads with the GIL held.
+_pools: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[dist.ProcessGroup, dict[object, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = (
+    WeakKeyDictionary()
+)
+_never_freed: list[object] = []
+
+
+def borrow_groups(
+    beside: dist.ProcessGroup,
+    *,
+    ranks_per_node: int | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+) -> BorrowedGroups:
+    """Returns groups of the ranks of ``beside`` for a thread, or a stream of messages, of its own.
+
+    All ranks of ``beside`` must call it. Groups that were returned are given out again, those that are free on every
+    rank: ranks may return them at different times, as the garbage collector does.
+
+    Args:
+        beside: whose ranks.
+        ranks_per_node: make groups within and across nodes of as many consecutive ranks too; divides their number.
+        timeout: after which a collective raises; None for the backend's default.
+        backend: None for that of the default group.
+    """
+    ranks = dist.get_process_group_ranks(beside)
+    pool = _pools.setdefault(_default_group(), {}).setdefault((*ranks, ranks_per_node, timeout, backend), _Pool())
+    free_on_ranks: list[set[int]] = [set()] * len(ranks)
+    dist.all_gather_object(free_on_ranks, set(pool.free), group=beside)
+    free_everywhere = set.intersection(*free_on_ranks)
+    if free_everywhere:
+        number = min(free_everywhere)
+        pool.free.remove(number)
+        return pool.made[number]
+    within, across = (None, None) if ranks_per_node is None else _node_groups(ranks, ranks_per_node, timeout, backend)
+    all_ranks = _new_group([ranks], timeout, backend)
+    groups = BorrowedGroups(all_ranks, within, across, pool, len(pool.made))
+    pool.made.append(groups)
+    _never_freed.append(groups)
+    return groups
+
+
+def borrow_host_group() -> BorrowedGroups:
+    """Returns a gloo group of all ranks for small messages of the host, which nothing else waits for.
+
+    All ranks must call it.
+
+    Raises:
+        RuntimeError: the ranks cannot reach each other over gloo.
+    """
+    return borrow_groups(_default_group(), backend="gloo")
+
+
+def shared_node_groups(
+    beside: dist.ProcessGroup, ranks_per_node: int, timeout: timedelta | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Returns the groups within and across nodes that all hooks on CUDA share; see `borrow_groups`.
+
+    There one thread enqueues all collectives, on one stream: they have one order, and an NCCL communicator for each
+    hook would cost memory for nothing.
+    """
+    ranks = dist.get_process_group_ranks(beside)
+    key = (*ranks, ranks_per_node, timeout)
+    shared = _shared.setdefault(_default_group(), {})
+    if key not in shared:
+        shared[key] = _node_groups(ranks, ranks_per_node, timeout, None)
+        _never_freed.append(shared[key])
+    return shared[key]
+
+
+def leave_process_group() -> None:
+    """Destroys the default group, so that another can be made."""
+    if dist.is_initialized():
+        _never_freed.append(_default_group())
+        dist.destroy_process_group()
+
+
+@cache
+def let_gloo_finish_at_exit() -> None:
+    """Makes the process wait a moment at its end; registered once.
+
+    gloo's threads let go of the last collective's tensors a little after it is done, and need the GIL for that. A
+    thread that asks for it when the interpreter is already being taken down brings the process to an abort, or a halt.
+    """
+    atexit.register(time.sleep, _GLOO_EXIT_S)
+
+
+def _node_groups(
+    ranks: list[int], ranks_per_node: int, timeout: timedelta | None, backend: str | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    nodes = [ranks[first : first + ranks_per_node] for first in range(0, len(ranks), ranks_per_node)]
+    across = [list(peers) for peers in zip(*nodes, strict=True)]
+    return _new_group(nodes, timeout, backend), _new_group(across, timeout, backend)
+
+
+def _new_group(parts: list[list[int]], timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
+    """Makes groups of disjoint parts of the ranks, and returns that of this rank."""
+    # With local synchronization torch < 2.15 counts in a group's name the groups that a rank is in, which user code may
+    # have made unequal; without, all ranks of the default group must make all groups.
+    are_all_here = sum(map(len, parts)) == dist.get_world_size()
+    group = None
+    for ranks in parts:
+        if are_all_here or dist.get_rank() in ranks:
+            made = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not are_all_here)
+            if dist.get_rank() in ranks:
+                group = made
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _default_group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    return world

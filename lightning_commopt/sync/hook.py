@@ -1,0 +1,263 @@
+"""DDP's side of a compressor.
+
+DDP compares the annotations of a hook by identity and reads its ``__qualname__``: hence no
+``from __future__ import annotations`` here, and a bound method as the hook.
+"""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commopt.compat.torch import sparse_values
+from lightning_commopt.compressors import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, Observers
+from lightning_commopt.sync.buckets import BucketOrder
+from lightning_commopt.sync.executors import Executor
+from lightning_commopt.sync.groups import BorrowedGroups
+from lightning_commopt.sync.resumed_layout import Bucket, HeldBuckets, Relayout
+from lightning_commopt.sync.state import BucketStates, CommState, residuals_by_name
+from lightning_commopt.text.formatting import list_some
+from lightning_commopt.text.validation import warn_once
+
+_NAMES_IN_MESSAGE = 8
+
+
+class GradientSyncError(RuntimeError):
+    """Gradient sync failed; the message names the bucket and its parameters."""
+
+
+class BucketHook:
+    """Gives DDP's buckets to one compressor; `reduce` is the hook that DDP calls.
+
+    Args:
+        compressor: averages the buckets.
+        channel: the ranks to average over.
+        names: of the parameters whose gradients DDP synchronizes, by ``id``.
+        executor: runs the compressor, bucket by bucket.
+        step: gradient syncs that were made before this hook came.
+        observers: notified of every bucket.
+        groups: that ``channel`` is over, if they were borrowed for this hook.
+
+    Attributes:
+        lost: parameters whose residuals `close` had to drop.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        channel: Channel,
+        names: dict[int, str],
+        executor: Executor,
+        step: int = 0,
+        observers: Observers | None = None,
+        groups: BorrowedGroups | None = None,
+    ) -> None:
+        self._compressor = compressor
+        self._channel = channel
+        self._names = names
+        self._executor = executor
+        self._groups = groups
+        self._step = step
+        self._observers = observers if observers is not None else Observers()
+        self._layouts: dict[int, tuple[tuple[str, ...], Layout]] = {}
+        self._order = BucketOrder(len(names))
+        self._states: BucketStates = {}
+        self._residuals: dict[str, Tensor] = {}
+        self._relayout: Relayout | None = None
+        self._under_way: set[int] = set()
+        self.lost: tuple[str, ...] = ()
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor that averages the buckets, with its ``ranks_per_node`` filled in."""
+        return self._compressor
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has handed to collectives so far."""
+        return self._channel.bytes_sent
+
+    def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Starts to average one bucket.
+
+        Args:
+            state: unused; DDP hands over what was registered with the hook.
+            bucket: this rank's gradients.
+
+        Returns:
+            A future of the bucket's buffer, which then holds the average.
+        """
+        flat, parameters = bucket.buffer(), bucket.parameters()
+        names = tuple(self._names[id(parameter)] for parameter in parameters)
+        index, is_last = self._order.place(bucket.index(), bucket.is_last(), names)
+        if index not in self._layouts or self._layouts[index][0] != names:
+            self._layouts[index] = names, Layout.of(parameters, flat.dtype)
+        sync = self._observers.ready(BucketInfo(index, sparse_values(flat).nbytes, names, is_last))
+        job = Bucket(index, flat, self._layouts[index][1], names, self._step, sync)
+        future = self._executor.future(flat)
+        if self._relayout is None or not self._relayout.hold(job, future):
+            self._executor.submit(lambda: self._sync_or_explain(job), [future], lane=index)
+        if is_last:
+            self._step += 1
+            self._sync_kept()
+        return future.future
+
+    @property
+    def has_only_resumed(self) -> bool:
+        """Whether it has states from a checkpoint, and no gradient sync since."""
+        return self._relayout is not None and self._relayout.is_unused
+
+    def state(self) -> CommState:
+        """Returns the state of the gradient syncs so far, not copied. Between two backwards only."""
+        return CommState(self._compressor, self._step, dict(self._states), dict(self._residuals))
+
+    def resume(self, buckets: BucketStates, residuals: dict[str, Tensor], step: int) -> None:
+        """Goes on where another hook was. Between two backwards only; all ranks must call it.
+
+        Args:
+            buckets: states of the same compressor, for this rank. They are used as they are, in the buckets that they
+                were made for, as long as DDP may still have others.
+            residuals: by parameter name, those that are not in ``buckets``.
+            step: gradient syncs that were made before.
+        """
+        self._states, self._residuals, self._step = dict(buckets), dict(residuals), step
+        self._protect_states()
+        self._executor.protect(self._residuals)
+        layouts = {index: (names, layout) for index, (names, layout, _) in buckets.items()}
+        self._relayout = Relayout(layouts) if layouts else None
+
+    def add_residuals(self, residuals: dict[str, Tensor]) -> None:
+        """Adds the residuals of another hook to the next gradients.
+
+        Args:
+            residuals: by parameter name, as `close` gave them.
+        """
+        self._residuals.update(residuals)
+        self._executor.protect(self._residuals)
+
+    def close(self) -> dict[str, Tensor]:
+        """Ends the executor, drops all states, and returns borrowed groups unless ranks may be out of step.
+
+        Returns:
+            This rank's residuals, by parameter name: what error feedback held back. After a failure without those of
+            buckets whose gradient sync did not end, as they may be half updated.
+        """
+        if self._executor.close() and self._groups is not None:
+            self._groups.return_to_pool()
+        broken = [self._states.pop(index) for index in sorted(self._under_way) if index in self._states]
+        if self._compressor.keeps_residual:
+            self.lost = tuple(name for names, _, _ in broken for name in names)
+        self._retire_states()
+        residuals, self._residuals = self._residuals, {}
+        return residuals
+
+    def _sync_kept(self) -> None:
+        if self._relayout is None:
+            return
+        held = self._relayout.end_backward()
+        if self._relayout.is_over:
+            self._relayout = None
+        if held.buckets:
+            self._executor.submit(lambda: self._sync_all(held), held.futures)
+
+    def _sync_all(self, held: HeldBuckets) -> None:
+        if held.saved:
+            self._sync_as_saved(held)
+        else:
+            self._retire_states_alone()
+            for bucket in held.buckets:
+                self._sync_or_explain(bucket)
+        self._protect_states()  # each will be used in the lane of its own bucket
+
+    def _sync_as_saved(self, held: HeldBuckets) -> None:
+        bytes_before = self._channel.bytes_sent
+        together = BucketSyncs([bucket.sync for bucket in held.buckets])
+        together.start()
+        together.send()
+        for bucket in held.laid_out_as_saved():
+            self._sync_or_explain(bucket)
+        together.arrive()
+        for bucket in held.buckets:
+            bucket.sync.end(self._channel.bytes_sent - bytes_before)
+            bytes_before = self._channel.bytes_sent
+
+    def _sync_or_explain(self, bucket: Bucket) -> None:
+        try:
+            # Under manual optimization the thread that calls the hook has the user's autocast on.
+            with torch.no_grad(), torch.autocast(bucket.flat.device.type, enabled=False):
+                self._sync(bucket)
+        except Exception as error:
+            raise GradientSyncError(
+                f"gradient sync of bucket {bucket.index} failed ({type(error).__name__}: {error}); "
+                f"its parameters: {list_some(bucket.names, _NAMES_IN_MESSAGE)}"
+            ) from error
+
+    def _sync(self, bucket: Bucket) -> None:
+        bytes_before = self._channel.bytes_sent
+        self._under_way.add(bucket.index)
+        bucket.sync.start()
+        _run(self._rounds(bucket), bucket.sync)
+        self._under_way.remove(bucket.index)
+        bucket.sync.end(self._channel.bytes_sent - bytes_before)
+
+    def _rounds(self, bucket: Bucket) -> Rounds:
+        if bucket.is_compressible:
+            return self._compressor.rounds(bucket.flat, bucket.layout, self._state_of(bucket), self._channel)
+        kind = "sparse" if bucket.flat.is_sparse else str(bucket.flat.dtype).removeprefix("torch.")
+        warn_once(f"comm_hook sends {kind} gradients uncompressed: it compresses dense floating-point ones only.")
+        return self._uncompressed_rounds(bucket.flat)
+
+    def _uncompressed_rounds(self, flat: Tensor) -> Rounds:
+        yield self._channel.all_reduce(flat.div_(self._channel.size))
+
+    def _state_of(self, bucket: Bucket) -> State:
+        if bucket.index in self._states:
+            names, layout, state = self._states[bucket.index]
+            if names == bucket.names and layout == bucket.layout:
+                return state
+            self._retire_states_alone()  # DDP has laid out its buckets anew
+        state = self._compressor.init(bucket.layout, bucket.flat.device, bucket.step)
+        self._states[bucket.index] = bucket.names, bucket.layout, state
+        self._add_residuals(bucket, state)
+        return state
+
+    def _retire_states(self) -> None:
+        """Keeps of all states the residuals, by parameter."""
+        self._residuals = residuals_by_name(self._compressor, self._states, self._residuals)
+        self._states.clear()
+
+    def _retire_states_alone(self) -> None:
+        """Retires states in a task: those of other lanes too."""
+        with self._executor.alone():
+            self._retire_states()
+        self._executor.protect(self._residuals)
+
+    def _protect_states(self) -> None:
+        self._executor.protect([state for _, _, state in self._states.values()])
+
+    def _add_residuals(self, bucket: Bucket, state: State) -> None:
+        """Adds the residuals of dropped states to the new one, or to the gradients if the compressor keeps none."""
+        if not any(name in self._residuals for name in bucket.names):
+            return
+        residual = torch.zeros_like(bucket.flat)
+        for name, part in zip(bucket.names, bucket.layout.split(residual), strict=True):
+            if name in self._residuals:
+                part.copy_(self._residuals.pop(name))
+        if not self._compressor.add_residual(bucket.layout, state, residual):
+            bucket.flat.add_(residual)
+
+
+def _run(rounds: Rounds, sync: BucketSync) -> None:
+    """Drives ``rounds`` to its end; collectives that overlap count as one on the wire."""
+    with contextlib.suppress(StopIteration):
+        pending, is_sending = next(rounds), False
+        while True:
+            if not is_sending:
+                sync.send()
+            arrived, is_sending = pending.wait(), pending.is_followed
+            if not is_sending:
+                sync.arrive()
+            pending = rounds.send(arrived)

@@ -1,0 +1,231 @@
+"""Strategies whose gradient sync can be observed, and the hooks that show what DDP does by itself.
+
+DDP compares the annotations of a hook by identity and reads its ``__qualname__``: hence no
+``from __future__ import annotations`` here, and a bound method as the hook.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.compat.lightning import wrap_comm_hook
+from lightning_commopt.compat.torch import registered_hooks, sparse_values
+from lightning_commopt.measure.observer import BucketInfo, Observers, SyncObserver
+from lightning_commopt.sync.buckets import BucketOrder, synced_parameters
+from lightning_commopt.text.validation import warn_once
+
+_HOOKS_THAT_CAST_TO_16_BITS = (
+    "fp16_compress_hook",
+    "fp16_compress_wrapper_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper_hook",
+)
+
+# DDP lays its buckets out anew once, in the second or third backward.
+_SETTLING_BACKWARDS = 4
+
+DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
+
+
+class _AddedObservers(Observers):
+    """Observers of a strategy that does not tell anybody by itself."""
+
+
+def observe(strategy: Any, observer: SyncObserver) -> None:
+    """Lets ``observer`` see the gradient sync of a strategy. Call it before the strategy wraps the model.
+
+    Then call `observe_wrapped` when it has, and `before_backward` before every backward.
+
+    Without ``comm_hook`` DDP's own all-reduce is then made from Python, with the same arithmetic: the same bits, and
+    one pass over the gradients more. Where gradient sync cannot be observed it warns once.
+
+    Args:
+        strategy: of the Trainer. Those that tell observers by themselves have ``sync_observers``.
+        observer: notified of every bucket.
+    """
+    if not hasattr(strategy, "sync_observers"):
+        strategy.sync_observers = observers = _AddedObservers()
+        wrap_comm_hook(strategy, lambda hook: ObservedHook(hook, strategy.model, observers).reduce)
+    strategy.sync_observers.add(observer)
+
+
+def stop_observing(strategy: Any, observer: SyncObserver) -> None:
+    """Tells ``observer`` no more."""
+    strategy.sync_observers.remove(observer)
+
+
+def observe_wrapped(strategy: Any) -> None:
+    """Does what is left to do when the strategy has wrapped the model and `observe` was called."""
+    model, observers = strategy.model, getattr(strategy, "sync_observers", None)
+    if not isinstance(observers, _AddedObservers) or not observers:
+        return
+    if not isinstance(model, DistributedDataParallel):
+        if getattr(strategy, "world_size", 1) > 1:
+            warn_once(f"{type(strategy).__name__}'s gradient sync cannot be observed: only step phases are timed.")
+        return
+    if not registered_hooks(model):
+        observe_all_reduce(model, observers)
+    elif not any(isinstance(owner, _ObservedBuckets) for owner in registered_hooks(model)):
+        warn_once("a comm hook that the strategy does not know of cannot be observed: only step phases are timed.")
+
+
+def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> None:
+    """Makes DDP average its gradients as it does by itself, but visibly.
+
+    Args:
+        model: freshly wrapped, without a hook.
+        observers: notified of every bucket.
+    """
+    model.register_comm_hook(None, ObservedAllReduce(model, observers).reduce)
+
+
+def before_backward(strategy: Any) -> None:
+    """Must be called before every backward of a strategy that is observed."""
+    if isinstance(strategy.model, DistributedDataParallel):
+        for owner in registered_hooks(strategy.model):
+            if isinstance(owner, ObservedAllReduce):
+                owner.look_for_kept_gradients()
+
+
+class _ObservedBuckets:
+    """What DDP's buckets are, for hooks that tell observers of them.
+
+    Args:
+        model: freshly wrapped.
+        observers: notified of every bucket.
+    """
+
+    def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
+        self._observers = observers
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._order = BucketOrder(len(synced_parameters(model)))
+        self._settled: dict[int, BucketInfo] = {}
+        self._num_backwards = 0
+
+    def _info(self, bucket: dist.GradBucket, flat: torch.Tensor) -> BucketInfo:
+        index = bucket.index()
+        if index in self._settled:
+            return self._settled[index]
+        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        index, is_last = self._order.place(index, bucket.is_last(), names)
+        info = BucketInfo(index, sparse_values(flat).nbytes, names, is_last)
+        self._num_backwards += index == 0
+        if self._num_backwards > _SETTLING_BACKWARDS and not flat.is_sparse:
+            self._settled[index] = info
+        return info
+
+
+class ObservedHook(_ObservedBuckets):
+    """Wraps a hook of DDP that knows nothing of observers; `reduce` is the hook.
+
+    What happens between the call and the result counts as on the wire: the hook does not say more. How many bytes it
+    sends is known for torch's casts and its PowerSGD; of other hooks it is taken to be the gradients' size.
+
+    Args:
+        hook: takes a state and a bucket, and returns a future.
+        model: freshly wrapped, without a hook.
+        observers: notified of every bucket.
+    """
+
+    def __init__(self, hook: DDPHook, model: DistributedDataParallel, observers: Observers) -> None:
+        super().__init__(model, observers)
+        self._hook = hook
+        self._casts = getattr(hook, "__name__", "") in _HOOKS_THAT_CAST_TO_16_BITS
+
+    def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Starts to average one bucket as the hook does.
+
+        Args:
+            state: of the hook.
+            bucket: this rank's gradients.
+
+        Returns:
+            A future of what the hook's future holds.
+        """
+        flat = bucket.buffer()
+        sync = self._observers.ready(self._info(bucket, flat))
+        sync.start()
+        sync.send()
+        values = sparse_values(flat)
+        numel_before = _numel_after_compression(state)
+        future = self._hook(state, bucket)
+        numel = _numel_after_compression(state) - numel_before or values.numel()
+        num_bytes = numel * (2 if self._casts else values.element_size())
+
+        def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
+            value = done.value()
+            sync.arrive()
+            sync.end(num_bytes)
+            return value[0] if isinstance(value, list) else value
+
+        return future.then(finish)
+
+
+class ObservedAllReduce(_ObservedBuckets):
+    """What DDP does without a hook: every rank's gradients are divided by the number of ranks, then summed.
+
+    DDP multiplies by the reciprocal on the way into the bucket, and divides what is in the bucket already: gradients
+    that are views of it and were kept from earlier batches. The two differ where the reciprocal is rounded.
+
+    `reduce` is the hook. `look_for_kept_gradients` must be called before every backward.
+
+    Args:
+        model: freshly wrapped, without a hook.
+        observers: notified of every bucket.
+    """
+
+    def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
+        super().__init__(model, observers)
+        self._group: dist.ProcessGroup = model.process_group
+        self._world_size = dist.get_world_size(self._group)
+        is_power_of_two = self._world_size & (self._world_size - 1) == 0
+        self._kept_gradients_matter = model.gradient_as_bucket_view and not is_power_of_two
+        self._parameters = [p for p in model.module.parameters() if p.requires_grad]
+        self._kept: dict[int, int] = {}
+
+    def look_for_kept_gradients(self) -> None:
+        """Notes where gradients are before a backward, by parameter."""
+        if self._kept_gradients_matter:
+            self._kept = {id(p): p.grad.data_ptr() for p in self._parameters if p.grad is not None}
+
+    def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Starts to average one bucket.
+
+        Args:
+            state: unused; DDP hands over what was registered with the hook.
+            bucket: this rank's gradients.
+
+        Returns:
+            A future of the bucket's buffer, which then holds the average.
+        """
+        flat = bucket.buffer()
+        info = self._info(bucket, flat)
+        sync = self._observers.ready(info)
+        sync.start()
+        sync.send()
+        if self._kept:
+            self._divide_where_kept(bucket)
+        elif self._world_size > 1:
+            flat.mul_(1 / self._world_size)
+
+        def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
+            (averaged,) = done.value()
+            sync.arrive()
+            sync.end(info.gradient_bytes)
+            return averaged
+
+        return self._group.allreduce([flat]).get_future().then(finish)  # what DDP calls; dist.all_reduce is slower
+
+    def _divide_where_kept(self, bucket: dist.GradBucket) -> None:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if self._kept.get(id(parameter)) == gradient.data_ptr():
+                gradient.div_(self._world_size)
+            else:
+                gradient.mul_(1 / self._world_size)
+
+
+def _numel_after_compression(state: object) -> int:
+    return getattr(state, "total_numel_after_compression", 0)  # PowerSGDState counts

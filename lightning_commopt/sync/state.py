@@ -1,0 +1,232 @@
+"""The state of gradient sync: compressor states and residuals, as a checkpoint holds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_commopt.compressors import Compressor, Layout, State
+from lightning_commopt.compressors.base import as_real
+from lightning_commopt.compressors.registry import compressor_from_config, compressor_to_config
+from lightning_commopt.sync.gather import map_tensors
+
+KEY = "lightning_commopt"
+"""Where a checkpoint has it."""
+
+_VERSION = 2
+
+BucketStates = dict[int, tuple[tuple[str, ...], Layout, State]]
+"""By the index of a bucket: the names of its parameters, its layout, the compressor's state."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint's state of gradient sync cannot be used; the message says why."""
+
+
+@dataclass
+class CommState:
+    """One rank's state of gradient sync.
+
+    Attributes:
+        compressor: whose states these are.
+        num_syncs: gradient syncs that were made.
+        buckets: the compressor's states.
+        residuals: by parameter name, those that are not in the states.
+        is_common: all ranks have the same, as there are neither states nor residuals.
+    """
+
+    compressor: Compressor | None = None
+    num_syncs: int = 0
+    buckets: BucketStates = field(default_factory=dict)
+    residuals: dict[str, Tensor] = field(default_factory=dict)
+    is_common: bool = False
+
+    def on_cpu(self) -> CommState:
+        """Returns the same in the host's memory, copied only if it is elsewhere."""
+        buckets = {
+            index: (names, layout, map_tensors(torch.Tensor.cpu, state))
+            for index, (names, layout, state) in self.buckets.items()
+        }
+        return replace(self, buckets=buckets, residuals=map_tensors(torch.Tensor.cpu, self.residuals))
+
+    def all_residuals(self) -> dict[str, Tensor]:
+        """Returns this rank's residuals, by parameter name.
+
+        Raises:
+            CheckpointError: the states are not as the compressor makes them.
+        """
+        with _as_checkpoint_error():
+            return residuals_by_name(self.compressor, self.buckets, self.residuals)
+
+
+def residuals_by_name(
+    compressor: Compressor | None, buckets: BucketStates, besides: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns the residuals of states, by parameter name, added to those ``besides``."""
+    residuals = dict(besides)
+    for names, layout, state in buckets.values():
+        residual = compressor.residual(layout, state) if compressor is not None else None
+        if residual is not None:
+            for name, part in zip(names, layout.split(residual), strict=True):
+                residuals[name] = residuals[name] + part if name in residuals else part
+    return residuals
+
+
+def to_plain(state: CommState) -> dict[str, Any]:
+    """Returns one rank's part of a checkpoint: dicts and lists of tensors, numbers and strings."""
+    buckets = [
+        {
+            "index": index,
+            "names": list(names),
+            "shapes": [list(shape) for shape in layout.shapes],
+            "strides": [list(stride) for stride in layout.strides],
+            "dtype": str(layout.dtype).removeprefix("torch."),
+            "state": its_state,
+        }
+        for index, (names, layout, its_state) in state.buckets.items()
+    ]
+    return {"buckets": buckets, "residuals": state.residuals}
+
+
+def to_checkpoint(compressor: Compressor | None, num_syncs: int, ranks: list[Any]) -> dict[str, Any]:
+    """Returns what a checkpoint holds: the parts of all ranks, as `to_plain` gives them, and what they share."""
+    return {
+        "version": _VERSION,
+        "compressor": _to_description(compressor),
+        "num_syncs": num_syncs,
+        "ranks": ranks,
+    }
+
+
+def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compressor | None) -> CommState:
+    """Returns what a checkpoint has for one rank.
+
+    Where the number of ranks has changed it is the mean of the old ranks' residuals, so that the mean over the new
+    ones is the same; and no states, as those belong to a rank.
+
+    Args:
+        saved: from `to_checkpoint`.
+        rank: this rank.
+        world_size: number of ranks now.
+        compressor: the one in use now, which is recognised if its class has no name in configurations.
+
+    Raises:
+        CheckpointError: ``saved`` is damaged, from a later version, or of a compressor that is not known.
+    """
+    if not isinstance(saved, dict) or saved.get("version") != _VERSION:
+        version = saved.get("version") if isinstance(saved, dict) else None
+        raise CheckpointError(f"its version is {version!r}, and this is version {_VERSION}")
+    with _as_checkpoint_error():
+        its_compressor = _from_description(saved["compressor"], compressor)
+        num_syncs = int(saved["num_syncs"])
+        parts = saved["ranks"]
+        if not parts:
+            return CommState(None, num_syncs, is_common=True)
+        if len(parts) == world_size:
+            return _from_plain(parts[rank], its_compressor, num_syncs)
+        mean: dict[str, Tensor] = {}
+        for part in parts:
+            for name, residual in _from_plain(part, its_compressor, num_syncs).all_residuals().items():
+                share = residual.to(torch.promote_types(residual.dtype, torch.float32)) / len(parts)
+                mean[name] = mean[name] + share if name in mean else share
+    return CommState(its_compressor, num_syncs, {}, mean)
+
+
+def adopt_states(state: CommState, compressor: Compressor, module: Module) -> BucketStates:
+    """Returns saved states on the device of the parameters, if the compressor can go on with them.
+
+    Raises:
+        CheckpointError: they are of another compressor, of other parameters, or not as this version makes them.
+    """
+    if state.compressor is None:
+        return {}
+    if state.compressor != compressor:
+        raise CheckpointError(f"it was saved with {state.compressor}")
+    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    buckets: BucketStates = {}
+    for index, (names, layout, saved) in state.buckets.items():
+        shapes = tuple(as_real(parameters[name]).shape if name in parameters else None for name in names)
+        if shapes != layout.shapes:
+            raise CheckpointError("it was saved with other parameters")
+        device = parameters[names[0]].device
+        with _as_checkpoint_error():
+            buckets[index] = names, layout, _fit_to(saved, compressor.init(layout, device, state.num_syncs), device)
+    return buckets
+
+
+@contextmanager
+def _as_checkpoint_error() -> Generator[None, None, None]:
+    """Turns whatever can go wrong with the contents of a file into one kind of error."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"it is damaged ({type(error).__name__}: {error})") from error
+
+
+def _to_description(compressor: Compressor | None) -> str:
+    if compressor is None:
+        return "null"
+    try:
+        return json.dumps(compressor_to_config(compressor), sort_keys=True)
+    except (ValueError, TypeError):
+        return repr(compressor)
+
+
+def _from_description(description: str, candidate: Compressor | None) -> Compressor | None:
+    if description == _to_description(candidate):
+        return candidate
+    try:
+        return compressor_from_config(json.loads(description), may_import=False)
+    except (ValueError, TypeError):
+        raise CheckpointError(f"its compressor is not known: {description}") from None
+
+
+def _from_plain(part: dict[str, Any], compressor: Compressor | None, num_syncs: int) -> CommState:
+    buckets: BucketStates = {}
+    for bucket in part["buckets"]:
+        layout = Layout(
+            tuple(torch.Size(shape) for shape in bucket["shapes"]),
+            tuple(tuple(stride) for stride in bucket["strides"]),
+            getattr(torch, bucket["dtype"]),
+        )
+        names = tuple(bucket["names"])
+        if not len(names) == len(layout.shapes) == len(layout.strides):
+            raise CheckpointError(f"bucket {bucket['index']} has {len(names)} names for {len(layout.shapes)} shapes")
+        buckets[bucket["index"]] = names, layout, bucket["state"]
+    return CommState(compressor, num_syncs, buckets, dict(part["residuals"]))
+
+
+def _fit_to(saved: Any, fresh: Any, device: torch.device) -> Any:
+    """Returns ``saved`` on the devices that ``fresh`` has, after a look at whether it is built in the same way.
+
+    A dict may hold more than the fresh one, on ``device``: states may grow in their first gradient sync.
+    """
+    if isinstance(fresh, Tensor):
+        if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (fresh.shape, fresh.dtype):
+            raise CheckpointError(f"a state has {_kind(saved)} where {_kind(fresh)} is expected")
+        return saved.to(fresh.device)
+    if isinstance(fresh, dict) and isinstance(saved, dict) and fresh.keys() <= saved.keys():
+        return {
+            key: _fit_to(value, fresh[key], device) if key in fresh else map_tensors(lambda x: x.to(device), value)
+            for key, value in saved.items()
+        }
+    if isinstance(fresh, list) and isinstance(saved, list) and len(fresh) == len(saved):
+        return [_fit_to(*pair, device) for pair in zip(saved, fresh, strict=True)]
+    if isinstance(fresh, dict | list) or type(saved) is not type(fresh):
+        raise CheckpointError(f"a state has {_kind(saved)} where {_kind(fresh)} is expected")
+    return saved
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of {tuple(value.shape)}"
+    return f"{type(value).__name__} of {list(value)}" if isinstance(value, dict) else type(value).__name__

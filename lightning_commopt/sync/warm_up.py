@@ -1,0 +1,142 @@
+"""Runs a compressor without any other rank, so that its kernels are compiled before the first backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commopt.compressors import Compressor, Layout
+from lightning_commopt.compressors.channel import Channel, Pending
+from lightning_commopt.compressors.kernels import dispatch
+from lightning_commopt.text.validation import warn_once
+
+_NUM_STEPS = 2  # a compressor may take turns
+_FIRST_STEPS = (0, 2**30)  # before and after a late start
+# What kernels are specialised on: whether places and sizes are multiples of 2, 4 or 16. The matrices are so large that
+# they are compressed at all ranks that make sense.
+_SHAPES = (
+    ((512, 320), (64,)),
+    ((257, 513), (7,)),
+    ((384, 258), (384, 258)),
+    ((7,), (512, 320)),
+    ((7,), (257, 513), (5,)),
+)
+
+
+def compile_kernels(
+    compressor: Compressor,
+    channel: Channel,
+    dtypes: Collection[torch.dtype],
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
+    """Compiles the Triton kernels that a compressor needs; if one rank cannot, all ranks do without Triton.
+
+    With Triton they would compute other bits than that one. All ranks must call it.
+
+    Args:
+        compressor: that is going to average buckets.
+        channel: that it is going to use.
+        dtypes: of the gradients; only floating-point ones are compressed.
+        device: a CUDA device.
+        group: of all ranks.
+    """
+    had_triton = dispatch.has_triton()
+    error = _try_triton(compressor, channel, dtypes, device) if had_triton else None
+    works = torch.tensor(had_triton and error is None, dtype=torch.int32, device=device)
+    dist.all_reduce(works, dist.ReduceOp.MIN, group=group)
+    if had_triton and not works.item():
+        dispatch.do_without_triton()
+        first_line = str(error).strip().partition("\n")[0]
+        reason = "on another rank" if error is None else f"{type(error).__name__}: {first_line}"
+        warn_once(
+            f"Triton cannot compile the kernels of comm_hook ({reason}): all ranks compute in plain torch, which takes"
+            " longer and waits for the device in every bucket. Triton before 3.5 needs a C compiler, such as gcc."
+        )
+
+
+def _try_triton(
+    compressor: Compressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
+) -> Exception | None:
+    """Returns what Triton raised; nothing if that is raised without Triton too, as an own compressor may."""
+    try:
+        run_on_samples(compressor, channel, dtypes, device)
+    except Exception as error:
+        try:
+            with dispatch.without_triton():
+                run_on_samples(compressor, channel, dtypes, device)
+        except Exception:
+            return None
+        return error
+    return None
+
+
+def run_on_samples(
+    compressor: Compressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
+) -> None:
+    """Runs a compressor on small buckets that need all its kernels; see `compile_kernels` for the arguments."""
+    with torch.no_grad():
+        for dtype in sorted({dtype for dtype in dtypes if dtype.is_floating_point}, key=str):
+            for shapes in _SHAPES:
+                layout = Layout.of([torch.empty(shape, device="meta") for shape in shapes], dtype)
+                for first_step in _FIRST_STEPS:
+                    flat = torch.ones(layout.numel, dtype=dtype, device=device)
+                    run_alone(compressor, layout, flat, channel, first_step)
+
+
+def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Channel, first_step: int = 0) -> None:
+    """Makes two steps of a compressor on one bucket as if all ranks had the same gradients, and takes its residual.
+
+    Nothing is sent.
+
+    Args:
+        compressor: gets a state for this call.
+        layout: of the bucket.
+        flat: ``(n,)`` the bucket; overwritten.
+        channel: says how many ranks there are.
+        first_step: number of the first step.
+    """
+    state, alone = compressor.init(layout, flat.device, first_step), cast(Channel, _Alone(channel))
+    for _ in range(_NUM_STEPS):
+        rounds = compressor.rounds(flat, layout, state, alone)
+        with contextlib.suppress(StopIteration):
+            pending = next(rounds)
+            while True:
+                pending = rounds.send(pending.wait())
+    compressor.residual(layout, state)
+
+
+class _Alone:
+    """A channel whose other ranks send what this one sends, without sending anything.
+
+    Args:
+        channel: that it stands in for.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.size, self.rank = channel.size, channel.rank
+        self.within = None if channel.within is None else _Alone(channel.within)
+        self.across = None if channel.across is None else _Alone(channel.across)
+
+    def lanes(self) -> tuple[Any, Any]:
+        return self, self
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return Pending(tensor, [], lambda summed: summed.mul_(self.size))
+
+    def reduce_scatter(self, message: Tensor) -> Pending:
+        return Pending(message[self.rank].clone(), [], lambda summed: summed.mul_(self.size))
+
+    def all_to_all(self, message: Tensor) -> Pending:
+        return Pending(message[self.rank : self.rank + 1].repeat(self.size, 1), [])
+
+    def all_gather(self, part: Tensor) -> Pending:
+        return Pending(part.repeat(self.size, 1), [])

@@ -1,0 +1,1 @@
+"""Numbers, tables, lists and checks of options: what every room writes and reads alike."""

@@ -1,0 +1,1 @@
+"""The Hydra application ``commopt-train``: composing, sweeps, workloads."""

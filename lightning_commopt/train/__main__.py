@@ -1,0 +1,6 @@
+"""``python -m lightning_commopt.train`` is ``commopt-train``."""
+
+from lightning_commopt.train.train import main
+
+if __name__ == "__main__":
+    main()

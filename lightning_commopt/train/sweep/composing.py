@@ -1,0 +1,174 @@
+"""A job of a sweep, made from its overrides: the checked configuration and the command that runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from lightning_commopt.launch.hydra_command import quote
+from lightning_commopt.train.sweep.config import (
+    ConfigError,
+    check_config,
+    link_note,
+    num_repetitions,
+    spread_over_hosts,
+    sync_method,
+)
+from lightning_commopt.train.sweep.job import Job, SweepObserver
+
+# What they say to a run is in trainer.devices and trainer.num_nodes as well.
+_NOT_TRAINED = ("ranks", "hosts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSettings:
+    """What a sweep needs to know about the program that it runs.
+
+    Attributes:
+        command: starts one run; the overrides follow it.
+        observer: notified of each event of the sweep.
+    """
+
+    command: tuple[str, ...]
+    observer: SweepObserver
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobComposer:
+    """Makes the jobs of one sweep.
+
+    Attributes:
+        settings: of the program.
+        context: that Hydra gave the launcher.
+        sweep_config: the same.
+    """
+
+    settings: SweepSettings
+    context: HydraContext
+    sweep_config: DictConfig
+
+    def rounds(self, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[list[Job]]:
+        """Composes and checks what one call of the sweeper asks for.
+
+        Args:
+            job_overrides: the overrides of each job.
+            first_number: the sweeper's number for the first one.
+
+        Returns:
+            For each repetition the jobs, in the order in which they were given.
+
+        Raises:
+            ConfigError: a job cannot be run, or not as often as others.
+        """
+        configs = [self._compose(list(own)) for own in job_overrides]
+        repeat = _repeat(configs)
+        num_jobs = len(configs)
+        return [
+            [
+                self._job(list(own), config, (first_number * repeat) + round_number * num_jobs + place, repetition)
+                for place, (own, config) in enumerate(zip(job_overrides, configs, strict=True))
+            ]
+            for round_number, repetition in enumerate(range(repeat) if repeat > 1 else [None])
+        ]
+
+    def _compose(self, overrides: list[str]) -> DictConfig:
+        return self.context.config_loader.load_sweep_config(self.sweep_config, overrides)
+
+    def _job(self, overrides: list[str], config: DictConfig, number: int, repetition: int | None) -> Job:
+        further = []
+        if repetition is not None:
+            others = (o for o in overrides if not o.startswith(("repeat=", "repetition=")))
+            overrides = [*others, f"repetition={repetition}"]
+            config = self._compose(overrides)
+            if config.repeat != 1:  # a file says so
+                config.repeat, further = 1, ["repeat=1"]
+        run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        with _as_job(config, number, folder=None) as folder:
+            check_config(run_config)
+            name, note = sync_method(run_config), link_note(run_config)
+            config_yaml = OmegaConf.to_yaml(spread_over_hosts(run_config), resolve=True)
+        with _as_job(config, 0, folder=Path("/")):  # equal in all jobs
+            content = _content(run_config)
+        as_single_run = [
+            *(o for o in self.sweep_config.hydra.overrides.hydra if not o.startswith("hydra.mode=")),
+            *overrides,
+            *further,
+            "hydra.mode=RUN",
+            f"hydra.run.dir={quote(str(folder))}",
+            f"hydra.job.num={number}",
+            f"hydra.job.id={quote(str(number))}",
+        ]
+        return Job(
+            number=number,
+            sync_method=name,
+            overrides=tuple(overrides),
+            command=(*self.settings.command, *as_single_run),
+            folder=folder,
+            config_yaml=config_yaml,
+            content=content,
+            is_on_cpu=run_config.trainer.accelerator == "cpu",
+            note=note,
+        )
+
+
+def check_folders(jobs: Iterable[Job]) -> None:
+    """Checks that jobs do not write over each other.
+
+    Raises:
+        ConfigError: two of them have the same folder.
+    """
+    seen: dict[Path, Job] = {}
+    for job in jobs:
+        other = seen.setdefault(job.folder, job)
+        if other is not job:
+            raise ConfigError(
+                f"hydra.sweep.subdir must differ between jobs, but jobs {other.number} and {job.number} have the same "
+                f"directory {job.folder}: use ${{hydra.job.num}} in it"
+            )
+
+
+def _repeat(configs: Sequence[DictConfig]) -> int:
+    found = {num_repetitions(config) for config in configs}
+    if len(found) > 1:
+        raise ConfigError(f"repeat is for the whole sweep: it must be the same in all jobs, got {sorted(found)}")
+    repeat = max(found, default=1)
+    set_by_user = [config.repetition for config in configs if config.repetition != 0]
+    if repeat > 1 and set_by_user:
+        raise ConfigError(f"repeat={repeat} sets repetition: leave out one of them, got repetition={set_by_user[0]}")
+    return repeat
+
+
+def _content(run_config: DictConfig) -> str:
+    values = OmegaConf.to_container(spread_over_hosts(run_config), resolve=True)
+    assert isinstance(values, dict)
+    return json.dumps({name: value for name, value in values.items() if name not in _NOT_TRAINED}, default=str)
+
+
+@contextmanager
+def _as_job(config: DictConfig, number: int, folder: Path | None) -> Iterator[Path]:
+    """Makes ``${hydra:...}`` say in a job's configuration what it will say in the job.
+
+    Args:
+        config: with the ``hydra`` node, which is completed.
+        number: of the job.
+        folder: of the job; None for the one that the configuration says, which is given back.
+    """
+    with read_write(config.hydra), open_dict(config.hydra):
+        config.hydra.job.id = str(number)
+        config.hydra.job.num = number
+        if folder is None:
+            folder = (Path(config.hydra.sweep.dir) / config.hydra.sweep.subdir).resolve()
+        config.hydra.runtime.output_dir = str(folder)
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)
+    try:
+        yield folder
+    finally:
+        HydraConfig.instance().cfg = before

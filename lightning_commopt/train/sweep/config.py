@@ -1,0 +1,260 @@
+"""What a run's configuration says, checked before anything is started."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from hydra.utils import get_class, get_object, get_original_cwd
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_commopt.compat.lightning import PACKAGES
+from lightning_commopt.launch.environment import is_lab_rank, num_started_ranks
+from lightning_commopt.launch.lab import NetLab, parse_rate
+from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.settings import hydra_settings
+from lightning_commopt.measure.runs.writer import new_record
+from lightning_commopt.plan import CommPlan, plan_options
+from lightning_commopt.strategy.ddp import CommOptStrategy
+from lightning_commopt.text.validation import check_integer
+from lightning_commopt.train.sweep import resolvers
+
+
+class ConfigError(CompactHydraException):
+    """The user's configuration cannot be run; Hydra prints the message without a traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabShape:
+    """How the ranks of a run are spread over the hosts of the network lab.
+
+    Attributes:
+        num_hosts: how many there are.
+        ranks_per_host: the same on all of them.
+    """
+
+    num_hosts: int
+    ranks_per_host: int
+
+
+def check_config(config: DictConfig) -> None:
+    """Checks the part of a run's configuration that says how gradients travel, and that all values resolve.
+
+    Args:
+        config: of one run, without the ``hydra`` node.
+
+    Raises:
+        ConfigError: it cannot be run; the message says why.
+    """
+    try:
+        OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error)) from error
+    with _as_config_error():
+        _check_repetition(config)
+        _check_warmup(config)
+    _check_devices(config)
+    _check_plan(config)
+    _check_link(config)
+
+
+def _check_repetition(config: DictConfig) -> None:
+    if (repeat := num_repetitions(config)) > 1:
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+            repetitions = ",".join(map(str, range(repeat)))
+            raise ConfigError(
+                f"repeat={repeat} belongs to hydra/launcher=fresh_processes; with other launchers repetition="
+                f"{repetitions} does the same"
+            )
+        raise ConfigError(f"repeat is for sweeps: add -m, or leave out repeat={repeat}")
+    check_integer("repetition", config.repetition, at_least=0)
+
+
+def _check_warmup(config: DictConfig) -> None:
+    """Refuses a run that ends before its first timed step; without ``trainer.max_steps`` the length is unknown."""
+    num_warmup_steps = OmegaConf.select(config, "callbacks.speed.num_warmup_steps")
+    if num_warmup_steps is None:
+        return
+    check_integer("num_warmup_steps", num_warmup_steps, at_least=0)
+    max_steps = OmegaConf.select(config, "trainer.max_steps")
+    if isinstance(max_steps, int) and 0 < max_steps <= num_warmup_steps:
+        raise ConfigError(
+            f"steps after the first num_warmup_steps are timed, and none would be left of trainer.max_steps="
+            f"{max_steps}: num_warmup_steps must be from 0 to {max_steps - 1}, got {num_warmup_steps}"
+        )
+
+
+def _check_devices(config: DictConfig) -> None:
+    name = str(config.strategy.get("_target_", "")).rpartition(".")[2]
+    if name == "SingleDeviceStrategy":
+        for option in ("devices", "num_nodes"):
+            if config.trainer[option] not in (1, "1"):
+                raise ConfigError(
+                    f"strategy=single trains on one device, got trainer.{option}={config.trainer[option]}"
+                )
+        if not is_lab_rank() and num_started_ranks() > 1:
+            raise ConfigError(
+                "strategy=single trains in one process, and each of several would train by itself into the same "
+                "directory: run it without torchrun and srun, or with one task"
+            )
+    if name == "ModelParallelStrategy" and not _shards_itself(model := str(config.model.get("_target_"))):
+        raise ConfigError(f"strategy=fsdp needs a model with configure_model, in which it shards itself, got {model}")
+
+
+def _shards_itself(model: str) -> bool:
+    try:
+        found = get_object(model)
+    except (ValueError, ImportError):
+        return True  # the error comes when the model is made
+    configure_model = getattr(found, "configure_model", None)
+    return configure_model is None or not configure_model.__module__.startswith(PACKAGES)
+
+
+def num_repetitions(config: DictConfig) -> int:
+    """Returns how many times a sweep runs a job.
+
+    Raises:
+        ConfigError: ``repeat`` is not a number above 0.
+    """
+    with _as_config_error():
+        check_integer("repeat", config.repeat, at_least=1)
+    return int(config.repeat)
+
+
+def lab_shape(config: DictConfig) -> LabShape:
+    """Returns the hosts of a run with a link, and their ranks; one rank has one host, whatever ``hosts`` says.
+
+    Raises:
+        ConfigError: the ranks cannot be spread so.
+    """
+    sizes = []
+    for name in ("devices", "num_nodes"):
+        value = config.trainer[name]
+        if isinstance(value, bool) or not str(value).isdecimal() or int(value) < 1:
+            raise ConfigError(f"with a link trainer.{name} must be an integer of at least 1, got {value!r}")
+        sizes.append(int(value))
+    num_ranks = sizes[0] * sizes[1]
+    hosts = num_ranks if config.hosts is None else config.hosts
+    with _as_config_error("hosts: "):  # the rate has been checked
+        NetLab(hosts, config.link)
+    hosts = 1 if num_ranks == 1 else hosts
+    if num_ranks % hosts:
+        raise ConfigError(
+            f"hosts must divide the number of ranks, trainer.devices x trainer.num_nodes = {num_ranks}, "
+            f"got hosts={hosts}"
+        )
+    return LabShape(num_hosts=hosts, ranks_per_host=num_ranks // hosts)
+
+
+def link_note(config: DictConfig) -> str | None:
+    """Returns the note on a link that the configuration leaves to the machine, as the quickstart does.
+
+    Args:
+        config: checked.
+
+    Returns:
+        The link that there is, or why there is none; None if the user has set it, or it is not for CPU ranks that we
+        start.
+    """
+    if not OmegaConf.is_interpolation(config, "link") or config.trainer.accelerator != "cpu" or is_lab_rank():
+        return None
+    if config.link is not None:
+        shape = lab_shape(config)
+        return (
+            f"link={config.link}: the ranks run on {shape.num_hosts} hosts of the network lab, on this machine; "
+            "link=null turns that off"
+        )
+    reason = resolvers.why_no_lab()
+    return reason and f"no slow link between the ranks: {reason}"
+
+
+def spread_over_hosts(config: DictConfig) -> DictConfig:
+    """Returns the configuration that the ranks train with: with a link the hosts are the Trainer's nodes.
+
+    Args:
+        config: checked; left as it is.
+    """
+    if config.link is None:
+        return config
+    shape = lab_shape(config)
+    config = copy.deepcopy(config)
+    config.trainer.devices = shape.ranks_per_host
+    config.trainer.num_nodes = shape.num_hosts
+    return config
+
+
+def sync_method(config: DictConfig) -> str:
+    """Returns a short name for how the gradients travel: the comm hook's, or the class of another strategy."""
+    if not _is_commopt(config):
+        return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
+    comm_hook = config.strategy.get("comm_hook")
+    return str(comm_hook.get("name") if isinstance(comm_hook, DictConfig) else comm_hook or "none")
+
+
+def start_record(config: DictConfig, folder: Path) -> RunRecord:
+    """Returns a new record for the Hydra job that this process runs.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+    """
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    settings, chosen = hydra_settings(folder, {str(name): value for name, value in plain.items()})
+    overrides = HydraConfig.get().overrides.task
+    started_in = Path(get_original_cwd())
+    return new_record(sync_method(config), started_in, settings=settings, overrides=overrides, chosen=chosen)
+
+
+def _check_plan(config: DictConfig) -> None:
+    if not _is_commopt(config):
+        return
+    options = OmegaConf.to_container(config.strategy, resolve=True)
+    assert isinstance(options, dict)
+    with _as_config_error("strategy: "):
+        CommPlan.from_dict({str(name): value for name, value in options.items() if name in plan_options()})
+
+
+def _check_link(config: DictConfig) -> None:
+    if config.link is None:
+        if config.hosts is not None:
+            raise ConfigError(f"hosts={config.hosts} needs a link between them, such as link=1gbit; link is null")
+        return
+    with _as_config_error("link: "):
+        parse_rate(config.link)
+    lab_shape(config)
+    if config.trainer.accelerator != "cpu":
+        raise ConfigError(
+            f"link={config.link} is for ranks on CPU: trainer.accelerator must be cpu, got {config.trainer.accelerator}"
+        )
+    if is_lab_rank():
+        return
+    started_by = next((name for name in ("LOCAL_RANK", "RANK") if name in os.environ), None)
+    if started_by is not None:
+        raise ConfigError(
+            f"link={config.link} starts the ranks itself: run it without torchrun, in one process ({started_by} is set)"
+        )
+    reason = resolvers.why_no_lab()
+    if reason is not None:
+        raise ConfigError(f"link={config.link}: {reason}")
+
+
+@contextmanager
+def _as_config_error(prefix: str = "") -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from error
+
+
+def _is_commopt(config: DictConfig) -> bool:
+    target = config.strategy.get("_target_")
+    return target is not None and issubclass(get_class(target), CommOptStrategy)

@@ -1,0 +1,133 @@
+"""The display of a running sweep: the job's output above a progress bar over all jobs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+from lightning_commopt.text.terminal import print_heading
+from lightning_commopt.train.sweep.job import Job, JobResult, SweepObserver
+
+
+class SweepDisplay(SweepObserver):
+    """Shows the running job's output above a progress bar over all jobs; a context manager.
+
+    Attributes:
+        results: of the jobs that have ended, in this order.
+        sweep_dir: the directory of the sweep; None before there is one.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.results: list[JobResult] = []
+        self.sweep_dir: Path | None = None
+        self._console = console
+        self._num_jobs = 0
+        self._seconds_of_jobs: list[float] = []
+        self._started_at = 0.0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            _Remaining(self),
+            console=console,
+        )
+        self._task = self._bar.add_task("jobs", total=None)
+        self._line = Text()
+        self._live = Live(self._picture(), console=console, refresh_per_second=4, redirect_stdout=False, transient=True)
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds that the jobs left will take if they take as long as those that ran so far; None without any."""
+        if not self._seconds_of_jobs:
+            return None
+        mean_s = sum(self._seconds_of_jobs) / len(self._seconds_of_jobs)
+        num_left = self._num_jobs - len(self.results)
+        in_this_job = min(mean_s, time.monotonic() - self._started_at) if num_left else 0.0
+        return mean_s * num_left - in_this_job
+
+    def __enter__(self) -> SweepDisplay:
+        """Returns itself; the bar appears with the first job."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Removes the bar."""
+        self._live.stop()
+
+    def on_plan(self, folder: Path, num_jobs: int) -> None:
+        """Keeps the sweep's directory, and makes the bar as long as there are jobs."""
+        self.sweep_dir = folder
+        self._num_jobs = num_jobs
+        self._bar.update(self._task, total=num_jobs)
+
+    def on_note(self, text: str) -> None:
+        """Prints it."""
+        self._console.print(Text(text, style="yellow"), soft_wrap=True)
+
+    def on_start(self, job: Job) -> None:
+        """Names the job."""
+        self._started_at = time.monotonic()
+        if self._console.is_terminal and not self._live.is_started:
+            self._live.start()
+        title = f"job {job.number} ({len(self.results) + 1} of {self._num_jobs}): {_overrides_text(job)}"
+        print_heading(title, self._console)
+
+    def on_output(self, text: str, is_final: bool) -> None:
+        """Prints a line that stays; shows another one above the bar."""
+        self._line = Text("" if is_final else text, no_wrap=True, overflow="ellipsis")
+        if is_final:
+            self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
+        self._live.update(self._picture())
+
+    def on_end(self, result: JobResult) -> None:
+        """Moves the bar, and keeps the result."""
+        if result.is_kept:
+            self._console.print(Text(f"job {result.job.number} is kept: {_overrides_text(result.job)}"), soft_wrap=True)
+        else:
+            self._seconds_of_jobs.append(time.monotonic() - self._started_at)
+            self._started_at = time.monotonic()
+        self.results.append(result)
+        self._line = Text()
+        self._bar.update(self._task, completed=len(self.results))
+        self._live.update(self._picture())
+        if not self._console.is_terminal and not result.is_kept:
+            self._console.print(self._bar)
+
+    def _picture(self) -> Group:
+        return Group(self._line, self._bar) if self._line.plain else Group(self._bar)
+
+
+class _Remaining(ProgressColumn):
+    """Time left; rich's own column takes kept jobs for fast ones, and knows nothing before the second job."""
+
+    def __init__(self, display: SweepDisplay) -> None:
+        super().__init__()
+        self._display = display
+
+    def render(self, task: Task) -> Text:
+        seconds = self._display.remaining_s
+        if seconds is None:
+            return Text("-:--:-- left", style="progress.remaining")
+        minutes, seconds_left = divmod(round(seconds), 60)
+        hours, minutes_left = divmod(minutes, 60)
+        return Text(f"{hours}:{minutes_left:02d}:{seconds_left:02d} left", style="progress.remaining")
+
+
+def _overrides_text(job: Job) -> str:
+    return " ".join(job.overrides) or "no overrides"

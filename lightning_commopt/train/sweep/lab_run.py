@@ -1,0 +1,107 @@
+"""Runs the ranks of one run on hosts of the network lab, each as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig
+
+from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
+from lightning_commopt.launch.fork_server import server_for, start_in_place
+from lightning_commopt.launch.hydra_command import single_run_command
+from lightning_commopt.launch.lab import NetLab, RankError
+from lightning_commopt.launch.process import InterruptedRun, raise_signals
+from lightning_commopt.measure.runs.files import RUN_FILE
+from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.writer import fail_record
+from lightning_commopt.train.sweep.config import LabShape, lab_shape, start_record
+from lightning_commopt.train.sweep.output import last_exception, lines_that_stay
+
+_LINES_IN_MESSAGE = 40
+
+
+class RankFailed(CompactHydraException):
+    """A rank in the lab failed; Hydra prints the message, with that rank's last lines, without a traceback."""
+
+
+def train_in_lab(config: DictConfig, folder: Path) -> RunRecord:
+    """Makes the run of this Hydra job in the lab: every rank is this program with the job's own overrides.
+
+    Args:
+        config: of the run, checked; has a link.
+        folder: of the run.
+
+    Returns:
+        What the run has recorded.
+
+    Raises:
+        RankFailed, InterruptedRun: see `run_in_lab`.
+    """
+    command, original_folder = single_run_command("${oc.env:RANK}")
+    os.chdir(original_folder)  # the ranks start where we are
+    return run_in_lab(command, config.link, lab_shape(config), start_record(config, folder), folder)
+
+
+def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: RunRecord, folder: Path) -> RunRecord:
+    """Runs a command as every rank of a run, each pinned to one core, and passes on rank 0's output as it comes.
+
+    Args:
+        command: trains one rank, whose number and peers it finds in its environment; rank 0 records the run.
+        link: rate of each host's link, as `NetLab` takes it.
+        shape: hosts and their ranks.
+        unfinished: the record to leave, with the reason, if the run ends before it has one.
+        folder: of the run.
+
+    Returns:
+        What the run has recorded.
+
+    Raises:
+        RankFailed: a rank failed. The record says so, and no process is left.
+        InterruptedRun: we received a signal that asks us to stop. The same holds.
+    """
+    (folder / RUN_FILE).unlink(missing_ok=True)
+    environment = {LAB_RANK_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
+    if sys.stdout.isatty():
+        environment["COLUMNS"] = str(shutil.get_terminal_size().columns)  # ranks see a pipe
+    try:
+        with raise_signals(), NetLab(shape.num_hosts, link) as lab:
+            lab.run(
+                command,
+                ranks_per_host=shape.ranks_per_host,
+                environment=environment,
+                pin_to_cores=True,
+                on_output=_show_first_rank,
+                start=start_in_place if server_for(command) else None,
+            )
+    except RankError as error:
+        lines = lines_that_stay(error.outputs[error.rank])
+        how = f"rank {error.rank} ended with status {error.status}"
+        exception = last_exception(lines)
+        # Rank 0 knows best what ended itself.
+        reason = f"{how}: {exception}" if exception else how
+        fail_record(folder, reason, unfinished=unfinished, is_final=error.rank != 0)
+        raise RankFailed(_message(error.rank, how, lines)) from None
+    except InterruptedRun as error:
+        fail_record(folder, str(error), unfinished=unfinished, is_final=True)
+        raise
+    return RunRecord.load(folder)
+
+
+def _show_first_rank(rank: int, output: bytes) -> None:
+    if rank != 0:
+        return
+    sys.stdout.flush()
+    left = memoryview(output)
+    while left:  # not by way of sys.stdout: a part may end within a character
+        left = left[os.write(sys.stdout.fileno(), left) :]
+
+
+def _message(rank: int, how: str, lines: Sequence[str]) -> str:
+    if rank == 0:
+        return f"{how}; its output is above"
+    return "\n".join([f"{how}; its last lines:", *(f"  {line}" for line in lines[-_LINES_IN_MESSAGE:])])

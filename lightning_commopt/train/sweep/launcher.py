@@ -1,0 +1,174 @@
+"""FreshProcessLauncher: the Hydra launcher that runs each job of a sweep in processes of its own.
+
+Within one process a second job would find the first one's process group and rank variables, and train with the first
+one's number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from lightning_commopt.compat.hydra import store_config
+from lightning_commopt.launch.environment import RANK_VARIABLES, num_started_ranks
+from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.train.sweep.composing import JobComposer, SweepSettings, check_folders
+from lightning_commopt.train.sweep.continuing import find_changed_keys, find_finished_run, set_aside
+from lightning_commopt.train.sweep.job import Job, JobResult, run_job, save_summary
+
+_NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
+# Of an allocation; paths in a configuration may have them. By the others Lightning would take its tasks for ranks.
+_SLURM_KEPT = ("SLURM_JOB_ID", "SLURM_TMPDIR")
+
+
+@dataclass
+class FreshProcessesConf:
+    """Options of ``hydra/launcher=fresh_processes``."""
+
+    _target_: str = f"{_NAMESPACE}.FreshProcessLauncher"
+
+
+class FreshProcessLauncher(Launcher):
+    """Runs the jobs one after another, each as a single run in a process group of its own.
+
+    With ``repeat`` all jobs run once, then all again. Of jobs that train the same, the first runs. A job whose folder
+    has a finished run of the same configuration is not run again. A job that fails is recorded, and the next one runs.
+    The value that a sweeper gets for a job is the mean of its repetitions' final validation losses, NaN where one of
+    them has none.
+
+    Attributes:
+        settings: what the program sets before Hydra makes the launcher.
+    """
+
+    # Hydra makes plugins of this namespace only; a module there gives this class its name.
+    __module__ = _NAMESPACE
+    settings: ClassVar[SweepSettings | None] = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Keeps what Hydra hands over."""
+        assert self.settings is not None, "SweepSettings come before the launcher"
+        self._config = config
+        self._composer = JobComposer(settings=self.settings, context=hydra_context, sweep_config=config)
+        self._observer = self.settings.observer
+        self._first_jobs: dict[str, Job] = {}
+        self._notes: set[str] = set()
+        self._left_out: list[tuple[Job, Job]] = []
+        self._results: dict[str, JobResult] = {}
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Checks all jobs, then runs them.
+
+        Args:
+            job_overrides: the overrides of each job.
+            initial_job_idx: number of the first one.
+
+        Returns:
+            For each job its final validation loss.
+
+        Raises:
+            HydraException: this process is itself one of several ranks.
+            ConfigError: a job cannot be run, or would write over another one.
+            InterruptedRun: this process got a signal to stop; no other process is left.
+        """
+        if "LOCAL_RANK" in os.environ or num_started_ranks() > 1:
+            raise HydraException(
+                "A sweep starts its own ranks: run it without torchrun, in one process; "
+                "under SLURM without srun, or with srun --ntasks=1."
+            )
+        setup_globals()
+        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+        sweep_dir = Path(self._config.hydra.sweep.dir).resolve()
+        rounds = self._composer.rounds(job_overrides, initial_job_idx)
+        to_run = self._without_equals([job for jobs in rounds for job in jobs])
+        check_folders(self._first_jobs.values())
+        self._observer.on_plan(sweep_dir, len(self._first_jobs))
+        for note in dict.fromkeys(job.note for job in to_run if job.note is not None and job.note not in self._notes):
+            self._observer.on_note(note)
+            self._notes.add(note)
+        self._keep_finished(to_run, sweep_dir)
+        for job in to_run:
+            if job.content not in self._results:
+                self._make_room(job, sweep_dir)
+                self._observer.on_start(job)
+                self._remember(run_job(job, _environment(), self._observer), sweep_dir)
+        return [
+            _job_return(own, [self._results[job.content].record for job in repetitions])
+            for own, repetitions in zip(job_overrides, zip(*rounds, strict=True), strict=True)
+        ]
+
+    def _without_equals(self, jobs: Sequence[Job]) -> list[Job]:
+        """Returns the jobs to run: of those that train the same the first, unless an earlier call had it."""
+        to_run, left_out = [], []
+        for job in jobs:
+            first = self._first_jobs.setdefault(job.content, job)
+            if first is job:
+                to_run.append(job)
+            else:
+                left_out.append((job, first))
+        if left_out:
+            pairs = ", ".join(f"{job.number} as {first.number}" for job, first in left_out)
+            self._observer.on_note(f"left out, as they train the same as another job: {pairs}")
+            self._left_out += left_out
+        return to_run
+
+    def _keep_finished(self, jobs: Sequence[Job], sweep_dir: Path) -> None:
+        for job in jobs:
+            record = find_finished_run(job)
+            if record is not None:
+                result = JobResult(job=job, record=record, is_kept=True)
+                self._observer.on_end(result)
+                self._remember(result, sweep_dir)
+
+    def _make_room(self, job: Job, sweep_dir: Path) -> None:
+        changed = find_changed_keys(job)
+        moved_to = set_aside(job.folder, sweep_dir)
+        if changed:
+            where = f"; the earlier run is in {moved_to}" if moved_to else ""
+            self._observer.on_note(f"job {job.number} runs again, as its settings changed: {', '.join(changed)}{where}")
+
+    def _remember(self, result: JobResult, sweep_dir: Path) -> None:
+        self._results[result.job.content] = result
+        in_order = sorted(self._results.values(), key=lambda ended: ended.job.number)
+        save_summary(sweep_dir, in_order, self._left_out)
+
+
+def register_launcher(settings: SweepSettings) -> None:
+    """Makes ``hydra/launcher=fresh_processes`` known to Hydra.
+
+    Args:
+        settings: for the sweeps of this process.
+    """
+    FreshProcessLauncher.settings = settings
+    Plugins.instance().register(FreshProcessLauncher)
+    store_config(group="hydra/launcher", name="fresh_processes", node=FreshProcessesConf)
+
+
+def _environment() -> dict[str, str]:
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*RANK_VARIABLES, "PL_GLOBAL_SEED") and (name in _SLURM_KEPT or not name.startswith("SLURM_"))
+    }
+    # A program that writes to a pipe would hold its lines back.
+    return {**env, "PYTHONUNBUFFERED": "1"}
+
+
+def _job_return(overrides: Sequence[str], records: Sequence[RunRecord]) -> JobReturn:
+    """Returns what a sweeper gets for a job, from the records of its repetitions."""
+    losses = [record.val_loss for record in records if record.status == "finished" and record.val_loss is not None]
+    # Not FAILED: sweepers raise at the first such job, and the remaining ones would not run.
+    returned = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
+    returned.return_value = statistics.fmean(losses) if len(losses) == len(records) else math.nan
+    return returned

@@ -1,0 +1,196 @@
+"""The Hydra application ``commopt-train``: trains what a configuration says, and records how fast and how well."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lightning_commopt.callbacks import RunRecorder
+from lightning_commopt.compat.hydra import VERSION_BASE, allow_targets, get_args_parser, packages_of_targets
+from lightning_commopt.launch.conf_path import conf_dir
+from lightning_commopt.launch.environment import is_first_rank, is_lab_rank
+from lightning_commopt.launch.fork_server import preload
+from lightning_commopt.launch.hydra_command import config_flags
+from lightning_commopt.launch.process import InterruptedRun
+from lightning_commopt.measure.runs.files import CONFIG_FILE
+from lightning_commopt.measure.runs.writer import fail_rank, finish_record, write_record
+from lightning_commopt.text.terminal import print_in_any_encoding
+from lightning_commopt.train.run_table import run_table
+from lightning_commopt.train.sweep.composing import SweepSettings
+from lightning_commopt.train.sweep.config import ConfigError, check_config, link_note, spread_over_hosts, start_record
+from lightning_commopt.train.sweep.continuing import continue_command
+from lightning_commopt.train.sweep.display import SweepDisplay
+from lightning_commopt.train.sweep.hints import hint
+from lightning_commopt.train.sweep.job import SweepObserver
+from lightning_commopt.train.sweep.lab_run import train_in_lab
+from lightning_commopt.train.sweep.launcher import register_launcher
+from lightning_commopt.train.sweep.resolvers import register_resolvers
+
+_NOISE = (
+    # The workloads make a batch in less time than another process would take to send it.
+    ".*does not have many workers.*",
+    # Lightning's own business with torch.
+    ".*LeafSpec.* is deprecated.*",
+    # At most one sample a rank counts twice.
+    ".*Using `DistributedSampler` with the dataloaders.*",
+)
+
+
+def main() -> None:
+    """Runs ``commopt-train`` with the arguments of this process."""
+    print_in_any_encoding()
+    sys.argv[1:] = flags_first(sys.argv[1:])
+    if get_args_parser().parse_known_args()[0].multirun:
+        preload("lightning_commopt.train.train")
+    console = Console()
+    status: int | str | None = 0
+    was_interrupted = False
+    with SweepDisplay(console) as display:
+        register_with_hydra(display)
+        try:
+            with allow_targets(["lightning_commopt"]):
+                hydra.main(config_path=str(conf_dir()), config_name="train", **VERSION_BASE)(_train_or_explain)()
+        except InterruptedRun as interrupted:
+            status, was_interrupted = 128 + interrupted.signal, True
+        except SystemExit as stop:
+            status = stop.code
+            # Hydra prints an error and exits while it handles it.
+            if question := hint(stop.__context__, conf_dir()):
+                print(question, file=sys.stderr)
+    if display.results:
+        _report(display, console)
+        num_failed = sum(result.record.status != "finished" for result in display.results)
+        status = status or min(num_failed, 1)
+    if was_interrupted and display.sweep_dir is not None:
+        command = continue_command(sys.argv[1:], display.sweep_dir)
+        console.print(f"To continue:\n{command}", soft_wrap=True, markup=False, highlight=False)
+    sys.exit(status)
+
+
+def _report(display: SweepDisplay, console: Console) -> None:
+    from lightning_commopt.report.files import report_sweep  # with what draws charts, which no rank needs
+
+    assert display.sweep_dir is not None
+    report_sweep(display.sweep_dir, console)
+
+
+def register_with_hydra(observer: SweepObserver) -> None:
+    """Makes our launcher and resolvers known to Hydra; the configuration cannot be composed without.
+
+    Args:
+        observer: notified of each event of a sweep.
+    """
+    register_resolvers()
+    command = (sys.executable, "-m", "lightning_commopt.train.train", *config_flags())
+    register_launcher(SweepSettings(command=command, observer=observer))
+
+
+def _train_or_explain(config: DictConfig) -> float | None:
+    """Trains; a single run that cannot begin ends with the reason alone: Hydra 1.4 would print a traceback."""
+    try:
+        return train(config)
+    except ConfigError as error:
+        if HydraConfig.get().mode != RunMode.RUN:
+            raise
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+def train(config: DictConfig) -> float | None:
+    """Makes one run: fits, validates, and leaves ``config.yaml`` and ``run.json`` in the run's directory.
+
+    Args:
+        config: as composed from the group ``train``.
+
+    Returns:
+        The final validation loss, if the model logs a ``val_loss``.
+
+    Raises:
+        ConfigError: the configuration cannot be run; nothing was started.
+    """
+    check_config(config)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    is_first = is_first_rank()
+    is_in_sweep = not OmegaConf.is_missing(HydraConfig.get().job, "num")
+    if is_first and not is_in_sweep and (note := link_note(config)) is not None:
+        Console().print(note, soft_wrap=True, markup=False, highlight=False)
+    if config.link is not None and not is_lab_rank():
+        return train_in_lab(config, folder).val_loss
+    config = spread_over_hosts(config)
+    started = time.perf_counter()
+    if is_first:
+        OmegaConf.save(config, folder / CONFIG_FILE, resolve=True)
+        write_record(folder, start_record(config, folder))
+    try:
+        with allow_targets(packages_of_targets(OmegaConf.to_container(config, resolve=True))):
+            metrics = _fit(config, folder)
+    except BaseException as error:
+        if is_first:
+            fail_rank(folder, error, rank=0, seconds=time.perf_counter() - started)
+        raise
+    if not is_first:
+        return metrics.get("val_loss")
+    record = finish_record(folder, metrics, seconds=time.perf_counter() - started)
+    if not is_in_sweep:  # else all jobs are in one table
+        Console().print(run_table(record))
+    return record.val_loss
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """Returns command-line arguments with Hydra's flags before the overrides.
+
+    Lightning appends overrides when it starts further ranks, and argparse takes none after a flag that follows others.
+
+    Args:
+        arguments: without the program's name.
+
+    >>> flags_first(["seed=1", "--config-name", "train", "seed=2"])
+    ['--config-name', 'train', 'seed=1', 'seed=2']
+    """
+    overrides = get_args_parser().parse_intermixed_args(arguments).overrides
+    flags = list(arguments)
+    for override in reversed(overrides):
+        del flags[len(flags) - 1 - flags[::-1].index(override)]
+    return [*flags, *overrides]
+
+
+def _fit(config: DictConfig, folder: Path) -> dict[str, float]:
+    """Trains, leaves a record, and returns the metrics of a validation afterwards."""
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    seed_everything(config.seed + config.repetition, workers=True, verbose=False)
+    data: LightningDataModule = instantiate(config.data, _convert_="all")
+    model: LightningModule = instantiate(config.model, _convert_="all")
+    callbacks = [instantiate(callback, _convert_="all") for callback in config.callbacks.values() if callback]
+    loggers = [instantiate(logger, _convert_="all") for logger in config.logger.values() if logger]
+    trainer: Trainer = instantiate(config.trainer, _partial_=True, _convert_="all")(
+        strategy=instantiate(config.strategy, _convert_="all"),
+        callbacks=[*callbacks, RunRecorder(dirpath=folder, ends_run=False)],
+        logger=loggers or False,
+        default_root_dir=str(folder),
+    )
+    trainer.fit(model, datamodule=data)
+    return _validate(trainer, model, data)
+
+
+def _validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
+    has_validation = trainer.limit_val_batches != 0 and is_overridden("validation_step", model)
+    if not has_validation:
+        return {}
+    of_each_loader = trainer.validate(model, datamodule=data, verbose=False)
+    return {name: float(value) for metrics in of_each_loader for name, value in metrics.items()}
+
+
+if __name__ == "__main__":
+    main()

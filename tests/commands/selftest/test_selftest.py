@@ -1,0 +1,173 @@
+"""The self-test passes here, and finds faults that are put in."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typer.testing import CliRunner
+
+from lightning_commopt.commands.app import app
+from lightning_commopt.commands.selftest import laws
+from lightning_commopt.commands.selftest.places import candidates
+from lightning_commopt.compressors import AfterSteps, Compressor, ErrorFeedback, Layout, Rounds, State
+from lightning_commopt.compressors.channel import Channel
+from ranks import run_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faulty(Compressor):
+    """All-reduces, and then does something wrong.
+
+    Attributes:
+        fault: what.
+        hidden: what should be in the state, and is not.
+    """
+
+    fault: str
+    hidden: list[Tensor] = field(default_factory=list, compare=False, repr=False)
+
+    is_lossy = False
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Needs no state."""
+        return {}
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns the bytes of the gradients."""
+        return 4 * layout.numel
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Averages, with the fault."""
+        yield channel.all_reduce(flat.div_(channel.size))
+        self.hidden.append(flat.clone())
+        if self.fault == "inexact":
+            flat.mul_(1.001)
+        elif self.fault == "unequal":
+            flat.add_(dist.get_rank(), alpha=1e-7)
+        elif self.fault == "talkative":
+            yield channel.all_reduce(torch.zeros(1))
+        elif self.fault == "poisoned":
+            flat.add_(torch.stack(self.hidden).sum(0), alpha=1e-12)
+        elif self.fault == "forgetful":
+            flat.add_(len(self.hidden), alpha=1e-6)
+
+
+_FINDS = {
+    "inexact": laws._averages,
+    "unequal": laws._ranks_agree,
+    "talkative": laws._bytes,
+    "poisoned": laws._overflow,
+    "forgetful": laws._resume,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lossy(Compressor):
+    """A user's, inexact by a factor, which is an error of that share.
+
+    Attributes:
+        factor: of the averages.
+        error_bound: that it declares.
+    """
+
+    factor: float
+    error_bound: float | None = None
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Needs no state."""
+        return {}
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns the bytes of the gradients."""
+        return 4 * layout.numel
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Averages, and keeps a part of it; the residual is right only with the factor 0."""
+        if residual is not None:
+            flat.add_(residual)
+            residual.copy_(flat)
+        yield channel.all_reduce(flat.div_(channel.size))
+        flat.mul_(self.factor)
+
+
+_LOSSY: dict[str, tuple[Compressor, str]] = {
+    "unbounded": (Lossy(factor=0.99), "is lossy and declares no error_bound"),
+    "wrapped": (AfterSteps(inner=Lossy(factor=0.99), start_step=1), "is lossy and declares no error_bound"),
+    "within": (Lossy(factor=0.99, error_bound=0.011), ""),
+    "beyond": (
+        Lossy(factor=0.99, error_bound=0.009),
+        "an average is off by 0.01 in the 2-norm, its error_bound is 0.009",
+    ),
+    "nothing": (ErrorFeedback(inner=Lossy(factor=0.0, error_bound=1.0)), "an average is off by 1 in the 2-norm"),
+    "leaking": (ErrorFeedback(inner=Lossy(factor=0.9, error_bound=0.2)), "of the gradients is neither in the averages"),
+}
+
+
+def _messages_about_averages() -> dict[str, str]:
+    (place,) = candidates("cpu")
+    messages = {}
+    for name, (compressor, _) in _LOSSY.items():
+        laws.all_compressors = lambda name=name, found=compressor: {name: found}  # type: ignore[misc]
+        messages[name] = _message(laws._averages, place)
+    return messages
+
+
+def test_lossy_compressors_are_held_to_what_they_declare_and_must_declare_it() -> None:
+    """If it fails, the self-test passes whatever a compressor of somebody else does to the gradients."""
+    for messages in run_ranks(_messages_about_averages):
+        for name, (_, expected) in _LOSSY.items():
+            assert messages[name].startswith(f"{name}: ") == bool(expected)
+            assert expected in messages[name]
+
+
+def _said() -> dict[str, str]:
+    (place,) = candidates("cpu")
+    said = {}
+    for fault, law in _FINDS.items():
+        laws.all_compressors = lambda fault=fault: {fault: Faulty(fault=fault)}  # type: ignore[misc, assignment]
+        said[fault] = _message(law, place)
+    return said
+
+
+def _message(law: Any, place: Any) -> str:
+    try:
+        law(place)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_a_fault_is_found_and_named() -> None:
+    """If it fails, the self-test passes on a machine where training is wrong."""
+    for said in run_ranks(_said):
+        for fault, message in said.items():
+            assert message.startswith(f"{fault}: ")
+
+
+@pytest.mark.exhaustive
+def test_the_command(tmp_path: Path) -> None:
+    """If it fails, gradient sync is broken on this machine, or the command is."""
+    ran = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--output", str(tmp_path / "selftest.json")])
+    assert ran.exit_code == 0, ran.output
+    written = json.loads((tmp_path / "selftest.json").read_text())
+    assert [outcome["status"] for outcome in written["outcomes"]] == ["passed"] * 7 + ["not checked"] * 2
+    assert written["info"]["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda"])
+def test_a_device_that_there_is_not(device: str) -> None:
+    """If it fails, a wrong --device ends in a traceback."""
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    ran = CliRunner().invoke(app, ["selftest", "--device", device])
+    assert ran.exit_code == 2
+    assert device in ran.output

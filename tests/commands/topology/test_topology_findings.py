@@ -1,0 +1,162 @@
+"""What hurts in a topology is found, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from topology_samples import SAMPLES, Sample, halves
+
+from lightning_commopt.commands.topology.expectations import expect_between_gpus, expect_to_nic, nvlink_model
+from lightning_commopt.commands.topology.findings import find_all
+from lightning_commopt.commands.topology.machine import Link, Machine, Nic
+from lightning_commopt.commands.topology.rings import find_ring
+from lightning_commopt.commands.topology.smi_text import read_smi_text
+from lightning_commopt.text.findings import Finding
+
+
+def read(sample: Sample, *names: str) -> Machine:
+    lines = [f"GPU {index}: {name} (UUID: GPU-{index})" for index, name in enumerate(names)]
+    return read_smi_text(sample.tabbed() + "\n".join(lines), "sent")
+
+
+def found(sample: Sample, *names: str) -> dict[str, Finding]:
+    return {finding.code: finding for finding in find_all(read(sample, *names))}
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    {
+        "one": set(),
+        "workstation": set(),
+        "bridge": set(),
+        "pcie_4": {"ring_over_sockets", "fewer_nics"},
+        "cube_8": {"fewer_nics"},
+        "nvswitch_8": set(),
+        "pcie_8": {"ring_over_sockets"},
+        "pcie_10": {"fewer_nics"},
+        "nvswitch_16": set(),
+    }.items(),
+)
+def test_what_hurts(name: str, codes: set[str]) -> None:
+    """If it fails, a slow machine passes, or a good one gets advice that nobody needs."""
+    assert found(SAMPLES[name]).keys() == codes
+
+
+def test_a_ring_that_must_cross_sockets() -> None:
+    """If it fails, the advice names GPUs that SYS lies between."""
+    finding = found(SAMPLES["pcie_8"])["ring_over_sockets"]
+    assert "every ring over all 8 GPUs crosses SYS" in finding.what
+    assert "2 times in the best one found" in finding.what
+    assert finding.advice.endswith("CUDA_VISIBLE_DEVICES=0,1,2,3")
+    hidden = dataclasses.replace(SAMPLES["pcie_8"], gpus=lambda low, high: "SYS", nodes=lambda gpu: 0)
+    assert "a virtual machine or the BIOS may hide" in found(hidden)["ring_over_sockets"].why
+
+
+def test_rings() -> None:
+    """If it fails, a ring is longer than it must be, or one that is there is not found."""
+    ring = find_ring(read(SAMPLES["cube_8"]))
+    assert ring is not None
+    assert (sorted(ring.labels), ring.worst, ring.num_worst) == ([f"GPU{index}" for index in range(8)], "NV", 8)
+    ring = find_ring(read(SAMPLES["pcie_4"]))
+    assert ring is not None
+    assert (ring.worst, ring.num_worst) == ("SYS", 2)
+    assert find_ring(read(SAMPLES["one"])) is None
+
+
+def test_nvlink_in_pairs() -> None:
+    """If it fails, four GPUs with two bridges look as if NVLink connected all."""
+    pairs = dataclasses.replace(SAMPLES["pcie_4"], gpus=lambda low, high: "NV4" if low // 2 == high // 2 else "NODE")
+    finding = found(pairs)["ring_leaves_nvlink"]
+    assert "goes over NODE 2 times" in finding.what
+    assert finding.advice.endswith("CUDA_VISIBLE_DEVICES=0,1")
+
+
+def test_degraded_nvlink() -> None:
+    """If it fails, a broken link that slows every collective passes."""
+    whole = SAMPLES["nvswitch_8"]
+    gpu = dataclasses.replace(whole, gpus=lambda low, high: "NV16" if 3 in (low, high) else "NV18")
+    assert found(gpu)["degraded_nvlink"].what == "NVLinks are missing: GPU3 16, where others have 18"
+    pair = dataclasses.replace(whole, gpus=lambda low, high: "NV17" if (low, high) == (1, 2) else "NV18")
+    assert found(pair)["degraded_nvlink"].what == "NVLinks are missing: GPU1 and GPU2 17, where others have 18"
+    lost = dataclasses.replace(whole, gpus=lambda low, high: "NODE" if 7 in (low, high) else "NV18")
+    assert found(lost)["degraded_nvlink"].what == "NVLinks are missing: GPU7 0, where others have 18"
+    every = dataclasses.replace(whole, gpus=lambda low, high: "NV16")
+    assert found(every) == {}
+    names = ["NVIDIA H100 80GB HBM3"] * 8
+    assert "GPU0 16, GPU1 16, " in found(every, *names)["degraded_nvlink"].what
+    assert "this model has 18" in found(every, *names)["degraded_nvlink"].what
+    assert found(whole, *names) == {}
+
+
+def test_unequal_links_without_switches_are_a_note() -> None:
+    """If it fails, a part of a cube, as clouds lend it, is called broken, or a link that is down in one is not seen."""
+    part = dataclasses.replace(SAMPLES["cube_8"], num_gpus=4, nics=())
+    finding = found(part)["unequal_nvlinks"]
+    assert (finding.severity, finding.what[-32:]) == ("note", ": GPU0 4, GPU1 4, GPU2 5, GPU3 5")
+    cube = SAMPLES["cube_8"]
+    broken = dataclasses.replace(cube, gpus=lambda low, high: "NV1" if (low, high) == (0, 3) else cube.gpus(low, high))
+    assert ": GPU0 5, GPU1 6, GPU2 6, GPU3 5, " in found(broken)["unequal_nvlinks"].what
+    square = dataclasses.replace(part, gpus=lambda low, high: "NV3")
+    assert found(square) == {}
+    assert "has 9 NVLinks to the others, and its model has 12" in found(square, "A100-SXM4-40GB")["few_nvlinks"].what
+
+
+def test_adapters() -> None:
+    """If it fails, a GPU without an adapter near it passes."""
+    far = dataclasses.replace(
+        SAMPLES["nvswitch_8"], to_nic=lambda gpu, nic: "SYS" if gpu == 5 else "PIX" if gpu == nic else "NODE"
+    )
+    assert found(far)["far_nic"].what == "no NIC nearer than SYS to GPU5"
+    ethernet = dataclasses.replace(SAMPLES["pcie_8"], nics=("eth0",), has_legend_of_nics=True)
+    assert "fewer_nics" not in found(ethernet)
+
+
+def test_lanes() -> None:
+    """If it fails, a card in the wrong slot passes."""
+    machine = read(SAMPLES["workstation"])
+    gpus = [dataclasses.replace(gpu, pcie_width=width) for gpu, width in zip(machine.gpus, (16, 8), strict=True)]
+    (finding,) = find_all(dataclasses.replace(machine, gpus=tuple(gpus)))
+    assert finding.what == "fewer PCIe lanes than on other GPUs: GPU1 x8, others x16"
+
+
+def test_without_the_column_of_nvlink() -> None:
+    """If it fails, topo -mp of an NVSwitch machine is called slow."""
+    machine = read_smi_text(
+        "$ nvidia-smi topo -mp\n"
+        + dataclasses.replace(SAMPLES["nvswitch_8"], gpus=halves("NODE", "SYS", 8)).tabbed().partition("Legend")[0],
+        "sent",
+    )
+    assert {finding.code for finding in find_all(machine)} == {"no_nvlink_column"}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_links", "bytes_per_s"),
+    [
+        ("NVIDIA H100 80GB HBM3", 18, 25e9),
+        ("NVIDIA H200", 18, 25e9),
+        ("NVIDIA A100-SXM4-80GB", 12, 25e9),
+        ("Tesla V100-SXM2-32GB", 6, 25e9),
+        ("NVIDIA B200", 18, 50e9),
+        ("NVIDIA RTX A6000", 4, 14e9),
+    ],
+)
+def test_models(name: str, num_links: int, bytes_per_s: float) -> None:
+    """If it fails, a whole GPU is called broken, or a broken one whole."""
+    assert nvlink_model(name) == (num_links, bytes_per_s)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA L40S", None])
+def test_models_without_a_fixed_number(name: str | None) -> None:
+    """If it fails, cards whose bridges decide are called broken."""
+    assert nvlink_model(name) is None
+
+
+def test_figures() -> None:
+    """If it fails, a figure stands beside the wrong link."""
+    assert expect_between_gpus(Link("NV", 12)).bytes_per_s == 300e9
+    assert expect_between_gpus(Link("PXB")).bytes_per_s == 18.5e9
+    assert expect_between_gpus(Link("NODE")).bytes_per_s == 13.5e9
+    assert expect_between_gpus(Link("SYS")).bytes_per_s is None
+    assert expect_to_nic(Link("PIX"), Nic(label="NIC0", name="mlx5_0", bytes_per_s=25e9)).bytes_per_s == 23e9
+    assert "no GPUDirect RDMA" in expect_to_nic(Link("SYS")).text

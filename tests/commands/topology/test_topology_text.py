@@ -1,0 +1,121 @@
+"""Text of ``nvidia-smi topo`` is read by meaning, however it was copied."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from topology_samples import SAMPLES, Sample
+
+from lightning_commopt.commands.topology.machine import Machine, TopologyError, cpus_text
+from lightning_commopt.commands.topology.smi_text import read_smi_text
+
+
+def wrapped(text: str, width: int) -> str:
+    """Breaks lines as a terminal does, in the middle of words too."""
+    return "\n".join(
+        line[begin : begin + width] for line in text.splitlines() for begin in range(0, max(1, len(line)), width)
+    )
+
+
+def coloured(text: str, start: str) -> str:
+    """Colours the head, and each cell by itself."""
+    head, _, rows = text.partition("\n")
+    cells = re.sub(r"\t ?([A-Z0-9]+)", rf"\t{re.escape(start)}32m\1{re.escape(start)}0m".replace("\\[", "["), rows)
+    return f"{start}4m{head}{start}0m\n{cells}"
+
+
+COPIES = {
+    "tabs": Sample.tabbed,
+    "spaces": Sample.spaced,
+    "coloured": lambda sample: coloured(sample.tabbed(), "\x1b["),
+    "colours_without_escape": lambda sample: coloured(sample.tabbed(), "["),
+    "indented": lambda sample: re.sub(r"^", "        ", sample.spaced(), flags=re.MULTILINE),
+    "windows": lambda sample: sample.spaced().replace("\n", "\r\n"),
+    "quoted": lambda sample: re.sub(r"^", "> ", sample.spaced(), flags=re.MULTILINE),
+    "by_mpirun": lambda sample: re.sub(r"^", "[1,0]<stdout>:", sample.tabbed(), flags=re.MULTILINE),
+    "in_a_log": lambda sample: f"GPU0 is slow, GPU1 as well:\n$ nvidia-smi topo -m\n{sample.spaced()}\nGPU 0 100 %\n",
+    "legend_first": lambda sample: "Legend:\n" + sample.spaced().partition("Legend:")[2] + sample.spaced(),
+    "wrapped_60": lambda sample: wrapped(sample.spaced(), 60),
+    "wrapped_79": lambda sample: wrapped(sample.spaced(), 79),
+    "single_spaces": lambda sample: re.sub(r"[ \t]+", " ", sample.spaced()),
+}
+
+
+def check(machine: Machine, sample: Sample) -> None:
+    assert [gpu.label for gpu in machine.gpus] == sample.labels[: sample.num_gpus]
+    assert [nic.name for nic in machine.nics] == list(sample.nics)
+    for row, one in enumerate(sample.labels[: sample.num_gpus]):
+        for column, other in enumerate(sample.labels):
+            assert one == other or str(machine.link(one, other)) == sample.cell(row, column)
+        gpu = machine.gpus[row]
+        assert cpus_text(gpu.cpus) == sample.cpus(row)
+        assert gpu.numa_node == (sample.nodes(row) if sample.headings != "old" else None)
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_machine(name: str, copy: str) -> None:
+    """If it fails, a matrix that somebody sent is read wrongly, or not at all."""
+    machine = read_smi_text(COPIES[copy](SAMPLES[name]), "sent")
+    check(machine, SAMPLES[name])
+    assert machine.has_nvlink_column
+
+
+def test_what_is_cut_off_comes_from_the_other_rows() -> None:
+    """If it fails, links that a cut matrix still has are lost, or links that it does not have are made up."""
+    sample = SAMPLES["nvswitch_8"]
+    lines = sample.spaced().splitlines()
+    machine = read_smi_text("\n".join(lines[:7]), "sent")  # the head and six GPUs
+    assert machine.link("GPU7", "GPU0") == machine.link("GPU0", "GPU1")
+    assert machine.link("GPU7", "GPU6") is None
+    assert "no row for GPU6, GPU7" in machine.notices[0]
+    narrow = read_smi_text("\n".join(line[:40] for line in lines[:9]), "sent")
+    assert str(narrow.link("GPU0", "GPU3")) == "NV18"
+    headless = read_smi_text("\n".join(lines[1:]), "sent")
+    assert str(headless.link("GPU2", "NIC2")) == "PIX"
+    assert headless.link("GPU7", "GPU0") == machine.link("GPU7", "GPU0")
+
+
+def test_a_missing_cell_does_not_move_the_others() -> None:
+    """If it fails, a cell that was lost in a print gives every later one to another device."""
+    lines = SAMPLES["pcie_4"].spaced().splitlines()
+    lines[1] = lines[1].replace("PIX", "   ", 1)  # GPU0 to GPU1
+    machine = read_smi_text("\n".join(lines), "sent")
+    check(machine, SAMPLES["pcie_4"])
+
+
+def test_rows_that_disagree() -> None:
+    """If it fails, a link that is broken in one direction looks whole."""
+    text = SAMPLES["bridge"].tabbed().replace("NV4", "NV3", 1)
+    machine = read_smi_text(text, "sent")
+    assert str(machine.link("GPU0", "GPU1")) == "NV3"
+    assert "says two things of GPU0 and GPU1" in machine.notices[0]
+
+
+def test_without_nvlink() -> None:
+    """If it fails, what topo -mp leaves out is taken for what the machine has not."""
+    text = SAMPLES["pcie_8"].tabbed()
+    assert read_smi_text(text, "sent").has_nvlink_column
+    assert not read_smi_text(re.sub(r"\n +NV#.*", "", text), "sent").has_nvlink_column
+    cut = text.partition("Legend")[0]
+    assert not read_smi_text(f"$ nvidia-smi topo -mp\n{cut}", "sent").has_nvlink_column
+
+
+def test_former_words_names_and_other_matrices() -> None:
+    """If it fails, an old driver's words, or what else stands in a report, break a matrix."""
+    peers = "\tGPU0\tGPU1\nGPU0\tX\tOK\nGPU1\tOK\tX\n"
+    text = peers + SAMPLES["workstation"].tabbed().replace("PHB\t", "SOC\t") + peers
+    text += "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\n|   1  Tesla V100-SXM2-16GB  On | 00000000:07:00.0 Off |\n"
+    machine = read_smi_text(text, "sent")
+    assert str(machine.link("GPU0", "GPU1")) == "SYS"
+    assert [gpu.name for gpu in machine.gpus] == ["NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "Epoch 0\nGPU0 is slow\n", "\tGPU0\tGPU1\nGPU0\tX\tOK\nGPU1\tOK\tX\n", "GPU0 GPU1\n"]
+)
+def test_no_topology(text: str) -> None:
+    """If it fails, any text is a topology."""
+    with pytest.raises(TopologyError, match=r"^sent: no matrix of nvidia-smi topo -m"):
+        read_smi_text(text, "sent")

@@ -1,0 +1,44 @@
+"""Runs operations in one of their forms; Triton's also in its interpreter, on CPU tensors."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_commopt.compressors.kernels import c_library, dispatch
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def run_interpreted(file: str) -> None:
+    """Runs ``file``, which ends with `main`. Triton decides when it is imported whether it compiles or interprets."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "agree\n"
+
+
+def main(both_forms_agree: Callable[[str], None]) -> None:
+    """The program that `run_interpreted` runs."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    both_forms_agree("cpu")
+    print("agree")
+
+
+@contextmanager
+def in_form(form: str) -> Iterator[None]:
+    """Makes operations run in "torch" or "triton" on any device; in "c" where they would."""
+    if form == "c":
+        if c_library.load() is None:
+            pytest.skip("there is no C compiler")
+        yield
+        return
+    with mock.patch.object(dispatch, "form_for", return_value=form):
+        yield

@@ -1,0 +1,99 @@
+"""How the library of the kernels in C is compiled, and what happens where it cannot be."""
+
+import logging
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.compressors import PowerSGD
+from lightning_commopt.compressors.kernels import c_library
+from lightning_commopt.sync.attach import attach_bucket_hook
+from ranks import run_ranks
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every test compiles its own library, without the optimizations that take most of the time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(c_library, "load", c_library.load.__wrapped__)
+    monkeypatch.setattr(c_library, "_FLAGS", ("-march=native", "-shared", "-fPIC"))
+
+
+def _attach_then_backward(folder: Path) -> tuple[list[str], str]:
+    os.environ.update(XDG_CACHE_HOME=str(folder), CC=str(folder / "compiler"))
+    c_library.load.cache_clear()
+    dist.barrier()
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    hook = attach_bucket_hook(model, PowerSGD(), None)
+    library = c_library.load()
+    assert library is not None
+    with mock.patch.object(subprocess, "run", side_effect=AssertionError("compiles in backward")):
+        model(torch.ones(1, 64) * (dist.get_rank() + 1)).sum().backward()
+    hook.close()
+    return (folder / "log").read_text().split(), library._name
+
+
+@needs_compiler
+def test_ranks_compile_once_and_before_backward(tmp_path: Path) -> None:
+    """If it fails, the first backward waits for a compiler, or all ranks of a machine compile."""
+    count = f'for x; do [ "$x" = -shared ] && echo once >> {tmp_path}/log && sleep 0.5; done'
+    (tmp_path / "compiler").write_text(f'#!/bin/sh\n{count}\nexec cc "$@" -O0\n')
+    (tmp_path / "compiler").chmod(0o755)
+    outcomes = run_ranks(_attach_then_backward, tmp_path)
+    (library,) = (tmp_path / "lightning_commopt").glob("*.so")
+    assert outcomes == [(["once"], str(library))] * 2
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+
+
+@needs_compiler
+@pytest.mark.exhaustive
+def test_compiling_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a first run stops for seconds and does not say why, or every run says so."""
+    announced: list[str] = []
+    monkeypatch.setattr(c_library, "info", announced.append)
+    assert c_library.load() is not None
+    assert c_library.load() is not None
+    (line,) = announced
+    assert line.startswith("Compiling the CPU kernels with cc")
+
+
+@pytest.mark.parametrize("command", ["there-is-no-such-compiler", "false", "", "sh -c 'exit 3'", "'"])
+def test_without_a_compiler_there_is_none(
+    command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If it fails, training ends where there is no compiler, or nobody learns why it is slower."""
+    monkeypatch.setenv("CC", command)
+    with caplog.at_level(logging.INFO):
+        assert c_library.load() is None
+    assert "plain torch" in caplog.text
+
+
+@needs_compiler
+def test_a_compiler_without_openmp_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If it fails, macOS has no kernels in C."""
+    script = tmp_path / "compiler"
+    script.write_text('#!/bin/sh\nfor x; do [ "$x" = -fopenmp ] && exit 1; done\nexec cc "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    assert c_library.load() is not None
+
+
+@needs_compiler
+def test_a_home_that_is_read_only_is_no_hindrance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If it fails, training ends in containers whose home cannot be written."""
+    occupied = tmp_path / "file"
+    occupied.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(occupied))
+    assert c_library.load() is not None

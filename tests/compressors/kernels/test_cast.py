@@ -1,0 +1,126 @@
+"""What rounding drops, against float64, and that its two forms agree."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from forms import in_form, main, needs_cuda, needs_triton, run_interpreted
+from torch import Tensor
+
+from lightning_commopt.compressors.kernels import cast
+from lightning_commopt.compressors.kernels.chunks import CHUNK_NUMEL
+
+NUMELS = [1, 17, 4099, CHUNK_NUMEL + 5]
+DTYPES = [torch.float32, torch.float64]
+NARROW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a unit in the last place
+RESIDUALS = [None, torch.float32, torch.bfloat16]
+SCALE = 1 / 3
+CASES = [
+    (1, torch.float32, torch.bfloat16, torch.float32),
+    (17, torch.float64, torch.float16, torch.bfloat16),
+    (17, torch.float32, torch.bfloat16, None),
+    (4099, torch.float32, torch.float16, torch.float32),
+    (4099, torch.float64, torch.bfloat16, None),
+    (CHUNK_NUMEL + 5, torch.float32, torch.bfloat16, torch.bfloat16),
+    (CHUNK_NUMEL + 5, torch.float64, torch.float16, torch.float32),
+]
+
+
+def bucket(numel: int, dtype: torch.dtype, residual_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(numel)
+    flat, residual = torch.randn(2, numel, generator=generator, dtype=torch.float64)
+    return flat.to(dtype), None if residual_dtype is None else residual.mul(0.01).to(residual_dtype)
+
+
+def exact(flat: Tensor, residual: Tensor | None) -> np.ndarray:
+    return (flat.double() + (0 if residual is None else residual.double())).numpy()
+
+
+def precision(residual: Tensor) -> float:
+    return 2.0**-8 if residual.dtype == torch.bfloat16 else 2.0**-23
+
+
+@pytest.mark.parametrize(("numel", "dtype", "narrow", "residual_dtype"), CASES)
+def test_what_is_sent_and_kept(
+    numel: int, dtype: torch.dtype, narrow: torch.dtype, residual_dtype: torch.dtype | None
+) -> None:
+    """If it fails, more is rounded off than the dtype does, or it is lost."""
+    flat, residual = bucket(numel, dtype, residual_dtype)
+    wanted, sent = exact(flat, residual), torch.empty(numel, dtype=narrow)
+    cast.narrow(flat, residual, SCALE, sent)
+    np.testing.assert_allclose(sent.double().numpy(), wanted * SCALE, rtol=NARROW[narrow] * 1.001, atol=1e-7)
+    if residual is not None:
+        mean = torch.randn(numel).to(narrow)
+        cast.widen(flat, residual, mean, SCALE, torch.tensor(True))
+        kept = wanted - sent.double().numpy() / SCALE
+        np.testing.assert_allclose(residual.double().numpy(), kept, rtol=precision(residual), atol=1e-6)
+        assert flat.equal(mean.to(dtype))
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_a_step_that_is_not_finite_leaves_the_residual(numel: int) -> None:
+    """If it fails, an overflow outlives its step."""
+    flat, residual = bucket(numel, torch.float32, torch.float32)
+    assert residual is not None
+    before, mean = residual.clone(), torch.full((numel,), torch.nan, dtype=torch.bfloat16)
+    cast.widen(flat, residual, mean, SCALE, torch.tensor(False))
+    cast.add_lost(residual, torch.ones(numel), torch.zeros(numel), 3, torch.tensor(False))
+    assert residual.equal(before)
+    assert flat.isnan().all()
+
+
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+def test_what_the_mean_lost_stays_in_the_residual(residual_dtype: torch.dtype) -> None:
+    """If it fails, the second rounding of an average is lost."""
+    values, residual = bucket(999, torch.float32, residual_dtype)
+    assert residual is not None
+    rounded = values.bfloat16()
+    wanted = residual.double() + 3 * (values.double() - rounded.double())
+    cast.add_lost(residual, values, rounded, 3, torch.tensor(True))
+    np.testing.assert_allclose(residual.double(), wanted, rtol=precision(residual), atol=1e-7)
+
+
+def results(
+    device: str, numel: int, dtype: torch.dtype, narrow: torch.dtype, residual_dtype: torch.dtype | None, finite: bool
+) -> list[Tensor]:
+    """What is sent of a step, and the bucket and the residual after it."""
+    flat, residual = (None if x is None else x.to(device) for x in bucket(numel, dtype, residual_dtype))
+    assert flat is not None
+    sent = torch.empty(numel, dtype=narrow, device=device)
+    cast.narrow(flat, residual, SCALE, sent)
+    if residual is None:
+        return [sent.cpu()]
+    mean, is_finite = (sent * 2).to(narrow), torch.tensor(finite, device=device)
+    cast.widen(flat, residual, mean, SCALE, is_finite)
+    flat_after = flat.clone()
+    cast.add_lost(residual, flat, flat.to(narrow), 3, is_finite)
+    return [sent.cpu(), flat_after.cpu(), residual.cpu()]
+
+
+def both_forms_agree(device: str) -> None:
+    """Compares the bits; but the interpreter cuts bfloat16 off where devices round to nearest."""
+    cases = list(itertools.product((1, 17, 4099), DTYPES, NARROW, RESIDUALS, (True, False)))
+    for case in cases[:: 5 if device == "cpu" else 1]:  # the interpreter is slow
+        plain = results("cpu", *case)
+        with in_form("triton"):
+            by_triton = results(device, *case)
+        cut_off = device == "cpu" and torch.bfloat16 in case
+        tolerance = {"rtol": 2.0**-6, "atol": 0.1} if cut_off else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(by_triton, plain, **tolerance)
+
+
+@pytest.mark.exhaustive
+@needs_triton
+def test_triton_agrees_in_its_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_triton_gives_the_bits_of_plain_torch_on_cuda() -> None:
+    both_forms_agree("cuda")
+
+
+if __name__ == "__main__":
+    main(both_forms_agree)

@@ -1,0 +1,130 @@
+"""Mistakes in NCCL's variables are found, and what is right is left alone."""
+
+import pytest
+
+from lightning_commopt.launch.nccl_environment import find_mistakes
+from lightning_commopt.launch.nccl_variables import names_in_library, nccl_variables
+
+# Fifty mistakes: what was set, and a word that the message must have.
+_MISTAKES = [
+    # misspelt names
+    ("NCCL_DEBGU", "INFO", "NCCL_DEBUG"),
+    ("NCCL_DEBUG_SUBSYSTEM", "NET", "NCCL_DEBUG_SUBSYS"),
+    ("NCCL_DEBUG_SUBSYSTEMS", "NET", "NCCL_DEBUG_SUBSYS"),
+    ("NCCL_ALGORITHM", "Ring", "no variable"),
+    ("NCCL_ALGOS", "Ring", "NCCL_ALGO"),
+    ("NCCL_PROTOCOL", "LL", "NCCL_PROTO"),
+    ("NCCL_SOCKET_IF_NAME", "eth0", "NCCL_SOCKET_IFNAME"),
+    ("NCCL_SOCKET_IFNAMES", "eth0", "NCCL_SOCKET_IFNAME"),
+    ("NCCL_SOCKETIFNAME", "eth0", "NCCL_SOCKET_IFNAME"),
+    ("NCCL_SOCK_IFNAME", "eth0", "NCCL_SOCKET_IFNAME"),
+    ("NCCL_IB_HAC", "mlx5_0", "NCCL_IB_HCA"),
+    ("NCCL_IB_DISABLED", "1", "NCCL_IB_DISABLE"),
+    ("NCCL_DISABLE_IB", "1", "no variable"),
+    ("NCCL_P2P_DISABLED", "1", "NCCL_P2P_DISABLE"),
+    ("NCCL_DISABLE_P2P", "1", "no variable"),
+    ("NCCL_SHM_DISABLED", "1", "NCCL_SHM_DISABLE"),
+    ("NCCL_MIN_CHANNELS", "8", "NCCL_MIN_NCHANNELS"),
+    ("NCCL_MAX_CHANNELS", "8", "NCCL_MAX_NCHANNELS"),
+    ("NCCL_NCHANNELS_MIN", "8", "no variable"),
+    ("NCCL_BUFFERSIZE", "8388608", "NCCL_BUFFSIZE"),
+    ("NCCL_BUFF_SIZE", "8388608", "NCCL_BUFFSIZE"),
+    ("NCCL_NTHREAD", "256", "NCCL_NTHREADS"),
+    ("NCCL_CROSSNIC", "1", "NCCL_CROSS_NIC"),
+    ("NCCL_COLLNET_ENABLED", "1", "NCCL_COLLNET_ENABLE"),
+    ("NCCL_NVLS_ENABLED", "1", "NCCL_NVLS_ENABLE"),
+    ("NCCL_NET_GDR_LEVELS", "PHB", "NCCL_NET_GDR_LEVEL"),
+    ("NCCL_TOPOFILE", "topo.xml", "NCCL_TOPO_FILE"),
+    ("NCLL_DEBUG", "INFO", "NCCL_DEBUG"),
+    ("NCC_DEBUG", "INFO", "NCCL_DEBUG"),
+    ("nccl_debug", "INFO", "NCCL_DEBUG"),
+    ("NCCLDEBUG", "INFO", "NCCL_DEBUG"),
+    # obsolete
+    ("NCCL_TREE_THRESHOLD", "0", "2.5"),
+    ("NCCL_LL_THRESHOLD", "0", "2.5"),
+    ("NCCL_SINGLE_RING_THRESHOLD", "0", "2.3"),
+    ("NCCL_IB_CUDA_SUPPORT", "1", "2.4"),
+    ("NCCL_IB_GDR_LEVEL", "PHB", "NCCL_NET_GDR_LEVEL"),
+    # never NCCL's
+    ("NCCL_TIMEOUT", "1800", "timeout"),
+    ("NCCL_COMM_TIMEOUT", "1800", "timeout"),
+    ("NCCL_BLOCKING_WAIT", "1", "TORCH_NCCL_BLOCKING_WAIT"),
+    ("NCCL_ASYNC_ERROR_HANDLING", "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    ("NCCL_LOG_LEVEL", "INFO", "NCCL_DEBUG"),
+    ("NCCL_IFNAME", "eth0", "NCCL_SOCKET_IFNAME"),
+    # values
+    ("NCCL_DEBUG", "ALL", "INFO"),
+    ("NCCL_ALGO", "RNG", "Ring"),
+    ("NCCL_PROTO", "LL12", "LL128"),
+    ("NCCL_P2P_DISABLE", "true", "0 or 1"),
+    ("NCCL_P2P_LEVEL", "NVLINK", "NVL"),
+    ("NCCL_NTHREADS", "300", "256"),
+    ("NCCL_BUFFSIZE", "8M", "integer"),
+    ("NCCL_SOCKET_NTHREADS", "32", "from 1 to 16"),
+]
+
+# What NCCL's guide itself gives as examples, and what containers, builds and plugins set.
+_RIGHT = [
+    *[("NCCL_SOCKET_IFNAME", value) for value in ("eth", "=eth0", "=eth0,eth1", "^docker", "^=docker0")],
+    *[("NCCL_IB_HCA", value) for value in ("mlx5", "=mlx5_0:1,mlx5_1:1", "^=mlx5_3,mlx5_4", "=mlx5_0:1:0:1")],
+    *[("NCCL_ALGO", value) for value in ("Ring", "ring,collnetdirect;allreduce:tree,collnetdirect;broadcast:ring")],
+    *[("NCCL_ALGO", value) for value in ("allreduce:^tree", "^Tree", "TREE", "NVLSTree,PAT")],
+    *[("NCCL_PROTO", value) for value in ("LL,LL128,Simple", "^LL128", "simple")],
+    *[("NCCL_DEBUG_SUBSYS", value) for value in ("INIT,BOOTSTRAP,ENV", "^COLL", "ALL,^CALL", "INIT,GRAPH")],
+    *[("NCCL_DEBUG_TIMESTAMP_LEVELS", value) for value in ("WARN,INFO,TRACE", "^TRACE")],
+    *[("NCCL_DEBUG", value) for value in ("VERSION", "WARN", "info")],
+    *[("NCCL_DEBUG_FILE", value) for value in ("nccl.%h.%p", "stderr")],
+    *[("NCCL_RAS_ADDR", value) for value in ("localhost:28028", "[::1]:28028")],
+    *[("NCCL_SOCKET_MAGIC", "0x1f"), ("NCCL_IB_GID_INDEX", "-1"), ("NCCL_IB_TIMEOUT", "22"), ("NCCL_NET", "Socket")],
+    *[("NCCL_CROSS_NIC", "2"), ("NCCL_NETDEVS_POLICY", "MAX:2"), ("NCCL_CTA_POLICY", "EFFICIENCY|ZERO")],
+    *[("NCCL_VERSION", "2.30.7"), ("NCCL_HOME", "/usr"), ("NCCL_ROOT_DIR", "/usr"), ("NCCL_INCLUDE_DIR", "/usr")],
+    *[("NCCL_OFI_TUNER_TYPE", "1"), ("NCCL_FASTRAK_NUM_FLOWS", "2"), ("NCCL_TESTS_DEVICE", "0")],
+    *[("TORCH_NCCL_BLOCKING_WAIT", "1"), ("PATH", "/bin"), ("NCURSES_NO_UTF8_ACS", "1"), ("LC_ALL", "C")],
+]
+
+
+@pytest.mark.parametrize(("name", "value", "meant"), _MISTAKES)
+def test_a_mistake_is_found_with_what_is_right(name: str, value: str, meant: str) -> None:
+    """If it fails, a variable without effect stays in a user's scripts."""
+    (mistake,) = find_mistakes({name: value, "HOME": "/"})
+    assert mistake.advice == f"correct or unset {name}"
+    assert meant in mistake.what
+
+
+def test_there_are_fifty_mistakes() -> None:
+    assert len(_MISTAKES) == 50
+
+
+@pytest.mark.parametrize(("name", "value"), _RIGHT)
+def test_what_is_right_is_left_alone(name: str, value: str) -> None:
+    """If it fails, users learn to ignore our warnings."""
+    assert find_mistakes({name: value}) == []
+
+
+def test_every_default_is_accepted() -> None:
+    """If it fails, the facts about a variable contradict themselves."""
+    for variable in nccl_variables().values():
+        assert variable.default is None or variable.removed_in or variable.accepts(variable.default), variable
+
+
+def test_versions() -> None:
+    """If it fails, a variable that this NCCL does not have yet, or does not have any more, passes."""
+    assert "before NCCL 2.17" in find_mistakes({"NCCL_NVLS_ENABLE": "1"}, version=(2, 16, 5))[0].what
+    assert find_mistakes({"NCCL_TREE_THRESHOLD": "0"}, version=(2, 4, 8)) == []
+
+
+def test_a_variable_that_only_the_library_has_is_left_alone() -> None:
+    """If it fails, undocumented variables that do work are called misspelt."""
+    environment = {"NCCL_P2P_MAX_PEERS": "1"}
+    assert len(find_mistakes(environment)) == 1
+    assert find_mistakes(environment, known={"NCCL_P2P_MAX_PEERS"}) == []
+
+
+@pytest.mark.exhaustive
+def test_the_installed_library_has_the_documented_variables() -> None:
+    """If it fails, names are not read from the library, or the facts are of another NCCL."""
+    known = names_in_library()
+    if not known:
+        pytest.skip("the NCCL of this torch is not a library of its own")
+    documented = {name for name, variable in nccl_variables().items() if not variable.removed_in}
+    assert len(documented & known) > 0.9 * len(documented)

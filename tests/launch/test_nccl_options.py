@@ -1,0 +1,104 @@
+"""NCCL's settings are checked, and set without touching those of the user."""
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lightning_commopt import CommOptDDP, OptionError
+from lightning_commopt.callbacks import run_description
+from lightning_commopt.compat.hydra import VERSION_BASE
+from lightning_commopt.launch.conf_path import conf_dir
+from lightning_commopt.launch.nccl_options import NcclOptions, profile_names
+from lightning_commopt.train.sweep.composing import SweepSettings
+from lightning_commopt.train.sweep.job import SweepObserver
+from lightning_commopt.train.sweep.launcher import register_launcher
+from lightning_commopt.train.sweep.resolvers import register_resolvers
+from lightnings import BoringModel, Trainer
+from ranks import run_ranks
+
+
+def test_names_and_values() -> None:
+    """If it fails, a short name or a value of YAML is not what NCCL reads."""
+    options = NcclOptions(settings={"algo": "Ring", "NCCL_MIN_NCHANNELS": 16, "P2P_disable": True})
+    assert options.settings == {"NCCL_ALGO": "Ring", "NCCL_MIN_NCHANNELS": "16", "NCCL_P2P_DISABLE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"algos": "Ring"}, "no setting 'algos'; did you mean 'algo'"),
+        ({"algo": "Rnig"}, "NCCL_ALGO must be a list of Ring, Tree"),
+        ({"nthreads": 300}, "NCCL_NTHREADS must be one of 64, 128, 256, 512, got 300"),
+        ({"tree_threshold": 0}, "no effect since NCCL 2.5"),
+        ({"override": "yes", "algo": "Ring"}, "override must be true or false"),
+        ("pci", "known: debug, ethernet, infiniband, pcie; did you mean 'pcie'"),
+        ({"profile": "pci"}, "is no profile"),
+        (3, "must be the name of a profile or a mapping"),
+    ],
+)
+def test_bad_settings(config: Any, message: str) -> None:
+    """If it fails, a setting without effect is found after hours, or never."""
+    with pytest.raises(OptionError, match=message):
+        CommOptDDP(nccl=config)
+
+
+def test_profiles() -> None:
+    """If it fails, a profile cannot be used by name, or not as a Hydra config."""
+    assert profile_names() == ["debug", "ethernet", "infiniband", "pcie"]
+    register_resolvers()
+    register_launcher(SweepSettings(command=(), observer=SweepObserver()))
+    for name in profile_names():
+        by_name = NcclOptions.from_config(name)
+        with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
+            of_group = compose("train", ["callbacks=[]", "logger=[]", f"+nccl={name}"]).strategy.nccl
+        assert by_name is not None
+        assert by_name == NcclOptions.from_config(dict(of_group))
+        assert by_name.settings
+    changed = NcclOptions.from_config({"profile": "ethernet", "nsocks_perthread": 2, "override": True})
+    assert changed is not None
+    assert changed.override
+    assert changed.settings == {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "2"}
+
+
+@pytest.mark.parametrize(("override", "algo"), [(False, "Tree"), (True, "Ring")])
+def test_the_users_environment_counts_first(override: bool, algo: str) -> None:
+    """If it fails, what a user has exported is replaced without being asked, or cannot be replaced."""
+    environment = {"NCCL_ALGO": "Tree", "HOME": "/"}
+    chosen = NcclOptions(settings={"algo": "Ring", "proto": "LL"}, override=override).apply(environment)
+    assert environment == {"NCCL_ALGO": algo, "NCCL_PROTO": "LL", "HOME": "/"}
+    assert chosen == {name: environment[name] for name in chosen}
+    assert ("NCCL_ALGO" in chosen) == override
+
+
+def _recorded() -> list[dict[str, str]]:
+    os.environ |= {"NCCL_ALGO": "Ring", "NCCL_NOT_THERE": "1"}
+    with_gloo = run_description.nccl_settings()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_description, "backends_of", lambda: {"cpu": "gloo", "cuda": "nccl"})
+        return [with_gloo, run_description.nccl_settings()]
+
+
+def test_a_record_has_the_settings() -> None:
+    """If it fails, a report compares runs as if NCCL had had the same settings."""
+    assert run_ranks(_recorded, world_size=1) == [[{}, {"nccl.algo": "Ring"}]]
+
+
+def _fit_on_gloo() -> tuple[list[str], bool]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = CommOptDDP(nccl={"algo": "Ring"})
+        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, enable_checkpointing=False, **quiet).fit(
+            BoringModel()
+        )
+    return [str(each.message) for each in caught], "NCCL_ALGO" in os.environ
+
+
+def test_without_nccl_it_says_that_it_has_no_effect() -> None:
+    """If it fails, NCCL's settings are ignored in silence on CPU."""
+    (messages, is_set), _ = run_ranks(_fit_on_gloo)
+    assert sum("nccl has no effect" in message for message in messages) == 1
+    assert not is_set

@@ -1,0 +1,161 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from process_groups import is_group_gone, living_members
+
+from lightning_commopt.launch.process import InterruptedRun, raise_signals, run_in_group
+
+PYTHON = (sys.executable, "-u", "-c")
+
+# Says the number of its own process group and of a child that would sleep for ever.
+WITH_CHILD = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+os.write(1, b"%d\\n" % os.getpgrp())
+"""
+
+
+def run(code, grace_s=5, on_output=None):
+    output: list[bytes] = []
+
+    def on_bytes(data: bytes) -> None:
+        output.append(data)
+        if on_output is not None:
+            on_output(data)
+
+    try:
+        return run_in_group((*PYTHON, code), os.environ, on_bytes, grace_s), b"".join(output)
+    except InterruptedRun as interrupted:
+        return interrupted, b"".join(output)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("", 0), ("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)]
+)
+def test_the_status_is_that_of_the_program(code, status):
+    assert run(code) == (status, b"")
+
+
+def test_all_output_arrives_in_order():
+    code = "import sys\nfor i in range(20000): print(i, file=sys.stderr if i % 2 else sys.stdout)"
+    status, output = run(code)
+    assert status == 0
+    assert output == b"".join(b"%d\n" % i for i in range(20000))
+
+
+def test_a_child_that_outlives_the_program_is_killed():
+    status, output = run(WITH_CHILD)
+    assert status == 0
+    assert is_group_gone(int(output))
+
+
+def test_a_child_that_writes_without_end_does_not_keep_us():
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: print(1)'])"
+    assert run(code)[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_program_and_children(number):
+    before = signal.getsignal(number)
+    outcome, output = run(WITH_CHILD + "time.sleep(600)", on_output=lambda _: os.kill(os.getpid(), number))
+    assert isinstance(outcome, InterruptedRun)
+    assert outcome.signal == number
+    assert is_group_gone(int(output.split()[0]))
+    assert signal.getsignal(number) == before
+
+
+def test_a_program_that_ignores_signals_is_killed():
+    ignoring = "for n in (2, 15, 1): signal.signal(n, signal.SIG_IGN)\n"
+    code = WITH_CHILD.replace("os.write(", ignoring + "os.write(") + "time.sleep(600)"
+    outcome, output = run(code, grace_s=0.2, on_output=lambda _: os.kill(os.getpid(), signal.SIGINT))
+    assert isinstance(outcome, InterruptedRun)
+    assert is_group_gone(int(output.split()[0]))
+
+
+def test_signals_that_were_ignored_stay_ignored(monkeypatch):
+    """If it fails, a sweep under nohup ends when its terminal closes."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        status, output = run("print(1)", on_output=lambda _: os.kill(os.getpid(), signal.SIGHUP))
+        assert (status, output) == (0, b"1\n")
+        with raise_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def test_a_program_that_inherits_an_ignored_interrupt_ends_in_order():
+    """A shell starts what it puts into the background so. If it fails, the program is killed before it tidies up."""
+    code = """
+import os, signal, sys, time
+def stop(*_):
+    os.write(1, b"tidy")
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+os.write(1, b"ready ")
+time.sleep(600)
+"""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        outcome, output = run(
+            code, 600, lambda data: os.kill(os.getpid(), signal.SIGTERM) if b"ready" in data else None
+        )
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert isinstance(outcome, InterruptedRun)
+    assert output == b"ready tidy"
+
+
+def test_a_second_signal_does_not_wait():
+    ignoring = "for n in (2, 15, 1): signal.signal(n, signal.SIG_IGN)\n"
+    code = WITH_CHILD.replace("os.write(", ignoring + "os.write(") + "time.sleep(600)"
+
+    def twice(_: bytes) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome, output = run(code, grace_s=600, on_output=twice)
+    assert isinstance(outcome, InterruptedRun)
+    assert outcome.signal == signal.SIGINT
+    assert is_group_gone(int(output.split()[0]))
+
+
+def test_it_runs_beside_the_main_thread_too():
+    returned: list[object] = []
+    thread = threading.Thread(target=lambda: returned.append(run("print(1)")))
+    thread.start()
+    thread.join(60)
+    assert returned == [(0, b"1\n")]
+
+
+def test_the_helper_sees_a_group_that_lives():
+    process = subprocess.Popen([*PYTHON, "import time; time.sleep(600)"], start_new_session=True)
+    try:
+        assert living_members(process.pid) == [process.pid]
+    finally:
+        process.kill()
+        process.wait()
+    assert is_group_gone(process.pid)
+
+
+def test_only_the_first_signal_is_raised():
+    """If it fails, a second Ctrl-C stops the removal of what the first one left."""
+    cleaned: list[bool] = []
+
+    def stop_twice() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            cleaned.append(True)
+
+    with raise_signals(), pytest.raises(InterruptedRun) as caught:
+        stop_twice()
+    assert caught.value.signal == signal.SIGTERM
+    assert cleaned
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -1,0 +1,85 @@
+import dataclasses
+import json
+import math
+
+import pytest
+
+from lightning_commopt.measure.runs.files import RUN_FILE
+from lightning_commopt.measure.runs.record import RunRecord, write_json
+
+FULL = RunRecord(
+    status="finished",
+    sync_method="bf16",
+    overrides=("a=1", "b=2"),
+    strategy="CommOptDDP",
+    settings={"plan.bucket_cap_mb": [1, 2]},
+    plan=("plan.bucket_cap_mb",),
+    world_size=2,
+    steps_per_s=1.5,
+    val_loss=0.1,
+    versions={"torch": "2"},
+    hardware=({"kind": "cpu"},),
+    git={"commit": "0", "has_changes": False},
+)
+
+
+def test_a_record_comes_back_as_it_was(tmp_path):
+    FULL.save(tmp_path)
+    assert RunRecord.load(tmp_path) == FULL
+    assert [file.name for file in tmp_path.iterdir()] == [RUN_FILE]
+
+
+def test_a_record_replaces_the_one_before(tmp_path):
+    RunRecord(status="running", sync_method="bf16").save(tmp_path)
+    FULL.save(tmp_path)
+    assert RunRecord.load(tmp_path).status == "finished"
+
+
+def test_a_field_of_a_later_version_is_left_out(tmp_path):
+    (tmp_path / RUN_FILE).write_text(json.dumps({**dataclasses.asdict(FULL), "from_the_future": 1}))
+    assert RunRecord.load(tmp_path) == FULL
+
+
+def test_a_plan_that_was_written_with_its_values_is_read(tmp_path):
+    """If it fails, runs of the version before are missing from reports."""
+    (tmp_path / RUN_FILE).write_text(json.dumps({**dataclasses.asdict(FULL), "plan": {"comm_hook": {"name": "int8"}}}))
+    record = RunRecord.load(tmp_path)
+    assert record.plan == ("plan.comm_hook.name",)
+    assert record.settings == {"plan.comm_hook.name": "int8", "plan.bucket_cap_mb": [1, 2]}
+
+
+def test_a_loss_that_is_not_a_number_stays_so(tmp_path):
+    dataclasses.replace(FULL, val_loss=math.nan).save(tmp_path)
+    assert math.isnan(RunRecord.load(tmp_path).val_loss or 0)
+
+
+def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
+    write_json(tmp_path / "a.json", {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"a": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("status", "done"),
+        ("sync_method", None),
+        ("overrides", "a=1"),
+        ("overrides", [1]),
+        ("world_size", 2.0),
+        ("world_size", True),
+        ("val_loss", "low"),
+        ("metrics", {"loss": None}),
+        ("hardware", ["cpu"]),
+    ],
+)
+def test_what_no_run_has_written_is_refused(tmp_path, name, value):
+    write_json(tmp_path / RUN_FILE, {**dataclasses.asdict(FULL), name: value})
+    with pytest.raises(ValueError, match=f"{RUN_FILE}: {name} is .*, which is not "):
+        RunRecord.load(tmp_path)
+
+
+def test_a_whole_number_is_a_number(tmp_path):
+    write_json(tmp_path / RUN_FILE, {**dataclasses.asdict(FULL), "val_loss": 1, "metrics": {"loss": 1}})
+    assert RunRecord.load(tmp_path).val_loss == 1

@@ -1,0 +1,30 @@
+"""Which bucket is which, whatever DDP says of them."""
+
+from lightning_commopt.sync.buckets import BucketOrder
+
+
+def test_what_ddp_says_is_kept_where_it_says_it() -> None:
+    order = BucketOrder(num_parameters=3)
+    backward = [(0, False, ("c",)), (1, False, ("b",)), (2, True, ("a",))]
+    assert [order.place(*bucket) for bucket in backward * 2] == [(0, False), (1, False), (2, True)] * 2
+    assert BucketOrder(num_parameters=1).place(0, True, ("a",)) == (0, True)
+
+
+def test_buckets_that_are_all_number_0_are_counted_until_every_parameter_came() -> None:
+    order = BucketOrder(num_parameters=4)
+    backward = [(0, False, ("d", "c")), (0, False, ("b",)), (0, False, ("a",))]
+    assert [order.place(*bucket) for bucket in backward * 2] == [(0, False), (1, False), (2, True)] * 2
+
+
+def test_a_backward_that_broke_off_does_not_count() -> None:
+    order = BucketOrder(num_parameters=2)
+    assert order.place(0, False, ("b",)) == (0, False)
+    assert order.place(0, False, ("b",)) == (0, False)
+    assert order.place(0, False, ("a",)) == (1, True)
+
+
+def test_parameters_that_no_rank_uses_leave_the_count_to_ddp() -> None:
+    """With the last bucket left out, the next backward begins again at 0."""
+    order = BucketOrder(num_parameters=3)
+    assert [order.place(0, False, ("c",)), order.place(1, False, ("b",))] == [(0, False), (1, False)]
+    assert order.place(0, False, ("c",)) == (0, False)

@@ -1,0 +1,105 @@
+"""What each rank has for itself, brought to rank 0."""
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commopt.sync import gather as gathering
+from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0, map_tensors
+from lightning_commopt.sync.store import prepare_key_spaces
+from ranks import run_ranks
+
+
+def _value(rank: int) -> dict[str, Any]:
+    """Something else on every rank, in shape as well."""
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        "step": rank,
+        "qs": [torch.randn(3 + rank, 5, generator=generator), torch.randn(4, 6, generator=generator).t()],
+        "gap": torch.randn(8, generator=generator)[::2],
+        "deep": {"narrow": torch.randn(17, generator=generator).bfloat16(), "flag": torch.tensor(rank == 1)},
+        "empty": torch.empty(0, 3),
+        "word": "x" * rank,
+        **({"only_here": torch.arange(100)} if rank == 1 else {}),
+    }
+
+
+def _tensors(value: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(found.append, value)
+    return found
+
+
+def _gather(piece_bytes: int) -> int | None:
+    gathering._PIECE_BYTES = piece_bytes
+    gathered = gather_on_rank_0(_value(dist.get_rank()), torch.device("cpu"))
+    for rank, value in enumerate(gathered or ()):
+        expected = _value(rank)
+        assert value.keys() == expected.keys()
+        assert (value["step"], value["word"]) == (rank, "x" * rank)
+        for got, tensor in zip(_tensors(value), _tensors(expected), strict=True):
+            torch.testing.assert_close(got, tensor, rtol=0, atol=0)
+        assert value["qs"][1].stride() == (1, 6)
+    return None if gathered is None else len(gathered)
+
+
+@pytest.mark.parametrize("piece_bytes", [7, 64, 2**23])
+def test_gather(piece_bytes: int) -> None:
+    """If it fails, a checkpoint holds other values than the ranks have."""
+    assert run_ranks(_gather, piece_bytes, world_size=3) == [3, None, None]
+
+
+def _count_bytes(num_bytes: int) -> list[int]:
+    lengths: list[int] = []
+    gather = dist.gather
+
+    def count(piece: Tensor, pieces: list[Tensor] | None) -> None:
+        lengths.append(sum(len(each) for each in pieces or ()))
+        gather(piece, pieces)
+
+    gathering._ALL_PIECES_BYTES, gathering._SHORTEST_PIECE_BYTES = 3000, 100
+    with mock.patch.object(gathering.dist, "gather", count):
+        gather_on_rank_0(torch.ones(num_bytes, dtype=torch.uint8), torch.device("cpu"))
+    return lengths
+
+
+def test_the_receivers_memory_does_not_grow_with_the_ranks() -> None:
+    """If it fails, saving a checkpoint on hundreds of GPUs runs out of device memory on rank 0."""
+    lengths, *_ = run_ranks(_count_bytes, 5000, world_size=3)
+    assert lengths == [3000] * 5
+
+
+def test_other_values_are_refused() -> None:
+    """If it fails, a compressor's state may hold what a checkpoint cannot give back."""
+    with pytest.raises(TypeError, match=r"a state may hold tensors, .*, not torch.float32"):
+        map_tensors(lambda tensor: tensor, {"dtype": torch.float32})
+
+
+def _meet() -> list[bool]:
+    rank = dist.get_rank()
+    positions: list[list[str | None]] = [["7", "7"], ["7", "8"], ["7", None], [None, "7"], ["9", "9"]]
+    return [all_ranks_ready(position[rank], 5, 5) for position in positions]
+
+
+def test_ranks_meet_at_the_same_point_only() -> None:
+    """If it fails, ranks gather while one of them is elsewhere, and hang."""
+    assert run_ranks(_meet) == [[True, False, False, False, True]] * 2
+
+
+def _miss() -> tuple[bool, float]:
+    prepare_key_spaces()
+    start = time.monotonic()
+    came = dist.get_rank() == 0 and all_ranks_ready("7", 0.5, 5)
+    return came, time.monotonic() - start
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
+    """If it fails, a checkpoint that one rank alone saves is never written."""
+    (came, waited_s), _ = run_ranks(_miss)
+    assert not came
+    assert 0.5 <= waited_s < 4

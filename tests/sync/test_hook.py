@@ -1,0 +1,239 @@
+"""BucketHook: overlap with backward, order of collectives, failures."""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.compressors import AllReduce, Compressor, Layout, PowerSGD, Rounds, State
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.measure.clock import HostClock
+from lightning_commopt.measure.observer import Observers
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.sync.attach import attach_bucket_hook, warn_of_launch_order
+from lightning_commopt.sync.hook import BucketHook
+from lightning_commopt.text import validation
+from ranks import run_ranks, run_ranks_or_raise
+
+_SYNC_HAS_STARTED = threading.Event()
+_BACKWARD_REACHED_THE_INPUT = threading.Event()
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WaitsForBackward(Compressor):
+    """Does not finish the first bucket before backward has reached the first layer."""
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        return {}
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        _SYNC_HAS_STARTED.set()
+        assert _BACKWARD_REACHED_THE_INPUT.wait(20), "backward stood still while a bucket was synchronized"
+        yield from AllReduce().rounds(flat, layout, {}, channel)
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        return AllReduce().wire_bytes(layout, world_size)
+
+
+def _overlap() -> StepRecord:
+    model = DistributedDataParallel(_model(), bucket_cap_mb=0.003)
+    recorder, observers = StepRecorder(HostClock()), Observers()
+    observers.add(recorder)
+    hook = attach_bucket_hook(model, _WaitsForBackward(), None, observers=observers)
+
+    def reach_the_input(gradient: Tensor) -> None:
+        assert _SYNC_HAS_STARTED.wait(20), "no bucket was synchronized before the last one was ready"
+        _BACKWARD_REACHED_THE_INPUT.set()
+
+    model.module[0].weight.register_hook(reach_the_input)
+    for step in range(2):
+        if step == 0:  # DDP makes its buckets after the first step
+            _SYNC_HAS_STARTED.set()
+        else:
+            _SYNC_HAS_STARTED.clear()
+        _BACKWARD_REACHED_THE_INPUT.clear()
+        recorder.enter("backward")
+        model(torch.randn(4, 32)).sum().backward()
+        recorder.end_step(step, 4)
+    hook.close()
+    return recorder.take(2)[-1].record
+
+
+def test_backward_goes_on_during_a_gradient_sync() -> None:
+    """If it fails, buckets are synchronized while backward waits, and overlap is lost."""
+    for record in run_ranks(_overlap):
+        first, *others, last = record.buckets
+        assert len(others) >= 2
+        assert first.start_s < last.ready_s
+        assert all(bucket.ready_s < first.end_s for bucket in others)
+
+
+def _own_collectives() -> tuple[float, float]:
+    """Collectives in the middle of backward on the default group, as SyncBatchNorm issues them."""
+
+    def sum_over_ranks(gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
+    hook = attach_bucket_hook(model, PowerSGD(), None)
+    x = torch.randn(4, 32)
+    for _ in range(20):
+        y = x
+        for layer in model.module:
+            y = layer(y)
+            y.register_hook(sum_over_ranks)
+        model.zero_grad()
+        original, model.module.forward = model.module.forward, lambda _, out=y: out
+        model(x).pow(2).sum().backward()
+        model.module.forward = original
+    hook.close()
+    gradient = model.module[0].weight.grad
+    return float(gradient.sum()), float(gradient.abs().max())
+
+
+def test_collectives_of_the_main_thread_do_not_mix() -> None:
+    """If it fails, SyncBatchNorm or a metric in backward pairs with a bucket of another rank: garbage or a hang."""
+    first, second = run_ranks(_own_collectives)
+    assert first == second
+    assert 0 < first[1] < float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FailsOnce(Compressor):
+    """Raises on one rank, in the second bucket of the second step."""
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        return {"step": step}
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        state["step"] += 1
+        if dist.get_rank() == 1 and state["step"] == 3 and torch.Size([32, 32]) in layout.shapes:
+            raise ArithmeticError("no luck")
+        yield from AllReduce().rounds(flat, layout, {}, channel)
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        return 0
+
+
+def _fail() -> None:
+    model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
+    attach_bucket_hook(model, _FailsOnce(), None)
+    for _ in range(5):
+        model(torch.randn(4, 32)).sum().backward()
+
+
+def test_a_failure_surfaces_with_its_bucket() -> None:
+    """If it fails, an error in a compressor hangs the run, or says nothing of where it happened."""
+    (_, on_first), (_, on_second) = run_ranks_or_raise(_fail, world_size=2, group_timeout_s=30)
+    assert on_second is not None
+    assert "gradient sync of bucket 0 failed (ArithmeticError: no luck)" in on_second
+    assert "its parameters: 5.bias, 5.weight" in on_second
+    assert on_first is not None
+    assert "gradient sync of bucket" in on_first
+
+
+def _sparse() -> tuple[list[float], list[float]]:
+    gradients = []
+    for compressor in (None, PowerSGD()):
+        torch.manual_seed(dist.get_rank())
+        model = DistributedDataParallel(nn.EmbeddingBag(16, 4, sparse=True, mode="sum"))
+        with torch.no_grad():
+            model.module.weight.fill_(1.0)
+        hook = attach_bucket_hook(model, compressor, None) if compressor else None
+        model(torch.randint(0, 16, (8, 3))).sum().backward()
+        gradients.append(model.module.weight.grad.to_dense().reshape(-1).tolist())
+        if hook:
+            hook.close()
+    return gradients[0], gradients[1]
+
+
+def test_sparse_gradients_travel_uncompressed() -> None:
+    """If it fails, a model with sparse embeddings cannot be trained with a comm hook."""
+    for native, hooked in run_ranks(_sparse):
+        assert hooked == pytest.approx(native)
+        assert any(native)
+
+
+class _Ignoring(nn.Module):
+    """Has a parameter that DDP ignores, and two that it is asked to ignore under names that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.of_root = nn.Parameter(torch.ones(8))
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        self.layers[2].weight = self.layers[1].weight
+        self._ddp_params_and_buffers_to_ignore = ["of_root", "layers.0.bias", "layers.1.weight"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x * self.of_root)
+
+
+def _gradients_where_some_are_ignored() -> list[list[Tensor]]:
+    found = []
+    for compressor in (None, AllReduce()):
+        model = DistributedDataParallel(_Ignoring(), bucket_cap_mb=0.0001)
+        hook = attach_bucket_hook(model, compressor, None) if compressor else None
+        torch.manual_seed(dist.get_rank())
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(4, 8)).pow(2).sum().backward()
+        found.append([parameter.grad for parameter in model.module.parameters()])
+        if hook:
+            assert hook.state().num_syncs == 3
+            hook.close()
+    return found
+
+
+def test_what_ddp_is_to_ignore_stays_out_and_the_rest_is_synchronized() -> None:
+    """If it fails, models of other projects that name parameters to ignore end with an error, or are not averaged."""
+    for native, hooked in run_ranks(_gradients_where_some_are_ignored):
+        assert len(native) == 6
+        assert all(torch.equal(one, other) for one, other in zip(native, hooked, strict=True))
+
+
+def test_several_communicators_at_a_time_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a model with SyncBatchNorm deadlocks on CUDA under `hierarchical`, and nobody has been told why."""
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    warn_of_launch_order(nn.Sequential(nn.BatchNorm1d(4)))
+    with pytest.warns(UserWarning, match="set NCCL_LAUNCH_ORDER_IMPLICIT=1"):
+        warn_of_launch_order(nn.Sequential(nn.SyncBatchNorm(4)))
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    validation._warned.clear()
+    warn_of_launch_order(nn.Sequential(nn.SyncBatchNorm(4)))
+
+
+def _closed_groups() -> list[Any]:
+    counts = []
+    for _ in range(3):
+        model = DistributedDataParallel(_model())
+        hook = attach_bucket_hook(model, PowerSGD(), None)
+        model(torch.randn(4, 32)).sum().backward()
+        assert isinstance(hook, BucketHook)
+        hook.close()
+        workers = [thread for thread in threading.enumerate() if thread.name == "commopt-gradient-sync"]
+        counts.append((len(dist.distributed_c10d._world.pg_map), len(workers)))
+    return counts
+
+
+def test_close_leaves_nothing() -> None:
+    """If it fails, every fit leaks a thread or a process group."""
+    for counts in run_ranks(_closed_groups):
+        assert counts == [(2, 0)] * 3  # the default group, and one that the hooks take in turn

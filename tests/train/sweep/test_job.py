@@ -1,0 +1,107 @@
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from lightning_commopt.launch.process import InterruptedRun
+from lightning_commopt.measure.runs.files import SUMMARY_FILE
+from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.train.sweep.job import Job, SweepObserver, run_job, save_summary
+
+# Written by hand, as the package takes seconds to import.
+WRITE = "import json; from pathlib import Path; Path('{folder}/run.json').write_text(json.dumps(dict(sync_method='p', "
+FINISHED = WRITE + "status='finished', val_loss=1.0)));"
+RUNNING = WRITE + "status='running', world_size=2)));"
+FAILED = WRITE + "status='failed', error='E: own')));"
+BROKEN = WRITE + "status='finished', val_loss='low')));"
+
+
+def job(folder, code):
+    command = (sys.executable, "-c", code.replace("{folder}", str(folder)))
+    return Job(
+        number=0, sync_method="p", overrides=("a=1",), command=command, folder=folder, config_yaml="", content="a"
+    )
+
+
+def test_the_record_of_a_run_that_finished_is_its_own(tmp_path):
+    result = run_job(job(tmp_path, FINISHED + "print('said')"), os.environ, SweepObserver())
+    assert result.record == RunRecord(status="finished", sync_method="p", val_loss=1.0)
+    assert result.job.log.read_text() == "said\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("", "ended without a result"),
+        ("raise SystemExit(3)", "exit status 3"),
+        ("raise ValueError('this value')", "ValueError: this value; exit status 1"),
+        (RUNNING + "import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        (FAILED + "raise SystemExit(1)", "E: own"),
+        (FINISHED + "raise SystemExit(1)", "exit status 1"),
+        (BROKEN, "ended without a result"),
+        ("open('{folder}/run.json', 'w').write('{'); raise SystemExit(3)", "exit status 3"),
+    ],
+)
+def test_a_run_that_did_not_finish_is_recorded_with_the_reason(tmp_path, code, error):
+    result = run_job(job(tmp_path, code), os.environ, SweepObserver())
+    assert (result.record.status, result.record.error) == ("failed", error)
+    assert RunRecord.load(tmp_path) == result.record
+
+
+def test_an_interrupted_run_is_recorded_so(tmp_path):
+    """If it fails, a job that was stopped looks as if it had a mistake: SystemExit."""
+
+    class Interrupts(SweepObserver):
+        def on_output(self, text, is_final):
+            if "ready" in text and is_final:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    code = (
+        "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    "
+        + FAILED.replace("E: own", "SystemExit: 1")
+        + "raise SystemExit(1)"
+    )
+    with pytest.raises(InterruptedRun):
+        run_job(job(tmp_path, code), os.environ, Interrupts())
+    record = RunRecord.load(tmp_path)
+    assert (record.status, record.error) == ("failed", "interrupted by SIGINT")
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (
+            "print('ValueError: no such token\\nRuntimeError: [pair.cc] Connection closed by peer')\n"
+            + FAILED.replace("E: own", "RuntimeError: [pair.cc] Connection closed by peer")
+            + "raise SystemExit(1)",
+            "RuntimeError: [pair.cc] Connection closed by peer; another rank: ValueError: no such token",
+        ),
+        (
+            RUNNING + "print('[rank1]: ValueError: no such token\\nRuntimeError: Connection closed by peer')\n"
+            "import os; os.kill(os.getpid(), 9)",
+            "RuntimeError: Connection closed by peer; killed by SIGKILL; rank 1: ValueError: no such token",
+        ),
+        (FAILED + "print('[rank1]: ValueError: no such token')\nraise SystemExit(1)", "E: own"),
+    ],
+)
+def test_what_another_rank_said_explains_a_lost_connection(tmp_path, code, error):
+    """If it fails, a sweep's table says that a connection was lost, and not why."""
+    result = run_job(job(tmp_path, code), os.environ, SweepObserver())
+    assert (result.record.status, result.record.error) == ("failed", error)
+    assert RunRecord.load(tmp_path) == result.record
+
+
+def test_the_record_of_an_earlier_run_in_the_folder_does_not_count(tmp_path):
+    RunRecord(status="finished", sync_method="old").save(tmp_path)
+    assert run_job(job(tmp_path, ""), os.environ, SweepObserver()).record.status == "failed"
+
+
+def test_the_summary_has_all_jobs(tmp_path):
+    result = run_job(job(tmp_path / "0", FINISHED), os.environ, SweepObserver())
+    save_summary(tmp_path, [result, result])
+    first, second = json.loads((tmp_path / SUMMARY_FILE).read_text())
+    assert first == second
+    assert (first["number"], first["overrides"], first["folder"]) == (0, ["a=1"], str(tmp_path / "0"))
+    assert first["run"]["val_loss"] == 1.0

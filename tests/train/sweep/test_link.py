@@ -1,0 +1,137 @@
+"""What `link` and `hosts` say of a run, and which values are refused."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_commopt.compat.hydra import VERSION_BASE
+from lightning_commopt.launch.conf_path import conf_dir
+from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
+from lightning_commopt.train.sweep import resolvers
+from lightning_commopt.train.sweep.composing import SweepSettings
+from lightning_commopt.train.sweep.config import ConfigError, check_config, link_note, spread_over_hosts
+from lightning_commopt.train.sweep.job import SweepObserver
+from lightning_commopt.train.sweep.launcher import register_launcher
+from lightning_commopt.train.sweep.resolvers import register_resolvers
+
+
+@pytest.fixture(autouse=True)
+def machine_has_a_lab(monkeypatch):
+    monkeypatch.setattr(resolvers, "why_no_lab", lambda: None)
+
+
+def composed(*overrides: str) -> DictConfig:
+    register_resolvers()
+    register_launcher(SweepSettings(command=(), observer=SweepObserver()))
+    no_output = ("callbacks=[]", "logger=[]", "trainer.accelerator=cpu")  # they ask Hydra for the run's directory
+    with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
+        return compose("train", [*no_output, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["link=fast"], r"link: rate must be .* from 100kbit to 100gbit, .* got 'fast'"),
+        (["link=1000"], "link: rate must be .* got 1000"),
+        (["link=1gbit", "ranks=4", "hosts=3"], r"hosts must divide .* trainer.devices x trainer.num_nodes = 4, .*=3"),
+        (["link=1gbit", "ranks=4", "hosts=8"], "hosts must divide .* = 4, got hosts=8"),
+        (["link=1gbit", "hosts=0"], "hosts: .* from 1 to 254, got 0"),
+        (["link=1gbit", "hosts=two"], "hosts: .* must be an integer .* got 'two'"),
+        (["link=1gbit", "ranks=300"], "hosts: .* from 1 to 254, got 300"),
+        (["hosts=2"], "hosts=2 needs a link .* such as link=1gbit"),
+        (["link=1gbit", "trainer.accelerator=gpu"], "link=1gbit .* trainer.accelerator must be cpu, got gpu"),
+        (["link=1gbit", "trainer.accelerator=auto"], "trainer.accelerator must be cpu, got auto"),
+        (["link=1gbit", "trainer.devices=auto"], "trainer.devices must be an integer of at least 1, got 'auto'"),
+        (["link=1gbit", "trainer.devices=[0,1]"], r"trainer.devices must be an integer of at least 1, got \[0, 1\]"),
+        (["link=1gbit", "trainer.num_nodes=-1"], "trainer.num_nodes must be an integer of at least 1, got -1"),
+        (["repeat=2"], "repeat is for sweeps: add -m, or leave out repeat=2"),
+    ],
+)
+def test_a_value_that_cannot_be_run_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check_config(composed(*overrides))
+
+
+@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
+def test_a_rank_of_torchrun_opens_no_lab(monkeypatch, variable):
+    monkeypatch.setenv(variable, "0")
+    with pytest.raises(ConfigError, match=f"without torchrun, in one process .{variable} is set"):
+        check_config(composed("link=1gbit"))
+    monkeypatch.setenv(LAB_RANK_VARIABLE, "1")
+    check_config(composed("link=1gbit"))
+
+
+def test_without_a_lab_the_note_has_the_reason(monkeypatch):
+    monkeypatch.setattr(resolvers, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")
+    check_config(composed())
+    with pytest.raises(ConfigError, match="link=1gbit: the network lab needs Linux, this is plan9"):
+        check_config(composed("link=1gbit"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "num_nodes"),
+    [
+        (["link=1gbit", "ranks=1"], 1, 1),
+        (["link=1gbit", "ranks=4"], 1, 4),
+        (["link=1gbit", "ranks=4", "hosts=2"], 2, 2),
+        (["link=1gbit", "ranks=1", "hosts=2"], 1, 1),
+        (["link=1gbit", "ranks=2", "trainer.num_nodes=3", "hosts=2"], 3, 2),
+        (["link=unlimited", "strategy=single", "trainer.devices=1", "ranks=8"], 1, 1),
+        (["ranks=3"], 3, 1),
+    ],
+)
+def test_hosts_are_the_nodes_of_the_trainer(overrides, devices, num_nodes):
+    """If it fails, ranks meet another number of peers than the configuration that they record says."""
+    config = composed(*overrides, "data.batch_size=${trainer.num_nodes}")
+    before = OmegaConf.to_yaml(config)
+    check_config(config)
+    trained = spread_over_hosts(config)
+    assert (trained.trainer.devices, trained.trainer.num_nodes) == (devices, num_nodes)
+    assert trained.data.batch_size == num_nodes, "what depends on them follows"
+    assert spread_over_hosts(trained) == trained
+    assert OmegaConf.to_yaml(config) == before
+
+
+class TestTheQuickstart:
+    """If it fails, the first command ends in "leave the rest off", or in an error where there is no lab."""
+
+    QUICKSTART = "experiment=quickstart"
+
+    def test_has_two_hosts_with_a_slow_link(self):
+        config = composed(self.QUICKSTART)
+        check_config(config)
+        assert config.link == "200mbit"
+        assert (spread_over_hosts(config).trainer.devices, spread_over_hosts(config).trainer.num_nodes) == (1, 2)
+        assert "link=200mbit: the ranks run on 2 hosts" in str(link_note(config))
+
+    def test_says_why_where_there_is_no_lab(self, monkeypatch):
+        monkeypatch.setattr(resolvers, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")
+        config = composed(self.QUICKSTART)
+        check_config(config)
+        assert config.link is None
+        assert str(link_note(config)).endswith("the network lab needs Linux, this is plan9")
+
+    @pytest.mark.parametrize("overrides", [["link=null"], ["trainer.accelerator=gpu"]])
+    def test_has_no_link_that_is_not_wanted(self, overrides):
+        config = composed(self.QUICKSTART, *overrides)
+        check_config(config)
+        assert config.link is None
+        assert link_note(config) is None
+
+    @pytest.mark.parametrize("variables", [{"RANK": "0", "LOCAL_RANK": "0"}, {"SLURM_PROCID": "1"}])
+    def test_has_none_under_another_launcher(self, monkeypatch, variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        config = composed(self.QUICKSTART)
+        check_config(config)
+        assert config.link is None
+        assert link_note(config) is None
+
+    def test_keeps_its_link_in_a_rank_of_the_lab(self, monkeypatch):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv(LAB_RANK_VARIABLE, "1")
+        monkeypatch.setattr(resolvers, "why_no_lab", lambda: "not within a lab")
+        assert composed(self.QUICKSTART).link == "200mbit"
+
+    def test_says_nothing_of_a_link_that_was_asked_for(self):
+        assert link_note(composed(self.QUICKSTART, "link=1gbit")) is None

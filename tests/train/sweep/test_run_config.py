@@ -1,0 +1,91 @@
+"""What a run's configuration says against where it runs; see also test_conf and sweep/test_link."""
+
+import pytest
+from test_conf import composed
+
+from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
+from lightning_commopt.train.sweep.config import ConfigError, check_config
+from lightning_commopt.train.sweep.job import SweepObserver
+from lightning_commopt.train.train import register_with_hydra
+
+SINGLE = ("strategy=single", "trainer.devices=1", "trainer.accelerator=cpu")
+
+
+@pytest.fixture(autouse=True)
+def hydra_knows_us(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["commopt-train"])
+    register_with_hydra(SweepObserver())
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"},
+        pytest.param({"SLURM_PROCID": "1"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_one_process_is_not_trained_by_several(monkeypatch, variables):
+    """If it fails, as many runs as there are ranks write into one directory."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    check_config(composed("trainer.devices=1"))
+    with pytest.raises(ConfigError, match=r"strategy=single trains in one process.*without torchrun and srun"):
+        check_config(composed(*SINGLE))
+    monkeypatch.setenv(LAB_RANK_VARIABLE, "1")
+    check_config(composed(*SINGLE))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},  # the script of sbatch
+        {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # left by Lightning
+    ],
+)
+def test_one_process_is_trained_where_there_is_one(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    check_config(composed(*SINGLE))
+
+
+def test_one_process_has_one_node():
+    with pytest.raises(ConfigError, match=r"one device, got trainer\.num_nodes=2"):
+        check_config(composed(*SINGLE, "trainer.num_nodes=2"))
+
+
+def test_repeat_under_another_launcher_says_what_to_write_there():
+    config = composed("repeat=3", "hydra.mode=MULTIRUN")
+    with pytest.raises(ConfigError, match=r"repeat=3 belongs to hydra/launcher=fresh_processes; .*repetition=0,1,2 "):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.max_steps=10"], "num_warmup_steps .*trainer.max_steps=10: .* from 0 to 9, got 10"),
+        (["trainer.max_steps=1", "callbacks.speed.num_warmup_steps=1"], "from 0 to 0, got 1"),
+        (["num_warmup_steps=-1"], "num_warmup_steps must be an integer of at least 0, got -1"),
+        (["num_warmup_steps=2.5"], "num_warmup_steps must be an integer of at least 0, got 2.5"),
+    ],
+)
+def test_a_run_that_is_all_warm_up_is_refused(overrides, message):
+    """If it fails, a run ends without the rate that it was made for."""
+    with pytest.raises(ConfigError, match=message):
+        check_config(composed(*overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.max_steps=11"],
+        ["trainer.max_steps=1", "num_warmup_steps=0"],
+        ["trainer.max_steps=2", "callbacks.speed.num_warmup_steps=1"],
+        ["trainer.max_steps=-1", "trainer.max_epochs=1"],
+        ["trainer.max_steps=5", "callbacks.speed=null"],
+    ],
+)
+def test_a_run_with_steps_left_to_time_is_not(overrides):
+    check_config(composed(*overrides))

@@ -1,0 +1,188 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cross_section import sampled
+from process_groups import is_group_gone, living_members
+from tiny_runs import TINY
+
+from lightning_commopt.measure.files import read_run
+from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.train.train import flags_first, main
+from ranks import run_ranks
+
+LIMIT_S = 400  # only against waiting for ever
+# Embeddings 256 x 16 and 64 x 16, one block, one norm: elements of the tiny model.
+TINY_NUMEL = 256 * 16 + 64 * 16 + (2 * 32 + 16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 + 64 + 64 * 16 + 16) + 32
+
+
+def started(*arguments: str, cwd: Path, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    command = [sys.executable, "-u", "-m", "lightning_commopt.train.train", *arguments]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
+
+
+def finished(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def commopt_train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return finished(started(*arguments, cwd=cwd))
+
+
+def test_a_run_of_two_ranks_is_recorded(tmp_path):
+    # Overrides before a flag: Lightning appends more of them for the second rank.
+    (tmp_path / "more" / "model").mkdir(parents=True)
+    (tmp_path / "more" / "model" / "own.yaml").write_text("defaults: [gpt]\nwidth: 16\n")
+    run = commopt_train(
+        "model=own", *TINY, "strategy/comm_hook=bf16", "--config-dir", "more", "hydra.run.dir=run", cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stderr
+    assert "bf16" in run.stdout
+    assert "finished" not in run.stdout
+    record = RunRecord.load(tmp_path / "run")
+    assert (record.status, record.world_size, record.strategy) == ("finished", 2, "CommOptDDP")
+    assert record.plan == ("plan.comm_hook.name",)
+    assert (record.settings["model.width"], record.settings["strategy/comm_hook"]) == (16, "bf16")
+    assert "strategy/comm_hook" in record.chosen
+    assert record.num_timed_steps == 3
+    assert record.wire_bytes_per_step == 2 * TINY_NUMEL
+    assert record.steps_per_s is not None
+    assert record.samples_per_s == pytest.approx(4 * record.steps_per_s)
+    assert record.exposed_share is not None
+    assert 0 < record.exposed_share < 1
+    assert [len(records.steps) for records in read_run(tmp_path / "run")] == [4, 4]
+    assert "exposed" in run.stdout
+    assert record.val_loss is not None
+    assert 0 < record.val_loss < 10
+    assert set(record.versions) >= {"python", "torch", "lightning", "hydra", "lightning_commopt"}
+    assert record.hardware[0]["num_cores"] >= 1
+    assert "width: 16" in (tmp_path / "run" / "config.yaml").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "run"]
+
+
+def train_as_rank(overrides: list[str]) -> int | str | None:
+    """Runs ``commopt-train`` in this rank; gives its exit status."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    sys.argv = ["commopt-train", *overrides, "hydra.output_subdir=null"]
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("experiment=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=3"),
+        (
+            "experiment=vit_l_32",
+            "model.name=squeezenet1_1",
+            "+model.options.dropout=0.1",
+            "data.image_size=32",
+            "data.batch_size=1",
+            "trainer.max_steps=2",
+            "callbacks.speed.num_warmup_steps=1",
+        ),
+        (
+            "experiment=sharding",
+            "model=gpt",
+            "model.width=16",
+            "data.context=64",
+            "trainer.max_steps=3",
+            "trainer.limit_val_batches=1",
+            "num_warmup_steps=1",
+        ),
+    ],
+    ids=["digits", "vision", "sharding"],
+)
+def test_experiments_train_on_two_ranks(tmp_path, overrides):
+    of_both = ("strategy/comm_hook=powersgd", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}")
+    assert run_ranks(train_as_rank, [*overrides, *of_both]) == [0, 0]
+    record = RunRecord.load(tmp_path)
+    assert (record.status, record.world_size, record.sync_method) == ("finished", 2, "powersgd")
+    assert record.val_loss is not None
+
+
+@pytest.mark.exhaustive
+def test_a_sweep_trains_with_as_many_ranks_as_each_job_says_and_goes_on_after_a_failure(tmp_path):
+    (tmp_path / "sources").mkdir()  # too few of them
+    (tmp_path / "more" / "job").mkdir(parents=True)
+    jobs = {"two": "devices: 2", "broken": "devices: 1}\ndata: {folder: sources", "one": "devices: 1"}
+    for name, values in jobs.items():
+        (tmp_path / "more" / "job" / f"{name}.yaml").write_text(f"# @package _global_\ntrainer: {{{values}}}\n")
+    sweep = commopt_train(
+        "-m", *TINY, f"+job={','.join(jobs)}", "--config-dir", "more", "hydra.sweep.dir=sweep", cwd=tmp_path
+    )
+    assert sweep.returncode == 1, sweep.stdout + sweep.stderr
+    folders = [tmp_path / "sweep" / str(number) for number in range(3)]
+    records = [RunRecord.load(folder) for folder in folders]
+    assert [record.status for record in records] == ["finished", "failed", "finished"], sweep.stdout
+    for record, folder, world_size in ((records[0], folders[0], 2), (records[2], folders[2], 1)):
+        assert record.world_size == world_size
+        assert record.wire_bytes_per_step == (4 * TINY_NUMEL if world_size == 2 else 0)
+        assert f"devices: {world_size}\n" in (folder / "config.yaml").read_text()
+    assert "sources has too few Python sources" in str(records[1].error)
+    output = " ".join(sweep.stdout.split())
+    assert "failed: FileNotFoundError: sources has too few" in output
+    assert str(folders[1] / "job.log") in output
+    assert "FileNotFoundError" in (folders[1] / "job.log").read_text()
+    summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert [job["run"]["world_size"] for job in summary if job["run"]["status"] == "finished"] == [2, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "sources", "sweep"]
+
+
+@pytest.mark.exhaustive
+def test_a_signal_in_a_job_leaves_no_process(tmp_path):
+    """SIGINT is tested where sweeps go on, in ``test_sweep_in_lab``."""
+    many = [argument.replace("max_steps=4", "max_steps=1000000") for argument in TINY]
+    sweep = started("-m", *many, "seed=1,2", "hydra.sweep.dir=sweep", cwd=tmp_path, stderr=subprocess.STDOUT)
+    try:
+        assert sweep.stdout is not None
+        for line in sweep.stdout:
+            if "All distributed processes registered" in line:
+                break
+        children = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()
+        job = next(int(child) for child in children if os.getpgid(int(child)) == int(child))
+        assert len(living_members(job)) >= 2
+        sweep.send_signal(signal.SIGTERM)
+        end = finished(sweep)
+        assert end.returncode == 128 + signal.SIGTERM, end.stdout
+        assert is_group_gone(job)
+        assert is_group_gone(sweep.pid)
+        assert RunRecord.load(tmp_path / "sweep" / "0").status == "failed"
+        assert not (tmp_path / "sweep" / "1").exists()
+    finally:
+        sweep.terminate()
+        finished(sweep)
+
+
+@pytest.mark.parametrize("mode", sampled([[], ["-m"]], by_default=[["-m"]]))
+def test_a_wrong_value_is_a_short_error_before_anything_starts(tmp_path, mode):
+    wrong = ("strategy.bucket_cap_mb=-1", "hydra.run.dir=run", "hydra.sweep.dir=run")
+    run = commopt_train(*mode, *wrong, cwd=tmp_path)
+    assert run.returncode == 1
+    assert "bucket_cap_mb must be a number of MiB above 0" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert len(run.stderr.splitlines()) < 8
+    assert not list((tmp_path / "run").glob("**/run.json"))
+
+
+@pytest.mark.exhaustive
+def test_a_name_that_is_unknown_is_an_error_of_hydras_and_a_hint(tmp_path):
+    run = commopt_train("strategy/comm_hook=powersdg", "--cfg", "job", cwd=tmp_path)
+    assert run.returncode == 1
+    assert "Available options in 'strategy/comm_hook'" in run.stderr
+    assert run.stderr.splitlines()[-1] == "strategy/comm_hook=powersdg: did you mean 'powersgd'?"
+
+
+def test_flags_come_first_in_their_order():
+    arguments = ["a=1", "--config-dir", "x", "b=2", "-m", "--config-name=x", "x"]
+    assert flags_first(arguments) == ["--config-dir", "x", "-m", "--config-name=x", "a=1", "b=2", "x"]
