@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -33,6 +34,12 @@ _CASES = [
     for kind in _KINDS
     for fault in _FAULTS
 ]
+if "COMMOPT_EVERY_RESTART" not in os.environ:  # all take most of an hour
+    _CASES = [
+        ("c10d", "pytorch_lightning", True, "kill", 0),
+        ("static", "fabric", False, "raise", 0),
+        ("agents", "lightning.pytorch", False, "kill", 1),
+    ]
 
 
 @pytest.mark.parametrize(
