@@ -13,7 +13,10 @@ _PROGRAM = Path(__file__).parent / "remote_script.py"
 _LIMIT_S = 150
 
 
-@pytest.mark.parametrize(("rank", "fault"), [(1, "kill"), (0, "kill"), (1, "raise")])
+@pytest.mark.parametrize(
+    ("rank", "fault"),
+    [(1, "kill"), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((0, "kill"), (1, "raise")))],
+)
 def test_a_rank_that_waits_in_backward_for_another_host_ends(
     lab_machine: None, tmp_path: Path, rank: int, fault: str
 ) -> None:
