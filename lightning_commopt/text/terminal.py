@@ -37,8 +37,8 @@ _ASCII = str.maketrans(
 class TextTable:
     """A table for `Console.print` that breaks no word and no number, however narrow the console is.
 
-    Text wraps between words. Where the longest words do not fit side by side, the table becomes a list: a line for
-    each row's first cell, and below it the other cells behind their headings.
+    In a narrow console columns move closer, then text wraps between words. Where the longest words do not fit side by
+    side, it becomes a list: a line for each row's first cell, and below it the other cells behind their headings.
 
     Args:
         headings: of the columns; may have several lines.
@@ -75,11 +75,12 @@ class TextTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yields the table, or the list where the table would have to break words."""
-        for padding in (_ROOMY, _TIGHT):
-            widths = self._widths(console, options, padding)
-            if widths is not None:
-                yield self._table(widths, padding)
-                return
+        for wraps in (False, True):
+            for padding in (_ROOMY, _TIGHT):
+                widths = self._widths(console, options, padding, wraps)
+                if widths is not None:
+                    yield self._table(widths, padding)
+                    return
         yield from self._list(options.max_width)
 
     def _table(self, widths: Sequence[int], padding: tuple[int, int, int, int]) -> Table:
@@ -99,9 +100,9 @@ class TextTable:
         return table
 
     def _widths(
-        self, console: Console, options: ConsoleOptions, padding: tuple[int, int, int, int]
+        self, console: Console, options: ConsoleOptions, padding: tuple[int, int, int, int], wraps: bool
     ) -> list[int] | None:
-        """Returns the width of each column, at least that of its longest word; None where they do not fit."""
+        """Returns the widths of columns, of their longest words if text wraps; None if they do not fit."""
         anything = options.update(max_width=_ANY_WIDTH)
         columns = [
             [Text(heading), *(cells[index] for cells, _ in self._rows)] for index, heading in enumerate(self._headings)
@@ -117,7 +118,7 @@ class TextTable:
         ]
         between = Measurement.get(console, anything, self._table(full, padding)).maximum - sum(full)
         left, wanted = options.max_width - between - sum(least), sum(full) - sum(least)
-        if left < 0:
+        if left < (0 if wraps else wanted):
             return None
         share = min(1.0, left / wanted) if wanted else 0.0
         return [low + int(share * (high - low)) for low, high in zip(least, full, strict=True)]
