@@ -34,7 +34,7 @@ _NUM_AT_ONCE = 4
 _AFTER_S = 0.4
 _LATE = 0.25
 """A rank that was late by that part of ``after_s`` may have been over its limit because of it."""
-_NUM_TRIES = 3
+_NUM_TRIES, _MORE_TIME = 4, 3
 _ALARM = re.compile(r"HangMonitor|^\[rank \d+\] (?!\d+ s in init_process_group)", re.MULTILINE)
 """But for a rank that has taken more than 20 s to import: it is told of, and may take its time."""
 _MARK = "COMMOPT_TEST"
@@ -190,7 +190,7 @@ def find_faults(cases: Sequence[tuple[Schedule, str]], folder: Path) -> list[str
                 running.remove((run, number))
                 if faults := run.faults():
                     if run.was_late and number < _NUM_TRIES:
-                        waiting.append((run.schedule, run.launcher, 2 * run.after_s, number + 1))
+                        waiting.append((run.schedule, run.launcher, _MORE_TIME * run.after_s, number + 1))
                     else:
                         found.append("\n".join([*faults, run.story]))
             time.sleep(0.02)
