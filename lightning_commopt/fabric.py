@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
+import gc
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +17,14 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_commopt.compat.fabric import DDPBackwardSyncControl, StrategyRegistry
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_options import NcclOptions
+from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import plan_from_arguments
@@ -32,15 +36,17 @@ from lightning_commopt.strategy.base import (
     strategy_from_plan,
     warn_of_local_decisions,
 )
-from lightning_commopt.sync.attach import attach_bucket_hook
-from lightning_commopt.sync.hook import BucketHook
+from lightning_commopt.sync.checks import warn_of_fp16_under_scaler
+from lightning_commopt.sync.gradient_sync import GradientSync
+from lightning_commopt.sync.modules import ModuleSyncs
+from lightning_commopt.sync.state import KEY
 
 
 class CommOptDDP(DDPStrategy):
     """Fabric's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
-    The options are those of `lightning_commopt.CommOptDDP`. Each module that Fabric sets up gets a hook of its own.
-    With one process there is no wrapper and no hook.
+    The options are those of `lightning_commopt.CommOptDDP`. Each module that Fabric sets up has a gradient sync of its
+    own. With one process there is no wrapper and no hook.
 
     Args:
         accelerator: see ``DDPStrategy``, as for the other positional arguments.
@@ -62,6 +68,8 @@ class CommOptDDP(DDPStrategy):
         skip_all_reduce_unused_params: see `CommPlan`.
         batched_grad_copy: see `CommPlan`.
         lazy_bucket_allocation: see `CommPlan`.
+        save_comm_state: keep in checkpoints that hold an optimizer, for all ranks, what ``comm_hook`` needs to go on
+            exactly; see ``docs/state.md``.
         nccl: see `lightning_commopt.CommOptDDP`.
         watch: report what the process group waits for while it is made, and end a rank that joins in vain.
         **kwargs: further arguments of ``DistributedDataParallel``.
@@ -95,6 +103,7 @@ class CommOptDDP(DDPStrategy):
         skip_all_reduce_unused_params: bool | None = None,
         batched_grad_copy: bool | None = None,
         lazy_bucket_allocation: bool | None = None,
+        save_comm_state: bool = True,
         nccl: str | dict[str, Any] | NcclOptions | None = None,
         watch: bool = True,
         **kwargs: Any,
@@ -113,9 +122,9 @@ class CommOptDDP(DDPStrategy):
         )
         self._nccl = NcclOptions.from_config(nccl)
         self._watch = watch
-        self._hooks: set[BucketHook] = set()
-        self._earlier_bytes = 0
-        self._backward_sync_control = _SyncControl()
+        self._save_comm_state = save_comm_state
+        self._syncs = ModuleSyncs()
+        self._backward_sync_control = _SyncControl(self._syncs)
 
     @classmethod
     def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
@@ -129,8 +138,13 @@ class CommOptDDP(DDPStrategy):
 
     @property
     def plan(self) -> CommPlan:
-        """How gradients travel."""
+        """How gradients travel at present."""
         return self._plan
+
+    @property
+    def sync_observers(self) -> Observers:
+        """Observers that are notified of every bucket of every module; add them before a module is set up."""
+        return self._syncs.observers
 
     def __repr__(self) -> str:
         """Returns what a Trainer shows in its error for a strategy that is not its own."""
@@ -142,8 +156,12 @@ class CommOptDDP(DDPStrategy):
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes that this rank's compressors have handed to collectives; 0 without ``comm_hook``."""
-        return self._earlier_bytes + sum(hook.bytes_sent for hook in tuple(self._hooks))
+        """Payload bytes of gradients that this rank has handed to collectives since the strategy was made.
+
+        With a compressor they are counted at the collectives; on DDP's native path it is the size of the gradients,
+        once for each backward that was synchronized.
+        """
+        return self._syncs.wire_bytes
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -159,19 +177,85 @@ class CommOptDDP(DDPStrategy):
         """Wraps the module, unless there is only one rank."""
         if max(self.world_size, self.num_nodes * self.num_processes) == 1:
             explain_one_rank("comm_hook" if self._plan.comm_hook is not None else None)
-            module._commopt_is_alone = True  # type: ignore[assignment]
+            self._syncs.add(module, self._plan, self._attach)
             return module
         wrapped = super().setup_module(module)
-        if self._plan.comm_hook is not None:
-            hook = attach_bucket_hook(wrapped, self._plan.comm_hook, self._timeout, ranks_per_node=self.num_processes)
-            self._hooks.add(hook)
-            weakref.finalize(wrapped, self._close, hook).atexit = False
+        self._syncs.add(wrapped, self._plan, self._attach)
         return wrapped
 
-    def _close(self, hook: BucketHook) -> None:
-        self._hooks.remove(hook)
-        self._earlier_bytes += hook.bytes_sent
-        hook.close()
+    def _attach(self, model: DistributedDataParallel, sync: GradientSync) -> None:
+        if sync.plan.comm_hook is not None and getattr(self.precision, "scaler", None) is not None:
+            warn_of_fp16_under_scaler(sync.plan.comm_hook)
+        sync.attach(model, timeout=self._timeout, ranks_per_node=self.num_processes)
+
+    def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:
+        """Changes how the gradients of all modules travel, in the middle of training if need be.
+
+        All ranks must call it, with equal plans; not between a forward and its backward, which then raises an error.
+        Gradients that were accumulated so far are kept. Between lossless plans training goes on as if nothing had
+        happened; a compressor's residual is added to the next gradients.
+
+        Args:
+            plan: the new plan; or what ``comm_hook`` takes ("bf16", a compressor, ...), for the present plan with that
+                ``comm_hook``.
+
+        Raises:
+            OptionError: ``plan`` is neither, nodes cannot be made of the ranks as the plan asks, or the ranks' plans
+                differ. The old plan stays.
+        """
+        if not isinstance(plan, CommPlan):
+            plan = self._plan.with_comm_hook(plan)
+        gc.collect()  # so that all ranks have the same modules
+        attached = self._syncs.attached()
+        for _, sync in attached:
+            sync.check_plan(plan)
+        if attached:
+            attached[0][1].check_agreement(plan)
+        for name in self._plan.ddp_kwargs():
+            self._ddp_kwargs.pop(name, None)
+        self._ddp_kwargs.update(plan.ddp_kwargs())
+        self._plan = plan
+        for model, sync in attached:
+            sync.change_plan(plan, partial(self._wrap_again, model, sync))
+
+    def _wrap_again(self, model: DistributedDataParallel, sync: GradientSync, module: Module) -> None:
+        """Wraps a module by the same wrapper, which Fabric's module and the user's references hold."""
+        device_ids, is_training = self._determine_ddp_device_ids(), model.training
+        # As in Lightning's setup_module.
+        with torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext():
+            DistributedDataParallel.__init__(model, module, device_ids=device_ids, **self._ddp_kwargs)
+        model.training = is_training
+        self._attach(model, sync)
+        self._syncs.follow(model)
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Writes a checkpoint, with the gradient-sync state of all ranks if it holds an optimizer."""
+        if self._save_comm_state and any(isinstance(value, Optimizer) for value in state.values()):
+            saved = self._syncs.gather(
+                state,
+                world_size=self.world_size,
+                timeout=self._timeout or default_pg_timeout,
+                device=self.root_device,
+            )
+            state = {**state, KEY: saved} if saved else state
+        super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+
+    def load_checkpoint(self, path: str | Path, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a checkpoint, and goes on with the gradient-sync state of the modules in ``state``.
+
+        A module that is not set up yet goes on with it when it is.
+        """
+        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        modules = state if isinstance(state, dict) else {}
+        saved = remainder.pop(KEY, None) if modules else remainder.get(KEY)
+        self._syncs.restore(saved, modules, rank=self.global_rank, world_size=self.world_size, plan=self._plan)
+        return remainder
 
     def _setup_distributed(self) -> None:
         prepare_nccl(self._nccl, self.process_group_backend, self.root_device)
@@ -180,12 +264,17 @@ class CommOptDDP(DDPStrategy):
 
 
 class _SyncControl(DDPBackwardSyncControl):
-    """Skips gradient sync in backward, but for the first one of a static graph, which DDP needs."""
+    """Skips gradient sync in backward, but for the first one of a static graph, which DDP needs.
+
+    Args:
+        syncs: of the modules that were set up.
+    """
+
+    def __init__(self, syncs: ModuleSyncs) -> None:
+        self._syncs = syncs
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        if getattr(module, "_commopt_is_alone", False) is True:
-            return nullcontext()
-        if getattr(module, "static_graph", False) is True and not getattr(module, "_commopt_is_recorded", False):
-            module._commopt_is_recorded = True  # type: ignore[assignment]
+        sync = self._syncs.of(module)
+        if sync is not None and (sync.model is None or sync.must_sync):
             return nullcontext()
         return super().no_backward_sync(module, enabled)

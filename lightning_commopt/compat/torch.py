@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.distributed import _broadcast_coalesced as broadcast_coalesced
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "broadcast_coalesced",  # DDP's own way to send buffers, for baselines that send as much as DDP
     "bucket_parameters",
+    "call_after_backward",
     "default_store",  # ranks can meet there without a collective, which a rank that does not come would break
     "flight_records",
     "flush_static_graph",
@@ -61,6 +64,11 @@ def uses_python_reducer(model: DistributedDataParallel) -> bool:
 def flush_static_graph(model: DistributedDataParallel) -> None:
     """Ends the first backward of a static graph, where forward was not called through the wrapper."""
     model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Calls a function when the backward that is running ends without an exception."""
+    Variable._execution_engine.queue_callback(callback)
 
 
 def ignored_names(module: Module) -> set[str]:

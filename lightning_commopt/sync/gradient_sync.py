@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -34,10 +35,12 @@ class GradientSync:
     """How the gradients of one model travel: the plan, DDP's hook, who observes it, its state and its bytes.
 
     A strategy owns it, wraps the model in DDP, and calls `attach` on every wrapper, `detach` before the wrapper goes.
+    It does not keep the wrapper alive.
 
     Args:
         plan: DDP's options and the compressor.
         torch_hook: used instead of a compressor.
+        observers: notified of every bucket; None for a new list of them.
 
     Attributes:
         plan: as it is now.
@@ -48,13 +51,13 @@ class GradientSync:
         OptionError: the plan has a compressor, and there is a ``torch_hook`` too.
     """
 
-    def __init__(self, plan: CommPlan, torch_hook: TorchHook | None = None) -> None:
+    def __init__(self, plan: CommPlan, torch_hook: TorchHook | None = None, observers: Observers | None = None) -> None:
         self._torch_hook = torch_hook
-        self._model: DistributedDataParallel | None = None
+        self._model_ref: weakref.ref[DistributedDataParallel] | None = None
         self._ranks_per_node: int | None = None
         self.check_plan(plan)
         self.plan = plan
-        self.observers = Observers()
+        self.observers = observers if observers is not None else Observers()
         self.num_syncs = 0
         self._hook: BucketHook | None = None
         self._residual_adder: ResidualAdder | None = None
@@ -75,8 +78,8 @@ class GradientSync:
             return
         if self._torch_hook is not None:
             raise OptionError(f"comm_hook={plan.comm_hook!r} and ddp_comm_hook exclude each other: DDP takes one hook")
-        if self._model is not None:
-            place_compressor(self._model, plan.comm_hook, self._ranks_per_node)
+        if self.model is not None:
+            place_compressor(self.model, plan.comm_hook, self._ranks_per_node)
 
     def check_agreement(self, plan: CommPlan) -> None:
         """Checks while attached that all ranks have the same plan. All ranks must call it.
@@ -84,13 +87,13 @@ class GradientSync:
         Raises:
             OptionError: their plans differ.
         """
-        if self._model is not None:
+        if self.model is not None:
             check_plans_agree(plan)
 
     @property
     def model(self) -> DistributedDataParallel | None:
         """The wrapper that it is attached to."""
-        return self._model
+        return None if self._model_ref is None else self._model_ref()
 
     @property
     def hook(self) -> BucketHook | None:
@@ -126,7 +129,7 @@ class GradientSync:
         Raises:
             OptionError: see `attach_bucket_hook`.
         """
-        self._model = model
+        self._model_ref = weakref.ref(model)
         self._ranks_per_node = ranks_per_node
         self._gradient_bytes = gradient_bytes(model)
         self._trainable = Trainable(model)
@@ -159,7 +162,7 @@ class GradientSync:
             ends_static_graph: end the first backward of a static graph, where neither DDP nor Lightning does:
                 under manual optimization.
         """
-        model = self._model
+        model = self.model
         if model is None or not model.require_backward_grad_sync:
             return
         if model.static_graph and not self._is_graph_recorded:
@@ -178,7 +181,7 @@ class GradientSync:
             wrap: wraps a module anew, and calls `attach`.
         """
         self.plan = plan
-        if self._model is not None:
+        if self.model is not None:
             self.rewrap(wrap)
 
     def rewrap(self, wrap: Callable[[Module], None]) -> None:
@@ -189,10 +192,11 @@ class GradientSync:
         Args:
             wrap: see `change_plan`.
         """
-        assert self._model is not None
+        model = self.model
+        assert model is not None
         resumed = self._hook.state() if self._hook is not None and self._hook.has_only_resumed else None
-        device, hook = self._model.device, self._hook
-        module = unwrap(self._model)
+        device, hook = model.device, self._hook
+        module = unwrap(model)
         residuals = self.detach()
         if hook is not None and hook.lost:
             warn_of_lost_residuals(hook.lost)
@@ -268,7 +272,7 @@ class GradientSync:
 
     def release_wrapper(self) -> None:
         """Drops the wrapper, before the end of a fit."""
-        self._model = self._trainable = None
+        self._model_ref = self._trainable = None
 
     def end_fit(self) -> None:
         """Closes the hook, and forgets what belongs to one fit."""

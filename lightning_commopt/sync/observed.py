@@ -85,9 +85,14 @@ def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> 
 def before_backward(strategy: Any) -> None:
     """Must be called before every backward of a strategy that is observed."""
     if isinstance(strategy.model, DistributedDataParallel):
-        for owner in registered_hooks(strategy.model):
-            if isinstance(owner, ObservedAllReduce):
-                owner.look_for_kept_gradients()
+        look_for_kept_gradients(strategy.model)
+
+
+def look_for_kept_gradients(model: DistributedDataParallel) -> None:
+    """Must be called before every backward through a model that may be observed."""
+    for owner in registered_hooks(model):
+        if isinstance(owner, ObservedAllReduce):
+            owner.look_for_kept_gradients()
 
 
 class _ObservedBuckets:

@@ -1,0 +1,171 @@
+"""A GradientSync for each of the modules that a program sets up, and their state in checkpoints."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.measure.observer import Observers
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.sync.backwards import Backwards
+from lightning_commopt.sync.checkpoint import gather_state, read_state
+from lightning_commopt.sync.gradient_sync import GradientSync
+from lightning_commopt.sync.observed import look_for_kept_gradients
+from lightning_commopt.sync.state import CommState
+from lightning_commopt.text.validation import warn
+
+
+@dataclass(frozen=True)
+class _Entry:
+    sync: GradientSync
+    backwards: Backwards
+
+
+class ModuleSyncs:
+    """The `GradientSync` of each module that was set up and is still alive.
+
+    Attributes:
+        observers: notified of every bucket of every module.
+    """
+
+    def __init__(self) -> None:
+        self.observers = Observers()
+        self._entries: dict[int, _Entry] = {}  # by id of what was set up
+        self._early_states: dict[int, CommState] = {}  # by id of a module that is not set up yet
+        self._earlier_bytes = 0
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes of gradients that this rank has handed to collectives, for all modules that ever were."""
+        return self._earlier_bytes + sum(entry.sync.wire_bytes for entry in tuple(self._entries.values()))
+
+    def of(self, module: object) -> GradientSync | None:
+        """Returns the sync of a module, given in its wrapper or without; None if it was not set up."""
+        entry = self._find(module)
+        return None if entry is None else entry.sync
+
+    def attached(self) -> list[tuple[DistributedDataParallel, GradientSync]]:
+        """Returns the wrappers with their syncs, in the order in which they were set up."""
+        syncs = [entry.sync for entry in self._entries.values()]
+        return [(sync.model, sync) for sync in syncs if sync.model is not None]
+
+    def add(
+        self, module: Module, plan: CommPlan, attach: Callable[[DistributedDataParallel, GradientSync], None]
+    ) -> None:
+        """Makes the sync of a module. All ranks must call it.
+
+        Args:
+            module: just wrapped or, with one rank, without a wrapper.
+            plan: how its gradients travel.
+            attach: attaches the sync to the wrapper.
+        """
+        sync = GradientSync(plan, observers=self.observers)
+        entry = _Entry(sync, Backwards(partial(_begin_backward, sync), partial(_end_backward, sync)))
+        if isinstance(module, DistributedDataParallel):
+            attach(module, sync)
+            entry.backwards.follow(module)
+        self._entries[id(module)] = entry
+        weakref.finalize(module, self._drop, id(module), entry).atexit = False
+        bare = _unwrapped(module)
+        early = self._early_states.pop(id(bare), None)
+        if early is not None:
+            sync.restore(early)
+            sync.resume(bare)
+
+    def follow(self, model: DistributedDataParallel) -> None:
+        """Follows the backwards of a module that was wrapped again."""
+        entry = self._find(model)
+        assert entry is not None
+        entry.backwards.follow(model)
+
+    def gather(
+        self, modules: Mapping[str, Any], *, world_size: int, timeout: timedelta, device: torch.device
+    ) -> dict[str, Any]:
+        """Gathers what a checkpoint holds of the modules' states, by name; see `gather_state`."""
+        gathered = {}
+        for name, module in modules.items():
+            entry = self._find(module)
+            if entry is not None:
+                saved = gather_state(
+                    entry.sync.state(),
+                    is_in_batch=entry.backwards.is_running,
+                    world_size=world_size,
+                    timeout=timeout,
+                    device=device,
+                )
+                if saved is not None:
+                    gathered[name] = saved
+        return gathered
+
+    def restore(self, saved: Any, modules: Mapping[str, Any], *, rank: int, world_size: int, plan: CommPlan) -> None:
+        """Goes on with the states of a checkpoint, at once or when a module is set up. All ranks must call it.
+
+        Args:
+            saved: what `gather` gave; None if the checkpoint holds nothing.
+            modules: that are loaded, by the names that they have in the checkpoint; other things are left out.
+            rank: this rank.
+            world_size: number of ranks now.
+            plan: of modules that are still to be set up.
+        """
+        states = saved if isinstance(saved, Mapping) else {}
+        loaded = {name: module for name, module in modules.items() if isinstance(module, Module)}
+        unused = [str(name) for name, state in states.items() if name not in loaded and _holds_tensors(state)]
+        if unused or (saved is not None and not isinstance(saved, Mapping)):
+            warn(
+                f"The checkpoint's state of comm_hook for {', '.join(map(repr, unused)) or 'its modules'} is not used:"
+                " no module is loaded under that name; its residuals start from zero. Give fabric.load the modules"
+                " under the names that fabric.save got."
+            )
+        for name, module in loaded.items():
+            sync = self.of(module)
+            if sync is None and name not in states:
+                continue
+            compressor = (sync.plan if sync is not None else plan).comm_hook
+            state = read_state(states.get(name), rank, world_size, compressor)
+            if sync is not None:
+                sync.restore(state)
+                sync.resume(_unwrapped(module))
+            else:
+                self._early_states[id(module)] = state
+                weakref.finalize(module, self._early_states.pop, id(module), None).atexit = False
+
+    def _find(self, module: object) -> _Entry | None:
+        if id(module) in self._entries:
+            return self._entries[id(module)]
+        for entry in reversed(tuple(self._entries.values())):
+            model = entry.sync.model
+            if model is not None and model.module is module:
+                return entry
+        return None
+
+    def _drop(self, key: int, entry: _Entry) -> None:
+        if self._entries.get(key) is entry:
+            del self._entries[key]
+        entry.sync.detach()
+        self._earlier_bytes += entry.sync.wire_bytes
+
+
+def _begin_backward(sync: GradientSync) -> None:
+    if sync.model is not None:
+        look_for_kept_gradients(sync.model)
+
+
+def _end_backward(sync: GradientSync) -> None:
+    sync.end_backward(ends_static_graph=False)
+
+
+def _unwrapped(module: Module) -> Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _holds_tensors(state: Any) -> bool:
+    """Whether a part of a checkpoint is more than a number of gradient syncs; true for one that is damaged."""
+    return not isinstance(state, Mapping) or bool(state.get("ranks", True))
