@@ -64,7 +64,7 @@ class FitWatch:
         store = key_space("fit")
         first = self._rank - self._rank % ranks_per_node
         self._lifelines = Lifelines(store, self._rank, range(0, world_size, ranks_per_node), main_address)
-        self._peers = Peers(store, self._rank, range(first, first + ranks_per_node), self._lifelines)
+        self._peers = Peers(store, self._rank, world_size, range(first, first + ranks_per_node), self._lifelines)
         self._ends = EpochEnds(store, self._rank, world_size, timeout.total_seconds(), self._check_peers)
         self._agreed: int | None = None
         self._explanation: str | None = None
@@ -87,6 +87,7 @@ class FitWatch:
         if self._stop.is_set():
             return
         self._stop_watching()
+        self._peers.leave()
         if isinstance(exception, RuntimeError) and not isinstance(exception, UnevenBatchesError):
             failure = None if self._explanation else self._peers.failure_soon()
             cause = self._explanation if failure is None else failure.text
@@ -137,7 +138,10 @@ class FitWatch:
                 moved_at = now
             self._peers.learn()
             self._lifelines.update()
-            reason = self._reason_to_end() if now - moved_at >= _STALLED_S else None
+            has_stalled = now - moved_at >= _STALLED_S
+            reason = self._reason_to_end() if has_stalled else None
+            if not has_stalled:
+                self._peers.set_waiting(False)
             in_vain_since = None if reason is None else in_vain_since or now
             if reason is not None and in_vain_since is not None and now - in_vain_since >= _GRACE_S:
                 self._end(reason)
@@ -150,10 +154,14 @@ class FitWatch:
             failure = Failure(self._rank, has_died=True, text="The process that started this rank has ended.")
         if failure is None:
             return None
-        # One that has raised may yet be caught, and what this rank does alone may be worth its time.
-        is_lost = self._ends.is_in_epoch and not is_in_callback(self._fit_thread)
-        has_died = failure.has_died or self._peers.has_died()
-        return failure.text if waits_for_others(self._fit_thread, self._device) or (is_lost and has_died) else None
+        is_waiting = waits_for_others(self._fit_thread, self._device)
+        self._peers.set_waiting(is_waiting)
+        if failure.has_died or self._peers.has_died():
+            # What this rank does alone may be worth its time.
+            is_lost = self._ends.is_in_epoch and not is_in_callback(self._fit_thread)
+            return failure.text if is_waiting or is_lost else None
+        # All ranks may raise and catch the same: then a slow one is waited for, and not the one that has raised.
+        return failure.text if is_waiting and self._peers.are_all_idle() else None
 
     @property
     def _position(self) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ _T = TypeVar("_T")
 _ORDERLY = ("SIGTERMException", "_TunerExitException")
 """Lightning's exceptions that end a fit on all ranks, as they should."""
 
+_NUM_IDLE = "num_idle"
 _DEATH_S = 0.5
 
 
@@ -47,18 +48,23 @@ class Peers:
     Args:
         store: of the ranks of one fit; keys of ours only.
         rank: this rank.
+        world_size: number of ranks.
         ranks_here: the ranks on this host.
         lifelines: to ranks on other hosts.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks_here: Sequence[int], lifelines: Lifelines) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, ranks_here: Sequence[int], lifelines: Lifelines
+    ) -> None:
         self._store = store
         self._rank = rank
+        self._world_size = world_size
         self._others_here = [other for other in ranks_here if other != rank]
         self._lifelines = lifelines
         self._processes: dict[int, str] = {}
         self._failure: Failure | None = None
         self._is_store_lost = False
+        self._is_waiting = self._has_left = False
         store.set(f"process/{rank}", _process_name(os.getpid()) or "")
 
     def query_store(self, fn: Callable[[], _T], default: _T) -> _T:
@@ -99,7 +105,23 @@ class Peers:
 
     def finish(self) -> None:
         """Writes to the store that this rank has ended the fit: its process may go."""
+        self.leave()
         self.query_store(lambda: self._store.set(f"finished/{self._rank}", ""), None)
+
+    def set_waiting(self, is_waiting: bool) -> None:
+        """Writes to the store whether this rank waits for others; does nothing if that is known there."""
+        if is_waiting != self._is_waiting and not self._has_left:
+            self._is_waiting = is_waiting
+            self.query_store(lambda: self._store.add(_NUM_IDLE, 1 if is_waiting else -1), None)
+
+    def are_all_idle(self) -> bool:
+        """Returns whether every rank waits for others, or has ended or raised."""
+        return self.query_store(lambda: self._store.add(_NUM_IDLE, 0), 0) >= self._world_size
+
+    def leave(self) -> None:
+        """Writes to the store that this rank takes part in nothing more: it counts as one that waits."""
+        self.set_waiting(True)
+        self._has_left = True
 
     def failure(self) -> Failure | None:
         """Returns which other rank has failed first, and how, as far as that can be known; None if none has."""
@@ -145,11 +167,6 @@ class Peers:
     def _get(self, key: str) -> str | None:
         """Returns what the store has for a key; None if it has nothing."""
         return self.query_store(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
-
-
-def is_orderly(exception: BaseException) -> bool:
-    """Returns whether an exception ends the fit of all ranks, as it should: a signal, or one of Lightning's own."""
-    return not isinstance(exception, Exception) or type(exception).__name__ in _ORDERLY
 
 
 def _process_name(pid: int) -> str | None:

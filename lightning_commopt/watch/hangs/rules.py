@@ -59,6 +59,18 @@ def is_waited_for(ended: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> boo
     return any(each.state in ("running", "stopped") or each.is_consequence for each in snapshots)
 
 
+def may_be_caught(ended: RankSnapshot, snapshots: Sequence[RankSnapshot], after_s: float) -> bool:
+    """Returns whether others may yet raise what a rank has raised: a program may catch it on all ranks, and go on.
+
+    Args:
+        ended: that rank, whose process lives.
+        snapshots: of all ranks.
+        after_s: seconds without progress.
+    """
+    at_work = [each for each in snapshots if each.state == "running" and not each.is_waiting]
+    return ended.state == "failed" and any(_may_go_on(each, after_s) for each in at_work)
+
+
 def has_moved(before: Sequence[RankSnapshot], after: Sequence[RankSnapshot]) -> bool:
     """Returns whether a rank has shown progress, or ended, between two looks at all ranks."""
     earlier = {each.rank: each for each in before}

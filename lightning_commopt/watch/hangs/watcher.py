@@ -22,9 +22,9 @@ from lightning_commopt.watch.hangs.diagnosis import VERDICTS, Diagnosis, diagnos
 from lightning_commopt.watch.hangs.nccl_ras import RasError, ask_ras, ras_address
 from lightning_commopt.watch.hangs.observation import Observation
 from lightning_commopt.watch.hangs.peer_watchers import PeerWatchers
-from lightning_commopt.watch.hangs.process import end_rank
+from lightning_commopt.watch.hangs.process import end_rank, is_alive
 from lightning_commopt.watch.hangs.records import Records
-from lightning_commopt.watch.hangs.rules import has_moved, is_hang, is_waited_for, may_end_ranks
+from lightning_commopt.watch.hangs.rules import has_moved, is_hang, is_waited_for, may_be_caught, may_end_ranks
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 from lightning_commopt.watch.hangs.transport import Address, RankLink, Server
 
@@ -114,12 +114,16 @@ class Watcher:
             return
         self._records.keep(snapshot, self._own.marks)
         time.sleep(_DEATH_S)  # others may end of the same reason, or be ended together: nobody hangs then
-        # Do not report failures that our own abort caused.
-        if self._is_reported or self._must_abort.is_set() or not self._peers:
-            return
-        if any(_is_cause(notice, snapshot) for notice in self._peers.notices.values()):
-            return
-        snapshots = self._look()
+        while True:
+            # Do not report failures that our own abort caused.
+            if self._is_reported or self._must_abort.is_set() or not self._peers:
+                return
+            if any(_is_cause(notice, snapshot) for notice in self._peers.notices.values()):
+                return
+            snapshots = self._look()
+            if not (is_alive(self._pid) and may_be_caught(snapshot, snapshots, self._after_s)):
+                break
+            time.sleep(_SOON_S)
         is_shared = all((each.state, each.detail) == (snapshot.state, snapshot.detail) for each in snapshots)
         if not is_shared and is_waited_for(snapshot, snapshots):
             self._report(diagnose(snapshots), snapshots)

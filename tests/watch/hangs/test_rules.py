@@ -16,7 +16,7 @@ from lightning_commopt.watch.hangs.marks import (
     PhaseTimes,
     first_of_stage,
 )
-from lightning_commopt.watch.hangs.rules import has_moved, is_hang, is_waited_for, may_end_ranks
+from lightning_commopt.watch.hangs.rules import has_moved, is_hang, is_waited_for, may_be_caught, may_end_ranks
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 AFTER_S = 60.0
@@ -97,6 +97,16 @@ def test_who_has_ended_is_reported_if_others_need_it() -> None:
     assert not is_waited_for(interrupted, [interrupted, rank(1), rank(2, state="died")])
     assert is_waited_for(interrupted, [interrupted, waiting(1)])
     assert not may_end_ranks([interrupted, waiting(1)], "interrupted")
+
+
+def test_what_all_ranks_may_catch_is_not_reported() -> None:
+    """If it fails, a program that catches an exception on all ranks is ended, as one of them is slow."""
+    failed = rank(1, state="failed", detail="EarlyEnd: ")
+    assert may_be_caught(failed, [waiting(0), failed, rank(2, CALLBACKS, 590)], AFTER_S)
+    assert not may_be_caught(failed, [waiting(0), failed, rank(2, CALLBACKS, 601)], AFTER_S)
+    assert not may_be_caught(failed, [waiting(0, idle_s=1), failed], AFTER_S)
+    died = rank(1, state="died")
+    assert not may_be_caught(died, [waiting(0), died, rank(2, CALLBACKS, 590)], AFTER_S)
 
 
 def test_a_rank_that_has_moved_between_two_looks() -> None:
