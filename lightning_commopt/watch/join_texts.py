@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_commopt.launch.interfaces import Listening
-from lightning_commopt.text.formatting import ranks_text
+from lightning_commopt.text.formatting import list_some, ranks_text
 from lightning_commopt.watch.hangs.process import descendants, process_state
 
 _MOST_SHOWN = 8
@@ -173,9 +173,7 @@ def _interface(arrival: Arrival) -> ipaddress.IPv4Interface:
 
 
 def _places(arrivals: Sequence[Arrival]) -> str:
-    shown = ", ".join(f"rank {each.rank} on {each.host} {each.place}" for each in arrivals[:_MOST_SHOWN])
-    more = len(arrivals) - _MOST_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    return list_some([f"rank {each.rank} on {each.host} {each.place}" for each in arrivals], _MOST_SHOWN)
 
 
 def activity_text(starting: Mapping[int, int]) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from lightning_commopt.watch.hangs.process import process_fields
 from lightning_commopt.watch.lifelines import Lifelines
 
 _T = TypeVar("_T")
@@ -171,12 +172,9 @@ class Peers:
 
 def _process_name(pid: int) -> str | None:
     """Returns what distinguishes a process from all others, at all times; None if it is gone, or cannot be seen."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        state, start = fields[0], fields[19]  # numbers 3 and 22 in proc(5)
-        return None if state in "ZX" else f"{_host()} {pid} {start}"
-    except OSError:
-        return None
+    fields = process_fields(pid)
+    # Number 22 in proc(5): when it has started.
+    return None if fields is None or fields[0] in "ZX" else f"{_host()} {pid} {fields[19]}"
 
 
 @cache

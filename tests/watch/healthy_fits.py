@@ -264,8 +264,8 @@ def run_on_rank(schedule: Schedule, after_s: float, folder: Path, start_method: 
     subprocess.Popen = _QuickPopen  # type: ignore[assignment,misc]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    threading.Thread(target=_note_lateness, args=(folder / f"late{rank}.txt",), name="lateness", daemon=True).start()
     expected = Program(schedule, 0.0, folder / "unwatched", start_method).run()
+    threading.Thread(target=_note_lateness, args=(folder / f"late{rank}.txt",), name="lateness", daemon=True).start()
     before = set(threading.enumerate())
     got = Program(schedule, after_s, folder, start_method).run()
     deadline = time.monotonic() + _GONE_S

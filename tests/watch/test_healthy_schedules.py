@@ -35,13 +35,16 @@ _AFTER_S = 0.4
 _LATE = 0.25
 """A rank that was late by that part of ``after_s`` may have been over its limit because of it."""
 _NUM_TRIES, _MORE_TIME = 4, 3
+_OF_LATENESS = ("exit statuses", "an alarm", "has not come", "report.json exists")
+"""Faults that a late machine may be the reason of; wrong weights and processes that are left never are."""
 _ALARM = re.compile(r"HangMonitor|^\[rank \d+\] (?!\d+ s in init_process_group)", re.MULTILINE)
 """But for a rank that has taken more than 20 s to import: it is told of, and may take its time."""
 _MARK = "COMMOPT_TEST"
 _GONE_S = 20.0
 _FAILED_S = 5.0
 
-_SEEDS = range(5, 17)
+_SEEDS = (5, 6, 7, 8, 26)
+"""In the last one a rank waits for a slow one while another has raised what all will catch."""
 _MORE_SEEDS = [range(first, first + 20) for first in range(0, 200, 20)]
 
 
@@ -189,7 +192,8 @@ def find_faults(cases: Sequence[tuple[Schedule, str]], folder: Path) -> list[str
             for run, number in [each for each in running if each[0].is_over]:
                 running.remove((run, number))
                 if faults := run.faults():
-                    if run.was_late and number < _NUM_TRIES:
+                    may_be_late = all(any(part in fault for part in _OF_LATENESS) for fault in faults)
+                    if run.was_late and may_be_late and number < _NUM_TRIES:
                         waiting.append((run.schedule, run.launcher, _MORE_TIME * run.after_s, number + 1))
                     else:
                         found.append("\n".join([*faults, run.story]))
@@ -219,12 +223,10 @@ def test_healthy_fits_are_left_alone(seeds: Sequence[int], tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "cases",
-    [
-        [(1, "popen")],
-        pytest.param([(seed, name) for seed in range(2, 8) for name in _LAUNCHERS], marks=pytest.mark.exhaustive),
-    ],
-    ids=["popen", "all"],
+    [[(seed, name) for seed in range(1, 8)] for name in _LAUNCHERS],
+    ids=_LAUNCHERS,
 )
+@pytest.mark.exhaustive
 def test_ranks_end_later_than_others(cases: Sequence[tuple[int, str]], tmp_path: Path) -> None:
     """If it fails, a rank that still uploads is ended when the process that started it has gone, or others have."""
     faults = find_faults([(draw_single_fit(seed), launcher) for seed, launcher in cases], tmp_path)

@@ -37,7 +37,7 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
-_EXIT_CODE = 49  # number 52 of proc(5), after the two that `_stat` leaves out
+_EXIT_CODE = 49  # number 52 of proc(5), after the two that `process_fields` leaves out
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -75,7 +75,7 @@ class ProcessState:
 
 def process_state(pid: int) -> ProcessState:
     """Returns what the kernel knows of a process."""
-    fields = _stat(f"{pid}")
+    fields = process_fields(pid)
     if fields is None:
         return ProcessState("dead")
     return ProcessState(
@@ -89,19 +89,19 @@ def process_state(pid: int) -> ProcessState:
 
 def thread_cpu_s(pid: int, thread: int) -> float:
     """Returns the seconds of CPU time that a thread of a process has used; 0 if it is gone."""
-    fields = _stat(f"{pid}/task/{thread}")
+    fields = process_fields(f"{pid}/task/{thread}")
     return 0.0 if fields is None else _cpu_s(fields)
 
 
 def is_alive(pid: int) -> bool:
     """Returns whether a process exists and has not ended."""
-    fields = _stat(f"{pid}")
+    fields = process_fields(pid)
     return fields is not None and fields[0] not in "ZX"
 
 
 def find_exit(pid: int) -> str | None:
     """Returns how a process has ended, or is about to, in words; None if it goes on, or its parent has reaped it."""
-    fields = _stat(f"{pid}")
+    fields = process_fields(pid)
     if fields is None or len(fields) <= _EXIT_CODE:
         return None
     status = int(fields[_EXIT_CODE])
@@ -128,7 +128,7 @@ def descendants(pid: int) -> list[int]:
     """
     children: dict[int, list[int]] = defaultdict(list)
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
-        if entry.name.isdecimal() and (fields := _stat(entry.name)) is not None and fields[0] not in "ZX":
+        if entry.name.isdecimal() and (fields := process_fields(entry.name)) is not None and fields[0] not in "ZX":
             children[int(fields[1])].append(int(entry.name))
     found = [pid]
     for parent in found:  # grows
@@ -163,8 +163,12 @@ def end_rank(pid: int, link: RankLink, orderly_s: float) -> None:
             continue
 
 
-def _stat(path: str) -> list[str] | None:
-    """Returns the fields of proc(5)'s stat from the third on."""
+def process_fields(path: object) -> list[str] | None:
+    """Returns the fields of proc(5)'s stat from the third on; None if there is no such process.
+
+    Args:
+        path: its number, or that of one of its threads behind "PID/task/".
+    """
     return _read(f"{path}/stat").rpartition(")")[2].split() or None
 
 
