@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 
-from lightning_commopt.compressors import PowerSGD
+from lightning_commopt.compressors import AllReduce, PowerSGD
 from lightning_commopt.fabric import CommOptDDP
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, SyncObserver
 from lightning_commopt.plan import CommPlan
@@ -183,7 +183,7 @@ def _change_plans(plans: list[Any]) -> tuple[Trained, bool, int, int, set[str]]:
 
 def test_apply_plan_between_lossless_plans() -> None:
     """If it fails, a change of plan in Fabric leaves references to a dead wrapper, or changes what training ends in."""
-    plans = [CommPlan(comm_hook="all_reduce", bucket_cap_mb=1), CommPlan(static_graph=True), "all_reduce"]
+    plans = [CommPlan(comm_hook=AllReduce(), bucket_cap_mb=1), CommPlan(static_graph=True), "all_reduce"]
     changed, unchanged = run_ranks(_change_plans, plans), run_ranks(_change_plans, [None] * len(plans))
     for (ours, are_same, _, sent, names), (ddp, _, earlier, sent_by_ddp, no_names) in zip(
         changed, unchanged, strict=True
