@@ -67,8 +67,8 @@ def may_be_caught(ended: RankSnapshot, snapshots: Sequence[RankSnapshot], after_
         snapshots: of all ranks.
         after_s: seconds without progress.
     """
-    at_work = [each for each in snapshots if each.state == "running" and not each.is_waiting]
-    return ended.state == "failed" and any(_may_go_on(each, after_s) for each in at_work)
+    running = [each for each in snapshots if each.state == "running"]
+    return ended.state == "failed" and any(_may_go_on(each, after_s) for each in running)
 
 
 def has_moved(before: Sequence[RankSnapshot], after: Sequence[RankSnapshot]) -> bool:

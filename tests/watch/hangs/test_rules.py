@@ -104,7 +104,8 @@ def test_what_all_ranks_may_catch_is_not_reported() -> None:
     failed = rank(1, state="failed", detail="EarlyEnd: ")
     assert may_be_caught(failed, [waiting(0), failed, rank(2, CALLBACKS, 590)], AFTER_S)
     assert not may_be_caught(failed, [waiting(0), failed, rank(2, CALLBACKS, 601)], AFTER_S)
-    assert not may_be_caught(failed, [waiting(0, idle_s=1), failed], AFTER_S)
+    assert may_be_caught(failed, [waiting(0, idle_s=1), failed], AFTER_S)
+    assert not may_be_caught(failed, [waiting(0, idle_s=61), failed], AFTER_S)
     died = rank(1, state="died")
     assert not may_be_caught(died, [waiting(0), died, rank(2, CALLBACKS, 590)], AFTER_S)
 
