@@ -35,11 +35,9 @@ class Blockwise(Compressor):
 
     @property
     def has_c_kernels(self) -> bool:
-        """True."""
         return True
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns an empty state."""
         return {}
 
     def rounds(
@@ -104,7 +102,6 @@ class BlockInt8(Blockwise):
 
     @property
     def block_format(self) -> BlockFormat:
-        """8 bits."""
         return BlockFormat(8, self.block_size)
 
 
@@ -138,7 +135,6 @@ class BlockInt4(Blockwise):
 
     @property
     def block_format(self) -> BlockFormat:
-        """4 bits."""
         return BlockFormat(4, self.block_size)
 
 

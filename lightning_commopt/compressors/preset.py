@@ -49,41 +49,33 @@ class Preset(Compressor):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether that compressor is lossy."""
         return self.compressor.is_lossy
 
     @property
     def error_bound(self) -> float | None:
-        """That of the compressor."""
         return self.compressor.error_bound
 
     @property
     def untracked_error(self) -> float:
-        """That of the compressor."""
         return self.compressor.untracked_error
 
     @property
     def has_c_kernels(self) -> bool:
-        """Whether that compressor has."""
         return self.compressor.has_c_kernels
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether that compressor does."""
         return self.compressor.keeps_residual
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns its state."""
         return self.compressor.init(layout, device, step)
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Runs its rounds."""
         return (yield from self.compressor.rounds(flat, layout, state, channel, residual))
 
     def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        """Flushes it."""
         self.compressor.flush(layout, state, residual)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
@@ -91,9 +83,7 @@ class Preset(Compressor):
         return self.compressor.wire_bytes(layout, world_size)
 
     def residual(self, layout: Layout, state: State) -> Tensor | None:
-        """Returns the residual of the error feedback, if there is one."""
         return self.compressor.residual(layout, state)
 
     def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        """Adds to the residual of the error feedback, if there is one."""
         return self.compressor.add_residual(layout, state, residual)

@@ -37,31 +37,25 @@ class Wrapper(Compressor):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether ``inner`` is."""
         return self.inner.is_lossy
 
     @property
     def error_bound(self) -> float | None:
-        """That of ``inner``."""
         return self.inner.error_bound
 
     @property
     def untracked_error(self) -> float:
-        """That of ``inner``."""
         return self.inner.untracked_error
 
     @property
     def has_c_kernels(self) -> bool:
-        """Whether ``inner`` has."""
         return self.inner.has_c_kernels
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether ``inner`` does."""
         return self.inner.keeps_residual
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns what ``inner`` sends."""
         return self.inner.wire_bytes(layout, world_size)
 
 
@@ -111,7 +105,6 @@ class ErrorFeedback(Wrapper):
 
     @property
     def keeps_residual(self) -> bool:
-        """Always."""
         return True
 
     @property
@@ -121,7 +114,6 @@ class ErrorFeedback(Wrapper):
         return self.inner.untracked_error + rounding
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns a residual of zero and the state of ``inner``."""
         dtype = wide_dtype(layout.dtype) if self.residual_dtype == "float32" else torch.bfloat16
         residual = torch.zeros(layout.numel, dtype=dtype, device=device)
         return {"residual": residual, "inner": self.inner.init(layout, device, step)}
@@ -136,12 +128,10 @@ class ErrorFeedback(Wrapper):
         yield from self.inner.rounds(flat, layout, state["inner"], channel, state["residual"])
 
     def residual(self, layout: Layout, state: State) -> Tensor | None:
-        """Returns the residual."""
         self.inner.flush(layout, state["inner"], state["residual"])
         return state["residual"]
 
     def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        """Adds to the residual."""
         state["residual"].add_(residual)
         return True
 
@@ -167,13 +157,11 @@ class AfterSteps(Wrapper):
         check_integer("start_step", self.start_step, at_least=0)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the count of steps and the state of ``inner``."""
         return {"step": step, "inner": self.inner.init(layout, device, step)}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Runs either the uncompressed round or those of ``inner``."""
         started = state["step"] >= self.start_step
         state["step"] += 1
         if started:
@@ -182,13 +170,10 @@ class AfterSteps(Wrapper):
             yield from UNCOMPRESSED.rounds(flat, layout, {}, channel, residual)
 
     def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        """Flushes ``inner``."""
         self.inner.flush(layout, state["inner"], residual)
 
     def residual(self, layout: Layout, state: State) -> Tensor | None:
-        """Returns the residual of ``inner``."""
         return self.inner.residual(layout, state["inner"])
 
     def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        """Adds to the residual of ``inner``."""
         return self.inner.add_residual(layout, state["inner"], residual)

@@ -51,7 +51,6 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends it."""
         self.send_signal(signal.SIGKILL)
 
     def _wait(self, options: int) -> int | None:

@@ -91,7 +91,6 @@ class Costs:
         return saved_s >= _WORTH_IT * self.step_s
 
     def share(self, seconds: float) -> str:
-        """Returns a time as a share of the step."""
         return short_percent(share_of_step(seconds, self.step_s))
 
     def at_most(self, saved_s: float) -> str:

@@ -32,7 +32,7 @@ _COMMUNICATION = (
 _COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
 _INDENT = (0, 0, 0, 1)
 _INDENT_BELOW = (1, 0, 0, 1)
-_MOST_DECIMALS = 4  # of milliseconds: a tenth of a microsecond
+_MAX_DECIMALS = 4  # of milliseconds: a tenth of a microsecond
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -70,7 +70,7 @@ def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, 
     for rows in sections:
         for label, name in rows:
             times = [
-                number(1e3 * metrics[f"{name}{suffix}"], most_decimals=_MOST_DECIMALS) for suffix in _COLUMNS.values()
+                number(1e3 * metrics[f"{name}{suffix}"], most_decimals=_MAX_DECIMALS) for suffix in _COLUMNS.values()
             ]
             table.add_row(label, *times, percent(share_of_step(metrics[name], metrics["step_s"])))
         table.add_section()

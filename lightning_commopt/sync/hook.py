@@ -72,7 +72,6 @@ class BucketHook:
 
     @property
     def compressor(self) -> Compressor:
-        """The compressor that averages the buckets, with its ``ranks_per_node`` filled in."""
         return self._compressor
 
     @property

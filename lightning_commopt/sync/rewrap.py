@@ -86,7 +86,6 @@ class ResidualAdder:
         return parameter.register_hook(add)
 
     def cancel(self) -> None:
-        """Adds nothing more."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

@@ -43,7 +43,6 @@ class RankPlace:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], init_method: str = "env://") -> RankPlace:
-        """Reads what torchrun and the network lab set."""
         world_size = int(environment["WORLD_SIZE"])
         return cls(
             rank=int(environment["RANK"]),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lightning_commopt.launch.interfaces import Interface
 from lightning_commopt.launch.ports import explain_os_error
 
-_MOST_THREADS = 64
+_MAX_THREADS = 64
 
 
 class Door(NamedTuple):
@@ -91,7 +91,7 @@ def find_closed(
         return None
 
     tried = [(host, door) for host, theirs in doors.items() if host != own_host for door in theirs]
-    with ThreadPoolExecutor(max_workers=_MOST_THREADS) as pool:
+    with ThreadPoolExecutor(max_workers=_MAX_THREADS) as pool:
         reasons = list(pool.map(why_closed, [door for _, door in tried]))
     return [
         ClosedDoor(own_host, host, door, reason)

@@ -13,7 +13,7 @@ DEFAULT_PORT = 29511
 """Of ``--hosts``, which nobody communicates."""
 
 _SLURM_PORTS = range(20_000, 30_000)  # below the ports that Linux gives to clients
-_MOST_HOSTS = 100_000
+_MAX_HOSTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def _place_of_slurm(environment: Mapping[str, str], port: int | None) -> Place:
     per_node = [
         int(number)
         for part in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        for number in [part[0]] * min(int(part[1] or 1), _MOST_HOSTS)
+        for number in [part[0]] * min(int(part[1] or 1), _MAX_HOSTS)
     ]
     world_size = _number(environment, "SLURM_STEP_NUM_TASKS", 1)
     rank_hosts = [host for host, number in zip(hosts, per_node, strict=False) for _ in range(min(number, world_size))]
@@ -142,7 +142,7 @@ def expand_node_list(text: str) -> list[str]:
     ['node01', 'node02', 'node03', 'node7', 'gpu-a']
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    hosts = [host for part in parts for host in itertools.islice(_expand(part.strip()), _MOST_HOSTS)]
+    hosts = [host for part in parts for host in itertools.islice(_expand(part.strip()), _MAX_HOSTS)]
     if not hosts or not all(hosts) or text.count("[") != text.count("]"):
         raise ValueError(f"SLURM_STEP_NODELIST must be a list of hosts such as node[01-03], got {text!r}")
     return hosts

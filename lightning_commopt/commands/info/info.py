@@ -54,7 +54,6 @@ class Info:
     kernels: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything in types that JSON has."""
         return asdict(self)
 
 

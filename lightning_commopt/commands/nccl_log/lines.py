@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lightning_commopt.text.findings import Line
 
-_MOST_BYTES = 1 << 16  # of a line: what is longer is no line of NCCL, whose own buffer has 1024 bytes
-_MOST_CHARACTERS = 4000  # so that no number is too long for int()
+_MAX_BYTES = 1 << 16  # of a line: what is longer is no line of NCCL, whose own buffer has 1024 bytes
+_MAX_CHARACTERS = 4000  # so that no number is too long for int()
 _SHOWN_CHARACTERS = 400
 _OF_INTEREST = (b"NCCL", b"atchdog", b"enqueued")
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?")
@@ -58,7 +58,7 @@ def read_messages(path: Path) -> Iterator[Message]:
     """
     with path.open("rb") as file:
         number = 0
-        while raw := file.readline(_MOST_BYTES):
+        while raw := file.readline(_MAX_BYTES):
             number += 1
             if any(word in raw for word in _OF_INTEREST):
                 text = raw.decode("utf-8", errors="replace")
@@ -79,7 +79,7 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
     line = Line(file=file, number=number, text=text.strip()[:_SHOWN_CHARACTERS])
     marks = list(_MARK.finditer(text))
     if not marks:
-        yield Message(line=line, text=text.strip()[:_MOST_CHARACTERS], is_whole=is_whole)
+        yield Message(line=line, text=text.strip()[:_MAX_CHARACTERS], is_whole=is_whole)
         return
     heads: list[re.Match[str]] = []
     begin = 0
@@ -99,7 +99,7 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
             tid=tid,
             device=device,
             level=mark[1],
-            text=text[mark.end() : end].strip()[:_MOST_CHARACTERS],
+            text=text[mark.end() : end].strip()[:_MAX_CHARACTERS],
             is_whole=is_whole if is_last else False,
         )
 

@@ -123,7 +123,6 @@ class Sources:
         return said
 
     def members(self) -> list[Member]:
-        """Returns the members of all processes."""
         return [member for source in self._sources.values() for member in source.members]
 
 

@@ -58,11 +58,9 @@ class SelfTest:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a check has failed."""
         return any(outcome.status == "failed" for outcome in self.outcomes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything in types that JSON has."""
         return asdict(self)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lightning_commopt.commands.topology.machine import KINDS, Machine
 
-_MOST_STEPS = 20_000
+_MAX_STEPS = 20_000
 
 
 class Ring(NamedTuple):
@@ -61,7 +61,7 @@ def _search(labels: list[str], peers: dict[str, list[str]]) -> tuple[str, ...] |
     """Searches for a closed way over all labels, depth first; gives up after so many steps."""
     way = [labels[0]]
     choices = [iter(peers[labels[0]])]
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         if not choices:
             return None
         if len(way) == len(labels) and (len(way) == 2 or labels[0] in peers[way[-1]]):

@@ -14,7 +14,7 @@ from lightning_commopt.text.formatting import count
 from lightning_commopt.text.terminal import TextTable, print_text
 
 _COLORS = {"NV": "green", "PIX": "cyan", "PXB": "cyan", "PHB": "yellow", "NODE": "yellow", "SYS": "red"}
-_MOST_PAIRS = 6
+_MAX_PAIRS = 6
 
 
 def print_topology(machine: Machine, findings: list[Finding], console: Console) -> None:
@@ -120,7 +120,7 @@ def _print_links(title: str, pairs: list[Pair], console: Console) -> None:
     for link, alike in by_link(pairs).items():
         shown = (
             ", ".join(f"{pair.one}-{pair.other}" for pair in alike)
-            if len(alike) <= _MOST_PAIRS
+            if len(alike) <= _MAX_PAIRS
             else f"{len(alike)} pairs"
         )
         first = alike[0]

@@ -61,27 +61,22 @@ class SweepDisplay(SweepObserver):
         return mean_s * num_left - in_this_job
 
     def __enter__(self) -> SweepDisplay:
-        """Returns itself; the bar appears with the first job."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Removes the bar."""
         self._live.stop()
 
     def on_plan(self, folder: Path, num_jobs: int) -> None:
-        """Keeps the sweep's directory, and makes the bar as long as there are jobs."""
         self.sweep_dir = folder
         self._num_jobs = num_jobs
         self._bar.update(self._task, total=num_jobs)
 
     def on_note(self, text: str) -> None:
-        """Prints it."""
         self._console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def on_start(self, job: Job) -> None:
-        """Names the job."""
         self._started_at = time.monotonic()
         if self._console.is_terminal and not self._live.is_started:
             self._live.start()
@@ -96,7 +91,6 @@ class SweepDisplay(SweepObserver):
         self._live.update(self._picture())
 
     def on_end(self, result: JobResult) -> None:
-        """Moves the bar, and keeps the result."""
         if result.is_kept:
             self._console.print(Text(f"job {result.job.number} is kept: {_overrides_text(result.job)}"), soft_wrap=True)
         else:

@@ -48,7 +48,6 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """File with the output of the job's processes."""
         return self.folder / LOG_FILE
 
 

@@ -57,7 +57,6 @@ class FreshProcessLauncher(Launcher):
     settings: ClassVar[SweepSettings | None] = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keeps what Hydra hands over."""
         assert self.settings is not None, "SweepSettings come before the launcher"
         self._config = config
         self._composer = JobComposer(settings=self.settings, context=hydra_context, sweep_config=config)

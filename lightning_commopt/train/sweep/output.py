@@ -48,7 +48,6 @@ class LineReader:
             self._on_line(shown, False)
 
     def close(self) -> None:
-        """Takes what has come since the last end of a line as a line."""
         self._end_line()
 
     def _end_line(self) -> None:
