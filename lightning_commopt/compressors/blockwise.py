@@ -13,8 +13,8 @@ from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.kernels import blockwise
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 from lightning_commopt.compressors.pieces import in_pieces
-from lightning_commopt.compressors.preset import Preset, with_feedback
 from lightning_commopt.compressors.registry import register_compressor
+from lightning_commopt.compressors.wrappers import Preset, with_feedback
 from lightning_commopt.text.validation import check_power_of_two
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_commopt.compat.lightning import renew_rank
-from lightning_commopt.launch.forked_process import ForkedProcess
-from lightning_commopt.launch.module_run import run_to_exit
+from lightning_commopt.launch.forked_process import ForkedProcess, run_to_exit
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SEED_OF_EVERY_PROCESS = 67280421310721  # of older torch; newer ones draw one

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.text import Text
 
 from lightning_commopt.commands.info.info import collect
 from lightning_commopt.commands.selftest import laws, on_device
 from lightning_commopt.commands.selftest.checks import CHECKS, Check, NotChecked
 from lightning_commopt.commands.selftest.places import Place, candidates
 from lightning_commopt.commands.selftest.ranks import PROCESSES, RankError, run_ranks
+from lightning_commopt.text.terminal import TextTable
 
 _FILLED_BY = laws, on_device
 _LIMIT_S = 120
@@ -135,3 +139,26 @@ def _on_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _last_line(error: RankError) -> str:
     return str(error).strip().splitlines()[-1].removeprefix("AssertionError: ")
+
+
+_COLORS = {"passed": "green", "failed": "red", "not checked": "yellow"}
+
+
+@contextmanager
+def progress_lines(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows what is running: one line that changes on a terminal, a line each elsewhere."""
+    if not console.is_terminal:
+        yield lambda text: print(f"running: {text}", file=console.file, flush=True)
+        return
+    with console.status("", spinner="line") as status:
+        yield status.update
+
+
+def print_selftest(found: SelfTest, console: Console) -> None:
+    """Prints a row for each check, and where ranks could not run."""
+    table = TextTable(found.place, "", "")
+    for outcome in found.outcomes:
+        table.add_row(outcome.name, Text(outcome.status, _COLORS[outcome.status]), outcome.detail)
+    console.print(table)
+    for place, why in found.refused.items():
+        console.print(f"{place}: refused ({why})", highlight=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_commopt.measure.files import RankRecords, read_run
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord, clock_shift_s
 from lightning_commopt.report.baseline import without_ranks
-from lightning_commopt.report.figures.series import typical_run
+from lightning_commopt.report.figures.style import typical_run
 from lightning_commopt.report.model import Group, Run, Setting
 
 MAX_SETTINGS = 8
