@@ -90,7 +90,7 @@ class BySize(Wrapper):
 
 
 def _run(layout: Layout, mask: list[bool]) -> slice | None:
-    """Returns where the selected gradients are, if in the bucket they lie one behind the other; else None."""
+    """Returns where the selected gradients are, if they are adjacent in the bucket; else None."""
     selected = [index for index, yes in enumerate(mask) if yes]
     if not selected:
         return slice(0, 0)
@@ -101,7 +101,7 @@ def _run(layout: Layout, mask: list[bool]) -> slice | None:
 
 
 def _gather(flat: Tensor, layout: Layout, mask: list[bool]) -> Tensor:
-    """Returns the selected gradients of a bucket, one behind the other: a view where they lie so, else a copy."""
+    """Returns the selected gradients of a bucket, concatenated: a view where they are adjacent, else a copy."""
     run = _run(layout, mask)
     if run is not None:
         return flat[run]

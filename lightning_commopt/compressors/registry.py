@@ -54,7 +54,7 @@ def register_compressor(name: str, *, aliases: Sequence[str] = (), **fixed: Any)
             if "." in each or fold(each) in ("", "none"):
                 raise ValueError(f"a compressor's name must not be empty or 'none', nor have a dot, got {each!r}")
             taken = _BY_FOLDED_NAME.get(fold(each))
-            if taken is not None and not (taken.name == name and _is_defined_again(taken.cls, cls)):
+            if taken is not None and not (taken.name == name and _is_redefinition(taken.cls, cls)):
                 raise ValueError(f"{each!r} is taken: it is the name of {_path(taken.cls)}")
         for each in (name, *aliases):
             _BY_FOLDED_NAME[fold(each)] = _Entry(name, cls, fixed)
@@ -164,7 +164,7 @@ def _path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _is_defined_again(earlier: type, cls: type) -> bool:
+def _is_redefinition(earlier: type, cls: type) -> bool:
     """Returns whether a module was run once more: reloaded, a notebook's cell, or a script that is also imported."""
     is_same_module = earlier.__module__ == cls.__module__ or "__main__" in (earlier.__module__, cls.__module__)
     return is_same_module and earlier.__qualname__ == cls.__qualname__

@@ -76,7 +76,7 @@ class ErrorFeedback(Wrapper):
     """Adds what ``inner`` dropped in the last step to what it sends in this one.
 
     Where the average of a bucket, or of a piece of it, is not finite, the residual stays as it was, on every rank: a
-    gradient scaler skips the step, and nothing of what overflowed remains. The residual is in the units of the
+    gradient scaler skips the step, and overflowed values are discarded. The residual is in the units of the
     gradients it came from; when a gradient scaler changes its scale, the residual of one step is added at the old
     scale. Where DDP discards an average, because no rank used the parameter in that step
     (``find_unused_parameters``), what was sent of its residual is lost.

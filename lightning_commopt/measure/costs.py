@@ -93,7 +93,7 @@ class Costs:
     def share(self, seconds: float) -> str:
         return short_percent(share_of_step(seconds, self.step_s))
 
-    def at_most(self, saved_s: float) -> str:
+    def speedup_bound(self, saved_s: float) -> str:
         """Returns how much faster training would be if steps were shorter by a time."""
         if not saved_s < self.step_s:
             return "faster by an unknown factor"

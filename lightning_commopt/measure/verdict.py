@@ -67,7 +67,7 @@ def verdict(
         slowdown=short_percent(costs.straggler_slowdown),
         data=costs.share(costs.data_s),
         exposed=costs.share(costs.exposed_s),
-        bound=costs.at_most(costs.exposed_s),
+        bound=costs.speedup_bound(costs.exposed_s),
     )
     return Verdict(headline=headline, recommendations=tuple(recommendations))
 
@@ -87,14 +87,14 @@ def for_straggler(costs: Costs) -> list[str]:
     if costs.straggler_rank is None:
         return []
     lost_s = costs.straggler_slowdown * (costs.step_s - costs.exposed_s)
-    return [RECOMMENDATIONS["straggler"].format(rank=costs.straggler_rank, bound=costs.at_most(lost_s))]
+    return [RECOMMENDATIONS["straggler"].format(rank=costs.straggler_rank, bound=costs.speedup_bound(lost_s))]
 
 
 def for_data(costs: Costs) -> list[str]:
     """Recommends workers of the data loader where data takes much of a step."""
     if not costs.data_s >= _DATA_DOMINATES * costs.step_s:
         return []
-    return [RECOMMENDATIONS["data"].format(data=costs.share(costs.data_s), bound=costs.at_most(costs.data_s))]
+    return [RECOMMENDATIONS["data"].format(data=costs.share(costs.data_s), bound=costs.speedup_bound(costs.data_s))]
 
 
 def for_communication(costs: Costs) -> list[str]:
@@ -120,7 +120,7 @@ def _for_uneven_steps(costs: Costs) -> list[str]:
     """For exposed time that is mostly waiting, now for one rank and now for another."""
     if costs.exposed_wait_s <= costs.exposed_s / 2 or not costs.is_worth(costs.exposed_wait_s):
         return []
-    wait, bound = short_percent(costs.exposed_wait_s / costs.exposed_s), costs.at_most(costs.exposed_wait_s)
+    wait, bound = short_percent(costs.exposed_wait_s / costs.exposed_s), costs.speedup_bound(costs.exposed_wait_s)
     return [RECOMMENDATIONS["uneven steps"].format(wait=wait, bound=bound)]
 
 
@@ -147,7 +147,7 @@ def _for_buckets(costs: Costs) -> list[str]:
         num_with_cap=max(2, math.ceil(num_with_cap)),
         mib=f"{num_mib / costs.num_buckets:.2g}",
         hideable=MILLISECONDS.text(costs.hideable_s),
-        bound=costs.at_most(costs.hideable_s),
+        bound=costs.speedup_bound(costs.hideable_s),
     )
     return [text]
 
@@ -173,7 +173,7 @@ def _for_compression(costs: Costs) -> list[str]:
     if costs.comm_hook not in _LOW_RANK and costs.transfer_s > 2 * costs.backward_s:
         saved_s["powersgd"] = costs.sending_s
     times = {"transfer": MILLISECONDS.text(costs.transfer_s), "backward": MILLISECONDS.text(costs.backward_s)}
-    return [RECOMMENDATIONS[name].format(bound=costs.at_most(saved), **times) for name, saved in saved_s.items()]
+    return [RECOMMENDATIONS[name].format(bound=costs.speedup_bound(saved), **times) for name, saved in saved_s.items()]
 
 
 def _cheaper_compression(costs: Costs) -> str:
@@ -187,7 +187,9 @@ def _cheaper_compression(costs: Costs) -> str:
 def _for_accumulation(costs: Costs) -> list[str]:
     """Fewer gradient syncs."""
     saved_s = 0.75 * costs.sending_s
-    return [RECOMMENDATIONS["accumulation"].format(bound=costs.at_most(saved_s))] if costs.is_worth(saved_s) else []
+    return (
+        [RECOMMENDATIONS["accumulation"].format(bound=costs.speedup_bound(saved_s))] if costs.is_worth(saved_s) else []
+    )
 
 
 HEADLINES: Final = {

@@ -18,7 +18,7 @@ from lightning_commopt.report.model import Run
 from lightning_commopt.text.formatting import list_some
 
 _MAX_DEPTH = 6
-_MAX_STEPS_BYTES = 200_000_000  # five times as much in memory, for seconds; of a run, and of all that are checked
+_MAX_STEPS_BYTES = 200_000_000  # parsing takes seconds and 5x the memory; per run and in total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -224,7 +224,7 @@ class BucketHook:
         return state
 
     def _retire_states(self) -> None:
-        """Keeps of all states the residuals, by parameter."""
+        """Drops the states but keeps their residuals, by parameter name."""
         self._residuals = residuals_by_name(self._compressor, self._states, self._residuals)
         self._states.clear()
 

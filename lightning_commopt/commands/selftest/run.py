@@ -16,7 +16,7 @@ from rich.text import Text
 from lightning_commopt.commands.info.info import collect
 from lightning_commopt.commands.selftest import laws, on_device
 from lightning_commopt.commands.selftest.checks import CHECKS, Check, NotChecked
-from lightning_commopt.commands.selftest.places import Place, candidates
+from lightning_commopt.commands.selftest.places import TestDevices, candidates
 from lightning_commopt.commands.selftest.ranks import PROCESSES, RankError, run_ranks
 from lightning_commopt.text.terminal import TextTable
 
@@ -89,7 +89,7 @@ def run_selftest(device: str = "auto", on_start: Callable[[str], None] = lambda 
     return SelfTest(place=place.name, refused=refused, outcomes=outcomes, info=collect().to_dict())
 
 
-def _first_that_works(places: list[Place], refused: dict[str, str]) -> Place:
+def _first_that_works(places: list[TestDevices], refused: dict[str, str]) -> TestDevices:
     for place in places:
         try:
             _on_ranks(_try, place)
@@ -100,13 +100,13 @@ def _first_that_works(places: list[Place], refused: dict[str, str]) -> Place:
     raise RankError("; ".join(f"{name}: {why}" for name, why in refused.items()))
 
 
-def _try(place: Place) -> None:
+def _try(place: TestDevices) -> None:
     value = torch.ones(1, device=place.device(dist.get_rank()))
     dist.all_reduce(value)
     assert value.item() == dist.get_world_size()
 
 
-def _run(check: Check, place: Place) -> Outcome:
+def _run(check: Check, place: TestDevices) -> Outcome:
     start_s = time.monotonic()
     status: Status
     try:
@@ -116,7 +116,7 @@ def _run(check: Check, place: Place) -> Outcome:
     return Outcome(name=check.name, status=status, detail=detail, seconds=time.monotonic() - start_s)
 
 
-def _run_on_rank(index: int, place: Place) -> tuple[Status, str]:
+def _run_on_rank(index: int, place: TestDevices) -> tuple[Status, str]:
     if place.device_type == "cuda":
         torch.cuda.set_device(place.device(dist.get_rank()))
     try:
@@ -126,7 +126,7 @@ def _run_on_rank(index: int, place: Place) -> tuple[Status, str]:
 
 
 def _on_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    place: Place = args[-1]
+    place: TestDevices = args[-1]
     return run_ranks(
         fn,
         *args,
