@@ -44,7 +44,7 @@ CAPABILITIES = (80, 90, 100)
 SHARED_LIMIT_BYTES = 48 * 1024
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _REGISTERS_PER_MULTIPROCESSOR = 65536
-_MOST_WARPS = {75: 32, 80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+_MAX_WARPS = {75: 32, 80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 _SHARED_BYTES = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _YES = torch.ones((), dtype=torch.bool)
@@ -176,7 +176,7 @@ def _resources(ptx: str) -> tuple[int, int]:
 
 
 def _occupancy(capability: int, num_warps: int, num_registers: int, shared_bytes: int) -> float:
-    most_warps = _MOST_WARPS.get(capability, 48)
+    most_warps = _MAX_WARPS.get(capability, 48)
     by_registers = _REGISTERS_PER_MULTIPROCESSOR // (-(-num_registers // 8) * 8 * 32 * num_warps)
     by_shared = _SHARED_BYTES.get(capability, 100) * 1024 // (shared_bytes + 1024)
     return min(most_warps // num_warps, by_registers, by_shared) * num_warps / most_warps

@@ -22,7 +22,7 @@ from small_gpt import train_gpt
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.launch.lab import NetLab, why_not
-from lightning_commopt.measure.summary_table import summary_table
+from lightning_commopt.measure.summary import summary_table
 
 PLANS: dict[str, Any] = {
     "none": None,

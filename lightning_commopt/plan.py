@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compressors import Compressor, compressor_from_config, compressor_to_config
-from lightning_commopt.compressors.naming import say_option, short_name
+from lightning_commopt.compressors.registry import say_option, short_name
 from lightning_commopt.text.validation import did_you_mean
 
 DDP_OPTION_SINCE = {

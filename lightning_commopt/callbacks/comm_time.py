@@ -118,20 +118,17 @@ class CommTimeMonitor(PhaseCallback):
         self._files: StepFiles | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begins to observe the gradient sync, before the strategy wraps the model."""
         if stage == "fit":
             self._reset(trainer.world_size)
             self._recorder = StepRecorder(clock_for(trainer.strategy.root_device))
             observe(trainer.strategy, self._recorder)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stops observing."""
         if self._recorder is not None:
             stop_observing(trainer.strategy, self._recorder)
             self._recorder = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the group and the file of this rank."""
         super().on_train_start(trainer, pl_module)
         has_peers = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
         self._group = _borrow_group() if has_peers else None
@@ -158,7 +155,6 @@ class CommTimeMonitor(PhaseCallback):
             self._catch_up(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gathers the remaining steps, and prints the summary of the fit."""
         super().on_train_end(trainer, pl_module)
         assert self._recorder is not None
         while self._recorder.num_pending or (self._all_ranks is not None and not self._all_ranks.is_free):

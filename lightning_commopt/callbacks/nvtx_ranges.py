@@ -84,7 +84,6 @@ class NVTXRanges(PhaseCallback):
         self._is_saving = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Looks whether a profiler is there, and prepares the ranges if so."""
         self._close(trainer)
         domain = profiled_domain(self._domain) if stage == "fit" else None
         if domain is None:
@@ -103,22 +102,18 @@ class NVTXRanges(PhaseCallback):
         trainer.save_checkpoint = self._save  # type: ignore[method-assign]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ends what is open."""
         self._close(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends what is open."""
         super().on_exception(trainer, pl_module, exception)
         self._close(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins the range of a validation."""
         super().on_validation_start(trainer, pl_module)
         if self._timeline is not None:
             self._timeline.push("validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the range of a validation."""
         if self._timeline is not None:
             self._timeline.pop_to(0)
         super().on_validation_end(trainer, pl_module)

@@ -46,7 +46,6 @@ class PhaseCallback(Callback):
         observe_wrapped(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Asks the optimizers to say when a step is over."""
         # Under manual optimization another forward may follow backward; otherwise hooks and schedulers do.
         self._between = "other" if pl_module.automatic_optimization else "forward"
         self._global_step = trainer.global_step
@@ -57,31 +56,25 @@ class PhaseCallback(Callback):
         )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins to wait for the first batch."""
         self._enter("data")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The batch is there, and goes through the model."""
         self._start_batch(trainer, batch_idx)
         self._enter("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Backward begins."""
         before_backward(trainer.strategy)
         self._enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Backward is over, with the communication that it waits for."""
         self._enter(self._between)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """The optimizer's step begins, with clipping."""
         self._enter("optimizer")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The batch is over; what comes now is waiting for the next one."""
         global_step = trainer.global_step
         has_stepped = global_step > self._global_step
         self._global_step = global_step
@@ -89,29 +82,23 @@ class PhaseCallback(Callback):
         self._enter("data")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the phase: what follows belongs to no step."""
         if trainer.training or trainer.validating or trainer.sanity_checking:
             self._enter(None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Goes on waiting for the next batch."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._enter("data")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Ends the phase: what follows belongs to no step."""
         self._enter(None)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the phase: what follows belongs to no step."""
         self._enter(None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Releases the optimizers."""
         self._release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Releases the optimizers."""
         self._release()
 
     def _on_stepped(self, *args: Any) -> None:

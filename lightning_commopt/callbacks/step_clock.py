@@ -24,7 +24,6 @@ class StepClock:
         self.reset_clock()
 
     def reset_clock(self) -> None:
-        """Forgets all counts, and stands still."""
         self.num_steps = 0
         self.num_samples: int | None = 0
         self.seconds = 0.0
@@ -32,7 +31,6 @@ class StepClock:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and not stopped since."""
         return self._started is not None
 
     @property
@@ -46,11 +44,9 @@ class StepClock:
         return self.num_samples / self.seconds if self.num_steps and self.num_samples is not None else None
 
     def start_clock(self) -> None:
-        """Lets it run."""
         self._started = time.perf_counter()
 
     def stop_clock(self) -> None:
-        """Lets it stand still."""
         assert self._started is not None
         self.seconds += time.perf_counter() - self._started
         self._started = None

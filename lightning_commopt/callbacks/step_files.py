@@ -27,7 +27,6 @@ class StepFiles:
         self._model_path = Path(folder) / LINK_MODEL_FILE if header["rank"] == 0 else None
 
     def save_steps(self, steps: Sequence[RecordedStep]) -> None:
-        """Appends steps."""
         if self._writer is None:
             return
         try:

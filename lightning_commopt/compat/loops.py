@@ -75,7 +75,6 @@ class LoopEvents:
         self._patch(epoch_loop, "on_advance_end", on_advance_end)
 
     def close(self) -> None:
-        """Leaves the loops as they were."""
         while self._patched:
             owner, name = self._patched.pop()
             delattr(owner, name)

@@ -28,13 +28,11 @@ class AllReduce(Compressor):
         return False
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns an empty state."""
         return {}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Averages in place, in one round, which leaves no residual."""
         if residual is not None:
             flat.add_(residual)
         yield channel.all_reduce(flat.mul_(1 / channel.size))
@@ -42,7 +40,6 @@ class AllReduce(Compressor):
             residual.masked_fill_(all_finite(flat), 0)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns the bytes of the bucket."""
         return layout.numel * layout.dtype.itemsize
 
 

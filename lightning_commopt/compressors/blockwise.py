@@ -13,8 +13,8 @@ from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.kernels import blockwise
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 from lightning_commopt.compressors.pieces import in_pieces
-from lightning_commopt.compressors.preset import Preset, with_feedback
 from lightning_commopt.compressors.registry import register_compressor
+from lightning_commopt.compressors.wrappers import Preset, with_feedback
 from lightning_commopt.text.validation import check_power_of_two
 
 if TYPE_CHECKING:
@@ -35,11 +35,9 @@ class Blockwise(Compressor):
 
     @property
     def has_c_kernels(self) -> bool:
-        """True."""
         return True
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns an empty state."""
         return {}
 
     def rounds(
@@ -104,7 +102,6 @@ class BlockInt8(Blockwise):
 
     @property
     def block_format(self) -> BlockFormat:
-        """8 bits."""
         return BlockFormat(8, self.block_size)
 
 
@@ -138,7 +135,6 @@ class BlockInt4(Blockwise):
 
     @property
     def block_format(self) -> BlockFormat:
-        """4 bits."""
         return BlockFormat(4, self.block_size)
 
 

@@ -39,13 +39,11 @@ class BySize(Wrapper):
         check_integer("min_numel", self.min_numel, at_least=1)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the state of ``inner`` for the large gradients."""
         return {"inner": self.inner.init(layout.select(self._is_large(layout)), device, step)}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Runs the rounds of ``inner`` on the large gradients, then one for the small."""
         is_large = self._is_large(layout)
         if all(is_large):
             return (yield from self.inner.rounds(flat, layout, state["inner"], channel, residual))
@@ -63,7 +61,6 @@ class BySize(Wrapper):
         return None
 
     def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        """Flushes ``inner``, at the large gradients."""
         is_large = self._is_large(layout)
         if any(is_large):
             of_large = _gather(residual, layout, is_large)
@@ -71,13 +68,11 @@ class BySize(Wrapper):
             _scatter(of_large, residual, layout, is_large)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns what ``inner`` sends for the large gradients and the bytes of the small ones."""
         is_large = self._is_large(layout)
         sent = self.inner.wire_bytes(layout.select(is_large), world_size) if any(is_large) else 0
         return sent + UNCOMPRESSED.wire_bytes(layout.select([not yes for yes in is_large]), world_size)
 
     def residual(self, layout: Layout, state: State) -> Tensor | None:
-        """Returns the residual of ``inner``, zero at the small gradients."""
         is_large = self._is_large(layout)
         of_large = self.inner.residual(layout.select(is_large), state["inner"])
         if of_large is None:
@@ -87,7 +82,6 @@ class BySize(Wrapper):
         return residual
 
     def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        """Adds to the residual of ``inner`` at the large gradients."""
         is_large = self._is_large(layout)
         return self.inner.add_residual(layout.select(is_large), state["inner"], _gather(residual, layout, is_large))
 
@@ -96,7 +90,7 @@ class BySize(Wrapper):
 
 
 def _run(layout: Layout, mask: list[bool]) -> slice | None:
-    """Returns where the selected gradients are, if in the bucket they lie one behind the other; else None."""
+    """Returns where the selected gradients are, if they are adjacent in the bucket; else None."""
     selected = [index for index, yes in enumerate(mask) if yes]
     if not selected:
         return slice(0, 0)
@@ -107,7 +101,7 @@ def _run(layout: Layout, mask: list[bool]) -> slice | None:
 
 
 def _gather(flat: Tensor, layout: Layout, mask: list[bool]) -> Tensor:
-    """Returns the selected gradients of a bucket, one behind the other: a view where they lie so, else a copy."""
+    """Returns the selected gradients of a bucket, concatenated: a view where they are adjacent, else a copy."""
     run = _run(layout, mask)
     if run is not None:
         return flat[run]

@@ -61,7 +61,6 @@ class Cast(Compressor):
         return super().untracked_error if self.accumulate else torch.finfo(self.dtype).eps / 2
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns an empty state."""
         return {}
 
     def rounds(
@@ -106,7 +105,6 @@ class Cast(Compressor):
             add_lost(own_shard, mean[:numel], rounded[:numel], channel.size, finite)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns two bytes an element."""
         padded = layout.numel if self.accumulate is None else -(-layout.numel // world_size) * world_size
         return padded * self._wire_dtype(layout.dtype).itemsize
 

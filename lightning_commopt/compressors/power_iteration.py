@@ -68,11 +68,9 @@ class PowerIteration(Compressor):
 
     @property
     def has_c_kernels(self) -> bool:
-        """True."""
         return True
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the count of steps and random factors for every matrix."""
         self._warn_of_clamped_rank(layout)
         return {"step": step, **self._first_factors(layout, device, step)}
 

@@ -19,9 +19,8 @@ from lightning_commopt.compressors.kernels.chunks import wide_dtype
 from lightning_commopt.compressors.kernels.finite import all_finite
 from lightning_commopt.compressors.kernels.orthonormal import orthonormalize
 from lightning_commopt.compressors.power_iteration import DEFAULT_EPSILON, PowerIteration
-from lightning_commopt.compressors.preset import Preset, with_feedback
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.compressors.wrappers import AfterSteps
+from lightning_commopt.compressors.wrappers import AfterSteps, Preset, with_feedback
 from lightning_commopt.text.validation import check_switch
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ def register_compressor(name: str, *, aliases: Sequence[str] = (), **fixed: Any)
             if "." in each or fold(each) in ("", "none"):
                 raise ValueError(f"a compressor's name must not be empty or 'none', nor have a dot, got {each!r}")
             taken = _BY_FOLDED_NAME.get(fold(each))
-            if taken is not None and not (taken.name == name and _is_defined_again(taken.cls, cls)):
+            if taken is not None and not (taken.name == name and _is_redefinition(taken.cls, cls)):
                 raise ValueError(f"{each!r} is taken: it is the name of {_path(taken.cls)}")
         for each in (name, *aliases):
             _BY_FOLDED_NAME[fold(each)] = _Entry(name, cls, fixed)
@@ -164,7 +164,7 @@ def _path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _is_defined_again(earlier: type, cls: type) -> bool:
+def _is_redefinition(earlier: type, cls: type) -> bool:
     """Returns whether a module was run once more: reloaded, a notebook's cell, or a script that is also imported."""
     is_same_module = earlier.__module__ == cls.__module__ or "__main__" in (earlier.__module__, cls.__module__)
     return is_same_module and earlier.__qualname__ == cls.__qualname__
@@ -208,3 +208,49 @@ def _check_options(entry: _Entry, options: Mapping[str, Any]) -> None:
     missing = [option for option, is_needed in entry.options.items() if is_needed and option not in options]
     if missing:
         raise ValueError(f"{entry.name!r} needs the option {', '.join(map(repr, missing))}")
+
+
+_WORDS = {
+    "start_step": "start",
+    "block_size": "block",
+    "refresh_steps": "refresh",
+    "min_compression_rate": "min rate",
+    "min_numel": "from numel",
+}
+
+
+def short_name(compressor: Compressor) -> str:
+    """Returns the name that configurations use, and what differs from the defaults.
+
+    ``matrix_rank`` is always there, as runs are compared by it. What a wrapper wraps stands in parentheses.
+
+    >>> from lightning_commopt.compressors import Hierarchical, Int8, PowerSGD
+    >>> short_name(PowerSGD(matrix_rank=4, start_step=500, error_feedback=False))
+    'powersgd rank 4, start 500, no error feedback'
+    >>> short_name(Hierarchical(inner=Int8(block_size=64)))
+    'hierarchical (int8 block 64)'
+    """
+    words = [f"rank {compressor.matrix_rank}"] if hasattr(compressor, "matrix_rank") else []
+    inner = ""
+    fields: tuple[dataclasses.Field[Any], ...] = ()
+    if dataclasses.is_dataclass(compressor):
+        fields = dataclasses.fields(compressor)
+    for field in fields:
+        value = getattr(compressor, field.name)
+        if isinstance(value, Compressor):
+            inner = f" ({short_name(value)})"
+        elif value != field.default and field.name not in ("matrix_rank", *fixed_options(compressor)):
+            words.append(say_option(field.name, value))
+    return f"{compressor_name(compressor)}{inner}{' ' if words else ''}{', '.join(words)}"
+
+
+def say_option(name: str, value: Any) -> str:
+    """Returns an option and its value in words.
+
+    >>> say_option("error_feedback", False), say_option("start_step", 5), say_option("residual_dtype", "bfloat16")
+    ('no error feedback', 'start 5', 'residual dtype bfloat16')
+    """
+    words = _WORDS.get(name, name.replace("_", " "))
+    if isinstance(value, bool):
+        return words if value else f"no {words}"
+    return f"{words} {f'{value:g}' if isinstance(value, float) else value}"

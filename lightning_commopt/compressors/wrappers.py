@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
 from lightning_commopt.compressors.registry import compressor_name, register_compressor
-from lightning_commopt.text.validation import check_choice, check_integer
+from lightning_commopt.text.validation import check_choice, check_integer, check_switch
 
 if TYPE_CHECKING:
     from lightning_commopt.compressors.channel import Channel
@@ -37,31 +40,25 @@ class Wrapper(Compressor):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether ``inner`` is."""
         return self.inner.is_lossy
 
     @property
     def error_bound(self) -> float | None:
-        """That of ``inner``."""
         return self.inner.error_bound
 
     @property
     def untracked_error(self) -> float:
-        """That of ``inner``."""
         return self.inner.untracked_error
 
     @property
     def has_c_kernels(self) -> bool:
-        """Whether ``inner`` has."""
         return self.inner.has_c_kernels
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether ``inner`` does."""
         return self.inner.keeps_residual
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns what ``inner`` sends."""
         return self.inner.wire_bytes(layout, world_size)
 
 
@@ -79,7 +76,7 @@ class ErrorFeedback(Wrapper):
     """Adds what ``inner`` dropped in the last step to what it sends in this one.
 
     Where the average of a bucket, or of a piece of it, is not finite, the residual stays as it was, on every rank: a
-    gradient scaler skips the step, and nothing of what overflowed remains. The residual is in the units of the
+    gradient scaler skips the step, and overflowed values are discarded. The residual is in the units of the
     gradients it came from; when a gradient scaler changes its scale, the residual of one step is added at the old
     scale. Where DDP discards an average, because no rank used the parameter in that step
     (``find_unused_parameters``), what was sent of its residual is lost.
@@ -111,7 +108,6 @@ class ErrorFeedback(Wrapper):
 
     @property
     def keeps_residual(self) -> bool:
-        """Always."""
         return True
 
     @property
@@ -121,7 +117,6 @@ class ErrorFeedback(Wrapper):
         return self.inner.untracked_error + rounding
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns a residual of zero and the state of ``inner``."""
         dtype = wide_dtype(layout.dtype) if self.residual_dtype == "float32" else torch.bfloat16
         residual = torch.zeros(layout.numel, dtype=dtype, device=device)
         return {"residual": residual, "inner": self.inner.init(layout, device, step)}
@@ -136,12 +131,10 @@ class ErrorFeedback(Wrapper):
         yield from self.inner.rounds(flat, layout, state["inner"], channel, state["residual"])
 
     def residual(self, layout: Layout, state: State) -> Tensor | None:
-        """Returns the residual."""
         self.inner.flush(layout, state["inner"], state["residual"])
         return state["residual"]
 
     def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        """Adds to the residual."""
         state["residual"].add_(residual)
         return True
 
@@ -167,13 +160,11 @@ class AfterSteps(Wrapper):
         check_integer("start_step", self.start_step, at_least=0)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the count of steps and the state of ``inner``."""
         return {"step": step, "inner": self.inner.init(layout, device, step)}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Runs either the uncompressed round or those of ``inner``."""
         started = state["step"] >= self.start_step
         state["step"] += 1
         if started:
@@ -182,13 +173,81 @@ class AfterSteps(Wrapper):
             yield from UNCOMPRESSED.rounds(flat, layout, {}, channel, residual)
 
     def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        """Flushes ``inner``."""
         self.inner.flush(layout, state["inner"], residual)
 
     def residual(self, layout: Layout, state: State) -> Tensor | None:
-        """Returns the residual of ``inner``."""
         return self.inner.residual(layout, state["inner"])
 
     def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        """Adds to the residual of ``inner``."""
         return self.inner.add_residual(layout, state["inner"], residual)
+
+
+def with_feedback(inner: Compressor, error_feedback: bool, residual_dtype: str) -> Compressor:
+    """Returns ``inner`` in `ErrorFeedback`, or as it is where no ``error_feedback`` is wanted.
+
+    Raises:
+        ValueError: ``error_feedback`` is not a boolean, or ``residual_dtype`` is out of range.
+    """
+    check_switch("error_feedback", error_feedback)
+    return ErrorFeedback(inner=inner, residual_dtype=residual_dtype) if error_feedback else inner
+
+
+class Preset(Compressor):
+    """Delegates to the compressor built from its settings."""
+
+    def __post_init__(self) -> None:
+        self.compressor  # noqa: B018 - its parts check their settings
+
+    @abstractmethod
+    def _build(self) -> Compressor:
+        """Returns the algorithm in its wrappers."""
+
+    def _settings_for(self, part: type[Compressor]) -> dict[str, Any]:
+        """Returns the values of all settings of ``part``, each of which this compressor has under the same name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(part)}  # type: ignore[arg-type]
+
+    @cached_property
+    def compressor(self) -> Compressor:
+        """The compressor built from these settings."""
+        return self._build()
+
+    @property
+    def is_lossy(self) -> bool:
+        return self.compressor.is_lossy
+
+    @property
+    def error_bound(self) -> float | None:
+        return self.compressor.error_bound
+
+    @property
+    def untracked_error(self) -> float:
+        return self.compressor.untracked_error
+
+    @property
+    def has_c_kernels(self) -> bool:
+        return self.compressor.has_c_kernels
+
+    @property
+    def keeps_residual(self) -> bool:
+        return self.compressor.keeps_residual
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        return self.compressor.init(layout, device, step)
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        return (yield from self.compressor.rounds(flat, layout, state, channel, residual))
+
+    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
+        self.compressor.flush(layout, state, residual)
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns what is sent once the compression has started."""
+        return self.compressor.wire_bytes(layout, world_size)
+
+    def residual(self, layout: Layout, state: State) -> Tensor | None:
+        return self.compressor.residual(layout, state)
+
+    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
+        return self.compressor.add_residual(layout, state, residual)

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_commopt.compat.lightning import renew_rank
-from lightning_commopt.launch.forked_process import ForkedProcess
-from lightning_commopt.launch.module_run import run_to_exit
+from lightning_commopt.launch.forked_process import ForkedProcess, run_to_exit
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SEED_OF_EVERY_PROCESS = 67280421310721  # of older torch; newer ones draw one
@@ -32,7 +31,7 @@ _preloaded: ForkServer | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NamespacePlace:
     """Where a process runs, other than beside the one that starts it.
 
     Attributes:
@@ -75,7 +74,7 @@ class ForkServer:
         *,
         env: Mapping[str, str],
         folder: str | None = None,
-        place: Place | None = None,
+        place: NamespacePlace | None = None,
         is_session: bool = False,
         is_server: bool = False,
     ) -> ForkedProcess:
@@ -158,10 +157,10 @@ def server_for(command: Sequence[str]) -> ForkServer | None:
 def start_in_place(
     command: Sequence[str], env: Mapping[str, str], namespaces: Sequence[str], folder: str, cores: Sequence[int]
 ) -> ForkedProcess:
-    """Starts a command from the server of this process in a `Place`; its output comes from ``stdout``."""
+    """Starts a command from the server of this process in a `NamespacePlace`; its output comes from ``stdout``."""
     server = server_for(command)
     assert server is not None, command
-    place = Place(namespaces=tuple(namespaces), folder=folder, cores=tuple(cores))
+    place = NamespacePlace(namespaces=tuple(namespaces), folder=folder, cores=tuple(cores))
     return server.start(command, env=env, place=place, is_session=True)
 
 
@@ -215,7 +214,7 @@ def _become(descriptors: Sequence[int], number: int, module: str) -> NoReturn:
     if content["place"] is None:
         os.chdir(content["folder"])
     else:
-        _enter(Place(**content["place"]))
+        _enter(NamespacePlace(**content["place"]))
     threads_before = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
     os.environ.update(content["env"])
@@ -246,7 +245,7 @@ def _renew(threads_before: str | None) -> None:
             torch.default_generator.seed()
 
 
-def _enter(place: Place) -> None:
+def _enter(place: NamespacePlace) -> None:
     """Enters namespaces; new processes of them are children, so this one waits for a child that goes on instead."""
     files = [os.open(path, os.O_RDONLY) for path in place.namespaces]
     folder = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -10,7 +10,7 @@ from lightning_commopt.launch.nccl_variables import PREFIX, Variable, nccl_varia
 from lightning_commopt.text.findings import Finding
 
 # torch renamed its own; the old names still work, with a warning, or not at all.
-_OF_TORCH = {
+_RENAMED_BY_TORCH = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
     "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
@@ -18,7 +18,7 @@ _OF_TORCH = {
     "NCCL_TRACE_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
 }
 _TIME_LIMIT = "the time limit of collectives is the process group's: CommOptDDP(timeout=timedelta(minutes=10))"
-_NONE_OF_NCCLS = {
+_NOT_NCCL_VARIABLES = {
     "NCCL_TIMEOUT": _TIME_LIMIT,
     "NCCL_COMM_TIMEOUT": _TIME_LIMIT,
     "NCCL_LOG_LEVEL": "NCCL's log is NCCL_DEBUG=INFO",
@@ -27,7 +27,7 @@ _NONE_OF_NCCLS = {
     "NCCL_IFNAME": "interfaces are NCCL_SOCKET_IFNAME",
 }
 # Set by containers, build systems and tests; NCCL does not read them.
-_OF_OTHERS = re.compile(
+_THIRD_PARTY = re.compile(
     r"NCCL_(VERSION|HOME|ROOT|DIR|PATH|PREFIX|INCLUDE|LIB|LIBRARY|LIBRARIES|SRC|VER|TESTS?|CUDA)(_\w+)?$"
     r"|NCCL_(OFI|FASTRAK|GPUDIRECTTCPX|TCPX|SHIM|SHIMNET|UCX|SHARP|MSCCL|RCCL|MPI|EXT|PLUGIN|IBEXT|AWS)_\w+$"
 )
@@ -58,14 +58,14 @@ def _message(name: str, value: str, version: tuple[int, ...] | None, known: Coll
     variables = nccl_variables()
     if name in variables:
         return _misuse(variables[name], value, version)
-    if name in _OF_TORCH:
-        return f"{name} is torch's, which calls it {_OF_TORCH[name]} now"
-    if name in _NONE_OF_NCCLS:
-        return f"{name} is no variable of NCCL: {_NONE_OF_NCCLS[name]}"
+    if name in _RENAMED_BY_TORCH:
+        return f"{name} is torch's, which calls it {_RENAMED_BY_TORCH[name]} now"
+    if name in _NOT_NCCL_VARIABLES:
+        return f"{name} is no variable of NCCL: {_NOT_NCCL_VARIABLES[name]}"
     for variable in variables.values():
         if name == variable.former_name:
             return f"{name} was renamed: it is {variable.name} now"
-    if name in known or _OF_OTHERS.match(name):
+    if name in known or _THIRD_PARTY.match(name):
         return None
     if name.startswith(PREFIX):
         return f"{name} is no variable of NCCL{_near(name, [*variables, *known])}"

@@ -54,7 +54,6 @@ class HostClock(Clock):
         """Returns at once."""
 
     def seconds(self, mark: float) -> float:
-        """Returns the seconds since the origin."""
         return mark - self._origin
 
 
@@ -84,11 +83,9 @@ class CudaClock(Clock):
         return event
 
     def has_passed(self, mark: torch.cuda.Event) -> bool:
-        """Returns whether the device has reached the event."""
         return mark.query()
 
     def wait_for(self, mark: torch.cuda.Event) -> None:
-        """Waits until the device has reached the event, which an old one has long been."""
         mark.synchronize()
 
     def seconds(self, mark: torch.cuda.Event) -> float:

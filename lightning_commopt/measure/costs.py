@@ -91,10 +91,9 @@ class Costs:
         return saved_s >= _WORTH_IT * self.step_s
 
     def share(self, seconds: float) -> str:
-        """Returns a time as a share of the step."""
         return short_percent(share_of_step(seconds, self.step_s))
 
-    def at_most(self, saved_s: float) -> str:
+    def speedup_bound(self, saved_s: float) -> str:
         """Returns how much faster training would be if steps were shorter by a time."""
         if not saved_s < self.step_s:
             return "faster by an unknown factor"

@@ -51,7 +51,7 @@ class StepWriter:
         self._layout: tuple[BucketInfo, ...] = ()
 
     def write(self, records: Sequence[StepRecord], layout: Mapping[int, BucketInfo]) -> None:
-        """Appends steps; when it returns, they are with the operating system.
+        """Appends steps; the data has been handed to the operating system on return.
 
         Args:
             records: the steps, the oldest first; without any, nothing is written.

@@ -73,25 +73,20 @@ class Observers(SyncObserver):
         self._observers: list[SyncObserver] = []
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
         return bool(self._observers)
 
     def __iter__(self) -> Iterator[SyncObserver]:
-        """Iterates over them in the order in which they were added."""
         return iter(self._observers)
 
     def add(self, observer: SyncObserver) -> None:
-        """Adds one, unless it is there already."""
         if observer not in self._observers:
             self._observers.append(observer)
 
     def remove(self, observer: SyncObserver) -> None:
-        """Removes one, if it is there."""
         if observer in self._observers:
             self._observers.remove(observer)
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        """Passes it on to all of them."""
         if len(self._observers) == 1:
             return self._observers[0].ready(bucket)
         return BucketSyncs([observer.ready(bucket) for observer in self._observers])
@@ -108,21 +103,17 @@ class BucketSyncs(BucketSync):
         self._syncs = syncs
 
     def start(self) -> None:
-        """Passes it on to all of them."""
         for sync in self._syncs:
             sync.start()
 
     def send(self) -> None:
-        """Passes it on to all of them."""
         for sync in self._syncs:
             sync.send()
 
     def arrive(self) -> None:
-        """Passes it on to all of them."""
         for sync in self._syncs:
             sync.arrive()
 
     def end(self, wire_bytes: int) -> None:
-        """Passes it on to all of them."""
         for sync in self._syncs:
             sync.end(wire_bytes)

@@ -37,7 +37,6 @@ class PeakMemory:
 
     @property
     def num_bytes(self) -> int:
-        """The peak so far."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         if self._is_reset:

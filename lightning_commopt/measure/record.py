@@ -138,17 +138,14 @@ class StepRecord:
 
     @property
     def start_s(self) -> float:
-        """When the step began."""
         return self.phases[0].start_s
 
     @property
     def end_s(self) -> float:
-        """When the step ended."""
         return self.phases[-1].end_s
 
     @cached_property
     def totals(self) -> Totals:
-        """The step in single numbers."""
         seconds = dict.fromkeys(PHASES, 0.0)
         for name, start_s, end_s in self.phases:
             seconds[name] = seconds.get(name, 0.0) + (end_s - start_s)

@@ -49,7 +49,6 @@ class StepRecorder(SyncObserver):
         self._phases.append((phase, self._mark()))
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        """Marks that a bucket is ready."""
         sync = _RecordedSync(self._mark, bucket, self._backward)
         self._syncs.append(sync)
         self._backward += bucket.is_last

@@ -101,7 +101,6 @@ class Steps(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Steps that were added up."""
         return int(self.sums[-1])
 
     @property

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
+from lightning_commopt.measure.exposed_share import share_of_step
 from lightning_commopt.measure.files import RankRecords, notices, read_run
 from lightning_commopt.measure.statistics import Steps, row
-from lightning_commopt.measure.summary_table import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
-from lightning_commopt.text.formatting import count
+from lightning_commopt.text.formatting import count, number, percent
+from lightning_commopt.text.terminal import TextTable
 
 DEFAULT_NUM_WARMUP_STEPS = 10
 
@@ -93,3 +97,92 @@ def _rows(records: RankRecords, steps: Sequence[int]) -> list[list[float]]:
 def _method(header: Mapping[str, Any]) -> dict[str, Any]:
     comm_hook = str(header.get("comm_hook", "none"))
     return {"comm_hook": comm_hook, "is_lossy": bool(header.get("is_lossy", comm_hook != "none"))}
+
+
+_PHASES = (
+    ("data", "data_s"),
+    ("forward", "forward_s"),
+    ("backward, with exposed", "backward_s"),
+    ("optimizer", "optimizer_s"),
+)
+_COMMUNICATION = (
+    ("communication", "comm_s"),
+    ("  queue", "queue_s"),
+    ("  compression", "compression_s"),
+    ("  collectives", "wire_s"),
+    ("    waiting for others", "wait_s"),
+    ("exposed", "exposed_s"),
+    ("  waiting for others", "exposed_wait_s"),
+)
+_COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
+_INDENT = (0, 0, 0, 1)
+_INDENT_BELOW = (1, 0, 0, 1)
+_MAX_DECIMALS = 4  # of milliseconds: a tenth of a microsecond
+_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
+def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str = "steps and ranks") -> Group:
+    """Returns what a fit cost, to be printed: a table, or a list in a terminal that is too narrow for it.
+
+    Args:
+        metrics: what `Steps.statistics` gives.
+        verdict: on the same metrics.
+        scope: over what they were taken.
+
+    Returns:
+        Times in milliseconds and as shares of the step, bytes and bandwidths, and the verdict. An unknown
+        number is a dash.
+
+    Raises:
+        KeyError: a metric is missing.
+    """
+    has_comm = metrics["comm_s"] > 0
+    lines = [_speed(metrics), *([_bytes(metrics), _bandwidth(metrics)] if has_comm else [])]
+    recommendations = Table.grid(padding=(0, 1))
+    for text in verdict.recommendations:
+        recommendations.add_row("-", Text(text))
+    sections = [(("step", "step_s"),), _PHASES, *([_COMMUNICATION] if has_comm else [])]
+    return Group(
+        _times(metrics, sections, f" Time of a step, over {scope}"),
+        Padding(Text("\n".join(lines)), _INDENT),
+        Padding(Text(verdict.headline, style="bold"), _INDENT_BELOW),
+        *([Padding(recommendations, _INDENT)] if verdict.recommendations else []),
+    )
+
+
+def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, str]]], title: str) -> TextTable:
+    table = TextTable("ms", *_COLUMNS, "of step", numbers=(*_COLUMNS, "of step"), title=title)
+    for rows in sections:
+        for label, name in rows:
+            times = [
+                number(1e3 * metrics[f"{name}{suffix}"], most_decimals=_MAX_DECIMALS) for suffix in _COLUMNS.values()
+            ]
+            table.add_row(label, *times, percent(share_of_step(metrics[name], metrics["step_s"])))
+        table.add_section()
+    return table
+
+
+def _speed(metrics: Mapping[str, float]) -> str:
+    return f"{number(metrics['steps_per_s'])} steps/s, {number(metrics['samples_per_s'])} samples/s over all ranks"
+
+
+def _bytes(metrics: Mapping[str, float]) -> str:
+    return (
+        f"{_size(metrics['gradient_bytes'])} of gradients a step and rank, {_size(metrics['wire_bytes'])} on the wire:"
+        f" ratio {number(metrics['compression_ratio'])}"
+    )
+
+
+def _bandwidth(metrics: Mapping[str, float]) -> str:
+    algorithm, bus = (_size(metrics[f"{kind}_bandwidth"]) for kind in ("algorithm", "bus"))
+    return f"{algorithm}/s algorithm bandwidth, {bus}/s bus bandwidth"
+
+
+def _size(num_bytes: float) -> str:
+    """Returns bytes in the largest unit in which they are at least one.
+
+    >>> [_size(num_bytes) for num_bytes in (12, 2.5e6, 1.224e9)]
+    ['12.0 B', '2.50 MB', '1.22 GB']
+    """
+    unit = max((name for name in _UNITS if _UNITS[name] <= num_bytes), key=_UNITS.__getitem__, default="B")
+    return f"{number(num_bytes / _UNITS[unit])} {unit}"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from lightning_commopt.report.answer_texts import ANSWERS, REPEAT
 from lightning_commopt.report.baseline import compare_settings
 from lightning_commopt.report.conditions import link_of
 from lightning_commopt.report.final_loss import is_lossless, loss_sentence, loss_verdict
@@ -219,3 +218,41 @@ def _one_process(on_one: Sequence[Setting], recommended: Setting | None) -> list
     if comparison is None or comparison.difference != "faster" or recommended is None:
         return []
     return [ANSWERS["one process"].format(**_texts_of(on_one[0], recommended, comparison.ratio))]
+
+
+ANSWERS: Final = {
+    "no throughput": "No run has a throughput: without the callback SpeedMonitor nothing can be compared.",
+    "only one": "{name} reached {rate}{loss}; there is nothing to compare it with.",
+    "baseline without rate": "{name} reached {rate}{loss}; {than} has no throughput to compare it with.",
+    "lead": "{name} {what}: {compared}, {rate} against {other_rate}{of_ideal}.",
+    "of ideal": ", {share:.0f} % of what {num_ranks} ranks could give",
+    "beyond limit": (
+        "{name} is {compared}, but hiding all communication could make it {limit} as fast at most: the machine was busy"
+        " when {than} ran, or something else differs. Run both again."
+    ),
+    "baseline diverged": "In {num} of the {of} runs of {name}, the baseline, the loss became NaN; do not use it.",
+    "one uncertain": "{names} has a higher median, up to {rate}, but the difference is uncertain.",
+    "several uncertain": "{names} have higher medians, up to {rate}, but the differences are uncertain.",
+    "baseline leads": "{name} {what}, at {rate}{rest}.",
+    "none faster": "Nothing is faster than {than} beyond noise{rest}.",
+    "none else faster": "Nothing else is faster than {than} beyond noise{rest}.",
+    "rest": ": leave the rest off",
+    "nearest": "{name}, the nearest, is {compared}.",
+    "nearest within noise": "{name}, the nearest, is {compared}, which is within noise.",
+    "single runs": "With single runs the noise is unknown: {repeat} shows which differences last.",
+    "too few": "{num} repetitions are too few to tell that from noise: {repeat} would show it.",
+    "use instead": "Use {name}: {compared}.",
+    "use lossless": "{name} is as fast within noise, and lossless: use that.",
+    "equals": "As fast within noise: {names}.",
+    "fastest lossless": "The fastest lossless one is {name}: {compared}.",
+    "no lossless": "No lossless one is faster than {than} beyond noise.",
+    "most ranks": "On {num_ranks} ranks the fastest is {name}: {compared}.",
+    "one process": "{name} alone is {compared}: more ranks do not pay off here.",
+}
+
+REPEAT: Final = {
+    "commopt-train": "repeat={num}",
+    "hydra": "{seed}={seeds} before the other choices",
+    "elsewhere": "running each setting with {num} seeds",
+}
+"""How to run every setting several times, by where the sweep ran."""

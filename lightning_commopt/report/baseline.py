@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from lightning_commopt.report.intervals import Comparison, compare
-from lightning_commopt.report.medians import bucket_cap, exposed_share_of, throughput
+from lightning_commopt.report.intervals import Comparison, bucket_cap, compare, exposed_share_of, throughput
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.names import OFF, canonical, is_of_plan, is_ranks
 from lightning_commopt.report.settings import turn

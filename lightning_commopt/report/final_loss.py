@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Final, Literal
 
 from lightning_commopt.measure.runs.metric_names import how_to_name_loss
-from lightning_commopt.report.answer_texts import LOSSES
 from lightning_commopt.report.baseline import differ_in_plan
 from lightning_commopt.report.model import Setting
 from lightning_commopt.text.formatting import number, short_percent
@@ -89,3 +88,14 @@ def _losses(setting: Setting) -> list[float]:
 
 def _is_single(setting: Setting, baseline: Setting) -> bool:
     return min(len(_losses(setting)), len(_losses(baseline))) == 1
+
+
+LOSSES: Final = {
+    "diverged": "in {num} of its {of} runs the loss became NaN; do not use it",
+    "not recorded": "no final loss was recorded{why}: compare the loss before you use it",
+    "one missing": "one of the losses is missing: compare the loss before you use it",
+    "same": "the final loss is the same, {loss}",
+    "single": "the final loss is {both}, {by}, of single runs, whose spread is unknown",
+    "within": "the final loss is {both}, {by} and within the spread over repetitions",
+    "beyond": "the final loss is {both}, {by} and beyond the spread over repetitions",
+}

@@ -69,7 +69,6 @@ class Regressions:
         return any(change.outcome in ("slower", "failed") for change in self.changes)
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns it in types that JSON has."""
         return {**dataclasses.asdict(self), "is_worse": self.is_worse}
 
 

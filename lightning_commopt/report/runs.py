@@ -12,13 +12,13 @@ from pathlib import Path
 
 from lightning_commopt.measure.files import FOLDER, notices, read_run
 from lightning_commopt.measure.runs.files import EARLIER_FOLDER, LOSS_FILE, RUN_FILE, SUMMARY_FILE
-from lightning_commopt.measure.runs.losses import LossPoint, read_losses
+from lightning_commopt.measure.runs.loss_curve import LossPoint, read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.model import Run
 from lightning_commopt.text.formatting import list_some
 
 _MAX_DEPTH = 6
-_MAX_STEPS_BYTES = 200_000_000  # five times as much in memory, for seconds; of a run, and of all that are checked
+_MAX_STEPS_BYTES = 200_000_000  # parsing takes seconds and 5x the memory; per run and in total
 
 
 @dataclass(frozen=True, kw_only=True)

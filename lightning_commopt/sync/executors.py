@@ -104,13 +104,11 @@ class WorkerThread(Executor):
         self._thread.start()
 
     def future(self, flat: Tensor) -> BucketFuture:
-        """Returns the future of ``flat``."""
         done: Future[Tensor] = Future()
         # DDP waits in C++, which sees the error of a callback but not one set from Python.
         return BucketFuture(flat, done.then(lambda finished: finished.value()), done)
 
     def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
-        """Queues a task."""
         self._tasks.put((task, futures))
 
     def close(self) -> bool:

@@ -72,7 +72,6 @@ class BucketHook:
 
     @property
     def compressor(self) -> Compressor:
-        """The compressor that averages the buckets, with its ``ranks_per_node`` filled in."""
         return self._compressor
 
     @property
@@ -225,7 +224,7 @@ class BucketHook:
         return state
 
     def _retire_states(self) -> None:
-        """Keeps of all states the residuals, by parameter."""
+        """Drops the states but keeps their residuals, by parameter name."""
         self._residuals = residuals_by_name(self._compressor, self._states, self._residuals)
         self._states.clear()
 

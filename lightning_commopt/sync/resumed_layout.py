@@ -41,11 +41,9 @@ class Bucket:
 
     @property
     def is_compressible(self) -> bool:
-        """Whether compressors take such gradients."""
         return not self.flat.is_sparse and self.flat.is_floating_point()
 
     def parts(self) -> dict[str, Tensor]:
-        """Returns a view of each gradient."""
         return dict(zip(self.names, self.layout.split(self.flat), strict=True))
 
 
@@ -89,7 +87,6 @@ class Relayout:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no backward has ended yet."""
         return self._num_backwards == 0
 
     @property
@@ -117,7 +114,6 @@ class HeldBuckets:
     saved: dict[int, tuple[tuple[str, ...], Layout]]
 
     def has_gradients_of(self, saved: dict[int, tuple[tuple[str, ...], Layout]]) -> bool:
-        """Returns whether the gradients are those of a checkpoint's buckets."""
         here = [gradient for bucket in self.buckets for gradient in _gradients(bucket.names, bucket.layout)]
         there = [gradient for names, layout in saved.values() for gradient in _gradients(names, layout)]
         return sorted(here) == sorted(there)

@@ -32,7 +32,7 @@ class Trainable:
         return any(parameter.requires_grad for parameter in self._frozen)
 
     def some_frozen(self) -> bool:
-        """Returns whether a parameter that DDP waits for asks for no gradient any more."""
+        """Returns whether a parameter that DDP waits for was frozen."""
         return not all(parameter.requires_grad for parameter in self._trainable)
 
 
@@ -86,7 +86,6 @@ class ResidualAdder:
         return parameter.register_hook(add)
 
     def cancel(self) -> None:
-        """Adds nothing more."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

@@ -55,12 +55,10 @@ class Finding:
     evidence: tuple[Line, ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns it in types that JSON has."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Finding:
-        """Makes a finding from what `to_plain` and JSON have made of it."""
         return cls(**{**plain, "evidence": tuple(Line(**line) for line in plain["evidence"])})
 
 

@@ -70,7 +70,6 @@ class TextTable:
         self._rows.append(([Text(cell) if isinstance(cell, str) else cell for cell in cells], style))
 
     def add_section(self) -> None:
-        """Separates the rows so far from those that follow."""
         self._ends_of_sections.add(len(self._rows) - 1)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:

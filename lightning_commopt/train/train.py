@@ -27,11 +27,9 @@ from lightning_commopt.measure.runs.files import CONFIG_FILE
 from lightning_commopt.measure.runs.writer import fail_rank, finish_record, write_record
 from lightning_commopt.text.terminal import print_in_any_encoding
 from lightning_commopt.train.run_table import run_table
-from lightning_commopt.train.sweep.composing import SweepSettings
+from lightning_commopt.train.sweep.composing import SweepSettings, continue_command
 from lightning_commopt.train.sweep.config import ConfigError, check_config, link_note, spread_over_hosts, start_record
-from lightning_commopt.train.sweep.continuing import continue_command
-from lightning_commopt.train.sweep.display import SweepDisplay
-from lightning_commopt.train.sweep.hints import hint
+from lightning_commopt.train.sweep.display import SweepDisplay, hint
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.sweep.lab_run import train_in_lab
 from lightning_commopt.train.sweep.launcher import register_launcher

@@ -8,7 +8,7 @@ from rich.console import Console
 from sample_metrics import NAN, sample_metrics
 
 from lightning_commopt.measure.statistics import TIMES
-from lightning_commopt.measure.summary_table import summary_table
+from lightning_commopt.measure.summary import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
 
 

@@ -14,17 +14,15 @@ from plotly import graph_objects as go
 from sample_runs import SampleRun, four_methods_report, ladder_report, sample_report, save_run, write_run
 
 from lightning_commopt.measure.files import rank_file
-from lightning_commopt.measure.runs.losses import LossPoint
+from lightning_commopt.measure.runs.loss_curve import LossPoint
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.figures.chart import Chart
-from lightning_commopt.report.figures.loss import MOST_CURVES, loss_curves
-from lightning_commopt.report.figures.memory import peak_memory
+from lightning_commopt.report.figures.loss import MAX_CURVES, loss_curves
 from lightning_commopt.report.figures.scaling import efficiency, speedup
-from lightning_commopt.report.figures.series import series_of, typical_run
 from lightning_commopt.report.figures.step_time import overlap, step_parts
-from lightning_commopt.report.figures.steps import MOST_SETTINGS, typical_steps
-from lightning_commopt.report.figures.style import PlanStyle, plan_styles
-from lightning_commopt.report.figures.throughput import bucket_sizes, throughput
+from lightning_commopt.report.figures.steps import MAX_SETTINGS, typical_steps
+from lightning_commopt.report.figures.style import PlanStyle, plan_styles, series_of, typical_run
+from lightning_commopt.report.figures.throughput import bucket_sizes, peak_memory, throughput
 from lightning_commopt.report.figures.timeline import timelines
 from lightning_commopt.report.model import Group, Report
 from lightning_commopt.report.page import sections
@@ -206,7 +204,7 @@ def test_losses_end_where_the_runs_did(sweep: Report) -> None:
     assert {trace["x"][-1] for trace in lines} == {200}
     ends_s = [trace["x"][-1] for trace in _drawn(by_time)["data"] if trace["mode"] == "lines"]
     assert len(set(ends_s)) == len(ends_s)
-    assert len(_names(by_step)) == len(lines) <= MOST_CURVES
+    assert len(_names(by_step)) == len(lines) <= MAX_CURVES
 
 
 def test_lossless_settings_of_a_plan_share_a_curve(sweep: Report) -> None:
@@ -251,7 +249,7 @@ def test_the_losses_that_matter_are_drawn_first(sweep: Report) -> None:
     chart = loss_curves(many, plan_styles(setting.sync_method for setting in settings))[0]
     hover = json.dumps(_drawn(chart)["data"])
     assert all(setting.name in hover for setting in settings[-1:-6:-2])
-    assert len(_names(chart)) == MOST_CURVES
+    assert len(_names(chart)) == MAX_CURVES
     assert "7 more are left out" in chart.note
 
 
@@ -299,7 +297,7 @@ def test_timelines_are_few(sweep: Report) -> None:
         for turn in range(3)
     ]
     found = typical_steps(replace(group, settings=tuple(many)))
-    assert len(found) == MOST_SETTINGS
+    assert len(found) == MAX_SETTINGS
     assert len({step.setting.sync_method for step in found}) == 4
 
 

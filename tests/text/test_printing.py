@@ -17,15 +17,12 @@ from sample_bench import result_of, sample
 from sample_runs import SampleRun, four_methods_report, sample_report, write_run
 from topology_samples import DOCUMENTED
 
-from lightning_commopt.commands.doctor.hangs_terminal import print_hang_report
-from lightning_commopt.commands.doctor.terminal import print_findings
-from lightning_commopt.commands.info.info import collect
-from lightning_commopt.commands.info.terminal import print_info
+from lightning_commopt.commands.doctor.terminal import print_findings, print_hang_report
+from lightning_commopt.commands.info.info import collect, print_info
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.reader import read_log
 from lightning_commopt.commands.nccl_log.terminal import print_log
-from lightning_commopt.commands.selftest.run import Outcome, SelfTest
-from lightning_commopt.commands.selftest.terminal import print_selftest, progress_lines
+from lightning_commopt.commands.selftest.run import Outcome, SelfTest, print_selftest, progress_lines
 from lightning_commopt.commands.topology.findings import find_all as find_in_topology
 from lightning_commopt.commands.topology.sources import read_content
 from lightning_commopt.commands.topology.terminal import print_topology

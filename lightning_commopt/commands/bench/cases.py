@@ -1,4 +1,4 @@
-"""The cases that settings ask for."""
+"""Expands `BenchSettings` into cases."""
 
 from __future__ import annotations
 

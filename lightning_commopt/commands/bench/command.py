@@ -165,8 +165,7 @@ def _messages_of(plan: Path, run_dir: Path | None, hooks: list[Any]) -> tuple[li
 
 def _show(result: "BenchResult", json: bool, sizes_bytes: Sequence[int]) -> None:
     from lightning_commopt.measure.link.model import LinkModel
-    from lightning_commopt.report.bench_terminal import print_bench
-    from lightning_commopt.report.link_terminal import model_lines, predictions
+    from lightning_commopt.report.bench_terminal import model_lines, predictions, print_bench
 
     model = LinkModel.fit(result) if result.measured else None
     if json:
@@ -181,7 +180,7 @@ def _show(result: "BenchResult", json: bool, sizes_bytes: Sequence[int]) -> None
 
 def _show_model(path: Path, json: bool, sizes_bytes: Sequence[int]) -> None:
     from lightning_commopt.measure.link.model import LinkModel
-    from lightning_commopt.report.link_terminal import kept_model_lines, predictions
+    from lightning_commopt.report.bench_terminal import kept_model_lines, predictions
 
     model = LinkModel.load(path)
     if json:

@@ -34,7 +34,6 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
         return len(self.members)
 
     def member(self, index: int) -> int:

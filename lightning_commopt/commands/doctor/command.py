@@ -66,7 +66,7 @@ def doctor(
 
 
 def _explain_hang(run_dir: Path, *, json: bool) -> None:
-    from lightning_commopt.commands.doctor.hangs_terminal import print_hang_report
+    from lightning_commopt.commands.doctor.terminal import print_hang_report
     from lightning_commopt.watch.hangs.records import read_hang_report
 
     with errors_in_a_line(status=2):

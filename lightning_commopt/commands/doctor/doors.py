@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from lightning_commopt.launch.interfaces import Interface
 from lightning_commopt.launch.ports import explain_os_error
 
-_MOST_THREADS = 64
+_MAX_THREADS = 64
 
 
-class Door(NamedTuple):
+class ListeningPort(NamedTuple):
     """An open port of a host.
 
     Attributes:
@@ -30,7 +30,7 @@ class Door(NamedTuple):
     users: str
 
 
-class ClosedDoor(NamedTuple):
+class UnreachablePort(NamedTuple):
     """A port that a host could not connect to.
 
     Attributes:
@@ -42,12 +42,12 @@ class ClosedDoor(NamedTuple):
 
     from_host: str
     to_host: str
-    door: Door
+    door: ListeningPort
     reason: str
 
 
 @contextlib.contextmanager
-def open_doors(interfaces: Mapping[str, Interface | None]) -> Iterator[list[Door]]:
+def listen_on_ports(interfaces: Mapping[str, Interface | None]) -> Iterator[list[ListeningPort]]:
     """Listens on each interface until the end of the ``with`` statement; the kernel accepts connections by itself.
 
     Args:
@@ -62,13 +62,17 @@ def open_doors(interfaces: Mapping[str, Interface | None]) -> Iterator[list[Door
         for interface, names in users.items():
             server = closing.enter_context(socket.create_server((interface.address, 0), backlog=1024))
             port = server.getsockname()[1]
-            doors.append(Door(interface.name, interface.address, port, " and ".join(names)))
+            doors.append(ListeningPort(interface.name, interface.address, port, " and ".join(names)))
         yield doors
 
 
-def find_closed(
-    own_host: str, doors: Mapping[str, Sequence[Door]], *, limit_s: float, connect: Any = socket.create_connection
-) -> list[ClosedDoor]:
+def find_unreachable(
+    own_host: str,
+    doors: Mapping[str, Sequence[ListeningPort]],
+    *,
+    limit_s: float,
+    connect: Any = socket.create_connection,
+) -> list[UnreachablePort]:
     """Tries all doors of other hosts at the same time.
 
     Args:
@@ -81,7 +85,7 @@ def find_closed(
         Those that could not be reached.
     """
 
-    def why_closed(door: Door) -> str | None:
+    def why_closed(door: ListeningPort) -> str | None:
         try:
             connect((door.address, door.port), timeout=limit_s).close()
         except TimeoutError:
@@ -91,10 +95,10 @@ def find_closed(
         return None
 
     tried = [(host, door) for host, theirs in doors.items() if host != own_host for door in theirs]
-    with ThreadPoolExecutor(max_workers=_MOST_THREADS) as pool:
+    with ThreadPoolExecutor(max_workers=_MAX_THREADS) as pool:
         reasons = list(pool.map(why_closed, [door for _, door in tried]))
     return [
-        ClosedDoor(own_host, host, door, reason)
+        UnreachablePort(own_host, host, door, reason)
         for (host, door), reason in zip(tried, reasons, strict=True)
         if reason is not None
     ]

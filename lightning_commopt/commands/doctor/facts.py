@@ -15,7 +15,7 @@ import torch
 
 from lightning_commopt.commands.doctor import adapters
 from lightning_commopt.commands.doctor.adapters import Port
-from lightning_commopt.commands.doctor.places import Place
+from lightning_commopt.commands.doctor.places import RankIdentity
 from lightning_commopt.commands.topology.findings import find_all
 from lightning_commopt.commands.topology.machine import TopologyError
 from lightning_commopt.commands.topology.sources import read_machine
@@ -82,7 +82,7 @@ class Facts:
 
 
 def collect_facts(
-    environment: Mapping[str, str] = os.environ, root: Path = Path("/"), place: Place | None = None
+    environment: Mapping[str, str] = os.environ, root: Path = Path("/"), place: RankIdentity | None = None
 ) -> Facts:
     """Looks at this host; starts no job and changes nothing.
 
@@ -133,7 +133,7 @@ def facts_from_plain(plain: Mapping[str, Any]) -> Facts:
     return Facts(**known)
 
 
-def _topology(place: Place | None) -> tuple[list[Finding], str | None]:
+def _topology(place: RankIdentity | None) -> tuple[list[Finding], str | None]:
     if place is not None and place.local_rank != 0:
         return [], "the host's first rank looks"
     try:

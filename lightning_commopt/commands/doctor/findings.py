@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_commopt.commands.doctor.doors import ClosedDoor
+from lightning_commopt.commands.doctor.doors import UnreachablePort
 from lightning_commopt.commands.doctor.facts import Facts
 from lightning_commopt.launch.nccl_environment import find_mistakes, parse_version
 from lightning_commopt.launch.nccl_variables import names_in_library
@@ -26,7 +26,9 @@ _OPEN_PORTS = (
 )
 
 
-def find(everybody: Sequence[Facts], closed: Sequence[ClosedDoor] = (), gloo_error: str | None = None) -> list[Finding]:
+def find(
+    everybody: Sequence[Facts], closed: Sequence[UnreachablePort] = (), gloo_error: str | None = None
+) -> list[Finding]:
     """Returns what is wrong, errors first.
 
     Args:
@@ -57,8 +59,8 @@ def warning(what: str, advice: str) -> Finding:
     return Finding(severity="warning", what=what, advice=advice)
 
 
-def _closed_doors(closed: Sequence[ClosedDoor]) -> Iterator[Finding]:
-    pairs: dict[tuple[str, str], list[ClosedDoor]] = defaultdict(list)
+def _closed_doors(closed: Sequence[UnreachablePort]) -> Iterator[Finding]:
+    pairs: dict[tuple[str, str], list[UnreachablePort]] = defaultdict(list)
     for each in closed:
         pairs[each.from_host, each.to_host].append(each)
     for (one, other), doors in pairs.items():

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.commands.doctor.doors import ClosedDoor, Door, find_closed, open_doors
+from lightning_commopt.commands.doctor.doors import ListeningPort, UnreachablePort, find_unreachable, listen_on_ports
 from lightning_commopt.commands.doctor.facts import Facts, facts_from_plain
-from lightning_commopt.commands.doctor.places import Place
+from lightning_commopt.commands.doctor.places import RankIdentity
 from lightning_commopt.launch.ports import try_port
 from lightning_commopt.text.formatting import list_some
 
@@ -41,11 +41,11 @@ class Meeting(NamedTuple):
     """
 
     everybody: list[Facts]
-    closed: list[ClosedDoor]
+    closed: list[UnreachablePort]
     gloo_error: str | None = None
 
 
-def meet(facts: Facts, place: Place, *, limit_s: float) -> Meeting:
+def meet(facts: Facts, place: RankIdentity, *, limit_s: float) -> Meeting:
     """Collects the facts of all ranks, and tries connections between all hosts. All ranks must call it.
 
     Args:
@@ -62,8 +62,8 @@ def meet(facts: Facts, place: Place, *, limit_s: float) -> Meeting:
     try:
         store = _open_store(place, deadline)
         users = {"gloo": facts.gloo_interface, "NCCL": facts.nccl_interface} if place.local_rank == 0 else {}
-        with open_doors(users) as doors:
-            return _Talk(store, place, deadline, limit_s).meet(facts, doors)
+        with listen_on_ports(users) as doors:
+            return _FactExchange(store, place, deadline, limit_s).meet(facts, doors)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, MeetingError):
             raise
@@ -73,7 +73,7 @@ def meet(facts: Facts, place: Place, *, limit_s: float) -> Meeting:
         ) from error
 
 
-def _open_store(place: Place, deadline: float) -> dist.Store:
+def _open_store(place: RankIdentity, deadline: float) -> dist.Store:
     remaining = timedelta(seconds=max(1.0, deadline - time.monotonic()) + _GRACE_S)
     try:
         store = dist.TCPStore(
@@ -89,34 +89,34 @@ def _open_store(place: Place, deadline: float) -> dist.Store:
     return dist.PrefixStore("commopt/doctor", store)
 
 
-class _Talk:
+class _FactExchange:
     """A store that all ranks write to; rank 0 collects and answers."""
 
-    def __init__(self, store: dist.Store, place: Place, deadline: float, limit_s: float) -> None:
+    def __init__(self, store: dist.Store, place: RankIdentity, deadline: float, limit_s: float) -> None:
         self._store = store
         self._place = place
         self._deadline = deadline
         self._limit_s = limit_s
         self._absent: list[int] = []
 
-    def meet(self, facts: Facts, doors: Sequence[Door]) -> Meeting:
+    def meet(self, facts: Facts, doors: Sequence[ListeningPort]) -> Meeting:
         place = self._place
         try:
             told = self._exchange("facts", {**asdict(facts), "doors": list(doors)})
             listeners = [rank for rank, each in enumerate(told) if each["doors"]]
-            everybody = name_apart([facts_from_plain(each) for each in told], listeners)
+            everybody = disambiguate_hosts([facts_from_plain(each) for each in told], listeners)
             own_host = everybody[place.rank].host
             by_host = {
-                each.host: [Door(*door) for door in plain["doors"]]
+                each.host: [ListeningPort(*door) for door in plain["doors"]]
                 for each, plain in zip(everybody, told, strict=True)
                 if plain["doors"]
             }
             # One of each host tries; the others of it are on the same network.
-            closed = find_closed(own_host, by_host, limit_s=_CONNECT_S) if place.local_rank == 0 else []
+            closed = find_unreachable(own_host, by_host, limit_s=_CONNECT_S) if place.local_rank == 0 else []
             # Nobody waits longer for those that try than they may take.
             self._deadline = max(self._deadline, time.monotonic() + _CONNECT_S + _GRACE_S)
             all_closed = [
-                ClosedDoor(one, other, Door(*door), reason)
+                UnreachablePort(one, other, ListeningPort(*door), reason)
                 for of_rank in self._exchange("closed", closed)
                 for one, other, door, reason in of_rank
             ]
@@ -198,7 +198,7 @@ class _Talk:
             _quietly(lambda: self._wait_for_all("left"))
 
 
-def name_apart(everybody: Sequence[Facts], listeners: Sequence[int]) -> list[Facts]:
+def disambiguate_hosts(everybody: Sequence[Facts], listeners: Sequence[int]) -> list[Facts]:
     """Gives hosts of one name their first rank behind it.
 
     Args:

@@ -13,11 +13,11 @@ DEFAULT_PORT = 29511
 """Of ``--hosts``, which nobody communicates."""
 
 _SLURM_PORTS = range(20_000, 30_000)  # below the ports that Linux gives to clients
-_MOST_HOSTS = 100_000
+_MAX_HOSTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankIdentity:
     """A rank among others.
 
     Attributes:
@@ -55,7 +55,7 @@ class Place:
 
 def find_place(
     hosts: str | None = None, port: int | None = None, environment: Mapping[str, str] = os.environ
-) -> Place | None:
+) -> RankIdentity | None:
     """Returns the place of this process: of the list, or as torchrun or srun has started it.
 
     Args:
@@ -83,7 +83,7 @@ def find_place(
     return None
 
 
-def _place_of_torchrun(environment: Mapping[str, str], port: int | None) -> Place:
+def _place_of_torchrun(environment: Mapping[str, str], port: int | None) -> RankIdentity:
     numbers = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     for name, text in numbers.items():
         if not text.isdecimal():
@@ -91,7 +91,7 @@ def _place_of_torchrun(environment: Mapping[str, str], port: int | None) -> Plac
     if not environment.get("MASTER_ADDR"):
         raise ValueError("RANK is set, so MASTER_ADDR must be where rank 0 is; without RANK one host is checked")
     rank = int(numbers["RANK"])
-    return Place(
+    return RankIdentity(
         rank=rank,
         world_size=int(numbers["WORLD_SIZE"]),
         local_rank=_number(environment, "LOCAL_RANK", 0),
@@ -103,14 +103,14 @@ def _place_of_torchrun(environment: Mapping[str, str], port: int | None) -> Plac
     )
 
 
-def _place_of_slurm(environment: Mapping[str, str], port: int | None) -> Place:
+def _place_of_slurm(environment: Mapping[str, str], port: int | None) -> RankIdentity:
     """Reads a step's variables; ranks meet on its first host, at a port that its number gives."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
     hosts = expand_node_list(nodes)
     per_node = [
         int(number)
         for part in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        for number in [part[0]] * min(int(part[1] or 1), _MOST_HOSTS)
+        for number in [part[0]] * min(int(part[1] or 1), _MAX_HOSTS)
     ]
     world_size = _number(environment, "SLURM_STEP_NUM_TASKS", 1)
     rank_hosts = [host for host, number in zip(hosts, per_node, strict=False) for _ in range(min(number, world_size))]
@@ -118,7 +118,7 @@ def _place_of_slurm(environment: Mapping[str, str], port: int | None) -> Place:
     node = _number(environment, "SLURM_NODEID", 0)
     job = 64 * _number(environment, "SLURM_JOB_ID", 0) + _number(environment, "SLURM_STEP_ID", 0)
     rank = _number(environment, "SLURM_PROCID", 0)
-    return Place(
+    return RankIdentity(
         rank=rank,
         world_size=world_size,
         local_rank=_number(environment, "SLURM_LOCALID", 0),
@@ -142,7 +142,7 @@ def expand_node_list(text: str) -> list[str]:
     ['node01', 'node02', 'node03', 'node7', 'gpu-a']
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    hosts = [host for part in parts for host in itertools.islice(_expand(part.strip()), _MOST_HOSTS)]
+    hosts = [host for part in parts for host in itertools.islice(_expand(part.strip()), _MAX_HOSTS)]
     if not hosts or not all(hosts) or text.count("[") != text.count("]"):
         raise ValueError(f"SLURM_STEP_NODELIST must be a list of hosts such as node[01-03], got {text!r}")
     return hosts
@@ -161,7 +161,7 @@ def _expand(part: str) -> Iterator[str]:
             yield from _expand(f"{part[: found.start()]}{number:0{len(ends[1])}d}{part[found.end() :]}")
 
 
-def _place_in_list(text: str, port: int) -> Place:
+def _place_in_list(text: str, port: int) -> RankIdentity:
     hosts = [host.strip() for host in text.split(",")]
     if not all(hosts) or len(set(hosts)) < len(hosts) or len(hosts) < 2:
         raise ValueError(f"--hosts must be two or more different names or addresses, such as a,b; got {text!r}")
@@ -177,7 +177,7 @@ def _place_in_list(text: str, port: int) -> Place:
             f"--hosts {text} {problem} ({which}): its name is {socket.gethostname()}; write the name or address of each"
             " host once"
         )
-    return Place(
+    return RankIdentity(
         rank=own[0],
         world_size=len(hosts),
         host=hosts[own[0]],

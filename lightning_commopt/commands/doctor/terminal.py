@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from textwrap import shorten
 
 from rich.console import Console
+from rich.text import Text
 
 from lightning_commopt.commands.doctor.facts import Facts
 from lightning_commopt.text import findings
 from lightning_commopt.text.formatting import list_some
-from lightning_commopt.text.terminal import print_text
+from lightning_commopt.text.terminal import TextTable, print_text
+from lightning_commopt.watch.hangs.marks import PHASES
+from lightning_commopt.watch.hangs.records import HangReport, TimedMark, phases_of
+from lightning_commopt.watch.hangs.sentences import waits_in
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _HOSTS_SHOWN = 8
 
@@ -59,3 +66,94 @@ def list_unchecked(everybody: Sequence[Facts]) -> list[str]:
 def _names(some: Iterator[Facts]) -> str:
     names = [facts.host for facts in some][::-1]
     return list_some(names)
+
+
+_LETTERS = {
+    "setup": ("s", "white"),
+    "data": ("d", "magenta"),
+    "forward": ("f", "green"),
+    "backward": ("b", "red"),
+    "optimizer": ("o", "yellow"),
+    "callbacks": ("c", "cyan"),
+    "checkpoint": ("k", "blue"),
+    "validation": ("v", "bright_blue"),
+    "test": ("t", "bright_blue"),
+    "predict": ("p", "bright_blue"),
+}
+_DETAIL_WIDTH = 60
+_GONE = "x"
+_SHARE_BEFORE = 0.3
+_SHORTEST_S = 1.0
+
+
+def print_hang_report(found: HangReport, console: Console) -> None:
+    """Prints the sentence, what to try, a line for each rank, and a picture of their phases."""
+    diagnosis = found.diagnosis
+    if found.was_reported:
+        print_text(diagnosis.sentence, console, "bold")
+        for hint in diagnosis.hints:
+            print_text(f"Try: {hint}", console)
+    else:
+        console.print("No hang was reported. The ranks were last seen like this:", style="bold")
+    console.print()
+    console.print(_ranks(found.snapshots))
+    if found.marks:
+        console.print()
+        _print_timeline(found, console)
+
+
+def _ranks(snapshots: Sequence[RankSnapshot]) -> TextTable:
+    numbers = "rank", "step", "no progress\nfor"
+    headings = "rank", "host", "state", "phase", "step", "no progress\nfor", "waits in", "at"
+    table = TextTable(*headings, numbers=numbers, has_rules=False)
+    for each in sorted(snapshots, key=lambda each: each.rank):
+        known = each.state not in ("unreachable", "silent")
+        table.add_row(
+            str(each.rank),
+            each.host,
+            each.state,
+            PHASES[each.phase].name if known else "",
+            str(each.step) if known else "",
+            f"{each.idle_s:.0f} s" if known else "",
+            waits_in(each) or "",
+            next(iter(each.worker_places), shorten(each.detail, _DETAIL_WIDTH) or each.place or ""),
+        )
+    return table
+
+
+def _print_timeline(found: HangReport, console: Console) -> None:
+    end_s = found.at_unix_s
+    stalled_s = min((marks[-1].at_unix_s for marks in found.marks.values() if marks), default=end_s)
+    hang_s = max(end_s - stalled_s, _SHORTEST_S)
+    start_s = end_s - hang_s / (1 - _SHARE_BEFORE)
+    states = {each.rank: each.state for each in found.snapshots}
+    label = max(len(f"rank {rank}") for rank in found.marks)
+    num_columns = max(20, console.width - label - 2)
+    column_s = (end_s - start_s) / num_columns
+    seen: set[str] = set()
+    for rank, marks in sorted(found.marks.items()):
+        line = Text(f"{f'rank {rank}':<{label}}  ")
+        gone_s = marks[-1].at_unix_s if marks and states.get(rank) in ("died", "failed", "finished") else None
+        for name in _columns(marks, start_s, column_s, num_columns):
+            letter, color = _LETTERS.get(name, (" ", "white"))
+            at_s = start_s + (len(line) - label - 1) * column_s
+            if gone_s is not None and at_s > gone_s + column_s:
+                letter, color = _GONE, "bright_black"
+            elif name:
+                seen.add(name)
+            line.append(letter, style=color)
+        console.print(line, no_wrap=True, crop=True)
+    legend = [f"{_LETTERS[name][0]} {name}" for name in _LETTERS if name in seen]
+    console.print(
+        f"{'':<{label}}  the last {end_s - start_s:.1f} s, {column_s:.2g} s a column: {', '.join(legend)},"
+        f" {_GONE} has ended",
+        highlight=False,
+    )
+
+
+def _columns(marks: list[TimedMark], start_s: float, column_s: float, num_columns: int) -> list[str]:
+    """Returns the name of the phase at the end of each column; "" before the first one."""
+    phases = phases_of(marks)
+    times = [at_s for at_s, _ in phases]
+    places = [bisect_right(times, start_s + (column + 1) * column_s) for column in range(num_columns)]
+    return [PHASES[phases[place - 1][1]].name if place else "" for place in places]

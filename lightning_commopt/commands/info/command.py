@@ -11,8 +11,7 @@ def info(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Prints versions, devices, backends, comm hooks, and which DDP options this torch has."""
-    from lightning_commopt.commands.info.info import collect
-    from lightning_commopt.commands.info.terminal import print_info
+    from lightning_commopt.commands.info.info import collect, print_info
 
     found = collect()
     if json:

@@ -48,7 +48,6 @@ class _Group:
         self._unknown: list[Member] = []
 
     def can_take(self, member: Member) -> bool:
-        """Returns whether a member without a name may belong here."""
         if member.rank is None:
             # A rank of its own wrote it, whichever that is: not one that is here by name.
             return all(each.process is not member.process for each in self.all_members)

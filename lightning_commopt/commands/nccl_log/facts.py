@@ -59,7 +59,6 @@ class Connection:
 
     @property
     def path(self) -> str:
-        """Kind and method, as the log has them."""
         shown = f"{self.kind}/{self.method}" if self.method else self.kind
         return f"{shown}/GDRDMA" if self.has_gdr else shown
 
@@ -101,7 +100,6 @@ class Process:
 
     @property
     def interface(self) -> str:
-        """The bootstrap's interface."""
         return "" if self.bootstrap is None else self.bootstrap.value.partition(":")[0]
 
 
@@ -207,7 +205,6 @@ class Communicator:
 
     @property
     def num_ranks(self) -> int | None:
-        """Ranks that it has; None where no line says so."""
         return next((each.num_ranks for each in self.members.values() if each.num_ranks is not None), None)
 
     @property
@@ -222,7 +219,6 @@ class Communicator:
 
     @property
     def machines(self) -> dict[Machine, list[int]]:
-        """Ranks by host."""
         found: dict[Machine, list[int]] = {}
         for rank, member in sorted(self.members.items()):
             found.setdefault(member.process.machine, []).append(rank)
@@ -230,7 +226,6 @@ class Communicator:
 
     @property
     def connections(self) -> list[Connection]:
-        """Of all ranks, in their order."""
         return [each for _, member in sorted(self.members.items()) for each in member.connections.values()]
 
     @property

@@ -46,8 +46,8 @@ _TORCH_ERROR = re.compile(
 )
 _GROUP_AND_RANK = re.compile(r"\[(?:(PG [^\[\]]*?) )?Rank (\d+)\]|\[rank(\d+)\]")
 _PART_S = re.compile(r"(\w+) ([\d.]+)")
-_MOST_RANKS = 1 << 20
-_MOST_CHANNELS = 1 << 10
+_MAX_RANKS = 1 << 20
+_MAX_CHANNELS = 1 << 10
 _ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
 _PROTOCOLS = ("LL", "LL128", "SIMPLE")
 
@@ -108,7 +108,7 @@ def parse_trees(text: str) -> tuple[int | None, dict[int, tuple[tuple[int, ...],
             own_rank, above = int(own), int(parent)
         except ValueError:
             continue
-        if is_channel(int(channel)) and are_ranks(own_rank, *below) and above < _MOST_RANKS:
+        if is_channel(int(channel)) and are_ranks(own_rank, *below) and above < _MAX_RANKS:
             trees[int(channel)] = (below, above)
             rank = own_rank
     return rank, trees
@@ -224,12 +224,12 @@ def _group_and_rank(text: str) -> tuple[str, int] | None:
 
 def are_ranks(*numbers: int) -> bool:
     """Returns whether numbers can be ranks, and are no damage to the line."""
-    return all(0 <= number < _MOST_RANKS for number in numbers)
+    return all(0 <= number < _MAX_RANKS for number in numbers)
 
 
 def is_channel(number: int) -> bool:
     """Returns whether a number can be a channel's."""
-    return 0 <= number < _MOST_CHANNELS
+    return 0 <= number < _MAX_CHANNELS
 
 
 def parse_number(text: str) -> float:

@@ -6,8 +6,7 @@ import re
 
 from lightning_commopt.commands.nccl_log import grammar
 from lightning_commopt.commands.nccl_log.facts import Fact, Member
-from lightning_commopt.commands.nccl_log.lines import Message
-from lightning_commopt.commands.nccl_log.sources import Source
+from lightning_commopt.commands.nccl_log.sources import Message, Source
 
 _NOTES = {
     "p2p_disabled": ("P2P is disabled between",),

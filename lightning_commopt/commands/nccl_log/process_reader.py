@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_commopt.commands.nccl_log import grammar
 from lightning_commopt.commands.nccl_log.facts import Fact, Process
-from lightning_commopt.commands.nccl_log.lines import Message
+from lightning_commopt.commands.nccl_log.sources import Message
 
 _NOTES = {
     "no_ib": ("NET/IB : No device found", "NET/IB: No device found"),

@@ -9,10 +9,9 @@ from lightning_commopt.commands.nccl_log import grammar
 from lightning_commopt.commands.nccl_log.communicators import group_members
 from lightning_commopt.commands.nccl_log.events import LoggedWarning
 from lightning_commopt.commands.nccl_log.facts import Fact, NcclLog
-from lightning_commopt.commands.nccl_log.lines import Message, read_messages
 from lightning_commopt.commands.nccl_log.member_reader import read_member_line
 from lightning_commopt.commands.nccl_log.process_reader import read_process_line
-from lightning_commopt.commands.nccl_log.sources import Sources
+from lightning_commopt.commands.nccl_log.sources import Message, Sources, read_messages
 
 
 def read_log(paths: Sequence[Path]) -> NcclLog:

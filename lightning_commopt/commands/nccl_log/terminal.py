@@ -18,11 +18,11 @@ from lightning_commopt.text.findings import Finding, print_findings
 from lightning_commopt.text.formatting import list_some, numbers_text, ranks_text
 from lightning_commopt.text.terminal import TextTable, print_text
 
-_MOST_PAIRS = 6
-_MOST_RINGS = 4
-_MOST_RANKS = 16
-_MOST_CHOICES = 12
-_MOST_COMMUNICATORS = 4
+_MAX_PAIRS = 6
+_MAX_RINGS = 4
+_MAX_RANKS = 16
+_MAX_CHOICES = 12
+_MAX_COMMUNICATORS = 4
 
 
 def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
@@ -34,12 +34,12 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     )
     for file in log.silent_files:
         print_text(f"warning: {file} has no line of NCCL", console, "yellow")
-    shown = sorted(log.communicators, key=lambda each: -len(each.members))[:_MOST_COMMUNICATORS]
+    shown = sorted(log.communicators, key=lambda each: -len(each.members))[:_MAX_COMMUNICATORS]
     others = [each for each in log.communicators if each not in shown]
     for communicator in sorted(shown, key=lambda each: each.number):
         _print_communicator(communicator, console)
     if others:
-        sizes = list_some([each.num_ranks or "?" for each in others], _MOST_CHOICES)
+        sizes = list_some([each.num_ranks or "?" for each in others], _MAX_CHOICES)
         print_text(f"{len(others)} more communicators, of {sizes} ranks: see --json", console)
     _print_choices(log, console)
     _print_settings(log, console)
@@ -67,12 +67,12 @@ def _print_communicator(communicator: Communicator, console: Console) -> None:
         print_text(f"  {' '.join(filter(None, machine)) or 'host unknown'}: {ranks_text(ranks)}", console)
     _print_paths(communicator, console)
     rings = list(rings_of(communicator).items())
-    for ring, channels in rings[:_MOST_RINGS]:
-        order = " ".join(map(str, ring[:_MOST_RANKS])) + (" ..." if len(ring) > _MOST_RANKS else "")
+    for ring, channels in rings[:_MAX_RINGS]:
+        order = " ".join(map(str, ring[:_MAX_RANKS])) + (" ..." if len(ring) > _MAX_RANKS else "")
         print_text(f"  ring on {_channels_text(channels)}: {order}", console)
-    if len(rings) > _MOST_RINGS:
-        print_text(f"  and {len(rings) - _MOST_RINGS} other rings", console)
-    for tree in trees_of(communicator)[:_MOST_RINGS]:
+    if len(rings) > _MAX_RINGS:
+        print_text(f"  and {len(rings) - _MAX_RINGS} other rings", console)
+    for tree in trees_of(communicator)[:_MAX_RINGS]:
         root = "root unknown" if tree.root is None else f"root {tree.root}"
         print_text(f"  tree on {_channels_text(tree.channels)}: {root}, depth {tree.depth}", console)
 
@@ -81,7 +81,7 @@ def _print_paths(communicator: Communicator, console: Console) -> None:
     table = TextTable("path", "where", "pairs (sender > receiver)", "channels")
     paths = paths_of(communicator)
     for path in paths:
-        pairs = list_some([f"{sender} > {receiver}" for sender, receiver in path.pairs], _MOST_PAIRS)
+        pairs = list_some([f"{sender} > {receiver}" for sender, receiver in path.pairs], _MAX_PAIRS)
         table.add_row(path.name, path.place, pairs, str(path.num_channels))
     if paths:
         console.print(table)
@@ -95,7 +95,7 @@ def _print_choices(log: NcclLog, console: Console) -> None:
     if not log.choices:
         return
     table = TextTable("operation", "bytes", "algorithm", "protocol", "channels", "times")
-    for choice, times in sorted(log.choices.most_common(_MOST_CHOICES), key=lambda item: item[0].num_bytes):
+    for choice, times in sorted(log.choices.most_common(_MAX_CHOICES), key=lambda item: item[0].num_bytes):
         cells = (
             choice.operation,
             f"{choice.num_bytes}",

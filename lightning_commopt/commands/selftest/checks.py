@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_commopt.commands.selftest.places import Place
+from lightning_commopt.commands.selftest.places import TestDevices
 
 
 class NotChecked(Exception):  # noqa: N818 (no error)
@@ -22,16 +22,16 @@ class Check:
     """
 
     name: str
-    run: Callable[[Place], str]
+    run: Callable[[TestDevices], str]
 
 
 CHECKS: list[Check] = []
 
 
-def check(name: str) -> Callable[[Callable[[Place], str]], Callable[[Place], str]]:
+def check(name: str) -> Callable[[Callable[[TestDevices], str]], Callable[[TestDevices], str]]:
     """Adds a function to `CHECKS`. It raises an AssertionError that says what is wrong, or `NotChecked`."""
 
-    def add(run: Callable[[Place], str]) -> Callable[[Place], str]:
+    def add(run: Callable[[TestDevices], str]) -> Callable[[TestDevices], str]:
         CHECKS.append(Check(name, run))
         return run
 

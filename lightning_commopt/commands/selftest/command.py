@@ -18,8 +18,7 @@ def selftest(
 
     Exit status 1 if a check fails, 2 if it cannot run.
     """
-    from lightning_commopt.commands.selftest.run import run_selftest
-    from lightning_commopt.commands.selftest.terminal import print_selftest, progress_lines
+    from lightning_commopt.commands.selftest.run import print_selftest, progress_lines, run_selftest
 
     console = Console()
     with errors_in_a_line(status=2), progress_lines(console) as on_progress:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.commands.selftest.checks import check
 from lightning_commopt.commands.selftest.gradients import Net, flatten, random_gradients, send
-from lightning_commopt.commands.selftest.places import Place
+from lightning_commopt.commands.selftest.places import TestDevices
 from lightning_commopt.compressors import Compressor, compressor_from_config
 from lightning_commopt.compressors.registry import compressor_names
 from lightning_commopt.plan import CommPlan
@@ -59,7 +59,7 @@ class _Steps(NamedTuple):
     declared_bytes: int
 
 
-def wrap(place: Place, compressor: Compressor | None) -> tuple[DistributedDataParallel, GradientSync]:
+def wrap(place: TestDevices, compressor: Compressor | None) -> tuple[DistributedDataParallel, GradientSync]:
     """Returns a model in DDP, synchronized by a compressor."""
     model = DistributedDataParallel(Net().to(place.device(dist.get_rank())))
     sync = GradientSync(CommPlan(comm_hook=compressor))
@@ -67,20 +67,22 @@ def wrap(place: Place, compressor: Compressor | None) -> tuple[DistributedDataPa
     return model, sync
 
 
-def gradients_of(place: Place, step: int, scale: float = 1.0) -> dict[str, Tensor]:
+def gradients_of(place: TestDevices, step: int, scale: float = 1.0) -> dict[str, Tensor]:
     """Returns random gradients of this rank, on its device."""
     device = place.device(dist.get_rank())
     return {name: value.to(device) for name, value in random_gradients(step, dist.get_rank(), scale).items()}
 
 
-def run_step(place: Place, model: DistributedDataParallel, sync: GradientSync, step: int, scale: float = 1.0) -> Tensor:
+def run_step(
+    place: TestDevices, model: DistributedDataParallel, sync: GradientSync, step: int, scale: float = 1.0
+) -> Tensor:
     """Sends this rank's gradients of a step, and returns their average, ``(n,)`` float64."""
     average = send(model, gradients_of(place, step, scale))
     sync.end_backward(ends_static_graph=False)
     return flatten(average)
 
 
-def _run_steps(place: Place, compressor: Compressor) -> _Steps:
+def _run_steps(place: TestDevices, compressor: Compressor) -> _Steps:
     model, sync = wrap(place, compressor)
     received, byte_counts = [], [0]
     for step in range(_NUM_STEPS):
@@ -108,7 +110,7 @@ def each_compressor() -> Iterator[tuple[str, Compressor]]:
 
 
 @check("averages are those in float64, within each compressor's error")
-def _averages(place: Place) -> str:
+def _averages(place: TestDevices) -> str:
     for name, compressor in each_compressor():
         steps = _run_steps(place, compressor)
         mean = torch.stack(_of_all_ranks(steps.sent)).mean(0)
@@ -153,7 +155,7 @@ def check_averages(name: str, compressor: Compressor, received: Tensor, exact: T
 
 
 @check("all ranks receive the same bits")
-def _ranks_agree(place: Place) -> str:
+def _ranks_agree(place: TestDevices) -> str:
     for name, compressor in each_compressor():
         first, *others = _of_all_ranks(_run_steps(place, compressor).received)
         assert all(torch.equal(first, other) for other in others), f"{name}: ranks differ"
@@ -161,7 +163,7 @@ def _ranks_agree(place: Place) -> str:
 
 
 @check("bytes on the wire are those that a compressor declares")
-def _bytes(place: Place) -> str:
+def _bytes(place: TestDevices) -> str:
     for name, compressor in each_compressor():
         steps = _run_steps(place, compressor)
         assert steps.bytes_per_step == steps.declared_bytes, (
@@ -171,7 +173,7 @@ def _bytes(place: Place) -> str:
 
 
 @check("lossless compressors train to the same bits as DDP")
-def _lossless(place: Place) -> str:
+def _lossless(place: TestDevices) -> str:
     trained = {}
     lossless = {name: compressor for name, compressor in each_compressor() if not compressor.is_lossy}
     for name, compressor in {"DDP": None, **lossless}.items():
@@ -188,7 +190,7 @@ def _lossless(place: Place) -> str:
 
 
 @check("a step that overflows does not poison the next ones")
-def _overflow(place: Place) -> str:
+def _overflow(place: TestDevices) -> str:
     for name, compressor in each_compressor():
         model, sync = wrap(place, compressor)
         for step, scale in enumerate((1.0, float("inf"), 1.0, 1.0)):
@@ -199,7 +201,7 @@ def _overflow(place: Place) -> str:
 
 
 @check("a resumed compressor goes on bit for bit")
-def _resume(place: Place) -> str:
+def _resume(place: TestDevices) -> str:
     for name, compressor in each_compressor():
         model, sync = wrap(place, compressor)
         half = _NUM_STEPS // 2

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.commands.selftest.checks import NotChecked, check
 from lightning_commopt.commands.selftest.gradients import send
 from lightning_commopt.commands.selftest.laws import all_compressors, each_compressor, gradients_of, run_step, wrap
-from lightning_commopt.commands.selftest.places import Place
+from lightning_commopt.commands.selftest.places import TestDevices
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.record import covered_s
 from lightning_commopt.measure.recorder import StepRecorder
@@ -23,7 +23,7 @@ _RTOL_PROFILER = 0.2
 
 
 @check("collectives take as long as torch.profiler says")
-def _recorded_time(place: Place) -> str:
+def _recorded_time(place: TestDevices) -> str:
     device = place.device(dist.get_rank())
     model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]).to(device))
     sync = GradientSync(CommPlan())
@@ -64,7 +64,7 @@ def _is_collective(event: Any, device_type: str) -> bool:
 
 
 @check("no step synchronizes the device")
-def _no_synchronization(place: Place) -> str:
+def _no_synchronization(place: TestDevices) -> str:
     if place.device_type == "cpu":
         raise NotChecked("needs a CUDA device")
     for name, compressor in each_compressor():
@@ -84,7 +84,7 @@ def _no_synchronization(place: Place) -> str:
 
 
 @check("memory does not grow")
-def _memory(place: Place) -> str:
+def _memory(place: TestDevices) -> str:
     if place.device_type == "cpu":
         raise NotChecked("torch counts memory on CUDA devices only")
     for name, compressor in each_compressor():

@@ -13,7 +13,7 @@ _NCCL_THAT_SHARES_A_GPU = (2, 30)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TestDevices:
     """Devices and backend of two ranks.
 
     Attributes:
@@ -35,7 +35,7 @@ class Place:
         return torch.device("cpu") if self.device_type == "cpu" else torch.device("cuda", self.indices[rank])
 
 
-def candidates(device: str) -> list[Place]:
+def candidates(device: str) -> list[TestDevices]:
     """Returns where two ranks may run, the best first; whether NCCL takes two ranks on one GPU shows when it is tried.
 
     Args:
@@ -49,13 +49,13 @@ def candidates(device: str) -> list[Place]:
     num_gpus = torch.cuda.device_count()
     if device == "cuda" and num_gpus == 0:
         raise ValueError("device=cuda: torch finds no CUDA device here")
-    cpu = Place(name="2 ranks on the CPU, gloo", device_type="cpu", backend="gloo")
+    cpu = TestDevices(name="2 ranks on the CPU, gloo", device_type="cpu", backend="gloo")
     if device == "cpu" or num_gpus == 0:
         return [cpu]
     return [*_with_nccl(num_gpus), _cuda("2 ranks on one GPU, gloo", "gloo")]
 
 
-def _with_nccl(num_gpus: int) -> list[Place]:
+def _with_nccl(num_gpus: int) -> list[TestDevices]:
     if not dist.is_nccl_available():
         return []
     backend = "cpu:gloo,cuda:nccl"
@@ -70,5 +70,5 @@ def _with_nccl(num_gpus: int) -> list[Place]:
     return places
 
 
-def _cuda(name: str, backend: str, **options: Any) -> Place:
-    return Place(name=name, device_type="cuda", backend=backend, **options)
+def _cuda(name: str, backend: str, **options: Any) -> TestDevices:
+    return TestDevices(name=name, device_type="cuda", backend=backend, **options)

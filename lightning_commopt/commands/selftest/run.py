@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.text import Text
 
 from lightning_commopt.commands.info.info import collect
 from lightning_commopt.commands.selftest import laws, on_device
 from lightning_commopt.commands.selftest.checks import CHECKS, Check, NotChecked
-from lightning_commopt.commands.selftest.places import Place, candidates
+from lightning_commopt.commands.selftest.places import TestDevices, candidates
 from lightning_commopt.commands.selftest.ranks import PROCESSES, RankError, run_ranks
+from lightning_commopt.text.terminal import TextTable
 
 _FILLED_BY = laws, on_device
 _LIMIT_S = 120
@@ -58,11 +62,9 @@ class SelfTest:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a check has failed."""
         return any(outcome.status == "failed" for outcome in self.outcomes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything in types that JSON has."""
         return asdict(self)
 
 
@@ -87,7 +89,7 @@ def run_selftest(device: str = "auto", on_start: Callable[[str], None] = lambda 
     return SelfTest(place=place.name, refused=refused, outcomes=outcomes, info=collect().to_dict())
 
 
-def _first_that_works(places: list[Place], refused: dict[str, str]) -> Place:
+def _first_that_works(places: list[TestDevices], refused: dict[str, str]) -> TestDevices:
     for place in places:
         try:
             _on_ranks(_try, place)
@@ -98,13 +100,13 @@ def _first_that_works(places: list[Place], refused: dict[str, str]) -> Place:
     raise RankError("; ".join(f"{name}: {why}" for name, why in refused.items()))
 
 
-def _try(place: Place) -> None:
+def _try(place: TestDevices) -> None:
     value = torch.ones(1, device=place.device(dist.get_rank()))
     dist.all_reduce(value)
     assert value.item() == dist.get_world_size()
 
 
-def _run(check: Check, place: Place) -> Outcome:
+def _run(check: Check, place: TestDevices) -> Outcome:
     start_s = time.monotonic()
     status: Status
     try:
@@ -114,7 +116,7 @@ def _run(check: Check, place: Place) -> Outcome:
     return Outcome(name=check.name, status=status, detail=detail, seconds=time.monotonic() - start_s)
 
 
-def _run_on_rank(index: int, place: Place) -> tuple[Status, str]:
+def _run_on_rank(index: int, place: TestDevices) -> tuple[Status, str]:
     if place.device_type == "cuda":
         torch.cuda.set_device(place.device(dist.get_rank()))
     try:
@@ -124,7 +126,7 @@ def _run_on_rank(index: int, place: Place) -> tuple[Status, str]:
 
 
 def _on_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    place: Place = args[-1]
+    place: TestDevices = args[-1]
     return run_ranks(
         fn,
         *args,
@@ -137,3 +139,26 @@ def _on_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _last_line(error: RankError) -> str:
     return str(error).strip().splitlines()[-1].removeprefix("AssertionError: ")
+
+
+_COLORS = {"passed": "green", "failed": "red", "not checked": "yellow"}
+
+
+@contextmanager
+def progress_lines(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows what is running: one line that changes on a terminal, a line each elsewhere."""
+    if not console.is_terminal:
+        yield lambda text: print(f"running: {text}", file=console.file, flush=True)
+        return
+    with console.status("", spinner="line") as status:
+        yield status.update
+
+
+def print_selftest(found: SelfTest, console: Console) -> None:
+    """Prints a row for each check, and where ranks could not run."""
+    table = TextTable(found.place, "", "")
+    for outcome in found.outcomes:
+        table.add_row(outcome.name, Text(outcome.status, _COLORS[outcome.status]), outcome.detail)
+    console.print(table)
+    for place, why in found.refused.items():
+        console.print(f"{place}: refused ({why})", highlight=False)

@@ -46,7 +46,7 @@ def topo(
             print_findings([finding for finding in findings if finding.code == "wrong_numa_node"], Console())
             return
         if output is not None:
-            from lightning_commopt.commands.topology.page import write_page
+            from lightning_commopt.commands.topology.terminal import write_page
 
             write_page(machine, findings, output)
     if json:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lightning_commopt.commands.topology.expectations import is_switched, nvlink_model
+from lightning_commopt.commands.topology.expectations import Ring, find_ring, is_switched, nvlink_model
 from lightning_commopt.commands.topology.machine import KINDS, Machine, cpus_text
-from lightning_commopt.commands.topology.rings import Ring, find_ring
 from lightning_commopt.text.findings import Finding, worst_first
 from lightning_commopt.text.formatting import count, list_some
 

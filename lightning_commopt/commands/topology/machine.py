@@ -112,7 +112,6 @@ class Machine:
         return self.links.get(frozenset((one, other)))
 
     def gpu_pairs(self) -> list[tuple[str, str]]:
-        """Returns each two GPUs, once."""
         return list(combinations([gpu.label for gpu in self.gpus], 2))
 
     def nearest_nics(self, gpu: str) -> tuple[Link | None, list[Nic]]:

@@ -17,8 +17,8 @@ _HEADING_WORDS = ("cpu", "numa", "gpu", "affinity", "id")
 _CELL = re.compile(r"[A-Z][A-Z0-9#?]{0,9}|-|\?+|\.{2,3}|N/A")
 _FRAGMENTS = re.compile(r"[A-Z0-9/,#\-]+")
 _CORES = re.compile(r"\d[\d,\-]*|N/A")
-_MOST_LABELS = 512
-_MOST_WRAPS = 40
+_MAX_LABELS = 512
+_MAX_WRAPS = 40
 
 
 class Row(NamedTuple):
@@ -104,7 +104,7 @@ def _without(prefix: str, line: str) -> str:
 def _parse_header(text: str) -> _Header | None:
     words = text.split()
     labels: list[str] = []
-    for word in words[:_MOST_LABELS]:
+    for word in words[:_MAX_LABELS]:
         if not _LABEL.fullmatch(word):
             break
         labels.append(word)
@@ -123,7 +123,7 @@ def _parse_row(text: str, table: Table) -> Row | None:
         return None
     if not _CELL.fullmatch(words[1]) or (words[0] not in table.labels and not _is_cell(words[1])):
         return None
-    num_columns = len(table.labels) or _MOST_LABELS
+    num_columns = len(table.labels) or _MAX_LABELS
     cells: list[str] = []
     for word in words[1 : num_columns + 1]:
         if not _CELL.fullmatch(word) or (not table.labels and word == "N/A"):
@@ -138,7 +138,7 @@ def _is_cell(word: str) -> bool:
 
 def _join_header(text: str, header: _Header, lines: Sequence[str], index: int, prefix: str) -> tuple[_Header, int]:
     """Joins a header with the lines that it was wrapped to; returns it, and the index of the first other line."""
-    for _ in range(_MOST_WRAPS):
+    for _ in range(_MAX_WRAPS):
         if index >= len(lines) or _parse_row(more := _without(prefix, lines[index]), Table(labels=header.labels)):
             break
         best = (_in_order(header.labels), len(header.labels), len(header.headings))
@@ -168,7 +168,7 @@ def _in_order(labels: Sequence[str]) -> bool:
 
 def _join_row(row: Row, table: Table, lines: Sequence[str], index: int, prefix: str) -> tuple[Row, int]:
     """Joins a row with the lines that it was wrapped to; returns it, and the index of the first other line."""
-    for _ in range(_MOST_WRAPS if table.labels else 0):
+    for _ in range(_MAX_WRAPS if table.labels else 0):
         if index >= len(lines):
             break
         more = _without(prefix, lines[index])

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_commopt.commands.topology import sysfs
 from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, TopologyError
 
-_MOST_CPUS = 4096
+_MAX_CPUS = 4096
 
 
 def read_nvml(root: Path = Path("/")) -> Machine:
@@ -83,7 +83,7 @@ class _Reader:
         nvml = self._nvml
         bus_id = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
         node = sysfs.numa_node(self._root, sysfs.pci_path(self._root, bus_id))
-        words = self._ask("nvmlDeviceGetCpuAffinity", handle, _MOST_CPUS // 64) or []
+        words = self._ask("nvmlDeviceGetCpuAffinity", handle, _MAX_CPUS // 64) or []
         cpus = frozenset(64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1)
         return Gpu(
             label=f"GPU{index}",

@@ -15,7 +15,7 @@ _GPU_NAME = re.compile(r"\bGPU\s+(\d{1,4}):\s*([^():|]{2,80}?)\s*(?:\(UUID.*)?$"
 _GPU_ROW = re.compile(r"\|\s+(\d{1,4})\s+((?:NVIDIA|Tesla|Quadro|GeForce)\b[^|]{0,60}?)\s+(?:On|Off|N/A)?\s*\|")
 _LEGEND = re.compile(r"\s*(SYS|PHB|PIX)\s*=")
 _NVLINK_LEGEND = re.compile(r"\s*NV#\s*=")
-_MOST_CHARACTERS = 4000  # of a line
+_MAX_CHARACTERS = 4000  # of a line
 
 
 def read_smi_text(text: str, source: str) -> Machine:
@@ -28,7 +28,7 @@ def read_smi_text(text: str, source: str) -> Machine:
     Raises:
         TopologyError: there is none in it.
     """
-    lines = [_ESCAPES.sub("", line[:_MOST_CHARACTERS]) for line in re.split(r"\r\n|\r|\n", text)]
+    lines = [_ESCAPES.sub("", line[:_MAX_CHARACTERS]) for line in re.split(r"\r\n|\r|\n", text)]
     tables = [table for table in find_tables([line.replace("|", " ") for line in lines]) if table.is_topology]
     if not tables:
         raise TopologyError(f"{source}: no matrix of nvidia-smi topo -m, and no XML of NCCL_TOPO_DUMP_FILE")

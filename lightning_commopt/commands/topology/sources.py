@@ -14,7 +14,7 @@ from lightning_commopt.commands.topology.nccl_xml import read_nccl_xml
 from lightning_commopt.commands.topology.nvml import read_nvml
 from lightning_commopt.commands.topology.smi_text import read_smi_text
 
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 _LIMIT_S = 60
 
 
@@ -26,7 +26,7 @@ def read_file(path: Path) -> Machine:
         TopologyError: there is no topology in it.
     """
     with path.open("rb") as file:
-        content = file.read(_MOST_BYTES)
+        content = file.read(_MAX_BYTES)
     return read_content(content, str(path))
 
 

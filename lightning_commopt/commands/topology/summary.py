@@ -9,11 +9,11 @@ from lightning_commopt.commands.topology.expectations import (
     expect_all_reduce,
     expect_between_gpus,
     expect_to_nic,
+    find_ring,
     is_switched,
     meaning,
 )
 from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, cpus_text
-from lightning_commopt.commands.topology.rings import find_ring
 from lightning_commopt.text.findings import Finding
 
 

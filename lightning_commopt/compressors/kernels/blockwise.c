@@ -7,10 +7,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#define MOST_IN_BLOCK 256
+#define MAX_IN_BLOCK 256
 #define GROUP 8 /* blocks that are encoded together */
-#define USUAL_INT4_BLOCK 32 /* whose loops are unrolled */
-#define LEAST_SHARED 65536 /* elements that are worth a second thread */
+#define DEFAULT_INT4_BLOCK 32 /* whose loops are unrolled */
+#define MIN_SHARED 65536 /* elements that are worth a second thread */
 #define INFINITE 0x7f800000 /* the bits of the smallest magnitude that is not finite */
 #define SCALE_OF_TOP_8 (float)((1 - 0x1p-22) / 127)
 #define SCALE_OF_TOP_4 (float)((1 - 0x1p-22) / (8 * (8 + INT4_CURVE)))
@@ -171,7 +171,7 @@ INLINE void encode_blocks(int bits, ptrdiff_t count, ptrdiff_t size, const float
 
 INLINE void encode_some(int bits, ptrdiff_t count, ptrdiff_t size, ptrdiff_t block, ptrdiff_t numel, const float *flat,
                         float *residual, int8_t *codes, uint8_t *scales) {
-    float values[GROUP * MOST_IN_BLOCK], new_scales[GROUP];
+    float values[GROUP * MAX_IN_BLOCK], new_scales[GROUP];
     ptrdiff_t first = block * size, n = present(first, count * size, numel);
     codes += block * (size * bits / 8);
     if (n == count * size && !residual) {
@@ -194,13 +194,13 @@ INLINE void encode_some(int bits, ptrdiff_t count, ptrdiff_t size, ptrdiff_t blo
 /* One row of a message: `residual` may be NULL; `numel` elements are there, and zeros behind them. */
 void encode(ptrdiff_t threads, ptrdiff_t bits, ptrdiff_t numel, ptrdiff_t num_blocks, ptrdiff_t size, const float *flat,
             float *residual, int8_t *codes, uint8_t *scales) {
-#pragma omp parallel for num_threads((int)threads) if (threads > 1 && num_blocks * size >= LEAST_SHARED)
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && num_blocks * size >= MIN_SHARED)
     for (ptrdiff_t block = 0; block < num_blocks; block += GROUP) {
         ptrdiff_t count = num_blocks - block < GROUP ? num_blocks - block : GROUP;
         if (bits == 8)
             for (ptrdiff_t k = 0; k < count; k++) encode_some(8, 1, size, block + k, numel, flat, residual, codes, scales);
-        else if (size == USUAL_INT4_BLOCK && count == GROUP)
-            encode_some(4, GROUP, USUAL_INT4_BLOCK, block, numel, flat, residual, codes, scales);
+        else if (size == DEFAULT_INT4_BLOCK && count == GROUP)
+            encode_some(4, GROUP, DEFAULT_INT4_BLOCK, block, numel, flat, residual, codes, scales);
         else
             encode_some(4, count, size, block, numel, flat, residual, codes, scales);
     }
@@ -235,7 +235,7 @@ INLINE void average_block(int bits, ptrdiff_t size, ptrdiff_t block, ptrdiff_t n
 INLINE void reduce_some(int bits, ptrdiff_t count, ptrdiff_t size, ptrdiff_t block, ptrdiff_t num_blocks, ptrdiff_t world_size,
                         ptrdiff_t stride, ptrdiff_t numel, const int8_t *shares, float *residual, int8_t *codes,
                         uint8_t *scales) {
-    float values[GROUP * MOST_IN_BLOCK], new_scales[GROUP];
+    float values[GROUP * MAX_IN_BLOCK], new_scales[GROUP];
     for (ptrdiff_t k = 0; k < count; k++)
         average_block(bits, size, block + k, num_blocks, world_size, stride, shares, values + k * size);
     if (residual)
@@ -253,14 +253,14 @@ INLINE void reduce_some(int bits, ptrdiff_t count, ptrdiff_t size, ptrdiff_t blo
 /* The shares of one shard are `stride` bytes apart. `residual` may be NULL; `numel` elements of it are there. */
 void reduce(ptrdiff_t threads, ptrdiff_t bits, ptrdiff_t world_size, ptrdiff_t stride, ptrdiff_t numel, ptrdiff_t num_blocks,
             ptrdiff_t size, const int8_t *shares, float *residual, int8_t *codes, uint8_t *scales) {
-#pragma omp parallel for num_threads((int)threads) if (threads > 1 && num_blocks * size >= LEAST_SHARED)
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && num_blocks * size >= MIN_SHARED)
     for (ptrdiff_t block = 0; block < num_blocks; block += GROUP) {
         ptrdiff_t count = num_blocks - block < GROUP ? num_blocks - block : GROUP;
         if (bits == 8)
             for (ptrdiff_t k = 0; k < count; k++)
                 reduce_some(8, 1, size, block + k, num_blocks, world_size, stride, numel, shares, residual, codes, scales);
-        else if (size == USUAL_INT4_BLOCK && count == GROUP)
-            reduce_some(4, GROUP, USUAL_INT4_BLOCK, block, num_blocks, world_size, stride, numel, shares, residual, codes, scales);
+        else if (size == DEFAULT_INT4_BLOCK && count == GROUP)
+            reduce_some(4, GROUP, DEFAULT_INT4_BLOCK, block, num_blocks, world_size, stride, numel, shares, residual, codes, scales);
         else
             reduce_some(4, count, size, block, num_blocks, world_size, stride, numel, shares, residual, codes, scales);
     }
@@ -268,7 +268,7 @@ void reduce(ptrdiff_t threads, ptrdiff_t bits, ptrdiff_t world_size, ptrdiff_t s
 
 INLINE void decode_one(int bits, ptrdiff_t size, ptrdiff_t block, ptrdiff_t numel, const int8_t *codes, const uint8_t *scales,
                        float *flat) {
-    float values[MOST_IN_BLOCK], scale = read_scale(bits, scales, block);
+    float values[MAX_IN_BLOCK], scale = read_scale(bits, scales, block);
     ptrdiff_t first = block * size, n = present(first, size, numel);
     codes += block * (size * bits / 8);
     float *to = n == size ? flat + first : values;
@@ -288,12 +288,12 @@ INLINE void decode_one(int bits, ptrdiff_t size, ptrdiff_t block, ptrdiff_t nume
 /* One row of a message, of which `numel` elements are wanted. */
 void decode(ptrdiff_t threads, ptrdiff_t bits, ptrdiff_t numel, ptrdiff_t num_blocks, ptrdiff_t size, const int8_t *codes,
             const uint8_t *scales, float *flat) {
-#pragma omp parallel for num_threads((int)threads) if (threads > 1 && num_blocks * size >= LEAST_SHARED)
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && num_blocks * size >= MIN_SHARED)
     for (ptrdiff_t block = 0; block < num_blocks; block++) {
         if (bits == 8)
             decode_one(8, size, block, numel, codes, scales, flat);
-        else if (size == USUAL_INT4_BLOCK)
-            decode_one(4, USUAL_INT4_BLOCK, block, numel, codes, scales, flat);
+        else if (size == DEFAULT_INT4_BLOCK)
+            decode_one(4, DEFAULT_INT4_BLOCK, block, numel, codes, scales, flat);
         else
             decode_one(4, size, block, numel, codes, scales, flat);
     }

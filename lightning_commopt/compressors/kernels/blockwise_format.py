@@ -19,7 +19,7 @@ ROUNDING_MAGIC = 1.5 * 2.0**23
 INT4_CURVE = 4
 """``c`` of the levels of int4, ``k (|k| + c)``: 0 for squares, large for even levels."""
 INT4_OFFSET = INT4_CURVE**2 / 4 - 1 / 4
-MOST_CODE_4 = 7
+MAX_CODE_4 = 7
 
 
 class Parts(NamedTuple):
@@ -50,17 +50,14 @@ class BlockFormat(NamedTuple):
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of the scales."""
         return torch.float32 if self.bits == 8 else torch.bfloat16
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the codes of a block."""
         return self.block_size * self.bits // 8
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
         return self.code_bytes + self.scale_dtype.itemsize
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_commopt.compressors.kernels.blockwise_format import (
     INT4_CURVE,
     INT4_OFFSET,
-    MOST_CODE_4,
+    MAX_CODE_4,
     ROUNDING_MAGIC,
     SMALLEST_SCALE,
     BlockFormat,
@@ -143,7 +143,7 @@ def _write_int4(blocks: Tensor, codes: Tensor, inverse: Tensor, scale: Tensor, l
     # In float32 the root of torch's vector library is off by one bit for some numbers.
     levels.copy_(levels.double().sqrt_()).sub_(INT4_CURVE / 2)
     torch.copysign(levels, blocks, out=levels).mul_(scale.sign())
-    levels.clamp_max_(MOST_CODE_4).add_(ROUNDING_MAGIC)
+    levels.clamp_max_(MAX_CODE_4).add_(ROUNDING_MAGIC)
     first, second = levels.view(torch.int32).chunk(2, dim=1)
     codes.copy_((first & 15) | (second << 4))
     levels.sub_(ROUNDING_MAGIC)

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_commopt.compressors.kernels.blockwise_format import (
     INT4_CURVE,
     INT4_OFFSET,
-    MOST_CODE_4,
+    MAX_CODE_4,
     ROUNDING_MAGIC,
     SMALLEST_SCALE,
     BlockFormat,
@@ -37,7 +37,7 @@ _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _MAGIC = tl.constexpr(ROUNDING_MAGIC)
 _CURVE = tl.constexpr(INT4_CURVE)
 _OFFSET = tl.constexpr(INT4_OFFSET)
-_MOST_CODE_4 = tl.constexpr(MOST_CODE_4)
+_MAX_CODE_4 = tl.constexpr(MAX_CODE_4)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITE = tl.constexpr(0x7F800000)
 _UPPER_HALF = tl.constexpr(-0x10000)
@@ -203,7 +203,7 @@ def _quantize(
     if H == 2:
         root = tl.sqrt_rn(tl.fma(tl.abs(c), inverse, tl.full((TILE, H, B // H), _OFFSET, tl.float32))) - _CURVE / 2
         root = tl.where((c < 0) != (scale < 0)[:, None, None], -root, root)
-        rounded = tl.where(root < _MOST_CODE_4, root, _MOST_CODE_4) + _MAGIC
+        rounded = tl.where(root < _MAX_CODE_4, root, _MAX_CODE_4) + _MAGIC
     else:
         rounded = tl.fma(c, inverse, tl.full((TILE, H, B // H), _MAGIC, tl.float32))
     code = rounded.to(tl.int32, bitcast=True).to(tl.int8)

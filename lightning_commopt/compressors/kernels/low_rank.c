@@ -18,7 +18,7 @@
 #define WIDTH 4
 #define LANES 8
 #define ALIGNMENT 64
-#define LEAST_SHARED 65536 /* elements of a matrix that are worth a second thread */
+#define MIN_SHARED 65536 /* elements of a matrix that are worth a second thread */
 
 enum { SUBTRACT = 1, ADD = 2, ROW_SUMS = 4, COLUMN_SUMS = 8 }; /* what is done in one go */
 
@@ -167,7 +167,7 @@ static int start(product *x, const float *sent_q, const float *q) {
 
 INLINE void by_columns(const int does, ptrdiff_t threads, const product *x) {
     ptrdiff_t share = padded((x->k + threads - 1) / threads);
-#pragma omp parallel for num_threads((int)threads) if (threads > 1 && x->m * x->k >= LEAST_SHARED)
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && x->m * x->k >= MIN_SHARED)
     for (ptrdiff_t begin = 0; begin < x->k; begin += share)
         visit_part(does, x, 0, x->m, begin, least(x->k, begin + share));
 }
@@ -180,7 +180,7 @@ int fold_rows(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const fl
     if (start(&x, sent_q, q)) return -1;
     memset(p, 0, sizeof(float) * r * m);
     ptrdiff_t share = ((m + threads - 1) / threads + ROWS - 1) / ROWS * ROWS;
-#pragma omp parallel for num_threads((int)threads) if (threads > 1 && m * k >= LEAST_SHARED)
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && m * k >= MIN_SHARED)
     for (ptrdiff_t row = 0; row < m; row += share)
         visit_part(SUBTRACT | ADD | ROW_SUMS, &x, row, least(m, row + share), 0, k);
     free(x.packed);
@@ -256,7 +256,7 @@ UNFUSED static void write_row(ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float
 }
 
 void write_product(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *p, const float *q, float *out) {
-#pragma omp parallel num_threads((int)threads) if (threads > 1 && m * k >= LEAST_SHARED)
+#pragma omp parallel num_threads((int)threads) if (threads > 1 && m * k >= MIN_SHARED)
     {
 #pragma omp for nowait
         for (ptrdiff_t row = 0; row < m; row++) write_row(m, k, r, p + row, q, out + row * k);

@@ -24,7 +24,7 @@ from lightning_commopt.compressors.kernels.chunks import CHUNK_NUMEL
 from lightning_commopt.compressors.kernels.dispatch import also_in
 from lightning_commopt.compressors.kernels.matrices import Matrix, per_matrix
 
-MOST_COLUMNS_ONE_BY_ONE = 4
+MAX_COLUMNS_ONE_BY_ONE = 4
 """Columns of the factors up to which they are multiplied one after another; more in a product of matrices."""
 
 
@@ -160,7 +160,7 @@ def _subtract_product(part: Tensor, p: Tensor, q: Tensor, out: Tensor) -> None:
 
 def _write_product(matrix: Matrix, p: Tensor, q: Tensor, out: Tensor) -> None:
     """Sets ``out = P Q^T``."""
-    scratch = torch.empty_like(out[_row_chunks(matrix)[0]]) if 1 < matrix.r <= MOST_COLUMNS_ONE_BY_ONE else None
+    scratch = torch.empty_like(out[_row_chunks(matrix)[0]]) if 1 < matrix.r <= MAX_COLUMNS_ONE_BY_ONE else None
     for rows in _row_chunks(matrix):
         part = out[rows]
         if scratch is None:

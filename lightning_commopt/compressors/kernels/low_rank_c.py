@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels.c_library import call
-from lightning_commopt.compressors.kernels.low_rank import MOST_COLUMNS_ONE_BY_ONE
+from lightning_commopt.compressors.kernels.low_rank import MAX_COLUMNS_ONE_BY_ONE
 from lightning_commopt.compressors.kernels.matrices import Matrix, per_matrix
 
 
@@ -53,7 +53,7 @@ def write_product(
     finite: Tensor,
 ) -> object:
     """Sets ``M = P Q^T`` if ``finite``, each product and each sum rounded by itself; factors of few columns only."""
-    if not finite or max(matrix.r for matrix in matrices) > MOST_COLUMNS_ONE_BY_ONE:
+    if not finite or max(matrix.r for matrix in matrices) > MAX_COLUMNS_ONE_BY_ONE:
         return NotImplemented
     for matrix, (p, q) in per_matrix(matrices, factors):
         call("write_product", matrix.m, matrix.k, matrix.r, p, q, matrix.of(flat))

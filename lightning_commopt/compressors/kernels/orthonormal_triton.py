@@ -31,13 +31,13 @@ from lightning_commopt.compressors.kernels.matrices import Shapes
 # Of the square of a row's norm: of what is left beneath this the products have too few digits.
 _TOLERANCE = tl.constexpr(2.0**-32)
 _TILE_NUMEL, _LONGEST_TILE = 8192, 1024
-_SUM_NUMEL, _MOST_SPLITS = 4096, 32
-_MOST_ROWS = 32
+_SUM_NUMEL, _MAX_SPLITS = 4096, 32
+_MAX_ROWS = 32
 
 
 def orthonormalize(x: Tensor, shapes: Shapes, old: Tensor | None, epsilon: float, finite: Tensor) -> Tensor:
     """Returns orthonormal rows, ``old`` ones if not ``finite``; of float32 factors without very many rows."""
-    if x.dtype != torch.float32 or max(r for r, _ in shapes) > _MOST_ROWS:
+    if x.dtype != torch.float32 or max(r for r, _ in shapes) > _MAX_ROWS:
         return NotImplemented
     plan = _plan_for(shapes, old is not None, x.device)
     partials = x.new_empty(plan.num_partials, dtype=torch.float64)
@@ -50,7 +50,7 @@ def orthonormalize(x: Tensor, shapes: Shapes, old: Tensor | None, epsilon: float
         _multiply_candidates[(len(plan.tiles),)](
             plan.tiles, *candidates, partials, **sizes, BLOCK=plan.BLOCK, num_warps=8
         )
-        splits = max(1, min(_MOST_SPLITS, _SUM_NUMEL // plan.NUM**2))
+        splits = max(1, min(_MAX_SPLITS, _SUM_NUMEL // plan.NUM**2))
         warps = 1 if plan.NUM <= 8 else 8
         _combine[(len(shapes),)](plan.factors, partials, transforms, **sizes, **shrink, SPLITS=splits, num_warps=warps)
         _apply[(len(plan.tiles),)](

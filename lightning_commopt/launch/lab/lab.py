@@ -82,7 +82,6 @@ class NetLab:
 
     @property
     def addresses(self) -> list[str]:
-        """The IPv4 address of each host."""
         return [f"10.0.0.{host + 1}" for host in range(self.num_hosts)]
 
     def __enter__(self) -> NetLab:

@@ -86,7 +86,6 @@ class RankProcess:
 
     @property
     def output(self) -> str:
-        """Its output so far."""
         return self._output.decode(errors="replace")
 
     def read(self) -> bool:

@@ -145,12 +145,10 @@ class BenchResult:
 
     @property
     def measured(self) -> list[Row]:
-        """The rows that have times."""
         return [row for row in self.rows if row.error is None]
 
     @property
     def num_wrong(self) -> int:
-        """Wrong elements of all rows."""
         return sum(row.num_wrong or 0 for row in self.rows)
 
     @property
@@ -178,7 +176,6 @@ class BenchResult:
         }
 
     def save(self, path: Path) -> None:
-        """Writes the result as JSON."""
         path.write_text(json.dumps(self.to_plain(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod

@@ -108,10 +108,8 @@ class BenchSettings:
             raise ValueError(f"block_s must be a number of seconds above 0, up to 600, got {self.block_s!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings in types that JSON has."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BenchSettings:
-        """Makes settings from what `to_dict` gave."""
         return cls(**values)

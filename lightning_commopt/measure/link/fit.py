@@ -33,7 +33,6 @@ class Segment(NamedTuple):
     s_per_byte: float
 
     def time_s(self, size_bytes: float) -> float:
-        """Returns how long a message takes."""
         return self.latency_s + size_bytes * self.s_per_byte
 
 
@@ -163,7 +162,6 @@ class _Sums:
         self.squared_inverses = self.inverses_rates = self.squared_rates = 0.0
 
     def add(self, point: Point) -> None:
-        """Adds a point."""
         weight = point.weight
         inverse, rate = 1 / point.time_s, point.size_bytes / point.time_s
         self.weights += weight

@@ -70,7 +70,6 @@ class MessageTimes:
         self._steps: deque[list[BucketTime]] = deque(maxlen=num_last_steps)
 
     def clear(self) -> None:
-        """Forgets all."""
         self._steps.clear()
 
     def add(self, messages: Iterable[BucketTime]) -> None:

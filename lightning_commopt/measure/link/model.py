@@ -124,7 +124,6 @@ class Curve:
 
     @property
     def text(self) -> str:
-        """The curve in a line."""
         parts = []
         for segment in self.segments:
             rate = f" + size / {number(1e-6 / segment.s_per_byte)} MB/s" if segment.s_per_byte > 0 else ""
@@ -203,7 +202,6 @@ class LinkModel:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns the model in types that JSON has."""
         curves = []
         for curve in self.curves:
             plain = dataclasses.asdict(curve)

@@ -124,7 +124,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _is_a(value: Any, type_hint: Any) -> bool:
-    """Returns whether a value is what an annotation says; a whole number is a float, and a truth value no number."""
+    """Returns whether a value is what an annotation says; int is accepted for float, bool is not."""
     origin, inner = get_origin(type_hint), get_args(type_hint)
     if type_hint is Any:
         return True

@@ -18,7 +18,6 @@ class CommOptSearchPath(SearchPathPlugin):
     """Appends the package's ``conf/downstream``, and nothing else of ours, to an application's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Appends the folder, so that the application's own configs come first."""
         path = f"{CommOptConfigSource.scheme()}://{conf_dir() / 'downstream'}"
         search_path.append(provider="lightning-commopt", path=path)
 
@@ -35,7 +34,6 @@ class CommOptConfigSource(FileConfigSource):
 
     @staticmethod
     def scheme() -> str:
-        """Returns how paths of this kind of folder begin."""
         return "commopt"
 
     def is_config(self, config_path: str) -> bool:

@@ -15,7 +15,7 @@ from lightning_commopt.report.figures.chart import Chart, Line, plain
 from lightning_commopt.report.figures.style import QUIET, PlanStyle, line_trace, new_figure, plan_styles
 from lightning_commopt.text.formatting import number
 
-_MOST_TICKS = 7
+_MAX_TICKS = 7
 _MODEL_POINTS = 60
 
 Series = Sequence[Row]
@@ -149,7 +149,7 @@ def _figure(
         figure.add_trace(trace)
         lines.append(Line(rows[0].case.label, style))
     sizes = sorted({row.case.size_bytes for rows in series for row in rows})
-    ticks = sizes[:: max(1, -(-len(sizes) // _MOST_TICKS))]
+    ticks = sizes[:: max(1, -(-len(sizes) // _MAX_TICKS))]
     figure.update_xaxes(type="log", tickvals=ticks, ticktext=[size_text(size) for size in ticks])
     return figure, lines
 

@@ -9,17 +9,16 @@ from typing import Literal
 
 from plotly import graph_objects as go
 
-from lightning_commopt.measure.runs.losses import LossPoint
+from lightning_commopt.measure.runs.loss_curve import LossPoint
 from lightning_commopt.report.figures.chart import Chart, Line, plain
-from lightning_commopt.report.figures.series import typical_run
-from lightning_commopt.report.figures.style import PlanStyle, line_styles, new_figure
+from lightning_commopt.report.figures.style import PlanStyle, line_styles, new_figure, typical_run
 from lightning_commopt.report.model import Group, Setting
 from lightning_commopt.report.phrases import in_quotes, join_names
 from lightning_commopt.text.formatting import number
 
-MOST_CURVES = 8
+MAX_CURVES = 8
 _SAME_LOSS = 0.005
-_MOST_POINTS = 160
+_MAX_POINTS = 160
 _SMOOTHED_SHARE = 0.02
 _LOG_RATIO = 3.0
 
@@ -50,7 +49,7 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
     distinct = _distinct(
         sorted(all_curves, key=lambda curve: (curve.setting.name not in first, -_samples_per_s(curve.setting)))
     )
-    curves = [curve for curve in all_curves if any(curve is each for each in distinct[:MOST_CURVES])]
+    curves = [curve for curve in all_curves if any(curve is each for each in distinct[:MAX_CURVES])]
     looks = line_styles([curve.setting.sync_method for curve in curves], styles)
     note = "Lines: training, smoothed. Markers: validation."
     if len(distinct) < len(all_curves):
@@ -126,7 +125,7 @@ def _samples_per_s(setting: Setting) -> float:
 def _smooth(points: Sequence[LossPoint]) -> tuple[LossPoint, ...]:
     """Returns each point with the mean loss of those around it, and not more points than a screen can show."""
     reach = round(len(points) * _SMOOTHED_SHARE)
-    stride = max(1, math.ceil(len(points) / _MOST_POINTS))
+    stride = max(1, math.ceil(len(points) / _MAX_POINTS))
     kept = sorted({*range(0, len(points), stride), len(points) - 1} if points else ())
     found = []
     for at in kept:

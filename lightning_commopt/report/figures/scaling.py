@@ -16,7 +16,7 @@ from lightning_commopt.report.scaling import scaling_name
 from lightning_commopt.text.formatting import number, percent
 
 _CURVE_POINTS = 40
-_MOST_TICKS = 4
+_MAX_TICKS = 4
 _SPACE = "\N{NO-BREAK SPACE}"
 
 
@@ -107,7 +107,7 @@ def _figure(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], axis: _Axis
     margin = 0.05 * (ranks[-1] - ranks[0])
     figure.update_yaxes(rangemode="tozero")
     figure.update_xaxes(tickformat="d", range=[ranks[0] - margin, ranks[-1] + margin])
-    if len(ranks) <= _MOST_TICKS:
+    if len(ranks) <= _MAX_TICKS:
         figure.update_xaxes(tickvals=ranks)
     return figure
 

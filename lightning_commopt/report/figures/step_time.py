@@ -18,7 +18,7 @@ _PARTS = (
     Key("exposed", "exposed: waiting for gradients"),
 )
 _MEASURED = {"step_s", "comm_s", "exposed_s"}
-_LEAST_SHARE = 1e-6  # of a step; less is what rounding left
+_MIN_SHARE = 1e-6  # of a step; less is what rounding left
 
 
 class _Step(NamedTuple):
@@ -101,7 +101,7 @@ def _steps(group: Group) -> list[_Step]:
         runs = [run.record.comm_time for run in setting.runs if run.record.comm_time.keys() >= _MEASURED]
         if runs and setting.exposed_share is not None and setting.comm_s is not None:
             computing_s, hidden_s, exposed_s = split_step(runs)
-            hidden_s = hidden_s if hidden_s > _LEAST_SHARE * computing_s else 0.0
+            hidden_s = hidden_s if hidden_s > _MIN_SHARE * computing_s else 0.0
             parts = StepParts(computing_s, hidden_s, exposed_s)
             found.append(_Step(setting, parts, setting.comm_s.median, setting.exposed_share.median))
     return found

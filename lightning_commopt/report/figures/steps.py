@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from lightning_commopt.measure.files import RankRecords, read_run
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord, clock_shift_s
 from lightning_commopt.report.baseline import without_ranks
-from lightning_commopt.report.figures.series import typical_run
+from lightning_commopt.report.figures.style import typical_run
 from lightning_commopt.report.model import Group, Run, Setting
 
-MOST_SETTINGS = 8
+MAX_SETTINGS = 8
 _WARM_UP_SHARE = 0.2
 
 
@@ -47,7 +47,7 @@ def typical_steps(group: Group) -> list[TypicalStep]:
         step = _typical_step(setting, run) if run is not None else None
         if step is not None:
             found.append(step)
-        if len(found) == MOST_SETTINGS:
+        if len(found) == MAX_SETTINGS:
             break
     order = [id(setting) for setting in group.settings]
     return sorted(found, key=lambda step: order.index(id(step.setting)))

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_commopt.report.figures.chart import Bar, Chart, Line, Part, plain
-from lightning_commopt.report.figures.series import Series, series_of
-from lightning_commopt.report.figures.style import PlanStyle, line_styles, line_trace, new_figure
+from lightning_commopt.report.figures.style import PlanStyle, Series, line_styles, line_trace, new_figure, series_of
 from lightning_commopt.report.model import Group, Interval, Setting
 from lightning_commopt.report.phrases import TIMES, kind_of_interval, kinds_of_intervals, spread_text
-from lightning_commopt.text.formatting import number
+from lightning_commopt.text.formatting import byte_unit, number
 
 
 def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
@@ -111,3 +110,23 @@ def _hover(setting: Setting, interval: Interval) -> str:
         ends = f"{kind_of_interval(interval)}: {spread_text(interval)}"
     text = f"{setting.name}: {number(interval.median, 4)} samples/s; {ends}"
     return f"{text}; {number(setting.speedup.median)}{TIMES} the baseline" if setting.speedup else text
+
+
+def peak_memory(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
+    """Returns a bar for each setting; None with fewer than two."""
+    found = [(each, each.peak_memory_bytes) for each in group.settings if each.peak_memory_bytes is not None]
+    if len(found) < 2:
+        return None
+    most = max(peak_bytes for _, peak_bytes in found)
+    unit = byte_unit(most)
+    bars = []
+    for setting, peak_bytes in found:
+        text = unit.text(peak_bytes)
+        part = Part(0, peak_bytes / most, f"{setting.name}: {text}", color=styles[setting.sync_method].color)
+        bars.append(Bar(setting.name, text, (part,)))
+    return Chart(
+        title="Peak memory",
+        note="On a GPU what PyTorch had allocated, else what the process held. In the order of the sweep.",
+        x_title=f"peak memory of the rank that needs most ({unit.name})",
+        bars=tuple(bars),
+    )

@@ -21,8 +21,8 @@ KEYS = (
     Key("stalled", "exposed: backward has nothing left to compute"),
 )
 
-_PHASE, _BUCKETS, _MOST_BUCKET, _GAP, _AXIS = 20, 110, 12, 16, 50
-_MOST_BUCKETS_SHOWN = 240
+_PHASE, _BUCKETS, _MAX_BUCKET, _GAP, _AXIS = 20, 110, 12, 16, 50
+_MAX_BUCKETS_SHOWN = 240
 _COLORS = {
     "data": "#eceff2",
     "forward": "#efe4c6",
@@ -61,8 +61,8 @@ def timelines(group: Group) -> list[Chart]:
 def _chart(step: TypicalStep, longest_s: float) -> Chart:
     unit = time_unit(longest_s)
     num_buckets = max(len(record.buckets) for record in step.ranks)
-    bucket_height = min(_MOST_BUCKET, _BUCKETS / num_buckets) if num_buckets else 0
-    num_ranks = min(len(step.ranks), max(1, _MOST_BUCKETS_SHOWN // max(1, num_buckets)))
+    bucket_height = min(_MAX_BUCKET, _BUCKETS / num_buckets) if num_buckets else 0
+    num_ranks = min(len(step.ranks), max(1, _MAX_BUCKETS_SHOWN // max(1, num_buckets)))
     rank_height = _PHASE + 2 + num_buckets * bucket_height + _GAP
     figure = new_figure(num_ranks * rank_height + _AXIS)
     figure.update_yaxes(

@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from hydra.errors import MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import (
@@ -20,6 +23,7 @@ from rich.progress import (
 from rich.text import Text
 
 from lightning_commopt.text.terminal import print_heading
+from lightning_commopt.text.validation import did_you_mean
 from lightning_commopt.train.sweep.job import Job, JobResult, SweepObserver
 
 
@@ -61,27 +65,22 @@ class SweepDisplay(SweepObserver):
         return mean_s * num_left - in_this_job
 
     def __enter__(self) -> SweepDisplay:
-        """Returns itself; the bar appears with the first job."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Removes the bar."""
         self._live.stop()
 
     def on_plan(self, folder: Path, num_jobs: int) -> None:
-        """Keeps the sweep's directory, and makes the bar as long as there are jobs."""
         self.sweep_dir = folder
         self._num_jobs = num_jobs
         self._bar.update(self._task, total=num_jobs)
 
     def on_note(self, text: str) -> None:
-        """Prints it."""
         self._console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def on_start(self, job: Job) -> None:
-        """Names the job."""
         self._started_at = time.monotonic()
         if self._console.is_terminal and not self._live.is_started:
             self._live.start()
@@ -96,7 +95,6 @@ class SweepDisplay(SweepObserver):
         self._live.update(self._picture())
 
     def on_end(self, result: JobResult) -> None:
-        """Moves the bar, and keeps the result."""
         if result.is_kept:
             self._console.print(Text(f"job {result.job.number} is kept: {_overrides_text(result.job)}"), soft_wrap=True)
         else:
@@ -131,3 +129,28 @@ class _Remaining(ProgressColumn):
 
 def _overrides_text(job: Job) -> str:
     return " ".join(job.overrides) or "no overrides"
+
+
+def hint(error: BaseException | None, folder: Path) -> str | None:
+    """Returns a line that names what was probably meant, for an error that Hydra has raised.
+
+    Args:
+        error: that ended the program.
+        folder: of the configuration; its folders are the groups.
+
+    Returns:
+        Such as "experiment=quickstat: did you mean 'quickstart'?"; None if no name is near, or the error is another.
+    """
+    if isinstance(error, MissingConfigException):
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        asked, known = f"{group}={name}" if group else name, list(error.options or ())
+    else:
+        cause = error.__cause__ if error is not None else None
+        if not isinstance(cause, OmegaConfBaseException) or not isinstance(cause.parent_node, DictConfig):
+            return None
+        asked = cause.full_key or ""
+        prefix, _, name = asked.rpartition(".")
+        groups = [] if prefix else [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir()]
+        known = [*map(str, cause.parent_node), *groups]
+    question = did_you_mean(name, known)
+    return f"{asked}: {question.removeprefix('; ')}" if question else None

@@ -20,7 +20,7 @@ from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.writer import fail_record
 from lightning_commopt.train.sweep.config import LabShape, lab_shape, start_record
-from lightning_commopt.train.sweep.output import last_exception, lines_that_stay
+from lightning_commopt.train.sweep.job import last_exception, lines_that_stay
 
 _LINES_IN_MESSAGE = 40
 

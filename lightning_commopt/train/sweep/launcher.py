@@ -24,8 +24,14 @@ from omegaconf import DictConfig
 from lightning_commopt.compat.hydra import store_config
 from lightning_commopt.launch.environment import RANK_VARIABLES, num_started_ranks
 from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.train.sweep.composing import JobComposer, SweepSettings, check_folders
-from lightning_commopt.train.sweep.continuing import find_changed_keys, find_finished_run, set_aside
+from lightning_commopt.train.sweep.composing import (
+    JobComposer,
+    SweepSettings,
+    check_folders,
+    find_changed_keys,
+    find_finished_run,
+    set_aside,
+)
 from lightning_commopt.train.sweep.job import Job, JobResult, run_job, save_summary
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
@@ -57,7 +63,6 @@ class FreshProcessLauncher(Launcher):
     settings: ClassVar[SweepSettings | None] = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keeps what Hydra hands over."""
         assert self.settings is not None, "SweepSettings come before the launcher"
         self._config = config
         self._composer = JobComposer(settings=self.settings, context=hydra_context, sweep_config=config)

@@ -24,14 +24,12 @@ class Classifier(LightningModule):
             self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)  # never waits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Returns the mean loss of ``(inputs, labels)``."""
         inputs, labels = batch
         loss = F.cross_entropy(self(inputs), labels)
         self.log("train_loss", loss.detach(), prog_bar=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Logs loss and accuracy of ``(inputs, labels)``."""
         inputs, labels = batch
         logits = self(inputs)
         loss = F.cross_entropy(logits, labels)

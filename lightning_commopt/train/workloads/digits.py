@@ -44,7 +44,6 @@ class DigitsCNN(Classifier):
         return self.net(images)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns Adam."""
         return torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"])
 
 
@@ -73,9 +72,7 @@ class Digits(LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Returns the training images in random order."""
         return DataLoader(Subset(self._all, self._training), batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Returns the validation images."""
         return DataLoader(Subset(self._all, self._validation), batch_size=4 * self.batch_size)

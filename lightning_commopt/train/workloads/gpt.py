@@ -119,13 +119,11 @@ class GPT(LightningModule):
         return F.linear(self.norm(x), self.token.weight)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Returns the mean loss of a batch ``(B, T + 1)``."""
         loss = self._loss(batch)
         self.log("train_loss", loss.detach(), prog_bar=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Logs loss and perplexity of a batch ``(B, T + 1)``."""
         logits, targets = self(batch[:, :-1]), batch[:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch))
@@ -188,7 +186,6 @@ class StdlibSources(LightningDataModule):
         self.folder = Path(folder or sysconfig.get_paths()["stdlib"])
 
     def setup(self, stage: str) -> None:
-        """Reads the files in the order of their names."""
         files = sorted(self.folder.glob("*.py"), key=lambda file: file.name)
         texts: dict[bool, list[bytes]] = {True: [], False: []}
         for number, file in enumerate(files):
@@ -199,7 +196,6 @@ class StdlibSources(LightningDataModule):
             raise FileNotFoundError(f"{self.folder} has too few Python sources; set data.folder to a folder with more")
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Returns the training sequences in random order."""
         return DataLoader(self._training, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:

@@ -60,7 +60,6 @@ class MLP(Classifier):
         return self.net(features)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns SGD."""
         return torch.optim.SGD(self.parameters(), lr=self.hparams["learning_rate"])
 
 
@@ -105,11 +104,9 @@ class Blobs(LightningDataModule):
         self._validation = _Samples(centres, self.num_validation_samples, generator)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Returns the training samples in random order."""
         return self._loader(self._training, self.batch_size, is_training=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Returns the validation samples."""
         return self._loader(self._validation, 4 * self.batch_size, is_training=False)
 
     def _loader(self, samples: _Samples, batch_size: int, *, is_training: bool) -> DataLoader[tuple[Tensor, Tensor]]:

@@ -40,7 +40,6 @@ class VisionModel(Classifier):
         return self.net(images)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns SGD."""
         return torch.optim.SGD(self.parameters(), lr=self.hparams["learning_rate"])
 
 
@@ -86,11 +85,9 @@ class RandomImages(LightningDataModule):
         self._validation = _RandomImageDataset(num_validation_images, image_size, num_classes, seed=num_images)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
-        """Returns the training images in random order."""
         return self._loader(self._training, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
-        """Returns the validation images."""
         return self._loader(self._validation, shuffle=False)
 
     def _loader(self, images: _RandomImageDataset, *, shuffle: bool) -> DataLoader[tuple[Tensor, int]]:

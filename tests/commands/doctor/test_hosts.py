@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from lightning_commopt.commands.doctor.adapters import Port, can_dma_buf, has_peer_memory, has_sharp_plugin
-from lightning_commopt.commands.doctor.doors import ClosedDoor, Door, find_closed, open_doors
+from lightning_commopt.commands.doctor.doors import ListeningPort, UnreachablePort, find_unreachable, listen_on_ports
 from lightning_commopt.commands.doctor.facts import Facts
 from lightning_commopt.commands.doctor.findings import find, find_in_adapters, find_wrong_interfaces
-from lightning_commopt.commands.doctor.meeting import MeetingError, meet, name_apart
-from lightning_commopt.commands.doctor.places import Place
+from lightning_commopt.commands.doctor.meeting import MeetingError, disambiguate_hosts, meet
+from lightning_commopt.commands.doctor.places import RankIdentity
 from lightning_commopt.commands.doctor.terminal import list_unchecked
 from lightning_commopt.commands.selftest.ranks import PROCESSES
 from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
@@ -35,7 +35,7 @@ FACTS = Facts(
 def met(rank: int, world_size: int, port: int, limit_s: float) -> Any:
     """Returns what one rank learns, as hosts a, b and so on; runs in a process of its own."""
     hosts = tuple("abcd"[:world_size])
-    place = Place(
+    place = RankIdentity(
         rank=rank,
         world_size=world_size,
         host=hosts[rank],
@@ -56,11 +56,11 @@ def met(rank: int, world_size: int, port: int, limit_s: float) -> Any:
 def test_hosts_of_one_name() -> None:
     """If it fails, two machines that are both called localhost count as one, and are not tried."""
     everybody = [replace(FACTS, rank=rank) for rank in range(4)]
-    assert [each.host for each in name_apart(everybody, listeners=[0, 2])] == [
+    assert [each.host for each in disambiguate_hosts(everybody, listeners=[0, 2])] == [
         *["a (rank 0)"] * 2,
         *["a (rank 2)"] * 2,
     ]
-    assert name_apart(everybody, listeners=[0]) == everybody
+    assert disambiguate_hosts(everybody, listeners=[0]) == everybody
 
 
 @pytest.fixture
@@ -81,24 +81,26 @@ def test_a_meeting_and_one_that_somebody_misses(port: int) -> None:
 
 def test_doors() -> None:
     """If it fails, a connection that works is called closed, or one that does not passes."""
-    with open_doors({"gloo": LOOPBACK, "NCCL": LOOPBACK, "none": None}) as doors:
+    with listen_on_ports({"gloo": LOOPBACK, "NCCL": LOOPBACK, "none": None}) as doors:
         (door,) = doors
         assert (door.interface, door.users) == ("lo", "gloo and NCCL")
-        assert find_closed("a", {"a": doors, "b": doors}, limit_s=5) == []
-    (closed,) = find_closed("a", {"b": doors}, limit_s=5)
+        assert find_unreachable("a", {"a": doors, "b": doors}, limit_s=5) == []
+    (closed,) = find_unreachable("a", {"b": doors}, limit_s=5)
     assert closed[:3] == ("a", "b", door)
-    assert find_closed("b", {"b": doors}, limit_s=5) == []
+    assert find_unreachable("b", {"b": doors}, limit_s=5) == []
     assert "a firewall rejects it" in closed.reason
 
     def drop(*_: Any, **__: Any) -> None:
         raise TimeoutError
 
-    assert "no answer within 5 s" in find_closed("a", {"b": doors}, limit_s=5, connect=drop)[0].reason
+    assert "no answer within 5 s" in find_unreachable("a", {"b": doors}, limit_s=5, connect=drop)[0].reason
 
 
 def test_closed_doors_are_errors() -> None:
     """If it fails, who cannot reach whom, on which port and interface, is not said."""
-    closed = [ClosedDoor("a", "b", Door("eth0", "10.0.0.2", 40123, "gloo and NCCL"), "no answer within 5 s")]
+    closed = [
+        UnreachablePort("a", "b", ListeningPort("eth0", "10.0.0.2", 40123, "gloo and NCCL"), "no answer within 5 s")
+    ]
     (finding,) = find([FACTS, replace(FACTS, rank=1, host="b")], closed)
     assert (finding.severity, finding.where) == ("error", "a")
     assert finding.what == (

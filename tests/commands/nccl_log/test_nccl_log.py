@@ -10,8 +10,8 @@ from nccl_sample_logs import HEALTHY, SampleJob
 
 from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
-from lightning_commopt.commands.nccl_log.lines import split_line
 from lightning_commopt.commands.nccl_log.reader import read_lines, read_log
+from lightning_commopt.commands.nccl_log.sources import split_line
 from lightning_commopt.commands.nccl_log.summary import extras_of, paths_of, rings_of, to_plain, trees_of, versions_of
 from lightning_commopt.text.findings import Finding
 

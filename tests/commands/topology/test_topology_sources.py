@@ -24,10 +24,9 @@ from lightning_commopt.commands.app import app
 from lightning_commopt.commands.topology.findings import find_all
 from lightning_commopt.commands.topology.machine import Machine, TopologyError, cpus_text
 from lightning_commopt.commands.topology.nvml import read_nvml
-from lightning_commopt.commands.topology.page import write_page
 from lightning_commopt.commands.topology.sources import read_content, read_machine
 from lightning_commopt.commands.topology.summary import to_plain
-from lightning_commopt.commands.topology.terminal import print_topology
+from lightning_commopt.commands.topology.terminal import print_topology, write_page
 
 BUSES = ["00000000:11:00.0", "00000000:12:00.0", "00000000:91:00.0"]
 

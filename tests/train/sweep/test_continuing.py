@@ -5,7 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_commopt.measure.runs.files import CONFIG_FILE
 from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.train.sweep.continuing import continue_command, find_changed_keys, find_finished_run, set_aside
+from lightning_commopt.train.sweep.composing import continue_command, find_changed_keys, find_finished_run, set_aside
 from lightning_commopt.train.sweep.job import Job
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_commopt.train.sweep.output import LineReader, cause_in_another_rank, last_exception, lines_that_stay
+from lightning_commopt.train.sweep.job import LineReader, cause_in_another_rank, last_exception, lines_that_stay
 
 
 def lines(*pieces: bytes) -> list[tuple[str, bool]]:
