@@ -236,7 +236,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "interrupt": Fault(
         what="KeyboardInterrupt",
-        kinds=("failed", "died", "ended"),
+        kinds=("failed", "died", "ended", "interrupted"),
         phases=(*_STEP, "callbacks"),
         operation=_ANY,
         sentence=r"[Rr]ank {rank} .*(KeyboardInterrupt|SIGINT)",

@@ -55,7 +55,7 @@ def is_waited_for(ended: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> boo
         snapshots: of all ranks.
     """
     if ended.state == "interrupted":
-        return any(each.is_waiting for each in snapshots)
+        return any(each.is_waiting or each.is_consequence for each in snapshots)
     return any(each.state in ("running", "stopped") or each.is_consequence for each in snapshots)
 
 

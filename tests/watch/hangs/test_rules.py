@@ -96,6 +96,7 @@ def test_who_has_ended_is_reported_if_others_need_it() -> None:
     interrupted = rank(0, state="interrupted")
     assert not is_waited_for(interrupted, [interrupted, rank(1), rank(2, state="died")])
     assert is_waited_for(interrupted, [interrupted, waiting(1)])
+    assert is_waited_for(interrupted, [interrupted, rank(1, state="failed", detail="Connection reset by peer")])
     assert not may_end_ranks([interrupted, waiting(1)], "interrupted")
 
 
