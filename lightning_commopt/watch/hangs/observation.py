@@ -158,13 +158,19 @@ class Observation:
             time.sleep(0.001)
 
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
-        """Returns where the rank is; takes up to some seconds.
+        """Returns where the rank is; takes up to some seconds, and again as long if it has moved or ended meanwhile.
 
         Args:
             is_whole: with stacks and collectives, which need the process.
         """
         with self._lock:
-            return self._take_snapshot(is_whole)
+            before = self._progress
+            found = self._take_snapshot(is_whole)
+            return found if self._progress == before else self._take_snapshot(is_whole)
+
+    @property
+    def _progress(self) -> tuple[str | None, int]:
+        return self.ended, max((mark.number for mark in self.marks), default=0)
 
     def _take_snapshot(self, is_whole: bool) -> RankSnapshot:
         process = process_state(self._pid)

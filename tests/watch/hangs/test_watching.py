@@ -451,3 +451,35 @@ def test_other_ranks_are_no_workers() -> None:
         assert len(own) == 1
         assert {worker.pid, *own} <= {*found}
         assert rank.pid not in found
+
+
+def test_a_rank_that_ends_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, ranks that raise together are reported as waiting for each other: each look takes seconds."""
+    writer = MarkWriter()
+    writer.write(kinds.PHASE, FORWARD, 3)
+    own = Observation(
+        rank=0,
+        host="a",
+        pid=os.getpid(),
+        fit_thread=(1, os.getpid()),
+        after_s=60.0,
+        has_gpu=False,
+        marks_fd=writer.fd,
+        stacks_fd=-1,
+        link=None,  # type: ignore[arg-type]
+    )
+    looks = []
+
+    def look(found: RankSnapshot) -> None:
+        looks.append(found.state)
+        if len(looks) == 1:
+            own.learn({"ended": "failed", "detail": "Broken"})
+
+    monkeypatch.setattr(own, "_add_stacks", look)
+    monkeypatch.setattr(own, "_add_dump", lambda found: None)
+    assert own.snapshot().state == "failed"
+    assert looks == ["running"]
+    own.ended = None
+    monkeypatch.setattr(own, "_add_stacks", lambda found: writer.write(kinds.PHASE, BACKWARD, len(looks)))
+    looks.append("again")
+    assert own.snapshot().phase == BACKWARD
