@@ -13,7 +13,7 @@ from wheels import REPOSITORY, build_wheel, install_wheel, run_checked
 from lightning_commopt import CommPlan, PowerSGD
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.measure.files import read_run
-from lightning_commopt.measure.runs.loss_curve import read_losses
+from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 
 _YAML = {path.stem: path for path in (REPOSITORY / "conf" / "downstream" / "commopt").glob("*.yaml")}

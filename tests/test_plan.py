@@ -262,7 +262,8 @@ def test_known_options_are_those_that_can_be_given(strategy: Any) -> None:
     known = set(str(caught.value).partition("known options: ")[2].split(", "))
     own = set(inspect.signature(strategy).parameters) - {"kwargs"}
     assert known == own | (ddp_options() - {"device_ids"})
-    assert ("save_comm_state" in known) == (strategy is CommOptDDP)
+    assert ("uneven_batches" in known) == (strategy is CommOptDDP)
+    assert {"save_comm_state", "watch"} <= known
 
 
 @pytest.mark.parametrize(

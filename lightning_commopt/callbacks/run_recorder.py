@@ -20,7 +20,8 @@ from lightning_commopt.callbacks.run_description import describe_run, nccl_setti
 from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.measure.peak_memory import PeakMemory
-from lightning_commopt.measure.runs.loss_curve import LossCurve, LossPoint, Reduce, read_losses, write_losses
+from lightning_commopt.measure.runs.loss_curve import LossCurve, Reduce
+from lightning_commopt.measure.runs.losses import LossPoint, read_losses, write_losses
 from lightning_commopt.measure.runs.metric_names import find_metric, how_to_name_loss
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import hydra_settings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_commopt.measure.runs.loss_curve import LossPoint
+from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.measure.runs.record import RunRecord
 
 Difference = Literal["faster", "slower", "no difference", "unknown"]

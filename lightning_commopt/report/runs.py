@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_commopt.measure.files import FOLDER, notices, read_run
 from lightning_commopt.measure.runs.files import EARLIER_FOLDER, LOSS_FILE, RUN_FILE, SUMMARY_FILE
-from lightning_commopt.measure.runs.loss_curve import LossPoint, read_losses
+from lightning_commopt.measure.runs.losses import LossPoint, read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.model import Run
 from lightning_commopt.text.formatting import list_some

@@ -11,7 +11,7 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder, SpeedMonitor, run_recorder
 from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.measure.runs.files import LOSS_FILE, RUN_FILE
-from lightning_commopt.measure.runs.loss_curve import read_losses
+from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.build import build_report
 from lightnings import LightningModule, Trainer

@@ -18,7 +18,7 @@ from lightning_commopt.commands.app import app
 from lightning_commopt.compat.hydra import VERSION_BASE
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.measure.files import read_run
-from lightning_commopt.measure.runs.loss_curve import read_losses
+from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.train import register_with_hydra

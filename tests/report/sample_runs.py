@@ -11,7 +11,7 @@ from typing import Any
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
-from lightning_commopt.measure.runs.loss_curve import LossPoint, write_losses
+from lightning_commopt.measure.runs.losses import LossPoint, write_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import flat, settings_of
 from lightning_commopt.measure.statistics import Steps, row

@@ -14,7 +14,7 @@ from plotly import graph_objects as go
 from sample_runs import SampleRun, four_methods_report, ladder_report, sample_report, save_run, write_run
 
 from lightning_commopt.measure.files import rank_file
-from lightning_commopt.measure.runs.loss_curve import LossPoint
+from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.figures.chart import Chart
 from lightning_commopt.report.figures.loss import MAX_CURVES, loss_curves

@@ -1,7 +1,7 @@
 """What watches a run leaves healthy ones alone: random schedules of slow ranks, with the smallest limits.
 
-A schedule that fails is run again with ``COMMOPT_SEEDS=17 python -m pytest tests/watch/test_healthy_schedules.py``; with
-``COMMOPT_NUM_SCHEDULES=200`` and ``--all`` there are 200 of them, which take ten minutes.
+A schedule that fails is run again with ``COMMOPT_SEEDS=17 python -m pytest tests/watch/test_healthy_schedules.py``.
+With ``COMMOPT_NUM_SCHEDULES=200`` and ``--all`` there are 200 of them, which take ten minutes.
 """
 
 from __future__ import annotations

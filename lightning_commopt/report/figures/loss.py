@@ -9,7 +9,7 @@ from typing import Literal
 
 from plotly import graph_objects as go
 
-from lightning_commopt.measure.runs.loss_curve import LossPoint
+from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.report.figures.chart import Chart, Line, plain
 from lightning_commopt.report.figures.style import PlanStyle, line_styles, new_figure, typical_run
 from lightning_commopt.report.model import Group, Setting
