@@ -57,11 +57,13 @@ def join_group(strategy: Any, backend: str | None, *, watch: bool) -> Generator[
     Raises:
         MisconfigurationException: the group has more or fewer ranks than the strategy.
     """
-    with watch_joining(strategy, backend) if watch else nullcontext(), fresh_default_store():
+    with watch_joining(strategy, backend) if watch else nullcontext() as watched, fresh_default_store():
         yield
-    _check_group(strategy.world_size, type(strategy).__name__)
-    if strategy.world_size > 1 and dist.is_initialized():
-        prepare_key_spaces()
+        _check_group(strategy.world_size, type(strategy).__name__)
+        if watched is not None:
+            watched.note_joined()
+        if strategy.world_size > 1 and dist.is_initialized():
+            prepare_key_spaces()  # waits for all ranks, so that this one reports and answers until all have joined
     let_gloo_finish_at_exit()
 
 

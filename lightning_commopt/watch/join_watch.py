@@ -68,6 +68,7 @@ class JoinWatch:
         self._store: dist.Store | None = None
         self._is_store_lost = False
         self._starting: dict[int, int] = {}
+        self._has_joined = False
         self._arrivals: dict[int, Arrival] = {}
         self._complete_at: float | None = None
         self._begin = time.monotonic()
@@ -80,6 +81,10 @@ class JoinWatch:
     def __enter__(self) -> JoinWatch:
         self._thread.start()
         return self
+
+    def note_joined(self) -> None:
+        """Notes that this rank has its process group: from here on others report what they wait for."""
+        self._has_joined = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -106,7 +111,7 @@ class JoinWatch:
             self._agree()
             self._failure = self._failure or self._find_failure()
             if self._failure is None:
-                sentence = self._find_reason(is_late)
+                sentence = None if self._has_joined else self._find_reason(is_late)
                 # Twice the same, as a rank may come in this very moment.
                 if is_late and sentence == before:
                     self._report(sentence)
@@ -141,6 +146,8 @@ class JoinWatch:
 
     def _agree(self) -> None:
         """Answers other ranks, or looks for rank 0's answer; then leaves this rank's arrival."""
+        if self._connected is None and self._has_joined:
+            self._connect(_TRY_S)
         if self._agreement is None or self._connected is None:
             return
         try:
@@ -149,6 +156,8 @@ class JoinWatch:
                 store = dist.PrefixStore(self._agreement.name, self._connected)
                 store.set(f"here/{self._rank}", self._arrival().to_json())
                 self._store = store
+            if self._has_joined and self._store is not None:
+                self._store.set(f"joined/{self._rank}", "")
         except RuntimeError:
             self._lose_store()
 
@@ -265,7 +274,7 @@ class JoinWatch:
             self._report(unconnected_text(self._address, arrivals, (), master))
 
 
-def watch_joining(strategy: Any, backend: str | None) -> AbstractContextManager[object]:
+def watch_joining(strategy: Any, backend: str | None) -> AbstractContextManager[JoinWatch | None]:
     """Returns a context to make the process group in: a `JoinWatch`, where there is something to wait for.
 
     Args:

@@ -209,7 +209,7 @@ _CASES: dict[str, tuple[object, ...]] = {
 @pytest.fixture(scope="module")
 def told(lab_machine: None) -> dict[str, list[list[str]]]:
     """What the watch of each rank says, in each case. In all of them some rank fails."""
-    paths = (_PROGRAM.parent, _PROGRAM.parents[1], _PROGRAM.parents[2])
+    paths = (_PROGRAM.parent, _PROGRAM.parents[1] / "strategy", _PROGRAM.parents[1], _PROGRAM.parents[2])
     environment = {**os.environ, "PYTHONPATH": ":".join(map(str, paths))}
     command = [sys.executable, "-W", "ignore", str(_PROGRAM), json.dumps([*_CASES.values()]), str(_LIMIT_S)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * _LIMIT_S)
