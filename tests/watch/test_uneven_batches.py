@@ -255,9 +255,7 @@ def test_combined_loaders_end_together() -> None:
 def test_promise_that_is_not_kept_is_an_error() -> None:
     """If it fails, a dataset with a wrong length hangs."""
     traces = _errors(Promising, (2, 3), {"uneven_batches": "drop"})
-    found = "Rank 0 has ended epoch 0 after 2 batches, as trainer.should_stop was set there, and rank 1 goes on"
-    assert f"UnevenBatchesError: {found}" in traces[0]
-    assert "Set it on all ranks in the same step: trainer.should_stop = trainer.strategy." in traces[0]
+    assert "UnevenBatchesError: Rank 0 has ended epoch 0 after 2 batches, and rank 1 goes on" in traces[0]
 
 
 @pytest.mark.exhaustive
