@@ -42,7 +42,7 @@ class CUDAProfilerWindow(Callback):
     A window begins where the one before its first step is over, ahead of the wait for the first batch, and ends with
     its last step. With accumulation it holds all batches of its steps. After a validation or an epoch it begins when
     that is over. Only there the device is synchronized, on all ranks; they all time the window as well. A fit that
-    resumes in the middle of an epoch tells of its first batch when that is there: a window which begins with it does
+    resumes in the middle of an epoch announces its first batch when that is there: a window which begins with it does
     not hold the wait.
 
     By default ``nsys`` ends the training with the first window: ``--capture-range-end=stop`` lets it

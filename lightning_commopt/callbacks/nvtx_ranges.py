@@ -133,7 +133,7 @@ class NVTXRanges(PhaseCallback):
 
     def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
         self._is_in_batch = True
-        if self._batch_depth == 0:  # no hook tells that a fit that resumes in an epoch waits for its first batch
+        if self._batch_depth == 0:  # no hook runs before a resumed fit waits for its first batch
             self._push_batch(trainer.fit_loop.total_batch_idx)
 
     def _open_batch(self, trainer: Trainer) -> None:

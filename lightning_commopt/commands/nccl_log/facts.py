@@ -95,7 +95,7 @@ class Process:
 
     @property
     def machine(self) -> Machine:
-        """The host; containers of one name on several machines are told apart by their addresses."""
+        """The host; containers of one name on several machines differ by their addresses."""
         return Machine(self.host, self.address)
 
     @property
