@@ -5,7 +5,7 @@ them waits for. A kernel takes the bytes that it reads and writes over the memor
 link over the link's rate, backward what its arithmetic takes. The device runs one kernel at a time, those of the side
 streams first if they have priority, else in turn with backward; the link carries one collective at a time.
 
-    PYTHONPATH=tests/streams python benchmarks/stream_timeline.py
+    PYTHONPATH=tests python benchmarks/stream_timeline.py
 
 What it leaves out: multiprocessors that NCCL takes from others, kernels that do not reach the memory's rate, launches
 that come late. So it is good for comparing designs with each other, not for a promise in milliseconds.
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ddp_steps import Training
-from fake_cuda import cuda_on
-from machine import MAIN, Launch, Machine
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
 
 from lightning_commopt.compressors import AllReduce, Cast, Compressor, Int8, PowerSGD
+from support.ddp_steps import Training
+from support.fake_cuda import cuda_on
+from support.machine import MAIN, Launch, Machine
 
 MEMORY_BYTES_PER_S = 0.8 * 3.35e12
 FLOP_PER_S = 0.4 * 989e12

@@ -1,26 +1,23 @@
 import itertools
-from pathlib import Path
 
 import pytest
-from cross_section import sampled
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
-from omegaconf import DictConfig, open_dict
 
 import lightning_commopt.launch.conf_path
 from lightning_commopt import CommOptDDP, PowerSGD
-from lightning_commopt.compat.hydra import VERSION_BASE, allow_targets
+from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.plan import ddp_options, plan_options
 from lightning_commopt.train.sweep.config import ConfigError, check_config, sync_method
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.train import register_with_hydra
+from support.composed import composed
+from support.cross_section import sampled
 
 
 def options(group):
@@ -33,17 +30,6 @@ def hydra_knows_us(monkeypatch):
     register_with_hydra(SweepObserver())
     with allow_targets(["lightning_commopt", "lightning"]):
         yield
-
-
-def composed(*overrides: str, output_dir: Path | None = None) -> DictConfig:
-    with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
-        config = compose("train", [*overrides], return_hydra_config=True)
-    with open_dict(config):
-        config.hydra.runtime.output_dir = str(output_dir or "somewhere")
-    HydraConfig.instance().set_config(config)
-    with open_dict(config):
-        del config["hydra"]
-    return config
 
 
 @pytest.mark.parametrize("comm_hook", options("strategy/comm_hook"))

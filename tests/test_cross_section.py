@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from cross_section import sampled
+
+from support.cross_section import sampled
 
 pytest_plugins = ("pytester",)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from every_compressor import COMPRESSORS
 
 from lightning_commopt.compressors.base import Layout
 from lightning_commopt.measure.all_ranks import AllRanks
 from lightning_commopt.sync import gather
 from lightning_commopt.sync.warm_up import run_alone
+from support.every_compressor import COMPRESSORS
 
 ALONE: Any = SimpleNamespace(size=1, rank=0, within=None, across=None)
 CHANNEL: Any = SimpleNamespace(size=1, rank=0, within=ALONE, across=ALONE)

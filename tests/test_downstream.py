@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from wheels import REPOSITORY, build_wheel, install_wheel, run_checked
 
 from lightning_commopt import CommPlan, PowerSGD
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
+from support.wheels import REPOSITORY, build_wheel, install_wheel, run_checked
 
 _YAML = {path.stem: path for path in (REPOSITORY / "conf" / "downstream" / "commopt").glob("*.yaml")}
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cross_section import sampled
-from side_by_side import two_at_a_time
 from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
 from lightning_commopt.launch.environment import RANK_VARIABLES
+from support.cross_section import sampled
+from support.side_by_side import two_at_a_time
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LIMIT_S = 300  # only against waiting for ever

@@ -4,10 +4,8 @@ import itertools
 
 import pytest
 import yaml
-from cross_section import sampled
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from test_conf import composed
 
 from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.launch.conf_path import conf_dir
@@ -16,6 +14,8 @@ from lightning_commopt.train.sweep.config import ConfigError, check_config, spre
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.sweep.resolvers import divide, multiply
 from lightning_commopt.train.train import register_with_hydra
+from support.composed import composed
+from support.cross_section import sampled
 
 EXPERIMENTS = sorted(file.stem for file in (conf_dir() / "experiment").glob("*.yaml"))
 CUMULATIVE = ("one_bucket", "static_graph", "bucket_view", "bf16", "several_buckets")

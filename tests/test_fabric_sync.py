@@ -17,7 +17,7 @@ from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyn
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.hook import GradientSyncError
 from lightning_commopt.sync.state import KEY, from_checkpoint
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 HALF = 5
 POWERSGD = PowerSGD(min_compression_rate=0.5)

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from cross_section import sampled
 
 from lightning_commopt.compat import import_hook
 from lightning_commopt.compat.import_hook import call_after_import
+from support.cross_section import sampled
 
 _NAMES = """
 trainers = lightning.pytorch.strategies.StrategyRegistry.get("commopt_ddp_bf16")

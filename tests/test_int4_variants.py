@@ -11,7 +11,7 @@ from int4_variants import NUM_RANKS, VARIANTS, Exchange
 from lightning_commopt.compressors import Int4
 from lightning_commopt.compressors.base import Layout
 from lightning_commopt.compressors.channel import Channel
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 _NUMEL = 4096
 _NUM_STEPS = 3

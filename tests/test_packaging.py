@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from wheels import REPOSITORY, build_wheel, install_wheel, run_checked
+
+from support.wheels import REPOSITORY, build_wheel, install_wheel, run_checked
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import RankError, run_ranks, run_ranks_or_raise
+from support.ranks import RankError, run_ranks, run_ranks_or_raise
 
 
 def _sum(value: float) -> tuple[int, float, int]:

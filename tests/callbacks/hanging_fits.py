@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from strategy_models import Tiny, loader, trainer
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import HangMonitor
-from lightnings import Callback, DDPStrategy
+from support.lightnings import Callback, DDPStrategy
+from support.strategy_models import Tiny, loader, trainer
 
 AFTER_S = 1.0
 LIMIT_S = 120.0

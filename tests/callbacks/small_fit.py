@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightnings import LightningModule, Trainer
+from support.lightnings import LightningModule, Trainer
 
 NUM_STEPS = 10
 PARAMETERS = 8 * 16 + 16 + 16 * 4 + 4

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cross_section import sampled
 from small_fit import NUM_STEPS, PARAMETERS, Net, fit
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,8 +18,9 @@ from lightning_commopt.callbacks import comm_time as comm_time_module
 from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import rank_file, read_run
-from lightnings import Callback, CSVLogger, DDPStrategy, LightningModule, Logger, Trainer
-from ranks import run_ranks
+from support.cross_section import sampled
+from support.lightnings import Callback, CSVLogger, DDPStrategy, LightningModule, Logger, Trainer
+from support.ranks import run_ranks
 
 TIMES = [
     "step_s",

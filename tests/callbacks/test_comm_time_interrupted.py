@@ -11,8 +11,8 @@ from small_fit import fit
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightnings import Callback, LightningModule, Trainer
-from ranks import run_ranks
+from support.lightnings import Callback, LightningModule, Trainer
+from support.ranks import run_ranks
 
 SIGINT_AT = 11
 

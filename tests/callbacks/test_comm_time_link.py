@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_link import LATENCY_S, S_PER_BYTE, buckets_of_ranks
 from small_fit import NUM_STEPS, fit
 
 from lightning_commopt import CommOptDDP
@@ -16,8 +15,9 @@ from lightning_commopt.measure.link.from_steps import result_of_run
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
-from lightnings import Callback, Trainer
-from ranks import run_ranks
+from support.lightnings import Callback, Trainer
+from support.ranks import run_ranks
+from support.simulated_link import LATENCY_S, S_PER_BYTE, buckets_of_ranks
 
 SIZES = (25_000_000, 1_000_000, 3_000_000)
 NAMES = ("comm_time/link_latency_s", "comm_time/link_bandwidth")

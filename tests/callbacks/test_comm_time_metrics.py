@@ -9,7 +9,7 @@ from small_fit import Net, fit
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.measure.statistics import QUANTITIES, Steps
 from lightning_commopt.metrics import ExposedShare, StepStatistics
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 NAMES = list(Steps.of(np.empty((1, 0, len(QUANTITIES)))).statistics())
 

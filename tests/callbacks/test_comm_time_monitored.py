@@ -12,8 +12,8 @@ from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.callbacks import comm_time as comm_time_module
 from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT
 from lightning_commopt.measure.all_ranks import AllRanks
-from lightnings import Callback, EarlyStopping, LightningModule, ModelCheckpoint, Trainer
-from ranks import run_ranks
+from support.lightnings import Callback, EarlyStopping, LightningModule, ModelCheckpoint, Trainer
+from support.ranks import run_ranks
 
 MONITOR = "comm_time/exposed_share"
 

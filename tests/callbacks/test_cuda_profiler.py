@@ -17,7 +17,7 @@ from lightning_commopt.callbacks.cuda_profiler import CUDAProfilerWindow
 from lightning_commopt.callbacks.nvtx_ranges import NVTXRanges
 from lightning_commopt.callbacks.phases import step_of_loggers
 from lightning_commopt.text import validation
-from lightnings import (
+from support.lightnings import (
     Callback,
     DDPStrategy,
     LightningModule,
@@ -26,7 +26,7 @@ from lightnings import (
     ModelCheckpoint,
     Trainer,
 )
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 START, STOP = ["wait", "start"], ["wait", "stop"]
 

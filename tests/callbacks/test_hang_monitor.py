@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from hanging_fits import fit_slowly, fit_unevenly, fit_with_faults
-from marked_processes import Program
 
 from lightning_commopt.callbacks import HangMonitor
 from lightning_commopt.watch.hangs.records import read_hang_report
-from ranks import run_ranks
+from support.marked_processes import Program
+from support.ranks import run_ranks
 
 _FAULTS = [("forward", "ddp"), ("stopped", "int8"), ("hook", "native")]
 _MORE_FAULTS = [

@@ -12,8 +12,8 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks.nvtx_ranges import COLORS, RANGES, NVTXRanges
 from lightning_commopt.measure.nvtx_timeline import SyncRanges
 from lightning_commopt.measure.observer import BucketInfo
-from lightnings import Callback, DDPStrategy, LightningModule, LightningOptimizer, ModelCheckpoint, Trainer
-from ranks import run_ranks
+from support.lightnings import Callback, DDPStrategy, LightningModule, LightningOptimizer, ModelCheckpoint, Trainer
+from support.ranks import run_ranks
 
 STEP = ["get batch", "forward", "backward", "optimizer step"]
 ACCUMULATED = STEP[:-1]

@@ -4,7 +4,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt.callbacks.phases import PhaseCallback
-from lightnings import LightningModule, Trainer
+from support.lightnings import LightningModule, Trainer
 
 
 class Phases(PhaseCallback):

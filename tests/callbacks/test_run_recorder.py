@@ -14,8 +14,8 @@ from lightning_commopt.measure.runs.files import LOSS_FILE, RUN_FILE
 from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.build import build_report
-from lightnings import LightningModule, Trainer
-from ranks import run_ranks, run_ranks_or_raise
+from support.lightnings import LightningModule, Trainer
+from support.ranks import run_ranks, run_ranks_or_raise
 
 BATCH_SIZE = 4
 

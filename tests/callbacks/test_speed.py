@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, SpeedMonitor
-from lightnings import CSVLogger, DDPStrategy, LightningModule, ThroughputMonitor, Trainer
-from ranks import run_ranks
+from support.lightnings import CSVLogger, DDPStrategy, LightningModule, ThroughputMonitor, Trainer
+from support.ranks import run_ranks
 
 NUMEL = 3 * 2 + 2
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from sample_bench import result_of, sample
 
 from lightning_commopt.callbacks.step_files import StepFiles
 from lightning_commopt.measure.files import read_run
@@ -11,6 +10,7 @@ from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import Phase, StepRecord
 from lightning_commopt.measure.recorder import RecordedStep
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
+from support.sample_bench import result_of, sample
 
 
 @pytest.mark.parametrize(("rank", "num_warnings"), [(0, 1), (1, 0)])

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from sample_runs import SampleRun, write_run
 from typer.testing import CliRunner
-from wheels import run_checked
 
 from lightning_commopt.commands.app import app
 from lightning_commopt.commands.info import info
 from lightning_commopt.compressors import compressor_names
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
+from support.sample_runs import SampleRun, write_run
+from support.wheels import run_checked
 
 COMMANDS = ("bench", "doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace")
 

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cross_section import sampled
-from every_compressor import BF16, COMPRESSORS, LOSSLESS, WITH_FEEDBACK
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +18,9 @@ from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, P
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.sync.attach import attach_bucket_hook
 from lightning_commopt.sync.hook import BucketHook
-from ranks import run_ranks
+from support.cross_section import sampled
+from support.every_compressor import BF16, COMPRESSORS, LOSSLESS, WITH_FEEDBACK
+from support.ranks import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "one_bucket": {},

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from every_compressor import BF16, BF16_IN_FLOAT32
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,7 +16,8 @@ from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.attach import attach_bucket_hook
-from ranks import run_ranks
+from support.every_compressor import BF16, BF16_IN_FLOAT32
+from support.ranks import run_ranks
 
 SUMMED_ON_THE_WAY: dict[str, Compressor] = {"bf16": BF16, "bf16_feedback": ErrorFeedback(inner=BF16)}
 SUMMED_BY_US: dict[str, Compressor] = {

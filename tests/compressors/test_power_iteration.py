@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt import CommOptDDP
 from lightning_commopt.compressors import AlternatingPowerSGD, Compressor, Layout, PowerSGD
 from lightning_commopt.sync.attach import attach_bucket_hook
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 NUM_STEPS = 100
 NUM_STEPS_ELSEWHERE = 6

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from every_compressor import COMPRESSORS
 from hydra.utils import instantiate
 
 from lightning_commopt.compat.hydra import allow_targets, packages_of_targets
@@ -28,6 +27,7 @@ from lightning_commopt.compressors.base import Layout, Rounds, State
 from lightning_commopt.compressors.registry import compressor_name, names_with_option
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.sync.state import CheckpointError, from_checkpoint, to_checkpoint
+from support.every_compressor import COMPRESSORS
 
 
 @dataclass(frozen=True, kw_only=True)

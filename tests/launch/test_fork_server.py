@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab_traces import machine_traces
-from process_groups import is_group_gone
+
+from support.lab_traces import machine_traces
+from support.process_groups import is_group_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server needs Linux")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from tiny_runs import TINY
 from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
@@ -22,6 +21,7 @@ from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.train import register_with_hydra
+from support.tiny_runs import TINY
 
 PAGE = Path(__file__).parents[2] / "docs" / "launchers.md"
 LIMIT_S = 240

@@ -16,8 +16,8 @@ from lightning_commopt.train.sweep.composing import SweepSettings
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.sweep.launcher import register_launcher
 from lightning_commopt.train.sweep.resolvers import register_resolvers
-from lightnings import BoringModel, Trainer
-from ranks import run_ranks
+from support.lightnings import BoringModel, Trainer
+from support.ranks import run_ranks
 
 
 def test_names_and_values() -> None:

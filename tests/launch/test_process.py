@@ -5,9 +5,9 @@ import sys
 import threading
 
 import pytest
-from process_groups import is_group_gone, living_members
 
 from lightning_commopt.launch.process import InterruptedRun, raise_signals, run_in_group
+from support.process_groups import is_group_gone, living_members
 
 PYTHON = (sys.executable, "-u", "-c")
 

@@ -13,7 +13,7 @@ from torchmetrics import MetricCollection
 
 from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
 from lightning_commopt.metrics import ExposedShare, StepMetric, StepStatistics
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 Values = NDArray[np.float64]
 NAMES = list(Steps.of(np.empty((1, 0, len(QUANTITIES)))).statistics())

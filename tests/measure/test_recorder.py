@@ -12,7 +12,7 @@ from lightning_commopt.measure.observer import BucketInfo, Observers
 from lightning_commopt.measure.record import Phase
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.attach import attach_bucket_hook
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 class LateClock(Clock):

@@ -3,13 +3,13 @@
 import io
 
 import pytest
-from narrow import WIDTHS, check_numbers_are_whole
 from rich.console import Console
 from sample_metrics import NAN, sample_metrics
 
 from lightning_commopt.measure.statistics import TIMES
 from lightning_commopt.measure.summary import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
+from support.narrow import WIDTHS, check_numbers_are_whole
 
 
 def rendered(metrics: dict[str, float], width: int = 80, result: Verdict | None = None) -> list[str]:

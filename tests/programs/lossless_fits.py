@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commopt import CommOptDDP
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 PLANS: dict[str, dict[str, Any]] = {
     "native": {},

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_commopt import CommOptDDP
 from lightning_commopt.compressors import AllReduce
 from lightning_commopt.plan import CommPlan, OptionError
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.exhaustive
 

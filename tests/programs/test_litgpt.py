@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_commopt.fabric import CommOptDDP
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.exhaustive
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.exhaustive
 

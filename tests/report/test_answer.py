@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from sample_runs import four_methods_report, ladder_report, sample_report, save_rates, save_run
 
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Group
+from support.sample_runs import four_methods_report, ladder_report, sample_report, save_rates, save_run
 
 SLOW = [100, 101, 99]
 FAST = [150, 152, 149]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, NO_CHROMIUM, opened, started_browser
-from sample_bench import case, result_of, sample
 
 from lightning_commopt.measure.link.bench_result import BenchResult, Row
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.report.bench_page import write_bench_page
 from lightning_commopt.report.figures.bench import bench_charts
+from support.sample_bench import case, result_of, sample
 
 
 def _everything() -> BenchResult:

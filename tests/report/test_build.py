@@ -4,7 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_runs import (
+
+from lightning_commopt.report.build import build_report
+from lightning_commopt.report.model import Group, Interval
+from lightning_commopt.report.scaling import amdahl_serial_share
+from support.sample_runs import (
     four_methods_report,
     ladder_report,
     plan_run,
@@ -13,10 +17,6 @@ from sample_runs import (
     save_run,
     write_run,
 )
-
-from lightning_commopt.report.build import build_report
-from lightning_commopt.report.model import Group, Interval
-from lightning_commopt.report.scaling import amdahl_serial_share
 
 
 def _group(folder: Path, *jobs: tuple[str, dict[str, Any]]) -> Group:

@@ -3,7 +3,6 @@
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from sample_runs import save_run
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.compat.hydra import VERSION_BASE
@@ -12,6 +11,7 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.train import register_with_hydra
+from support.sample_runs import save_run
 
 PLANS = [
     CommPlan(),

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from plotly import graph_objects as go
-from sample_runs import SampleRun, four_methods_report, ladder_report, sample_report, save_run, write_run
 
 from lightning_commopt.measure.files import rank_file
 from lightning_commopt.measure.runs.losses import LossPoint
@@ -26,6 +25,7 @@ from lightning_commopt.report.figures.throughput import bucket_sizes, peak_memor
 from lightning_commopt.report.figures.timeline import timelines
 from lightning_commopt.report.model import Group, Report
 from lightning_commopt.report.page import sections
+from support.sample_runs import SampleRun, four_methods_report, ladder_report, sample_report, save_run, write_run
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@ import json
 import math
 
 import pytest
-from sample_runs import four_methods_report, ladder_report, sample_report, save_rates
 
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.outputs import to_plain, write_csv
+from support.sample_runs import four_methods_report, ladder_report, sample_report, save_rates
 
 
 @pytest.mark.parametrize("make", [sample_report, ladder_report, four_methods_report])

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, NO_CHROMIUM, OpenPage, opened, started_browser
 from playwright.sync_api import Browser, expect
-from sample_runs import four_methods_report, ladder_report, sample_report
 
 from lightning_commopt.report.model import Report
 from lightning_commopt.report.page import write_page
+from support.sample_runs import four_methods_report, ladder_report, sample_report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 

@@ -1,11 +1,11 @@
 import json
 
 import pytest
-from sample_runs import save_rates, save_run
 
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.outputs import to_plain
 from lightning_commopt.report.regressions import Regressions, find_regressions
+from support.sample_runs import save_rates, save_run
 
 BEFORE = {"none": [100, 101, 99], "bf16": [150, 152, 148], "int8": [200, 202, 198]}
 

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 from rich.console import Console
-from sample_runs import ladder_report, save_rates, save_run, write_sweep
 from typer.testing import CliRunner, Result
 
 from lightning_commopt.commands.app import app
 from lightning_commopt.report import page
 from lightning_commopt.report.files import report_sweep
+from support.sample_runs import ladder_report, save_rates, save_run, write_sweep
 
 RATES = {"none": [100, 101, 99], "bf16": [150, 152, 148]}
 SLOWER = {"none": [100, 101, 99], "bf16": [120, 121, 119]}

@@ -3,11 +3,11 @@ import re
 from pathlib import Path
 
 import pytest
-from sample_runs import plan_run, save_rates, save_run, write_run
 
 from lightning_commopt.measure.files import rank_file
 from lightning_commopt.report.runs import read_runs
 from lightning_commopt.report.settings import chosen_settings
+from support.sample_runs import plan_run, save_rates, save_run, write_run
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_runs import save_run
 
 from lightning_commopt.report.names import setting_name
 from lightning_commopt.report.runs import read_runs
 from lightning_commopt.report.settings import RunsOfGroup, group_runs, turn
+from support.sample_runs import save_run
 
 
 def _groups(folder: Path, *jobs: str, **fields: Any) -> list[RunsOfGroup]:

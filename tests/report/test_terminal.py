@@ -3,10 +3,10 @@ import re
 
 import pytest
 from rich.console import Console
-from sample_runs import four_methods_report, ladder_report, sample_report, save_run
 
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.terminal import print_report
+from support.sample_runs import four_methods_report, ladder_report, sample_report, save_run
 
 
 def _printed(report, width: int) -> str:  # type: ignore[no-untyped-def]

@@ -7,9 +7,9 @@ import sys
 from datetime import timedelta
 
 import numpy as np
-from strategy_models import SelfFed, numbers, trainer
 
 from lightning_commopt import CommOptDDP
+from support.strategy_models import SelfFed, numbers, trainer
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from strategy_models import FEATURES, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,8 +16,9 @@ from lightning_commopt.compressors import Compressor, Layout, LowRank, Rounds, S
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.checks import check_plans_agree
-from lightnings import Callback, DDPStrategy, LightningModule, Trainer
-from ranks import run_ranks, run_ranks_or_raise
+from support.lightnings import Callback, DDPStrategy, LightningModule, Trainer
+from support.ranks import run_ranks, run_ranks_or_raise
+from support.strategy_models import FEATURES, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 
 _LOSSLESS: dict[str, dict[str, Any]] = {
     "native": {},

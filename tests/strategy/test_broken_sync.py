@@ -19,7 +19,7 @@ from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.checkpoint import gather_state
 from lightning_commopt.sync.gradient_sync import GradientSync
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 _FAILS = threading.Event()
 _FAILS_AT_THE_END = threading.Event()

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cross_section import sampled
-from every_compressor import COMPRESSORS, WITH_FEEDBACK
-from strategy_models import Params, assert_same, numbers, trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -23,8 +20,11 @@ from lightning_commopt.compressors import Compressor, ErrorFeedback, Hierarchica
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.state import KEY
-from lightnings import Callback, LightningModule, MixedPrecision, OnExceptionCheckpoint, Trainer
-from ranks import run_ranks, run_ranks_or_raise
+from support.cross_section import sampled
+from support.every_compressor import COMPRESSORS, WITH_FEEDBACK
+from support.lightnings import Callback, LightningModule, MixedPrecision, OnExceptionCheckpoint, Trainer
+from support.ranks import run_ranks, run_ranks_or_raise
+from support.strategy_models import Params, assert_same, numbers, trainer
 
 HALF = 8
 OPTIONS: dict[str, dict[str, Any]] = {

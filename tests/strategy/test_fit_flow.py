@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_utilities.core import rank_zero
-from strategy_models import (
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt import CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
+from lightning_commopt.compressors import Compressor, Layout, LowRank, Rounds, State
+from support.lightnings import Callback, DDPStrategy, LightningModule, MixedPrecision, ModelCheckpoint, Trainer
+from support.ranks import run_ranks, run_ranks_or_raise
+from support.strategy_models import (
     FEATURES,
     BatchNormed,
     Gan,
@@ -23,13 +30,6 @@ from strategy_models import (
     numbers,
     trainer,
 )
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-
-from lightning_commopt import CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
-from lightning_commopt.compressors import Compressor, Layout, LowRank, Rounds, State
-from lightnings import Callback, DDPStrategy, LightningModule, MixedPrecision, ModelCheckpoint, Trainer
-from ranks import run_ranks, run_ranks_or_raise
 
 _BYTES = sum(parameter.numel() * 4 for parameter in Tiny().parameters())
 _BATCHES = 3  # in an epoch of two ranks

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from side_by_side import two_at_a_time
-from strategy_models import Params, SelfFed, assert_same, numbers, trainer
 
 from lightning_commopt import CommOptDDP
-from ranks import run_ranks
+from support.ranks import run_ranks
+from support.side_by_side import two_at_a_time
+from support.strategy_models import Params, SelfFed, assert_same, numbers, trainer
 
 _FOLDER = Path(__file__).parent
 _SCRIPT = str(_FOLDER / "launched_script.py")

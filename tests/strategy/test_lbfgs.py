@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.text import validation
-from ranks import run_ranks
+from support.ranks import run_ranks
+from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
 
 _BY_GRADIENTS = {"line_search_fn": None, "tolerance_change": 0}
 _SEARCH = {"line_search_fn": "strong_wolfe"}

@@ -4,10 +4,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from strategy_models import Embedded, Gan, Keeping, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -17,36 +15,13 @@ from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.sync.observed import observe, observe_wrapped, stop_observing
-from lightnings import DDPStrategy, LightningModule, SingleDeviceStrategy, Trainer
-from ranks import run_ranks
+from lightning_commopt.sync.observed import observe, observe_wrapped
+from support.lightnings import DDPStrategy, SingleDeviceStrategy, Trainer
+from support.ranks import run_ranks
+from support.strategy_models import Embedded, Gan, Keeping, Manual, Params, Tiny, assert_same, loader, numbers, trainer
+from support.watched_steps import GRADIENT_BYTES, Watch, assert_in_order
 
 SMALL = 0.001  # MiB: three buckets or more
-GRADIENT_BYTES = 4 * (6 * 24 + 24 + 24 * 24 + 24 + 24 + 1)
-
-
-class Watch(PhaseCallback):
-    """Records every step."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.recorder = StepRecorder(HostClock())
-        observe(trainer.strategy, self.recorder)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        stop_observing(trainer.strategy, self.recorder)
-
-    def records(self) -> list[StepRecord]:
-        return [step.record for step in self.recorder.take(100)]
-
-    def _enter(self, phase: str | None) -> None:
-        self.recorder.enter(phase)
-
-    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        pass
-
-    def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
-        if has_stepped:
-            self.recorder.end_step(trainer.global_step - 1, len(batch[0]))
 
 
 class ChangePlan(PhaseCallback):
@@ -181,19 +156,6 @@ def test_buckets_of_the_first_backward_of_a_static_graph_are_counted(strategy: s
     for record in run_ranks(first_step_of_static_graph, strategy):
         assert record.totals.gradient_bytes == GRADIENT_BYTES + 8
         assert [(bucket.backward, bucket.index) for bucket in record.buckets] == [(0, 0), (0, 1)]
-
-
-def assert_in_order(record: StepRecord) -> None:
-    """Every bucket is ready, starts, is sent and ends within the step, and is waited for in backward."""
-    assert record.totals.wire_bytes > 0
-    backwards = [phase for phase in record.phases if phase.name == "backward"]
-    for bucket in record.buckets:
-        times = [bucket.ready_s, bucket.start_s, *np.ravel(bucket.wire), bucket.end_s]
-        assert times == sorted(times)
-        assert any(phase.start_s <= bucket.ready_s <= bucket.end_s <= phase.end_s for phase in backwards)
-    assert 0 < record.totals.exposed_s <= record.totals.backward_s
-    assert 0 < record.totals.wire_s <= record.totals.comm_s <= record.totals.backward_s
-    assert [phase.name for phase in record.phases].count("optimizer") == 1
 
 
 def record_wire_bytes() -> tuple[int, int, list[StepRecord]]:

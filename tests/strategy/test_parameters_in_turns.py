@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from lightnings import LightningModule, Trainer
-from ranks import run_ranks, run_ranks_or_raise
+from support.lightnings import LightningModule, Trainer
+from support.ranks import run_ranks, run_ranks_or_raise
 
 
 class _InTurns(LightningModule):

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from strategy_models import trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,8 +13,9 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.compressors import AllReduce, Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
-from lightnings import BoringModel, DDPStrategy
-from ranks import run_ranks
+from support.lightnings import BoringModel, DDPStrategy
+from support.ranks import run_ranks
+from support.strategy_models import trainer
 
 
 class _HoldsAnotherDDP(BoringModel):

@@ -12,14 +12,14 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from strategy_models import SelfFed, trainer
 
 from lightning_commopt import Cast, Int4, Int8, PowerSGD
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan import ddp_options
 from lightning_commopt.strategy.adapters import ADAPTERS
-from lightnings import ADAPTER, PACKAGE
-from ranks import run_ranks
+from support.lightnings import ADAPTER, PACKAGE
+from support.ranks import run_ranks
+from support.strategy_models import SelfFed, trainer
 
 _HOOKS = {
     "": None,

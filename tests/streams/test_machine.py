@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import DEVICE, cuda_on, written_by
-from machine import Machine
 from torch import Tensor
 
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise_triton, cast_triton, low_rank_triton, orthonormal_triton
+from support.fake_cuda import DEVICE, cuda_on, written_by
+from support.machine import Machine
 
 
 @pytest.fixture

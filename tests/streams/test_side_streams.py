@@ -9,11 +9,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from cross_section import sampled
-from ddp_steps import BUCKETS, FIRST_BUCKETS, OTHER_BUCKETS, Training
-from every_compressor import COMPRESSORS
-from fake_cuda import cuda_on, needs_fake_copies
-from machine import Machine
 from torch import Tensor
 
 from lightning_commopt.compressors import (
@@ -32,6 +27,11 @@ from lightning_commopt.compressors import (
 )
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.sync.hook import GradientSyncError
+from support.cross_section import sampled
+from support.ddp_steps import BUCKETS, FIRST_BUCKETS, OTHER_BUCKETS, Training
+from support.every_compressor import COMPRESSORS
+from support.fake_cuda import cuda_on, needs_fake_copies
+from support.machine import Machine
 
 pytestmark = needs_fake_copies
 BF16 = COMPRESSORS["bf16"]

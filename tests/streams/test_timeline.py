@@ -1,8 +1,9 @@
 """The timeline of a simulated step: what waits for what, and what runs beside what."""
 
 import pytest
-from machine import MAIN, Clock, Launch
 from stream_timeline import MEMORY_BYTES_PER_S, NUM_RANKS, Link, Workload, buckets_of, simulated_s
+
+from support.machine import MAIN, Clock, Launch
 
 SECOND_OF_MEMORY = round(MEMORY_BYTES_PER_S)
 LINK = Link(bytes_per_s=1e9, latency_s=0.5)

@@ -7,17 +7,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cross_section import sampled
-from ddp_steps import Training
-from every_compressor import BF16, COMPRESSORS
-from fake_cuda import DEVICE, cuda_on, needs_fake_copies
-from machine import Machine
 from test_side_streams import CASES, steps
 
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import dispatch
 from lightning_commopt.sync import warm_up
-from ranks import run_ranks
+from support.cross_section import sampled
+from support.ddp_steps import Training
+from support.every_compressor import BF16, COMPRESSORS
+from support.fake_cuda import DEVICE, cuda_on, needs_fake_copies
+from support.machine import Machine
+from support.ranks import run_ranks
 
 
 def triton_launches(machine: Machine) -> set[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_commopt.sync import gather as gathering
 from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0, map_tensors
 from lightning_commopt.sync.store import prepare_key_spaces
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 def _value(rank: int) -> dict[str, Any]:

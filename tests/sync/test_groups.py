@@ -18,7 +18,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_commopt import CommOptDDP
 from lightning_commopt.compressors.channel import Channel, backends_of
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 NUM_RANKS = 2
 

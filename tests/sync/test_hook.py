@@ -19,7 +19,7 @@ from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.attach import attach_bucket_hook, warn_of_launch_order
 from lightning_commopt.sync.hook import BucketHook
 from lightning_commopt.text import validation
-from ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks, run_ranks_or_raise
 
 _SYNC_HAS_STARTED = threading.Event()
 _BACKWARD_REACHED_THE_INPUT = threading.Event()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from every_compressor import COMPRESSORS, LOSSLESS
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -17,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, PowerSGD
 from lightning_commopt.fabric import CommOptDDP
 from lightning_commopt.sync.attach import attach_bucket_hook
-from ranks import run_ranks
+from support.every_compressor import COMPRESSORS, LOSSLESS
+from support.ranks import run_ranks
 
 _SIZE = 32
 Params = list[np.ndarray]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_commopt.sync import store as stores
 from lightning_commopt.sync.store import Agreement, fresh_default_store, key_space, poll
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 _LIMIT_S = 60
 

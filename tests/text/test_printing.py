@@ -9,13 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from narrow import WIDTHS, check_numbers_are_whole, printed
-from nccl_sample_logs import BROKEN, SLOW, SampleJob
 from rich.console import Console
 from rich.text import Text
-from sample_bench import result_of, sample
-from sample_runs import SampleRun, four_methods_report, sample_report, write_run
-from topology_samples import DOCUMENTED
 
 from lightning_commopt.commands.doctor.terminal import print_findings, print_hang_report
 from lightning_commopt.commands.info.info import collect, print_info
@@ -37,6 +32,11 @@ from lightning_commopt.train.run_table import run_table
 from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.records import HangReport, Records
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
+from support.narrow import WIDTHS, check_numbers_are_whole, printed
+from support.nccl_sample_logs import BROKEN, SLOW, SampleJob
+from support.sample_bench import result_of, sample
+from support.sample_runs import SampleRun, four_methods_report, sample_report, write_run
+from support.topology_samples import DOCUMENTED
 
 SNAPSHOTS = [
     RankSnapshot(rank=0, host="gpu-node-0001", step=123456, idle_s=1234, called="all_reduce", place="src/fit.py:1234"),

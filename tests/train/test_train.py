@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from cross_section import sampled
-from process_groups import is_group_gone, living_members
-from tiny_runs import TINY
 
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.train.train import flags_first, main
-from ranks import run_ranks
+from support.cross_section import sampled
+from support.process_groups import is_group_gone, living_members
+from support.ranks import run_ranks
+from support.tiny_runs import TINY
 
 LIMIT_S = 400  # only against waiting for ever
 # Embeddings 256 x 16 and 64 x 16, one block, one norm: elements of the tiny model.

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from strategy_models import Tiny, loader, trainer
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.watch import fit_watch
+from support.strategy_models import Tiny, loader, trainer
 
 fit_watch._WAKE_S, fit_watch._STALLED_S, fit_watch._GRACE_S = 0.2, 1.0, 2.0
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from healthy_schedules import HOOKS, Call, Schedule, draw_single_fit
-from strategy_models import FEATURES, Params, Tiny, numbers, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -29,7 +28,8 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import HangMonitor
 from lightning_commopt.watch import fit_watch
 from lightning_commopt.watch.hangs import watcher
-from lightnings import Callback, Logger, ModelCheckpoint, TorchCheckpointIO, Trainer
+from support.lightnings import Callback, Logger, ModelCheckpoint, TorchCheckpointIO, Trainer
+from support.strategy_models import FEATURES, Params, Tiny, numbers, trainer
 
 LIMIT_S = 240.0
 """Only against waiting for ever."""

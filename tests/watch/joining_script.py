@@ -10,10 +10,9 @@ import subprocess
 import sys
 from datetime import timedelta
 
-from strategy_models import Tiny, loader, trainer
-
 from lightning_commopt import CommOptDDP
 from lightning_commopt.watch import join_watch
+from support.strategy_models import Tiny, loader, trainer
 
 
 def main() -> None:

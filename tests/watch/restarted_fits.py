@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from strategy_models import Tiny, loader, trainer
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import HangMonitor
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
-from lightnings import ModelCheckpoint
+from support.lightnings import ModelCheckpoint
+from support.strategy_models import Tiny, loader, trainer
 
 NUM_EPOCHS = 3
 

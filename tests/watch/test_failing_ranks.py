@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from marked_processes import Program
-from strategy_models import SelfFed, trainer
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.plan import OptionError
 from lightning_commopt.watch import fit_watch
-from lightnings import Callback
-from ranks import run_ranks, run_ranks_or_raise
+from support.lightnings import Callback
+from support.marked_processes import Program
+from support.ranks import run_ranks, run_ranks_or_raise
+from support.strategy_models import SelfFed, trainer
 
 _SCRIPT = str(Path(__file__).parent / "failing_script.py")
 _TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]

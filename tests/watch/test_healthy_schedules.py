@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from healthy_fits import LIMIT_S, run_on_rank
 from healthy_schedules import Schedule, draw, draw_single_fit
-from marked_processes import Program, marked_processes
 
-from ranks import PROCESSES
+from support.marked_processes import Program, marked_processes
+from support.ranks import PROCESSES
 
 _HERE = Path(__file__).parent
 _LAUNCHERS = ("popen", "fork", "torchrun")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from strategy_models import Tiny, loader, trainer
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.launch.interfaces import Interface, Listening, find_listening, list_interfaces
@@ -26,7 +25,8 @@ from lightning_commopt.watch.join_texts import (
     unconnected_text,
 )
 from lightning_commopt.watch.join_watch import JoinWatch
-from ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks, run_ranks_or_raise
+from support.strategy_models import Tiny, loader, trainer
 
 _PROGRAM = Path(__file__).parent / "joining_lab.py"
 _LIMIT_S = 120
@@ -209,7 +209,7 @@ _CASES: dict[str, tuple[object, ...]] = {
 @pytest.fixture(scope="module")
 def told(lab_machine: None) -> dict[str, list[list[str]]]:
     """What the watch of each rank says, in each case. In all of them some rank fails."""
-    paths = (_PROGRAM.parent, _PROGRAM.parents[1] / "strategy", _PROGRAM.parents[1], _PROGRAM.parents[2])
+    paths = (_PROGRAM.parent, _PROGRAM.parents[1], _PROGRAM.parents[2])
     environment = {**os.environ, "PYTHONPATH": ":".join(map(str, paths))}
     command = [sys.executable, "-W", "ignore", str(_PROGRAM), json.dumps([*_CASES.values()]), str(_LIMIT_S)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * _LIMIT_S)

@@ -21,7 +21,7 @@ def test_a_rank_that_waits_in_backward_for_another_host_ends(
     lab_machine: None, tmp_path: Path, rank: int, fault: str
 ) -> None:
     """If it fails, a job of several nodes waits half an hour for a rank that is dead."""
-    paths = (_PROGRAM.parents[1] / "strategy", _PROGRAM.parents[1], _PROGRAM.parents[2])
+    paths = (_PROGRAM.parents[1], _PROGRAM.parents[2])
     command = f"{sys.executable} -W ignore {_PROGRAM} {rank} {fault} {tmp_path}; echo STATUS $?; touch {tmp_path}/ended"
     environment = {**os.environ, "PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     with NetLab(2) as lab:

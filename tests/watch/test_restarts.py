@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from marked_processes import Program
 from restarted_fits import Steady, fit, train_with_fabric
-from strategy_models import Params, assert_same, numbers
 
-from ranks import run_ranks
+from support.marked_processes import Program
+from support.ranks import run_ranks
+from support.strategy_models import Params, assert_same, numbers
 
 _SCRIPT = str(Path(__file__).parent / "restarting_script.py")
 _LIMIT_S = 120

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from strategy_models import FEATURES, Params, Tiny, assert_same, numbers, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_commopt import CommOptDDP, OptionError
-from lightnings import Callback, CombinedLoader, Trainer
-from ranks import run_ranks, run_ranks_or_raise
+from support.lightnings import Callback, CombinedLoader, Trainer
+from support.ranks import run_ranks, run_ranks_or_raise
+from support.strategy_models import FEATURES, Params, Tiny, assert_same, numbers, trainer
 
 LIMIT_S = 60
 """Against waiting for ever; the ranks need some seconds."""

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from marked_processes import Program
-from sample_bench import result_of, sample
-from sample_runs import SampleRun, write_run
 from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
@@ -28,6 +25,9 @@ from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 from lightning_commopt.plan import CommPlan
+from support.marked_processes import Program
+from support.sample_bench import result_of, sample
+from support.sample_runs import SampleRun, write_run
 
 QUICK = ("-b", "64", "-e", "4K", "-f", "64", "-n", "2", "--repetitions", "1")
 

@@ -10,7 +10,7 @@ from lightning_commopt.commands.bench import operations, pattern
 from lightning_commopt.commands.bench.measure import measure
 from lightning_commopt.measure.link.bench_result import Row
 from lightning_commopt.measure.link.bench_settings import COLLECTIVES, PLACES, BenchSettings
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 def _measure(settings: BenchSettings, ranks_per_node: int) -> tuple[list[Row], list[tuple[int, int, str]]]:

@@ -22,7 +22,7 @@ from lightning_commopt.commands.selftest.ranks import PROCESSES
 from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
 from lightning_commopt.launch.lab import NetLab, RankError
 from lightning_commopt.text.findings import Finding, Severity
-from ranks import run_ranks  # noqa: F401 - tells the fork server what to import
+from support.ranks import run_ranks  # noqa: F401 - tells the fork server what to import
 
 LOOPBACK = Interface("lo", "127.0.0.1", 8)
 ETHERNET = Interface("eth0", "10.0.0.1", 24)

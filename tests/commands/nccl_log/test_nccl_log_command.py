@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nccl_sample_logs import BROKEN, HEALTHY, SLOW, SampleJob
 from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
+from support.nccl_sample_logs import BROKEN, HEALTHY, SLOW, SampleJob
 
 FORBIDDEN = SampleJob(gpus=2, in_host="NET/Socket/0", settings={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nccl_sample_logs import HEALTHY, SampleJob
 from rich.console import Console
 
 from lightning_commopt.commands.nccl_log.findings import find_all
@@ -18,6 +17,7 @@ from lightning_commopt.commands.nccl_log.sources import read_messages
 from lightning_commopt.commands.nccl_log.summary import to_plain
 from lightning_commopt.commands.nccl_log.terminal import print_log
 from lightning_commopt.text.findings import Finding
+from support.nccl_sample_logs import HEALTHY, SampleJob
 
 JOBS = [
     dataclasses.replace(HEALTHY, gpus=2),

@@ -16,7 +16,7 @@ from lightning_commopt.commands.selftest import laws
 from lightning_commopt.commands.selftest.places import candidates
 from lightning_commopt.compressors import AfterSteps, Compressor, ErrorFeedback, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

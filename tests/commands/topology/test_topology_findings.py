@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from topology_samples import SAMPLES, Sample, halves
 
 from lightning_commopt.commands.topology.expectations import expect_between_gpus, expect_to_nic, find_ring, nvlink_model
 from lightning_commopt.commands.topology.findings import find_all
 from lightning_commopt.commands.topology.machine import Link, Machine, Nic
 from lightning_commopt.commands.topology.smi_text import read_smi_text
 from lightning_commopt.text.findings import Finding
+from support.topology_samples import SAMPLES, Sample, halves
 
 
 def read(sample: Sample, *names: str) -> Machine:

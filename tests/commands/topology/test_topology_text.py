@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from topology_samples import SAMPLES, Sample
 
 from lightning_commopt.commands.topology.machine import Machine, TopologyError, cpus_text
 from lightning_commopt.commands.topology.smi_text import read_smi_text
+from support.topology_samples import SAMPLES, Sample
 
 
 def wrapped(text: str, width: int) -> str:

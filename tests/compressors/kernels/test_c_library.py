@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compressors import PowerSGD
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.sync.attach import attach_bucket_hook
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 

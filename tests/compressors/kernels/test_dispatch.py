@@ -6,12 +6,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from every_compressor import COMPRESSORS
 from forms import needs_triton
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels import blockwise, c_library, cast, dispatch, finite, low_rank, orthonormal
 from lightning_commopt.compressors.kernels.matrices import Matrix
+from support.every_compressor import COMPRESSORS
 
 FLOAT32 = torch.zeros(1)
 BOTH = ("triton", "c")

@@ -7,10 +7,10 @@ import sys
 import threading
 
 import pytest
-from cross_section import sampled
-from lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namespaces_in, processes_in
 
 from lightning_commopt.launch.lab import LabError, NetLab, RankError, namespaces, parse_rate, why_not
+from support.cross_section import sampled
+from support.lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namespaces_in, processes_in
 
 PYTHON = (sys.executable, "-S", "-c")
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namespaces_in, processes_in
 
 from lightning_commopt.launch.lab import LabError, NetLab, namespaces, why_not
+from support.lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namespaces_in, processes_in
 
 HOLDER = f"""
 import os, time

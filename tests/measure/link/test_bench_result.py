@@ -6,13 +6,13 @@ import csv
 from pathlib import Path
 
 import pytest
-from sample_bench import case, result_of, sample
 
 from lightning_commopt.measure.link.bench_result import BenchResult, Row, bus_factor
 from lightning_commopt.measure.link.bench_settings import BenchSettings
 from lightning_commopt.measure.link.payoff import payoffs
 from lightning_commopt.measure.link.sizes import parse_size, sizes_between
 from lightning_commopt.report.bench_terminal import bench_lines
+from support.sample_bench import case, result_of, sample
 
 # nccl-tests, doc/PERFORMANCE.md.
 PUBLISHED = {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated_link import LATENCY_S, S_PER_BYTE, records_of_ranks
 
 from lightning_commopt.measure.link.in_run import NUM_MESSAGES, LinkTracker
 from lightning_commopt.measure.link.message_times import bucket_times, of_most_sizes
 from lightning_commopt.measure.record import StepRecord
+from support.simulated_link import LATENCY_S, S_PER_BYTE, records_of_ranks
 
 SIZES = (25_000_000, 1_000_000, 3_000_000)
 

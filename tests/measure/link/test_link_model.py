@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sample_bench import SIZES, result_of, sample
 
 from lightning_commopt.measure.link.bench_result import BenchResult
 from lightning_commopt.measure.link.fit import Point, fit_segments, time_at
 from lightning_commopt.measure.link.model import Curve, LinkModel
+from support.sample_bench import SIZES, result_of, sample
 
 
 def _line(size: int) -> float:

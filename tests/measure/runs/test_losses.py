@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lightning_commopt.measure.runs.files import LOSS_FILE
 from lightning_commopt.measure.runs.loss_curve import LossCurve
 from lightning_commopt.measure.runs.losses import LossPoint, read_losses, write_losses
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 POINTS = [
     LossPoint(kind="train", step=1, seconds=0.5, loss=2.0),

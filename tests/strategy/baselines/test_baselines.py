@@ -12,11 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from cross_section import sampled
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from strategy_models import (
+from torch import Tensor, nn
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.baselines import InterleavedDP, NaiveDP
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.plan import OptionError, UnknownOptionError
+from support.cross_section import sampled
+from support.ranks import run_ranks, run_ranks_or_raise
+from support.strategy_models import (
     FEATURES,
     BatchNormed,
     Checkpointed,
@@ -31,15 +38,8 @@ from strategy_models import (
     numbers,
     trainer,
 )
-from test_observing import GRADIENT_BYTES, Watch, assert_in_order
-from test_strategy_numbers import MODES, Mode
-from torch import Tensor, nn
-
-from lightning_commopt import CommOptDDP
-from lightning_commopt.baselines import InterleavedDP, NaiveDP
-from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.plan import OptionError, UnknownOptionError
-from ranks import run_ranks, run_ranks_or_raise
+from support.training_modes import MODES, Mode
+from support.watched_steps import GRADIENT_BYTES, Watch, assert_in_order
 
 BASELINES: dict[str, type[NaiveDP] | type[InterleavedDP]] = {"naive": NaiveDP, "interleaved": InterleavedDP}
 PARAMETERS = {name: 4 * parameter.numel() for name, parameter in Tiny().named_parameters()}

@@ -2,12 +2,12 @@
 
 import pytest
 from hydra.errors import HydraException
-from test_conf import composed
 
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.train.sweep.display import hint
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.train import register_with_hydra
+from support.composed import composed
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-from lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namespaces_in
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
 from lightning_commopt.launch.process import InterruptedRun
@@ -16,6 +15,7 @@ from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.train.sweep.config import LabShape
 from lightning_commopt.train.sweep.lab_run import RankFailed, run_in_lab
+from support.lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namespaces_in
 
 pytestmark = pytest.mark.usefixtures("lab_machine")
 

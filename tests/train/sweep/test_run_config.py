@@ -1,12 +1,12 @@
 """What a run's configuration says against where it runs; see also test_conf and sweep/test_link."""
 
 import pytest
-from test_conf import composed
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
 from lightning_commopt.train.sweep.config import ConfigError, check_config
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.train import register_with_hydra
+from support.composed import composed
 
 SINGLE = ("strategy=single", "trainer.devices=1", "trainer.accelerator=cpu")
 

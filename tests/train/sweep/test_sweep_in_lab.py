@@ -10,12 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from lab_traces import machine_traces
-from process_groups import is_group_gone
-from tiny_runs import TINY
 
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.runs.record import RunRecord
+from support.lab_traces import machine_traces
+from support.process_groups import is_group_gone
+from support.tiny_runs import TINY
 
 pytestmark = [pytest.mark.usefixtures("lab_machine"), pytest.mark.exhaustive]
 

@@ -4,13 +4,13 @@ import json
 import math
 
 import pytest
-from cross_section import sampled
 from fake_sweeps import JOB, fake_sweep
 from hydra.errors import HydraException
 
 from lightning_commopt.measure.runs.files import SUMMARY_FILE
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.train.sweep.config import ConfigError
+from support.cross_section import sampled
 
 
 def numbers_in(folder):

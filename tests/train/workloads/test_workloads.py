@@ -11,7 +11,7 @@ from lightning_commopt.train.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 from lightning_commopt.train.workloads.mlp import MLP, SIZES, Blobs
 from lightning_commopt.train.workloads.vision import RandomImages, VisionModel
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)

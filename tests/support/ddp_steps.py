@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fake_cuda import DEVICE
-from machine import MAIN, Machine
 from torch import Tensor, nn
 
 from lightning_commopt.compressors import Compressor
@@ -17,6 +15,8 @@ from lightning_commopt.sync.checkpoint import usable_state
 from lightning_commopt.sync.executors import SideStreams
 from lightning_commopt.sync.hook import BucketHook
 from lightning_commopt.sync.state import CommState
+from support.fake_cuda import DEVICE
+from support.machine import MAIN, Machine
 
 # Matrices and vectors, in an odd number of buckets. DDP rebuilds its buckets after the first step.
 SHAPES = [(96, 64), (33,), (64, 128), (7,), (40, 33), (65, 48)]

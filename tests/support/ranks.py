@@ -1,7 +1,7 @@
 """Runs a function on several real ranks: that of the package, with what tests need imported before ranks are forked."""
 
 from lightning_commopt.commands.selftest.ranks import PROCESSES, RankError, run_ranks, run_ranks_or_raise
-from lightnings import ADAPTER, PACKAGE
+from support.lightnings import ADAPTER, PACKAGE
 
 __all__ = ["RankError", "run_ranks", "run_ranks_or_raise"]
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_commopt.compressors.base import as_real
-from lightnings import BaseFinetuning, Callback, LightningModule, Trainer
+from support.lightnings import BaseFinetuning, Callback, LightningModule, Trainer
 
 FEATURES = 6
 Params = dict[str, np.ndarray]

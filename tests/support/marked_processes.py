@@ -9,7 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
-_TESTS = Path(__file__).parent
+_TESTS = Path(__file__).parents[1]
 _POLL_S = 0.1
 
 
@@ -25,7 +25,7 @@ class Program:
         self._mark = f"COMMOPT_TEST={uuid.uuid4().hex}"
         self._output = folder / "output.txt"
         name, _, value = self._mark.partition("=")
-        paths = (_TESTS / "strategy", _TESTS, _TESTS.parent)
+        paths = (_TESTS, _TESTS.parent)
         environment = {known: os.environ[known] for known in ("PATH", "HOME") if known in os.environ}
         environment |= {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1", name: value}
         with self._output.open("w") as output:

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def build_wheel(folder: Path) -> Path:

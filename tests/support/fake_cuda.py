@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton
-from machine import Clock, Machine
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from lightning_commopt.compressors import channel
 from lightning_commopt.compressors.kernels import dispatch, low_rank_tiles, orthonormal_triton
 from lightning_commopt.sync import executors
+from support.machine import Clock, Machine
 
 DEVICE = torch.device("cuda", 0)
 _CACHES = (

@@ -1,0 +1,21 @@
+"""The configuration of ``commopt-train``, composed in this process."""
+
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict
+
+from lightning_commopt.compat.hydra import VERSION_BASE
+from lightning_commopt.launch.conf_path import conf_dir
+
+
+def composed(*overrides: str, output_dir: Path | None = None) -> DictConfig:
+    with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
+        config = compose("train", [*overrides], return_hydra_config=True)
+    with open_dict(config):
+        config.hydra.runtime.output_dir = str(output_dir or "somewhere")
+    HydraConfig.instance().set_config(config)
+    with open_dict(config):
+        del config["hydra"]
+    return config
