@@ -19,6 +19,7 @@ from support.lightnings import Callback, DDPStrategy
 from support.strategy_models import Tiny, loader, trainer
 
 AFTER_S = 1.0
+LONG_END_AFTER_S = 0.5
 LIMIT_S = 120.0
 """Only against waiting for ever."""
 
@@ -30,8 +31,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 def interrupt_main(module: Any) -> None:
-    """Interrupts rank 0's process, which has started this one, and waits for it."""
-    os.kill(os.getppid(), signal.SIGINT)
+    """Rank 1 interrupts rank 0's process, which has started its own. Both wait in Python, so that rank 0 notices."""
+    if module.global_rank == 1:
+        os.kill(os.getppid(), signal.SIGINT)
     time.sleep(LIMIT_S)
 
 
@@ -66,13 +68,13 @@ class Holding(Tiny):
             stop_until(self.report)
         if self.fault == "collective" and not is_at_fault:
             self.all_gather(torch.ones(3))
-        if self.fault in ENDINGS and is_at_fault:
+        if self.fault in ENDINGS and (is_at_fault or (self.fault == "interrupt" and batch_idx == 4)):
             ENDINGS[self.fault](self)
         return super().training_step(batch, batch_idx)
 
     def on_fit_end(self) -> None:
         if self.fault == "long_end" and self.global_rank == 0:
-            time.sleep(13 * AFTER_S)
+            time.sleep(13 * LONG_END_AFTER_S)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.fault == "callbacks" and self.trainer.global_step == 4 and self.global_rank == 1:
@@ -205,7 +207,7 @@ def fit_unevenly(folder: Path, after_s: float) -> list[str]:
 def main() -> None:
     """Trains on two ranks that a fault keeps from ending; usage: hanging_fits.py FOLDER FAULT STRATEGY."""
     folder, fault, strategy = Path(sys.argv[1]), *sys.argv[2:]
-    after_s = AFTER_S if fault == "long_end" else 3 * AFTER_S
+    after_s = LONG_END_AFTER_S if fault == "long_end" else 3 * AFTER_S
     monitor = HangMonitor(after_s=after_s, action="abort", dirpath=folder)
     run = trainer(STRATEGIES[strategy](), callbacks=[monitor], devices=2)
     run.fit(Holding(fault, folder / "never"))

@@ -28,19 +28,21 @@ from lightning_commopt.watch.hangs.process import (
     Frame,
     collective_in,
     descendants,
-    dump_stacks,
+    dump_stack,
     find_exit,
     is_alive,
+    is_asleep,
     is_compiling,
-    plain_stacks,
     process_state,
+    thread_cpu_s,
     user_place,
 )
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
 from lightning_commopt.watch.hangs.transport import RankLink
 
-_STACKS_S = 1.0
-_DUMP_S = 2.0
+_STACK_S = 1.0
+_ANSWER_S = 3.0
+_HOLDS_GIL_S = 0.5
 _LAST_MESSAGE_S = 0.5
 _MAX_WORKERS = 4
 _DATALOADER = {DATA, DATA_START, *(n for n, phase in enumerate(PHASES) if phase.where.startswith("in the dataloader"))}
@@ -190,8 +192,8 @@ class Observation:
             **place_in_training(self.marks, self._names),
         )
         if is_whole and state == "running":
-            self._add_stacks(found)
-            self._add_dump(found)
+            if self._add_stacks(found):
+                self._add_dump(found)
         elif self._raised:
             self._add_thread(found, self._raised, self._last_dump.get("owner"))
             self._apply_dump(found, self._last_dump)
@@ -200,17 +202,31 @@ class Observation:
         found.limit_s = self._times.limit_s(found.phase)
         return found
 
-    def _add_stacks(self, found: RankSnapshot) -> None:
-        stacks = dump_stacks(self._pid, self._stacks_fd, _STACKS_S)
-        if not stacks:
-            found.missing.append("stacks: the process did not write them")
-            return
-        found.stacks[f"process {self._pid}"] = plain_stacks(stacks)
-        frames = stacks.get(self._fit_thread[0], [])
+    def _add_stacks(self, found: RankSnapshot) -> bool:
+        """Adds the stacks that the process itself reports; of one that cannot answer, that of the thread that trains.
+
+        Returns:
+            Whether it has answered.
+        """
+        ident, thread = self._fit_thread
+        cpu_s = thread_cpu_s(self._pid, thread)
+        answer = self._link.request(_ANSWER_S, stacks=True)
+        if answer is not None:
+            stacks = {int(key): [Frame(*fields) for fields in frames] for key, frames in answer["stacks"].items()}
+        # No other thread gets the GIL: the thread that trains waits for it too, or is in a C function that holds it.
+        elif is_asleep(self._pid, thread) or thread_cpu_s(self._pid, thread) - cpu_s > _HOLDS_GIL_S:
+            stacks = {ident: dump_stack(self._pid, thread, self._stacks_fd, _STACK_S)}
+        else:
+            stacks = {}
+        frames = stacks.get(ident, [])
+        if not frames:
+            found.missing.append(f"stacks: the process has not answered within {_ANSWER_S:g} s")
+        found.stacks[f"process {self._pid}"] = {hex(key): list(map(str, each)) for key, each in stacks.items()}
         self._add_thread(found, frames, None)
         found.is_compiling = is_compiling(frames)
         if found.phase in _DATALOADER:
             self._add_workers(found)
+        return answer is not None
 
     def _add_thread(self, found: RankSnapshot, frames: list[Frame], owner: str | None) -> None:
         """Adds where a thread is. A hook of another callback is no mark: it may run after ours has set the next phase.
@@ -241,15 +257,18 @@ class Observation:
 
     def _add_workers(self, found: RankSnapshot) -> None:
         for pid in descendants(self._pid)[:_MAX_WORKERS]:
-            stacks = dump_stacks(pid, self._stacks_fd, _STACKS_S)
-            found.stacks[f"process {pid}"] = plain_stacks(stacks)
-            if (place := user_place(next(reversed(stacks.values()), []))) is not None:
+            if not is_asleep(pid, pid):
+                found.missing.append(f"stack of process {pid}: it is running, and the signal could crash it")
+                continue
+            frames = dump_stack(pid, pid, self._stacks_fd, _STACK_S)
+            found.stacks[f"process {pid}"] = {"main": list(map(str, frames))}
+            if (place := user_place(frames)) is not None:
                 found.worker_places.append(str(place))
 
     def _add_dump(self, found: RankSnapshot) -> None:
-        dump = self._link.request(_DUMP_S, dump=True)
+        dump = self._link.request(_ANSWER_S, dump=True)
         if dump is None:
-            found.missing.append(f"collectives: no thread of the process has answered within {_DUMP_S:g} s")
+            found.missing.append(f"collectives: the process has not answered within {_ANSWER_S:g} s")
             return
         if dump.get("owner") and found.hook is not None:
             found.hook = _hook_text("", dump["owner"], found.hook.rpartition(" ")[2])

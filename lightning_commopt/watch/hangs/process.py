@@ -1,27 +1,34 @@
-"""A process as the kernel sees it, its Python stacks, and how it is ended: without its help. Linux only.
+"""A process as the kernel sees it, the stack of a thread of it, and how it is ended: without its help. Linux only.
 
-``faulthandler`` writes the stacks in a signal handler, which needs no GIL, in every process that has called
-`make_dumpable` and in those forked from it, such as the workers of a dataloader.
+``faulthandler`` writes a stack in a signal handler, which needs no GIL, in every process that has called
+`make_dumpable` and in those forked from it, such as the workers of a dataloader. It reads frames as they are: in a
+thread that runs Python they change meanwhile, and the process can crash. So only threads get the signal that sleep in
+the kernel or hold the GIL inside a C function; each writes its own stack.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import itertools
 import os
 import re
 import signal
+import sys
+import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from lightning_commopt.compat.torch_files import waited_in
 from lightning_commopt.watch.hangs.marks import anonymous_file
 from lightning_commopt.watch.hangs.transport import RankLink
 
+MAX_FRAMES = 200
 SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 _POLL_S = 0.01
 _QUIET_S = 0.1
@@ -39,8 +46,7 @@ _STATES = {
 }
 _EXIT_CODE = 49  # number 52 of proc(5), after the two that `process_fields` leaves out
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 _COMPILERS = tuple(f"/torch/{name}/" for name in ("_dynamo", "_inductor", "_functorch"))
 _TRAINERS = ("/pytorch_lightning/trainer/", "/lightning/pytorch/trainer/")
 _LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<frozen", "/lightning_commopt/")
@@ -197,14 +203,14 @@ class Frame:
 
 
 def make_dumpable() -> int:
-    """Has this process write all its threads' stacks to a file whenever it gets `SIGNAL`.
+    """Has each thread of this process write its stack to a file when it gets `SIGNAL`.
 
     Returns:
         The file's descriptor; it stays open until the process ends.
     """
     fd = _stacks_fd()
     faulthandler.unregister(SIGNAL)  # the end of a Trainer's run takes away all handlers that it does not know
-    faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
+    faulthandler.register(SIGNAL, file=fd, all_threads=False, chain=False)
     return fd
 
 
@@ -213,44 +219,57 @@ def _stacks_fd() -> int:
     return anonymous_file("commopt-stacks")
 
 
-def dump_stacks(pid: int, fd: int, limit_s: float) -> dict[int, list[Frame]]:
-    """Makes a process write its stacks.
+def own_stacks() -> dict[int, list[tuple[str, int, str]]]:
+    """Returns file, line and name of the innermost functions of each thread but the caller's, by its ident."""
+    stacks = {}
+    time.sleep(0)  # starts a turn with the GIL: no other thread runs, and returns from a frame, before it is over
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            walked = itertools.islice(traceback.walk_stack(frame), MAX_FRAMES)
+            stacks[ident] = [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
+    return stacks
+
+
+def is_asleep(pid: int, thread: int) -> bool:
+    """Returns whether a thread sleeps in the kernel, and goes on to."""
+    before = _turns(pid, thread)
+    time.sleep(_QUIET_S)
+    return before == _turns(pid, thread) and before[0] == "S"
+
+
+def _turns(pid: int, thread: int) -> tuple[str, str]:
+    """Returns a thread's state, and how long and how often it has run."""
+    path = f"{pid}/task/{thread}"
+    return (process_fields(path) or ["X"])[0], _read(f"{path}/schedstat")
+
+
+def dump_stack(pid: int, thread: int, fd: int, limit_s: float) -> list[Frame]:
+    """Makes a thread write its stack. It must not run Python code: it could crash.
 
     Args:
-        pid: of the process.
+        pid: of its process.
+        thread: its number in the kernel.
         fd: of the file that it writes to.
         limit_s: how long to wait for it.
 
     Returns:
-        The frames of every thread by its ident, the innermost first; none if the process writes nothing within the
-        limit, or has no handler for the signal.
+        Its frames, the innermost first; none if it writes nothing within the limit, or its process has no handler.
     """
     if not catches(pid, SIGNAL):
-        return {}
+        return []
     start = end = os.fstat(fd).st_size
     try:
-        os.kill(pid, SIGNAL)
-    except OSError:
-        return {}
+        ctypes.CDLL(None).tgkill(pid, thread, int(SIGNAL))
+    except AttributeError:  # a C library older than glibc 2.30
+        return []
     deadline = time.monotonic() + limit_s
     changed_at = 0.0
     while (now := time.monotonic()) < deadline and not (changed_at and now - changed_at > _QUIET_S):
         time.sleep(_POLL_S)
         if (size := os.fstat(fd).st_size) != end:
             end, changed_at = size, now
-    return _parse_stacks(os.pread(fd, end - start, start).decode("utf-8", "replace"))
-
-
-def _parse_stacks(text: str) -> dict[int, list[Frame]]:
-    stacks: dict[int, list[Frame]] = {}
-    frames: list[Frame] = []
-    for line in text.splitlines():
-        if match := _THREAD.match(line):
-            frames = stacks.setdefault(int(match[1], 16), [])
-        elif match := _FRAME.match(line):
-            number = int(match[2]) if match[2].isdecimal() else 0
-            frames.append(Frame(match[1], number, match[3]))
-    return stacks
+    matches = _FRAME.finditer(os.pread(fd, end - start, start).decode("utf-8", "replace"))
+    return [Frame(match[1], int(match[2]) if match[2].isdecimal() else 0, match[3]) for match in matches]
 
 
 def collective_in(frames: Sequence[Frame]) -> str | None:
@@ -275,8 +294,3 @@ def user_place(frames: Sequence[Frame]) -> Frame | None:
         if not is_outside and not any(part in frame.file for part in _LIBRARIES):
             found = frame
     return found
-
-
-def plain_stacks(stacks: dict[int, list[Frame]]) -> dict[str, Any]:
-    """Returns stacks as JSON has them."""
-    return {hex(ident): [str(frame) for frame in frames] for ident, frames in stacks.items()}

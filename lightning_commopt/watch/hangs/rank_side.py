@@ -28,14 +28,13 @@ from lightning_commopt.sync.store import key_space
 from lightning_commopt.watch.ending import end_process
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
-from lightning_commopt.watch.hangs.process import make_dumpable
+from lightning_commopt.watch.hangs.process import MAX_FRAMES, make_dumpable, own_stacks
 from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip, is_loopback
 from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
 _MEET_S = 60.0
 _NUM_EVENTS = 256
-_NUM_FRAMES = 200
 
 
 class WatchedRank:
@@ -145,7 +144,7 @@ class WatchedRank:
         if exception is None:
             self._link.send(ended="finished")
         else:  # nobody can ask for it later
-            frames = traceback.extract_tb(exception.__traceback__)[-_NUM_FRAMES:]
+            frames = traceback.extract_tb(exception.__traceback__)[-MAX_FRAMES:]
             raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)]
             ended, detail = _ending_of(exception)
             self._link.send(ended=ended, detail=detail, raised=raised, dump=self._dump(_innermost(exception)))
@@ -160,6 +159,8 @@ class WatchedRank:
             return
         if "port" in message:
             self._port.put(message["port"])
+        elif "stacks" in message:
+            self._link.send(answer=message["request"], stacks=own_stacks())
         elif "dump" in message:
             self._link.send(answer=message["request"], **self._dump(sys._current_frames().get(self._fit_thread)))
         elif "abort" in message:

@@ -42,9 +42,10 @@ from lightning_commopt.watch.hangs.process import (
     catches,
     collective_in,
     descendants,
-    dump_stacks,
+    dump_stack,
     find_exit,
     is_alive,
+    is_asleep,
     process_state,
     thread_cpu_s,
     user_place,
@@ -52,6 +53,7 @@ from lightning_commopt.watch.hangs.process import (
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
 from lightning_commopt.watch.hangs.records import Records, read_hang_report
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
+from lightning_commopt.watch.hangs.transport import RankLink
 
 
 def test_marks_keep_the_newest() -> None:
@@ -124,27 +126,30 @@ import sys, threading, time
 from lightning_commopt.watch.hangs.process import make_dumpable
 fd = make_dumpable()
 def in_thread():
-    threading.Event().wait()
+    while True:
+        pass
 def in_main():
-    print(fd, threading.get_ident(), flush=True)
+    print(fd, thread.native_id, flush=True)
     time.sleep(600)
-threading.Thread(target=in_thread, daemon=True).start()
+thread = threading.Thread(target=in_thread, daemon=True)
+thread.start()
 in_main()
 """
 
 
-def test_stacks_of_a_process_that_is_stuck() -> None:
+def test_stack_of_a_thread_that_is_stuck() -> None:
     """If it fails, a report has no lines, or asking ends a process that does not know the signal."""
     with subprocess.Popen([sys.executable, "-c", _STUCK], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            fd, ident = map(int, process.stdout.readline().split())
+            fd, busy = map(int, process.stdout.readline().split())
             own = os.open(f"/proc/{process.pid}/fd/{fd}", os.O_RDWR)
-            stacks = dump_stacks(process.pid, own, limit_s=60)
+            while not is_asleep(process.pid, process.pid):  # else the test ends at its time limit
+                pass
+            frames = dump_stack(process.pid, process.pid, own, limit_s=60)
             os.close(own)
-            assert [frame.function for frame in stacks.pop(ident)] == ["in_main", "<module>"]
-            (frames,) = stacks.values()
-            assert ("<string>", "in_thread") in [(frame.file, frame.function) for frame in frames]
+            assert [frame.function for frame in frames] == ["in_main", "<module>"]
+            assert not is_asleep(process.pid, busy)
             assert process.pid in descendants(os.getpid())
             assert process_state(process.pid).state == "sleeping"
             assert process_state(process.pid).num_threads == 2
@@ -153,6 +158,62 @@ def test_stacks_of_a_process_that_is_stuck() -> None:
     assert not is_alive(process.pid)
     assert process_state(process.pid).state == "dead"
     assert not catches(process.pid, SIGNAL)
+
+
+_BUSY = """
+import socket, sys, threading, time
+from lightning_commopt.watch.hangs.process import make_dumpable, own_stacks
+from lightning_commopt.watch.hangs.transport import RankLink
+link = RankLink(socket.socket(fileno=int(sys.argv[1])))
+link.start(lambda message: link.send(answer=message["request"], stacks=own_stacks()))
+def deeper(n):
+    return [deeper(n - 1) for _ in range(1)] if n else []
+def busy():
+    while True:
+        deeper(20)
+def starting():
+    while True:
+        threads = [threading.Thread(target=deeper, args=(10,)) for _ in range(5)]
+        any(thread.start() for thread in threads)
+        any(thread.join() for thread in threads)
+threading.Thread(target=busy, daemon=True).start()
+threading.Thread(target=starting, daemon=True).start()
+print(threading.get_ident(), threading.get_native_id(), make_dumpable(), flush=True)
+busy()
+"""
+
+
+@pytest.mark.parametrize("num_snapshots", [50, pytest.param(400, marks=pytest.mark.exhaustive)])
+def test_a_process_that_runs_python_survives_snapshots(num_snapshots: int) -> None:
+    """If it fails, a healthy rank that is slow crashes because somebody looks at it."""
+    own, theirs = socket.socketpair()
+    command = [sys.executable, "-c", _BUSY, str(theirs.fileno())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[theirs.fileno()]) as process:
+        try:
+            theirs.close()
+            assert process.stdout is not None
+            ident, thread, fd = map(int, process.stdout.readline().split())
+            link = RankLink(own)
+            link.start(lambda message: None)
+            stacks_fd = os.open(f"/proc/{process.pid}/fd/{fd}", os.O_RDWR)
+            observation = Observation(
+                rank=0,
+                host="here",
+                pid=process.pid,
+                fit_thread=(ident, thread),
+                after_s=60,
+                has_gpu=False,
+                marks_fd=MarkWriter().fd,
+                stacks_fd=stacks_fd,
+                link=link,
+            )
+            for _ in range(num_snapshots):
+                assert "busy" in observation.snapshot().frames[-2]
+            assert process.poll() is None
+            link.close()
+            os.close(stacks_fd)
+        finally:
+            process.kill()
 
 
 def test_frames_that_matter() -> None:
