@@ -168,42 +168,6 @@ def fit_slowly(folder: Path, after_s: float) -> list[str]:
     return [str(path) for path in folder.rglob("report.json")]
 
 
-class Uneven(Callback):
-    """Takes long on one rank or the other, wherever ranks may differ."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2 and trainer.global_rank == 1:
-            time.sleep(self.seconds)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.global_rank == 1:
-            time.sleep(self.seconds)
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if trainer.global_rank == 0:
-            time.sleep(self.seconds)
-
-    on_validation_end = on_fit_end = on_train_epoch_end
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if trainer.global_rank == 0:
-            time.sleep(self.seconds)
-
-
-def fit_unevenly(folder: Path, after_s: float) -> list[str]:
-    """Returns what watchers have left of two fits, each with a validation after it."""
-    for _ in range(2):
-        monitor = HangMonitor(after_s=after_s, action="abort", dirpath=folder)
-        run = trainer(CommOptDDP(), callbacks=[monitor, Uneven(1.5 * after_s)], max_epochs=2)
-        model = Slow(1.5 * after_s)
-        run.fit(model, loader(24), loader(8))
-        run.validate(model, loader(8))
-    return [str(path) for path in folder.rglob("report.json")]
-
-
 def main() -> None:
     """Trains on two ranks that a fault keeps from ending; usage: hanging_fits.py FOLDER FAULT STRATEGY."""
     folder, fault, strategy = Path(sys.argv[1]), *sys.argv[2:]
