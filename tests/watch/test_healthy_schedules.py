@@ -41,7 +41,7 @@ _OF_LATENESS = ("exit statuses", "an alarm", "has not come", "report.json exists
 _ALARM = re.compile(r"HangMonitor|^\[rank \d+\] (?!\d+ s in init_process_group)", re.MULTILINE)
 """But for a rank that has taken more than 20 s to import: it is told of, and may take its time."""
 _MARK = "COMMOPT_TEST"
-_GONE_S = 20.0
+_GONE_S = 60.0
 _FAILED_S = 5.0
 
 _SEEDS = (5, 7, 26)

@@ -212,7 +212,9 @@ class Observation:
         cpu_s = thread_cpu_s(self._pid, thread)
         answer = self._link.request(_ANSWER_S, stacks=True)
         if answer is not None:
-            stacks = {int(key): [Frame(*fields) for fields in frames] for key, frames in answer["stacks"].items()}
+            stacks = {
+                int(key): [Frame(*fields) for fields in frames] for key, frames in answer.get("stacks", {}).items()
+            }
         # No other thread gets the GIL: the thread that trains waits for it too, or is in a C function that holds it.
         elif is_asleep(self._pid, thread) or thread_cpu_s(self._pid, thread) - cpu_s > _HOLDS_GIL_S:
             stacks = {ident: dump_stack(self._pid, thread, self._stacks_fd, _STACK_S)}

@@ -156,6 +156,8 @@ class WatchedRank:
 
     def _receive(self, message: dict[str, Any]) -> None:
         if self._is_closed.is_set():
+            if "request" in message:  # what is to be known of this rank has been sent
+                self._link.send(answer=message["request"])
             return
         if "port" in message:
             self._port.put(message["port"])

@@ -162,7 +162,7 @@ class RankLink:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._answers: dict[int, dict[str, Any]] = {}
-        self._has_answers = threading.Condition()
+        self._has_answers, self._has_ended = threading.Condition(), False
         self._thread = threading.Thread(target=self._read, name="commopt-hang-monitor", daemon=True)
 
     def start(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None] = lambda: None) -> None:
@@ -181,11 +181,11 @@ class RankLink:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def request(self, limit_s: float, **message: Any) -> dict[str, Any] | None:
-        """Sends a message, and returns the answer; None if it does not come within the limit."""
+        """Sends a message, and returns the answer; None if it does not come within the limit, or the other end goes."""
         number = next(self._numbers)
         threading.Thread(target=self.send, kwargs=message | {"request": number}, daemon=True).start()
         with self._has_answers:
-            self._has_answers.wait_for(lambda: number in self._answers, limit_s)
+            self._has_answers.wait_for(lambda: number in self._answers or self._has_ended, limit_s)
             return self._answers.pop(number, None)
 
     def close(self) -> None:
@@ -204,6 +204,9 @@ class RankLink:
                         self._has_answers.notify_all()
                 else:
                     self._on_message(message)
+        with self._has_answers:
+            self._has_ended = True
+            self._has_answers.notify_all()
         self._on_end()
 
 
