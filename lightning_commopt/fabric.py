@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -27,7 +27,7 @@ from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.aliases import register_aliases
-from lightning_commopt.strategy.arguments import plan_from_arguments
+from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.base import (
     check_start_method,
     explain_one_rank,
@@ -42,6 +42,7 @@ from lightning_commopt.sync.modules import ModuleSyncs
 from lightning_commopt.sync.state import KEY
 
 
+@document_plan_options
 class CommOptDDP(DDPStrategy):
     """Fabric's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
@@ -49,25 +50,8 @@ class CommOptDDP(DDPStrategy):
     own. With one process there is no wrapper and no hook.
 
     Args:
-        accelerator: see ``DDPStrategy``, as for the other positional arguments.
-        parallel_devices: see ``DDPStrategy``.
-        cluster_environment: see ``DDPStrategy``.
-        checkpoint_io: see ``DDPStrategy``.
-        precision: see ``DDPStrategy``.
-        process_group_backend: "gloo", "nccl", ...
-        timeout: of the process group.
-        start_method: "popen", "spawn", "fork" or "forkserver".
-        static_graph: see `CommPlan`, as for the other options.
-        gradient_as_bucket_view: see `CommPlan`.
-        bucket_cap_mb: see `CommPlan`.
-        find_unused_parameters: see `CommPlan`.
-        comm_hook: see `CommPlan`.
-        broadcast_buffers: see `CommPlan`.
-        forward_sync_buffers: see `CommPlan`.
-        init_sync: see `CommPlan`.
-        skip_all_reduce_unused_params: see `CommPlan`.
-        batched_grad_copy: see `CommPlan`.
-        lazy_bucket_allocation: see `CommPlan`.
+        accelerator: see ``DDPStrategy``, as for all arguments down to ``start_method``.
+        static_graph: see `CommPlan`, as for all options down to ``lazy_bucket_allocation``.
         save_comm_state: keep in checkpoints that hold an optimizer, for all ranks, what ``comm_hook`` needs to go on
             exactly; see ``docs/state.md``.
         nccl: see `lightning_commopt.CommOptDDP`.
@@ -90,7 +74,7 @@ class CommOptDDP(DDPStrategy):
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         *,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -108,18 +92,8 @@ class CommOptDDP(DDPStrategy):
         watch: bool = True,
         **kwargs: Any,
     ) -> None:
-        self._plan, ddp_kwargs = plan_from_arguments(locals())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **ddp_kwargs,
-        )
+        self._plan, lightnings_arguments = plan_from_arguments(locals())
+        super().__init__(**lightnings_arguments)
         self._nccl = NcclOptions.from_config(nccl)
         self._watch = watch
         self._save_comm_state = save_comm_state

@@ -14,10 +14,10 @@ from typing_extensions import Self
 from lightning_commopt.compat.lightning import MisconfigurationException, package_of
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_options import NcclOptions
-from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.adapters import adapter_for
 from lightning_commopt.strategy.aliases import register_aliases
-from lightning_commopt.strategy.arguments import plan_from_arguments
+from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.base import strategy_from_plan
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.strategy.trainer import GradientSyncStrategy
@@ -25,6 +25,7 @@ from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.torch_hook import TorchHook
 
 
+@document_plan_options
 class CommOptStrategy(GradientSyncStrategy):
     """Lightning's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
@@ -33,32 +34,9 @@ class CommOptStrategy(GradientSyncStrategy):
     no hook.
 
     Args:
-        accelerator: see ``DDPStrategy``, as for the other positional arguments.
-        parallel_devices: see ``DDPStrategy``.
-        cluster_environment: see ``DDPStrategy``.
-        checkpoint_io: see ``DDPStrategy``.
-        precision_plugin: see ``DDPStrategy``.
-        ddp_comm_state: state of ``ddp_comm_hook``.
+        accelerator: see ``DDPStrategy``, as for all arguments down to ``start_method``.
         ddp_comm_hook: one of torch's hooks, or any callable that DDP takes. Registered on CPU as well.
-        ddp_comm_wrapper: wraps ``ddp_comm_hook``.
-        model_averaging_period: see ``DDPStrategy``.
-        process_group_backend: "gloo", "nccl", ...
-        timeout: of the process group.
-        start_method: "popen", "spawn", "fork" or "forkserver".
-        static_graph: the graph and the set of used parameters are the same in every step. With gradient
-            accumulation the first backward of a fit is synchronized all the same, as DDP records the graph in it.
-        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy and their memory.
-        bucket_cap_mb: MiB in a bucket, or a list of one number for each bucket.
-        find_unused_parameters: look in every step for parameters without a gradient.
-        comm_hook: how buckets are averaged: a name ("none", "bf16", "fp16", "powersgd", ...), a mapping of a name
-            and options (``{"name": "powersgd", "matrix_rank": 2}``), or a compressor. Lossy but for "none" and
-            "all_reduce".
-        broadcast_buffers: send rank 0's buffers to all ranks before each forward.
-        forward_sync_buffers: its successor (torch >= 2.13).
-        init_sync: check and send parameters when the model is wrapped (torch >= 2.7).
-        skip_all_reduce_unused_params: leave out what no rank used (torch >= 2.8).
-        batched_grad_copy: copy gradients into buckets in batches (torch >= 2.12).
-        lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
+        static_graph: see `CommPlan`, as for all options down to ``lazy_bucket_allocation``.
         save_comm_state: keep in checkpoints, for all ranks, what ``comm_hook`` needs to go on exactly: with error
             feedback 4 bytes a parameter and rank. No option of a plan.
         uneven_batches: what to do where ranks have different numbers of training batches, which makes DDP hang:
@@ -95,7 +73,7 @@ class CommOptStrategy(GradientSyncStrategy):
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         *,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -114,37 +92,17 @@ class CommOptStrategy(GradientSyncStrategy):
         watch: bool = True,
         **kwargs: Any,
     ) -> None:
-        plan, ddp_kwargs = plan_from_arguments(locals())
-        nccl_options = NcclOptions.from_config(nccl)
+        plan, self._lightnings_arguments = plan_from_arguments(locals())
         torch_hook = None
         if ddp_comm_hook is not None:
             torch_hook = TorchHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.gradient_sync = GradientSync(plan, torch_hook)
-        forget_previous_job()
-        self._lightnings_arguments = dict(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **ddp_kwargs,
-        )
-        super().__init__(**self._lightnings_arguments)
+        self._nccl = NcclOptions.from_config(nccl)
         self._save_comm_state = save_comm_state
         self._uneven_batches = uneven_batches
-        self._nccl = nccl_options
         self._watch = watch
-        if not watch and uneven_batches in ("drop", "pad"):
-            raise OptionError(
-                f"uneven_batches={uneven_batches!r} needs watch=True: with watch=False nothing is compared"
-            )
+        forget_previous_job()
+        super().__init__(**self._lightnings_arguments)
 
     @classmethod
     def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:

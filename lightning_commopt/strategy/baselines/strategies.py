@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,12 @@ from lightning_commopt.compat.lightning import sync_module_states
 from lightning_commopt.compat.torch import broadcast_coalesced, ignored_names, verify_shapes
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options, plan_options
-from lightning_commopt.strategy.arguments import check_arguments
+from lightning_commopt.strategy.arguments import OWN_OPTIONS, StartMethod, check_arguments
 from lightning_commopt.strategy.baselines.parameter_sync import AfterBackward, ParameterSync, WhileBackwardRuns
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.strategy.trainer import OwnGroupStrategy
 from lightning_commopt.text.validation import did_you_mean
 
-_StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _OPTIONS = (
     "accelerator",
     "parallel_devices",
@@ -50,13 +49,6 @@ class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
 
     Args:
         accelerator: see ``DDPStrategy``, as for the others. DDP's own options have no meaning here and are refused.
-        parallel_devices: see ``DDPStrategy``.
-        cluster_environment: see ``DDPStrategy``.
-        checkpoint_io: see ``DDPStrategy``.
-        precision_plugin: see ``DDPStrategy``.
-        process_group_backend: "gloo", "nccl", ...
-        timeout: of the process group.
-        start_method: "popen", "spawn", "fork" or "forkserver".
         **kwargs: refused.
 
     Raises:
@@ -75,22 +67,14 @@ class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        start_method: _StartMethod = "popen",
+        start_method: StartMethod = "popen",
         **kwargs: Any,
     ) -> None:
         _refuse_options(type(self).__name__, kwargs)
-        check_arguments(locals())
+        arguments = {name: value for name, value in locals().items() if name in _OPTIONS}
+        check_arguments(arguments)
         forget_previous_job()
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(**arguments)
         self.sync_observers = Observers()
         self._sync: ParameterSync | None = None
         self._earlier_bytes = 0
@@ -209,8 +193,7 @@ def _all_ranks() -> dist.ProcessGroup:
 
 
 def _refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
-    ours = ("save_comm_state", "uneven_batches", "watch")
-    of_ddp = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_OPTIONS_OF_LIGHTNINGS_DDP, *ours}
+    of_ddp = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_OPTIONS_OF_LIGHTNINGS_DDP, *OWN_OPTIONS}
     for name in options:
         if name in of_ddp:
             raise OptionError(
