@@ -30,9 +30,9 @@ from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.base import (
     check_start_method,
+    exchange_plan,
     explain_one_rank,
     join_group,
-    prepare_nccl,
     strategy_from_plan,
     warn_of_local_decisions,
 )
@@ -130,11 +130,7 @@ class CommOptDDP(DDPStrategy):
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes of gradients that this rank has handed to collectives since the strategy was made.
-
-        With a compressor they are counted at the collectives; on DDP's native path it is the size of the gradients,
-        once for each backward that was synchronized.
-        """
+        """Payload bytes of gradients that this rank has sent since the strategy was made; see `GradientSync`."""
         return self._syncs.wire_bytes
 
     def _configure_launcher(self) -> None:
@@ -158,8 +154,7 @@ class CommOptDDP(DDPStrategy):
         return wrapped
 
     def _attach(self, model: DistributedDataParallel, sync: GradientSync) -> None:
-        if sync.plan.comm_hook is not None and getattr(self.precision, "scaler", None) is not None:
-            warn_of_fp16_under_scaler(sync.plan.comm_hook)
+        warn_of_fp16_under_scaler(sync.plan.comm_hook, self.precision)
         sync.attach(model, timeout=self._timeout, ranks_per_node=self.num_processes)
 
     def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:
@@ -185,9 +180,7 @@ class CommOptDDP(DDPStrategy):
             sync.check_plan(plan)
         if attached:
             attached[0][1].check_agreement(plan)
-        for name in self._plan.ddp_kwargs():
-            self._ddp_kwargs.pop(name, None)
-        self._ddp_kwargs.update(plan.ddp_kwargs())
+        exchange_plan(self._ddp_kwargs, self._plan, plan)
         self._plan = plan
         for model, sync in attached:
             sync.change_plan(plan, partial(self._wrap_again, model, sync))
@@ -232,8 +225,7 @@ class CommOptDDP(DDPStrategy):
         return remainder
 
     def _setup_distributed(self) -> None:
-        prepare_nccl(self._nccl, self.process_group_backend, self.root_device)
-        with join_group(self, self.process_group_backend, watch=self._watch):
+        with join_group(self, watch=self._watch, nccl=self._nccl):
             super()._setup_distributed()
 
 

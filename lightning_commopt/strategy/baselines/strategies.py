@@ -23,9 +23,9 @@ from lightning_commopt.compat.torch import broadcast_coalesced, ignored_names, v
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options, plan_options
 from lightning_commopt.strategy.arguments import OWN_OPTIONS, StartMethod, check_arguments
+from lightning_commopt.strategy.base import join_group
 from lightning_commopt.strategy.baselines.parameter_sync import AfterBackward, ParameterSync, WhileBackwardRuns
-from lightning_commopt.strategy.lightning_launcher import forget_previous_job
-from lightning_commopt.strategy.trainer import OwnGroupStrategy
+from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher, forget_previous_job
 from lightning_commopt.text.validation import did_you_mean
 
 _OPTIONS = (
@@ -42,7 +42,7 @@ _OPTIONS_OF_LIGHTNINGS_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapp
 _BROADCAST_BYTES = 250 * 1024 * 1024  # in one message of buffers, as in DDP
 
 
-class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
+class ParameterwiseDP(DDPStrategy):
     """What `NaiveDP` and `InterleavedDP` share: everything except when gradients are averaged.
 
     It is a ``DDPStrategy`` to Lightning, but wraps nothing in ``DistributedDataParallel``.
@@ -86,6 +86,15 @@ class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
     def wire_bytes(self) -> int:
         """Payload bytes of gradients that this rank has handed to collectives since the strategy was made."""
         return self._earlier_bytes + (self._sync.bytes_sent if self._sync is not None else 0)
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        configure_multirun_launcher(self)
+
+    def setup_distributed(self) -> None:
+        """Joins the process group; see `join_group`."""
+        with join_group(self):
+            super().setup_distributed()
 
     def configure_ddp(self) -> None:
         """Sends rank 0's parameters and buffers to all ranks, and prepares gradient sync, unless there is one rank."""
