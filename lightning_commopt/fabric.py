@@ -160,17 +160,8 @@ class CommOptDDP(DDPStrategy):
     def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:
         """Changes how the gradients of all modules travel, in the middle of training if need be.
 
-        All ranks must call it, with equal plans; not between a forward and its backward, which then raises an error.
-        Gradients that were accumulated so far are kept. Between lossless plans training goes on as if nothing had
-        happened; a compressor's residual is added to the next gradients.
-
-        Args:
-            plan: the new plan; or what ``comm_hook`` takes ("bf16", a compressor, ...), for the present plan with that
-                ``comm_hook``.
-
-        Raises:
-            OptionError: ``plan`` is neither, nodes cannot be made of the ranks as the plan asks, or the ranks' plans
-                differ. The old plan stays.
+        It takes effect at once, else it is as `lightning_commopt.CommOptDDP.apply_plan`. All ranks must call it, with
+        equal plans; not between a forward and its backward, which then raises an error.
         """
         if not isinstance(plan, CommPlan):
             plan = self._plan.with_comm_hook(plan)

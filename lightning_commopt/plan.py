@@ -72,8 +72,8 @@ class CommPlan:
             ready (torch >= 2.11).
         find_unused_parameters: look in every step for parameters without a gradient.
         comm_hook: how buckets are averaged: a name ("none", "bf16", "fp16", "powersgd", ...), a mapping of a name
-            and options (``{"name": "powersgd", "matrix_rank": 2}``), or a compressor, which it then is; None for
-            DDP's native all-reduce. Lossy but for "none" and "all_reduce".
+            and options (``{"name": "powersgd", "matrix_rank": 2}``), or a compressor, which is what the plan holds.
+            None and "none" leave DDP's own all-reduce. Lossy but for "none" and "all_reduce".
         broadcast_buffers: send rank 0's buffers to all ranks before each forward.
         forward_sync_buffers: its successor (torch >= 2.13).
         init_sync: check and send parameters when the model is wrapped (torch >= 2.7).

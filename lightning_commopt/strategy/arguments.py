@@ -26,7 +26,6 @@ OWN_OPTIONS = ("save_comm_state", "uneven_batches", "nccl", "watch")
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _CHOICES = {"start_method": get_args(StartMethod), "uneven_batches": POLICIES}
-_NO_ARGUMENTS = ("self", "__class__", "kwargs")
 _EXAMPLES = ("powersgd", "int8")
 _Class = TypeVar("_Class", bound=type)
 
@@ -57,7 +56,7 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[st
         OptionError: an argument has the wrong type or is out of range, see also `CommPlan`; or it is unknown, or given
             in two ways.
     """
-    given = {name: value for name, value in arguments.items() if name not in _NO_ARGUMENTS}
+    given = named_arguments(arguments)
     others = dict(arguments["kwargs"])
     options = {name: value for name, value in given.items() if name in plan_options()}
     lightnings = {name: value for name, value in given.items() if name not in (*plan_options(), *OWN_OPTIONS)}
@@ -77,6 +76,11 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[st
     if plan.comm_hook is not None and others.get("mixed_precision") is not None:
         raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
     return plan, {**lightnings, **plan.ddp_kwargs(), **others}
+
+
+def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that a constructor has by name, from its ``locals()``."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "__class__", "kwargs")}
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:

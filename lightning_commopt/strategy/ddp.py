@@ -237,8 +237,8 @@ class CommOptStrategy(_DDPStrategy):
                 ``comm_hook``.
 
         Raises:
-            OptionError: ``plan`` is neither, the strategy has a ``ddp_comm_hook`` too, nodes cannot be made of the
-                ranks as the plan asks, or the ranks' plans differ. The old plan stays.
+            OptionError: ``plan`` is neither, the strategy has a ``ddp_comm_hook`` too, ``ranks_per_node`` does not
+                divide the number of ranks, or the ranks' plans differ. The old plan stays.
         """
         if not isinstance(plan, CommPlan):
             plan = (self._next_plan or self.plan).with_comm_hook(plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -22,22 +22,12 @@ from lightning_commopt.compat.lightning import sync_module_states
 from lightning_commopt.compat.torch import broadcast_coalesced, ignored_names, verify_shapes
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options, plan_options
-from lightning_commopt.strategy.arguments import OWN_OPTIONS, StartMethod, check_arguments
+from lightning_commopt.strategy.arguments import OWN_OPTIONS, StartMethod, check_arguments, named_arguments
 from lightning_commopt.strategy.base import join_group
 from lightning_commopt.strategy.baselines.parameter_sync import AfterBackward, ParameterSync, WhileBackwardRuns
 from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher, forget_previous_job
 from lightning_commopt.text.validation import did_you_mean
 
-_OPTIONS = (
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    "process_group_backend",
-    "timeout",
-    "start_method",
-)
 _OPTIONS_OF_LIGHTNINGS_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 _BROADCAST_BYTES = 250 * 1024 * 1024  # in one message of buffers, as in DDP
 
@@ -70,8 +60,8 @@ class ParameterwiseDP(DDPStrategy):
         start_method: StartMethod = "popen",
         **kwargs: Any,
     ) -> None:
-        _refuse_options(type(self).__name__, kwargs)
-        arguments = {name: value for name, value in locals().items() if name in _OPTIONS}
+        arguments = named_arguments(locals())
+        _refuse_options(type(self).__name__, kwargs, known=sorted(arguments))
         check_arguments(arguments)
         forget_previous_job()
         super().__init__(**arguments)
@@ -201,7 +191,7 @@ def _all_ranks() -> dist.ProcessGroup:
     return group
 
 
-def _refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
+def _refuse_options(strategy: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
     of_ddp = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_OPTIONS_OF_LIGHTNINGS_DDP, *OWN_OPTIONS}
     for name in options:
         if name in of_ddp:
@@ -209,5 +199,6 @@ def _refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
                 f"{name} has no effect in {strategy}, which averages every parameter's gradient by itself and wraps"
                 " nothing in DistributedDataParallel: leave it out, or use CommOptDDP"
             )
-        hint = did_you_mean(name, _OPTIONS)
-        raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(_OPTIONS))}{hint}")
+        raise UnknownOptionError(
+            f"unknown option {name!r}; known options: {', '.join(known)}{did_you_mean(name, known)}"
+        )
