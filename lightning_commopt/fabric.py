@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -27,12 +27,12 @@ from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.aliases import register_aliases
-from lightning_commopt.strategy.arguments import plan_from_arguments
+from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.base import (
     check_start_method,
+    exchange_plan,
     explain_one_rank,
     join_group,
-    prepare_nccl,
     strategy_from_plan,
     warn_of_local_decisions,
 )
@@ -42,6 +42,7 @@ from lightning_commopt.sync.modules import ModuleSyncs
 from lightning_commopt.sync.state import KEY
 
 
+@document_plan_options
 class CommOptDDP(DDPStrategy):
     """Fabric's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
@@ -49,25 +50,8 @@ class CommOptDDP(DDPStrategy):
     own. With one process there is no wrapper and no hook.
 
     Args:
-        accelerator: see ``DDPStrategy``, as for the other positional arguments.
-        parallel_devices: see ``DDPStrategy``.
-        cluster_environment: see ``DDPStrategy``.
-        checkpoint_io: see ``DDPStrategy``.
-        precision: see ``DDPStrategy``.
-        process_group_backend: "gloo", "nccl", ...
-        timeout: of the process group.
-        start_method: "popen", "spawn", "fork" or "forkserver".
-        static_graph: see `CommPlan`, as for the other options.
-        gradient_as_bucket_view: see `CommPlan`.
-        bucket_cap_mb: see `CommPlan`.
-        find_unused_parameters: see `CommPlan`.
-        comm_hook: see `CommPlan`.
-        broadcast_buffers: see `CommPlan`.
-        forward_sync_buffers: see `CommPlan`.
-        init_sync: see `CommPlan`.
-        skip_all_reduce_unused_params: see `CommPlan`.
-        batched_grad_copy: see `CommPlan`.
-        lazy_bucket_allocation: see `CommPlan`.
+        accelerator: see ``DDPStrategy``, as for all arguments down to ``start_method``.
+        static_graph: see `CommPlan`, as for all options down to ``lazy_bucket_allocation``.
         save_comm_state: keep in checkpoints that hold an optimizer, for all ranks, what ``comm_hook`` needs to go on
             exactly; see ``docs/state.md``.
         nccl: see `lightning_commopt.CommOptDDP`.
@@ -90,7 +74,7 @@ class CommOptDDP(DDPStrategy):
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         *,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -108,18 +92,8 @@ class CommOptDDP(DDPStrategy):
         watch: bool = True,
         **kwargs: Any,
     ) -> None:
-        self._plan, ddp_kwargs = plan_from_arguments(locals())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **ddp_kwargs,
-        )
+        self._plan, lightnings_arguments = plan_from_arguments(locals())
+        super().__init__(**lightnings_arguments)
         self._nccl = NcclOptions.from_config(nccl)
         self._watch = watch
         self._save_comm_state = save_comm_state
@@ -156,11 +130,7 @@ class CommOptDDP(DDPStrategy):
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes of gradients that this rank has handed to collectives since the strategy was made.
-
-        With a compressor they are counted at the collectives; on DDP's native path it is the size of the gradients,
-        once for each backward that was synchronized.
-        """
+        """Payload bytes of gradients that this rank has sent since the strategy was made; see `GradientSync`."""
         return self._syncs.wire_bytes
 
     def _configure_launcher(self) -> None:
@@ -184,24 +154,14 @@ class CommOptDDP(DDPStrategy):
         return wrapped
 
     def _attach(self, model: DistributedDataParallel, sync: GradientSync) -> None:
-        if sync.plan.comm_hook is not None and getattr(self.precision, "scaler", None) is not None:
-            warn_of_fp16_under_scaler(sync.plan.comm_hook)
+        warn_of_fp16_under_scaler(sync.plan.comm_hook, self.precision)
         sync.attach(model, timeout=self._timeout, ranks_per_node=self.num_processes)
 
     def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:
         """Changes how the gradients of all modules travel, in the middle of training if need be.
 
-        All ranks must call it, with equal plans; not between a forward and its backward, which then raises an error.
-        Gradients that were accumulated so far are kept. Between lossless plans training goes on as if nothing had
-        happened; a compressor's residual is added to the next gradients.
-
-        Args:
-            plan: the new plan; or what ``comm_hook`` takes ("bf16", a compressor, ...), for the present plan with that
-                ``comm_hook``.
-
-        Raises:
-            OptionError: ``plan`` is neither, nodes cannot be made of the ranks as the plan asks, or the ranks' plans
-                differ. The old plan stays.
+        It takes effect at once, else it is as `lightning_commopt.CommOptDDP.apply_plan`. All ranks must call it, with
+        equal plans; not between a forward and its backward, which then raises an error.
         """
         if not isinstance(plan, CommPlan):
             plan = self._plan.with_comm_hook(plan)
@@ -211,9 +171,7 @@ class CommOptDDP(DDPStrategy):
             sync.check_plan(plan)
         if attached:
             attached[0][1].check_agreement(plan)
-        for name in self._plan.ddp_kwargs():
-            self._ddp_kwargs.pop(name, None)
-        self._ddp_kwargs.update(plan.ddp_kwargs())
+        exchange_plan(self._ddp_kwargs, self._plan, plan)
         self._plan = plan
         for model, sync in attached:
             sync.change_plan(plan, partial(self._wrap_again, model, sync))
@@ -258,8 +216,7 @@ class CommOptDDP(DDPStrategy):
         return remainder
 
     def _setup_distributed(self) -> None:
-        prepare_nccl(self._nccl, self.process_group_backend, self.root_device)
-        with join_group(self, self.process_group_backend, watch=self._watch):
+        with join_group(self, watch=self._watch, nccl=self._nccl):
             super()._setup_distributed()
 
 

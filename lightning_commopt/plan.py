@@ -65,13 +65,15 @@ class CommPlan:
     drops the small first bucket of the default.
 
     Attributes:
-        static_graph: the graph and the set of used parameters are the same in every step.
+        static_graph: the graph and the set of used parameters are the same in every step. With gradient
+            accumulation the first backward is synchronized all the same, as DDP records the graph in it.
         gradient_as_bucket_view: gradients are views of the buckets, which saves a copy and their memory.
         bucket_cap_mb: MiB in a bucket; or one number for each bucket, in the order in which gradients become
             ready (torch >= 2.11).
         find_unused_parameters: look in every step for parameters without a gradient.
-        comm_hook: the compressor; None for DDP's native all-reduce. Accepts what
-            `lightning_commopt.compressors.compressor_from_config` does.
+        comm_hook: how buckets are averaged: a name ("none", "bf16", "fp16", "powersgd", ...), a mapping of a name
+            and options (``{"name": "powersgd", "matrix_rank": 2}``), or a compressor, which is what the plan holds.
+            None and "none" leave DDP's own all-reduce. Lossy but for "none" and "all_reduce".
         broadcast_buffers: send rank 0's buffers to all ranks before each forward.
         forward_sync_buffers: its successor (torch >= 2.13).
         init_sync: check and send parameters when the model is wrapped (torch >= 2.7).

@@ -66,7 +66,7 @@ def test_called_after_the_import(module: str, called: list[ModuleType]) -> None:
     importlib.import_module(module)
     assert called == [imported]
     assert imported.VALUE == 1
-    assert type(imported.__loader__) is type(importlib.import_module("ranks").__loader__)
+    assert type(imported.__loader__) is type(importlib.import_module("support.ranks").__loader__)
     assert imported.__spec__ is not None
     assert imported.__spec__.loader is imported.__loader__
     assert pickle.loads(pickle.dumps(imported.__spec__)).name == module

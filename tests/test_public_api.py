@@ -18,7 +18,7 @@ import lightning_commopt.pytorch_lightning
 from lightning_commopt import callbacks, compressors, metrics
 from lightning_commopt.commands.app import app
 from lightning_commopt.compressors import Compressor, compressor_names
-from lightning_commopt.plan import plan_options
+from lightning_commopt.plan import CommPlan, plan_options
 
 STRATEGIES = [
     (lightning_commopt.lightning.CommOptDDP, lightning.pytorch.strategies.DDPStrategy),
@@ -108,10 +108,13 @@ def test_takes_all_that_lightnings_strategy_takes(ours: type, stock: type) -> No
 def test_every_option_of_a_plan_is_a_documented_keyword(ours: type) -> None:
     """If it fails, an option cannot be set, or nobody can read what it does."""
     keywords = inspect.signature(ours).parameters
+    documented, described = inspect.getdoc(ours) or "", inspect.getdoc(CommPlan) or ""
     for option in plan_options():
         assert keywords[option].default is None
         assert keywords[option].kind is inspect.Parameter.KEYWORD_ONLY
-        assert f"    {option}: " in (inspect.getdoc(ours) or "")
+        assert keywords[option] == inspect.signature(lightning_commopt.fabric.CommOptDDP).parameters[option]
+        assert documented.count(f"    {option}: ") == 1
+    assert described.partition("Attributes:\n")[2].partition("\n\n")[0] in documented
 
 
 def test_compressors_are_frozen_and_keyword_only() -> None:

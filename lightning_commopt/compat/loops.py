@@ -103,6 +103,12 @@ def num_begun(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
+def batch_is_open(trainer: Any) -> bool:
+    """Returns whether a batch of training has begun and not ended."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(batches.started > batches.processed)
+
+
 def limit_batches(trainer: Any, number: int) -> None:
     """Ends the epochs of this rank after ``number`` batches, which is not above `num_batches`."""
     limits = trainer.fit_loop._combined_loader.limits

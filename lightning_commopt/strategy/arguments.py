@@ -1,11 +1,12 @@
-"""The arguments of a strategy: checked when it is made, and sorted into a plan and the keywords of DDP."""
+"""The arguments of a strategy: documented, checked when it is made, and sorted into a plan and what Lightning gets."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.registry import canonical_name, compressor_name, names_with_option
@@ -20,10 +21,25 @@ from lightning_commopt.plan import (
 from lightning_commopt.text.validation import did_you_mean
 from lightning_commopt.watch.uneven_batches import POLICIES
 
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
-_CHOICES = {"start_method": START_METHODS, "uneven_batches": POLICIES}
-_NO_ARGUMENTS = ("self", "__class__", "kwargs")
+OWN_OPTIONS = ("save_comm_state", "uneven_batches", "nccl", "watch")
+"""Options that are neither Lightning's nor of a plan."""
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_CHOICES = {"start_method": get_args(StartMethod), "uneven_batches": POLICIES}
 _EXAMPLES = ("powersgd", "int8")
+_Class = TypeVar("_Class", bound=type)
+
+
+def document_plan_options(strategy: _Class) -> _Class:
+    """Puts the descriptions of a plan's options into a docstring that refers to them; LightningCLI's help shows it.
+
+    Args:
+        strategy: takes these options as keywords, which type checkers and LightningCLI find in the signature only.
+    """
+    if strategy.__doc__ and CommPlan.__doc__:  # python -OO has neither
+        options = CommPlan.__doc__.partition("Attributes:\n")[2].partition("\n\n")[0]
+        strategy.__doc__ = re.sub(r"(?m)^ *static_graph: see `CommPlan`.*$", lambda _: options, strategy.__doc__)
+    return strategy
 
 
 def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[str, Any]]:
@@ -34,15 +50,16 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[st
             ``DistributedDataParallel``.
 
     Returns:
-        The plan; and DDP's keywords, those of the plan and of ``kwargs``.
+        The plan; and what Lightning's strategy is made with: its own arguments, the plan's and ``kwargs``.
 
     Raises:
         OptionError: an argument has the wrong type or is out of range, see also `CommPlan`; or it is unknown, or given
             in two ways.
     """
-    given = {name: value for name, value in arguments.items() if name not in _NO_ARGUMENTS}
+    given = named_arguments(arguments)
     others = dict(arguments["kwargs"])
     options = {name: value for name, value in given.items() if name in plan_options()}
+    lightnings = {name: value for name, value in given.items() if name not in (*plan_options(), *OWN_OPTIONS)}
     if "device_ids" in others:
         raise OptionError(f"device_ids={others['device_ids']!r} cannot be given: Lightning sets it, from its devices")
     _refuse_options_of_compressors(others, options["comm_hook"])
@@ -58,7 +75,12 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[st
     plan = CommPlan.from_dict(options)
     if plan.comm_hook is not None and others.get("mixed_precision") is not None:
         raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
-    return plan, {**plan.ddp_kwargs(), **others}
+    return plan, {**lightnings, **plan.ddp_kwargs(), **others}
+
+
+def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that a constructor has by name, from its ``locals()``."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "__class__", "kwargs")}
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -68,13 +90,16 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         arguments: values by name; names that are not checked here may be among them.
 
     Raises:
-        OptionError: a value has the wrong type or is out of range.
+        OptionError: a value has the wrong type or is out of range, or two exclude each other.
     """
     for name, (is_allowed, allowed) in _ALLOWED.items():
         value = arguments.get(name)
         if name in arguments and not is_allowed(value):
             hint = did_you_mean(value, _CHOICES.get(name, ()))
             raise OptionError(f"{name} must be {allowed}, got {value!r}{hint}")
+    uneven_batches = arguments.get("uneven_batches")
+    if uneven_batches in ("drop", "pad") and not arguments["watch"]:
+        raise OptionError(f"uneven_batches={uneven_batches!r} needs watch=True: with watch=False nothing is compared")
 
 
 def _optional(is_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -39,6 +39,13 @@ def strategy_from_plan(cls: type[_Strategy], plan: CommPlan | str | Path, **kwar
     return cls(**{name: getattr(plan, name) for name in plan_options()}, **kwargs)
 
 
+def exchange_plan(ddp_kwargs: dict[str, Any], old: CommPlan, new: CommPlan) -> None:
+    """Replaces one plan's options among the keywords of ``DistributedDataParallel`` by another's."""
+    for name in old.ddp_kwargs():
+        ddp_kwargs.pop(name, None)
+    ddp_kwargs.update(new.ddp_kwargs())
+
+
 def plan_of(strategy: object) -> CommPlan | None:
     """Returns the plan of a strategy of ours; None for any other strategy."""
     plan = getattr(strategy, "plan", None)
@@ -46,17 +53,21 @@ def plan_of(strategy: object) -> CommPlan | None:
 
 
 @contextmanager
-def join_group(strategy: Any, backend: str | None, *, watch: bool) -> Generator[None, None, None]:
+def join_group(strategy: Any, *, watch: bool = True, nccl: NcclOptions | None = None) -> Generator[None, None, None]:
     """Has a strategy make its process group within: one that fits it, of this attempt of the job alone.
+
+    It trains with its own number of processes then, whatever ran in this process before.
 
     Args:
         strategy: Lightning's ``DDPStrategy``, of a Trainer or of Fabric.
-        backend: of the group; None for that of the device.
         watch: report what the group waits for.
+        nccl: set before the group is made.
 
     Raises:
         MisconfigurationException: the group has more or fewer ranks than the strategy.
     """
+    backend = strategy.process_group_backend
+    _prepare_nccl(nccl, backend, strategy.root_device)
     with watch_joining(strategy, backend) if watch else nullcontext() as watched, fresh_default_store():
         yield
         _check_group(strategy.world_size, type(strategy).__name__)
@@ -107,7 +118,7 @@ def _looks_at_loss(group: Mapping[str, Any]) -> bool:
     return group["line_search_fn"] is not None or group["tolerance_change"] > 0
 
 
-def prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch.device) -> None:
+def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch.device) -> None:
     """Sets NCCL's variables, and warns of mistakes in those of the environment. Before the process group is made.
 
     Args:

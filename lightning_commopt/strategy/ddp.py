@@ -1,76 +1,71 @@
-"""The options of CommOptDDP for a Trainer, whichever package the Trainer is from."""
+"""CommOptDDP for a Trainer, whichever package the Trainer is from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
-from lightning_commopt.compat.lightning import MisconfigurationException, package_of
+from lightning_commopt.compat.lightning import package_of
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_options import NcclOptions
-from lightning_commopt.plan import CommPlan, OptionError
-from lightning_commopt.strategy.adapters import adapter_for
+from lightning_commopt.measure.observer import Observers
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.strategy.adapters import move_to_package_of
 from lightning_commopt.strategy.aliases import register_aliases
-from lightning_commopt.strategy.arguments import plan_from_arguments
-from lightning_commopt.strategy.base import strategy_from_plan
-from lightning_commopt.strategy.lightning_launcher import forget_previous_job
-from lightning_commopt.strategy.trainer import GradientSyncStrategy
+from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
+from lightning_commopt.strategy.base import (
+    check_start_method,
+    exchange_plan,
+    explain_one_rank,
+    join_group,
+    strategy_from_plan,
+    warn_of_local_decisions,
+)
+from lightning_commopt.strategy.fit import add_comm_state, is_in_batch, must_rewrap, take_comm_state, watch_fit
+from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher, forget_previous_job
+from lightning_commopt.sync.checks import check_backward, explain_error, warn_of_fp16_under_scaler
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.torch_hook import TorchHook
+from lightning_commopt.watch.fit_watch import FitWatch
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
+else:
+    _DDPStrategy = object
 
 
-class CommOptStrategy(GradientSyncStrategy):
+@document_plan_options
+class CommOptStrategy(_DDPStrategy):
     """Lightning's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
-    Takes all that ``DDPStrategy`` takes, in the same order, so that its name can be replaced in any project. The
-    keywords described here come on top; None leaves DDP's own default. With one process there is no wrapper and
-    no hook.
+    Takes all that ``DDPStrategy`` takes, in the same order, so that its name can be replaced in any project, and the
+    keywords below. None leaves DDP's own default. With one process there is no wrapper and no hook.
 
     Args:
-        accelerator: see ``DDPStrategy``, as for the other positional arguments.
-        parallel_devices: see ``DDPStrategy``.
-        cluster_environment: see ``DDPStrategy``.
-        checkpoint_io: see ``DDPStrategy``.
-        precision_plugin: see ``DDPStrategy``.
-        ddp_comm_state: state of ``ddp_comm_hook``.
+        accelerator: see ``DDPStrategy``, as for all arguments down to ``start_method``.
         ddp_comm_hook: one of torch's hooks, or any callable that DDP takes. Registered on CPU as well.
-        ddp_comm_wrapper: wraps ``ddp_comm_hook``.
-        model_averaging_period: see ``DDPStrategy``.
-        process_group_backend: "gloo", "nccl", ...
-        timeout: of the process group.
-        start_method: "popen", "spawn", "fork" or "forkserver".
-        static_graph: the graph and the set of used parameters are the same in every step. With gradient
-            accumulation the first backward of a fit is synchronized all the same, as DDP records the graph in it.
-        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy and their memory.
-        bucket_cap_mb: MiB in a bucket, or a list of one number for each bucket.
-        find_unused_parameters: look in every step for parameters without a gradient.
-        comm_hook: how buckets are averaged: a name ("none", "bf16", "fp16", "powersgd", ...), a mapping of a name
-            and options (``{"name": "powersgd", "matrix_rank": 2}``), or a compressor. Lossy but for "none" and
-            "all_reduce".
-        broadcast_buffers: send rank 0's buffers to all ranks before each forward.
-        forward_sync_buffers: its successor (torch >= 2.13).
-        init_sync: check and send parameters when the model is wrapped (torch >= 2.7).
-        skip_all_reduce_unused_params: leave out what no rank used (torch >= 2.8).
-        batched_grad_copy: copy gradients into buckets in batches (torch >= 2.12).
-        lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
+        static_graph: see `CommPlan`, as for all options down to ``lazy_bucket_allocation``.
         save_comm_state: keep in checkpoints, for all ranks, what ``comm_hook`` needs to go on exactly: with error
-            feedback 4 bytes a parameter and rank. No option of a plan.
+            feedback 4 bytes a parameter and rank. No option of a plan, as all those below.
         uneven_batches: what to do where ranks have different numbers of training batches, which makes DDP hang:
             "error"; "drop" to end epochs after the smallest number; "pad" to repeat batches up to the largest; "allow"
             to compare nothing, for training in which ranks need not step together. "drop" and "pad" need dataloaders
-            with a length. No option of a plan.
+            with a length.
         nccl: settings of NCCL: the name of a profile ("debug", "pcie", "ethernet", "infiniband"), or a mapping such as
-            ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. What the environment has counts first. No
-            option of a plan.
+            ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. What the environment has counts first.
         watch: report which ranks a process group or an epoch waits for, compare the ranks' numbers of batches, and end
             a rank that waits in vain; see ``docs/errors.md``. With False a fit behaves as with ``DDPStrategy``, and
-            ``uneven_batches`` has no effect. No option of a plan.
+            ``uneven_batches`` has no effect.
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
@@ -81,6 +76,9 @@ class CommOptStrategy(GradientSyncStrategy):
         OptionError: an option is unknown, out of range, in contradiction to another, or not in the installed
             torch. It is both a ``ValueError`` and Lightning's ``MisconfigurationException``.
     """
+
+    # Whether Lightning's own class ends the first backward of a static graph under manual optimization: 2.5 does not.
+    _flushes_static_graph: ClassVar[bool]
 
     def __init__(
         self,
@@ -95,7 +93,7 @@ class CommOptStrategy(GradientSyncStrategy):
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         *,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -114,37 +112,17 @@ class CommOptStrategy(GradientSyncStrategy):
         watch: bool = True,
         **kwargs: Any,
     ) -> None:
-        plan, ddp_kwargs = plan_from_arguments(locals())
-        nccl_options = NcclOptions.from_config(nccl)
-        torch_hook = None
-        if ddp_comm_hook is not None:
-            torch_hook = TorchHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
+        plan, self._lightnings_arguments = plan_from_arguments(locals())
+        torch_hook = None if ddp_comm_hook is None else TorchHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.gradient_sync = GradientSync(plan, torch_hook)
-        forget_previous_job()
-        self._lightnings_arguments = dict(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **ddp_kwargs,
-        )
-        super().__init__(**self._lightnings_arguments)
+        self._nccl = NcclOptions.from_config(nccl)
         self._save_comm_state = save_comm_state
         self._uneven_batches = uneven_batches
-        self._nccl = nccl_options
         self._watch = watch
-        if not watch and uneven_batches in ("drop", "pad"):
-            raise OptionError(
-                f"uneven_batches={uneven_batches!r} needs watch=True: with watch=False nothing is compared"
-            )
+        self._fit_watch: FitWatch | None = None
+        self._next_plan: CommPlan | None = None
+        forget_previous_job()
+        super().__init__(**self._lightnings_arguments)
 
     @classmethod
     def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
@@ -158,32 +136,13 @@ class CommOptStrategy(GradientSyncStrategy):
 
     @property
     def accelerator(self) -> Any:
-        """The accelerator of the Trainer."""
+        """The accelerator of the Trainer, which is the first that a Trainer sets."""
         return self._accelerator
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
-        # The first that a Trainer does with a strategy.
-        if package_of(accelerator) != package_of(self):
-            self._move_to(package_of(accelerator))
+        move_to_package_of(accelerator, self)
         self._accelerator = accelerator
-
-    def _move_to(self, package: str) -> None:
-        """Becomes the strategy for the Trainer of another package.
-
-        Raises:
-            MisconfigurationException: it is of a class that is derived from one package's `CommOptDDP`.
-        """
-        adapter = adapter_for(package)
-        if type(self) is not adapter_for(package_of(self)):
-            raise MisconfigurationException(
-                f"{type(self).__name__} is a strategy for {package_of(self)}.Trainer. For {package}.Trainer it must be"
-                f" derived from {adapter.__module__}.CommOptDDP."
-            )
-        ddp_kwargs = self._ddp_kwargs
-        self.__class__ = adapter
-        super().__init__(**self._lightnings_arguments)
-        self._ddp_kwargs = ddp_kwargs  # of the present plan
 
     def __repr__(self) -> str:
         """Returns what Fabric shows in its error for a strategy that is not its own."""
@@ -191,3 +150,151 @@ class CommOptStrategy(GradientSyncStrategy):
             f"<{type(self).__module__}.CommOptDDP for {package_of(self)}.Trainer, {self.plan.name};"
             " for Fabric there is lightning_commopt.fabric.CommOptDDP>"
         )
+
+    @property
+    def plan(self) -> CommPlan:
+        """How gradients travel at present."""
+        return self.gradient_sync.plan
+
+    @property
+    def sync_observers(self) -> Observers:
+        """Observers that are notified of every bucket."""
+        return self.gradient_sync.observers
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes of gradients that this rank has sent since the strategy was made; see `GradientSync`."""
+        return self.gradient_sync.wire_bytes
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        configure_multirun_launcher(self)
+        check_start_method(self._launcher)
+
+    def setup_distributed(self) -> None:
+        """Joins the process group, with NCCL's variables set; see `join_group`."""
+        with join_group(self, watch=self._watch, nccl=self._nccl):
+            super().setup_distributed()
+
+    def setup_environment(self) -> None:
+        """Joins the process group, and guards a fit against ranks that do not come."""
+        super().setup_environment()
+        self._fit_watch = watch_fit(self) if self._watch else None
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Makes the optimizers, and warns of those that cannot be used on several ranks as they are."""
+        super().setup_optimizers(trainer)
+        if self.world_size > 1:
+            warn_of_local_decisions(self.optimizers)
+
+    def configure_ddp(self) -> None:
+        """Wraps the model, unless there is only one rank."""
+        if self.world_size == 1:
+            explain_one_rank(self.gradient_sync.unused_hook)
+        else:
+            super().configure_ddp()
+            self._pl_static_graph_delay_done = False
+        if self.lightning_module is not None:
+            self.gradient_sync.resume(self.lightning_module)
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        warn_of_fp16_under_scaler(self.plan.comm_hook, self.precision_plugin)
+        self.gradient_sync.attach(self.model, timeout=self._timeout, ranks_per_node=self.num_processes)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Refuses a backward that DDP cannot follow; see `check_backward`."""
+        super().pre_backward(closure_loss)
+        if self.gradient_sync.trainable is not None:
+            assert self.lightning_module is not None
+            check_backward(self.gradient_sync.trainable, self.lightning_module, bool(self.plan.static_graph))
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Ends the first backward of a static graph under manual optimization, and counts the gradient sync."""
+        super().post_backward(closure_loss)
+        module = self.lightning_module
+        is_manual = module is not None and not module.automatic_optimization
+        self.gradient_sync.end_backward(ends_static_graph=is_manual and not self._flushes_static_graph)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Blocks gradient sync in backward, but for the first one of a static graph, which DDP needs."""
+        if self.gradient_sync.must_sync:
+            yield
+        else:
+            with super().block_backward_sync():
+                yield
+
+    def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:
+        """Changes how gradients travel, in the middle of a fit if need be.
+
+        All ranks must call it, with equal plans. Called between two batches it takes effect at once; within a
+        batch, before the next one. Gradients that were accumulated so far are kept. Between lossless plans training
+        goes on as if nothing had happened; a compressor's residual is added to the next gradients.
+
+        Args:
+            plan: the new plan; or what ``comm_hook`` takes ("bf16", a compressor, ...), for the present plan with that
+                ``comm_hook``.
+
+        Raises:
+            OptionError: ``plan`` is neither, the strategy has a ``ddp_comm_hook`` too, ``ranks_per_node`` does not
+                divide the number of ranks, or the ranks' plans differ. The old plan stays.
+        """
+        if not isinstance(plan, CommPlan):
+            plan = (self._next_plan or self.plan).with_comm_hook(plan)
+        self.gradient_sync.check_plan(plan)
+        self._next_plan = plan
+        if not is_in_batch(self):
+            self._apply_next_plan()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Applies a plan that arrived within the last batch; wraps again where parameters were frozen or unfrozen."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._apply_next_plan()
+        if must_rewrap(self):
+            self.gradient_sync.rewrap(self._wrap)
+
+    def _apply_next_plan(self) -> None:
+        plan, self._next_plan = self._next_plan, None
+        if plan is not None:
+            self.gradient_sync.check_agreement(plan)
+            exchange_plan(self._ddp_kwargs, self.plan, plan)
+            self.gradient_sync.change_plan(plan, self._wrap)
+
+    def _wrap(self, module: Module) -> None:
+        self.model = module
+        self.configure_ddp()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Writes a checkpoint, with the gradient-sync state of all ranks unless it is of weights only."""
+        if self._save_comm_state and "optimizer_states" in checkpoint:
+            add_comm_state(checkpoint, self)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a checkpoint; if it is to be trained further, keeps this rank's part of the state."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        take_comm_state(checkpoint, self)
+        return checkpoint
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Explains torch's messages about compiled modules and unused parameters, and lets the other ranks know."""
+        explain_error(exception)
+        if self._fit_watch is not None:
+            self._fit_watch.fail(exception)
+
+    def teardown(self) -> None:
+        """Removes the wrapper, and ends the hook."""
+        try:
+            if self._save_comm_state and not is_in_batch(self):
+                self.gradient_sync.keep_state()
+            self.gradient_sync.release_wrapper()  # so that Lightning can free its buckets
+            super().teardown()
+        finally:
+            self.gradient_sync.end_fit()
+            if self._fit_watch is not None:
+                self._fit_watch.close()
+                self._fit_watch = None
+        self._apply_next_plan()

@@ -20,42 +20,43 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 _NAMES_IN_MESSAGE = 8
-_UNUSED_PARAMETERS = (
-    "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
-    " training_step. If that is intended (two optimizers that are toggled, for instance), use"
-    " strategy=CommOptDDP(find_unused_parameters=True)."
-)
-_COMPILED_BUCKETS = (
-    "torch.compile cuts a module's graph at DDP's buckets, the first time after 1 MiB, and takes no smaller"
-    " bucket_cap_mb: use at least 1, or torch._dynamo.config.optimize_ddp = 'no_optimization', which leaves the graph"
-    " whole, so that all its gradients are ready at the same time."
-)
+_EXPLANATIONS = {
+    "Expected to have finished reduction in the prior iteration": (
+        "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
+        " training_step. If that is intended (two optimizers that are toggled, for instance), use"
+        " strategy=CommOptDDP(find_unused_parameters=True)."
+    ),
+    "First bucket should be smaller/equal to other buckets": (
+        "torch.compile cuts a module's graph at DDP's buckets, the first time after 1 MiB, and takes no smaller"
+        " bucket_cap_mb: use at least 1, or torch._dynamo.config.optimize_ddp = 'no_optimization', which leaves the"
+        " graph whole, so that all its gradients are ready at the same time."
+    ),
+}
+"""For a part of torch's message, the message that replaces it."""
 
 
-def check_graph_is_static(module: LightningModule) -> None:
-    """Refuses a static graph with toggled optimizers, whose graph is not static.
+def check_backward(trainable: Trainable, module: LightningModule, is_static: bool) -> None:
+    """Refuses a backward whose gradients DDP does not synchronize as it was set up.
 
-    Raises:
-        MisconfigurationException: one of several optimizers of ``module`` is toggled.
-    """
-    if optimizer_is_toggled(module) and len(module.trainer.optimizers) > 1:
-        raise MisconfigurationException(
-            "static_graph=True cannot be used with toggle_optimizer: each optimizer's backward gives gradients"
-            " to other parameters. Use CommOptDDP(find_unused_parameters=True) without static_graph."
-        )
-
-
-def check_none_unfrozen(trainable: Trainable) -> None:
-    """Refuses gradients that DDP does not synchronize.
+    Args:
+        trainable: of the wrapped model.
+        module: the model.
+        is_static: whether DDP takes the graph for a static one.
 
     Raises:
-        MisconfigurationException: a parameter that was frozen when the model was wrapped asks for a gradient.
+        MisconfigurationException: a parameter that was frozen when the model was wrapped asks for a gradient; or one
+            of several optimizers is toggled, so that the graph is not static.
     """
     if trainable.some_unfrozen():
         raise MisconfigurationException(
             "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"
             " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters take turns, let"
             " all ask for gradients when fit starts and use CommOptDDP(find_unused_parameters=True)."
+        )
+    if is_static and optimizer_is_toggled(module) and len(module.trainer.optimizers) > 1:
+        raise MisconfigurationException(
+            "static_graph=True cannot be used with toggle_optimizer: each optimizer's backward gives gradients"
+            " to other parameters. Use CommOptDDP(find_unused_parameters=True) without static_graph."
         )
 
 
@@ -91,8 +92,15 @@ def _describe(value: Any) -> str:
     return f"{type(value).__qualname__}({settings})"
 
 
-def warn_of_fp16_under_scaler(comm_hook: Compressor) -> None:
-    """Warns if gradients that a gradient scaler has multiplied are to be rounded to float16."""
+def warn_of_fp16_under_scaler(comm_hook: Any, precision: object) -> None:
+    """Warns if gradients that a gradient scaler has multiplied are to be rounded to float16.
+
+    Args:
+        comm_hook: the compressor, or None.
+        precision: Lightning's plugin.
+    """
+    if getattr(precision, "scaler", None) is None:
+        return
     while hasattr(comm_hook, "inner"):
         comm_hook = comm_hook.inner
     if isinstance(comm_hook, Cast) and comm_hook.dtype == torch.float16:
@@ -137,13 +145,7 @@ def warn_if_never_compressed(comm_hook: Compressor | None, num_steps: int) -> No
         warn(f"comm_hook never compressed: training took {num_steps} steps, and start_step={start_step}.")
 
 
-def explain_compiled_buckets(exception: BaseException) -> None:
-    """Says what to do instead of torch's message about a compiled module that it cannot cut at small buckets."""
-    message = "First bucket should be smaller/equal to other buckets"
-    exception.args = tuple(_COMPILED_BUCKETS if message in str(each) else each for each in exception.args)
-
-
-def explain_unused_parameters(exception: BaseException) -> None:
-    """Says what to do instead of DDP's message about parameters without a gradient."""
-    message = "Expected to have finished reduction in the prior iteration"
-    exception.args = tuple(_UNUSED_PARAMETERS if message in str(each) else each for each in exception.args)
+def explain_error(exception: BaseException) -> None:
+    """Replaces torch's messages about unused parameters, and modules compiled with small buckets, by what to do."""
+    for message, explanation in _EXPLANATIONS.items():
+        exception.args = tuple(explanation if message in str(each) else each for each in exception.args)

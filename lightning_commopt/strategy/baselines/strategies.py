@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,41 +22,23 @@ from lightning_commopt.compat.lightning import sync_module_states
 from lightning_commopt.compat.torch import broadcast_coalesced, ignored_names, verify_shapes
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options, plan_options
-from lightning_commopt.strategy.arguments import check_arguments
+from lightning_commopt.strategy.arguments import OWN_OPTIONS, StartMethod, check_arguments, named_arguments
+from lightning_commopt.strategy.base import join_group
 from lightning_commopt.strategy.baselines.parameter_sync import AfterBackward, ParameterSync, WhileBackwardRuns
-from lightning_commopt.strategy.lightning_launcher import forget_previous_job
-from lightning_commopt.strategy.trainer import OwnGroupStrategy
+from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher, forget_previous_job
 from lightning_commopt.text.validation import did_you_mean
 
-_StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-_OPTIONS = (
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    "process_group_backend",
-    "timeout",
-    "start_method",
-)
 _OPTIONS_OF_LIGHTNINGS_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 _BROADCAST_BYTES = 250 * 1024 * 1024  # in one message of buffers, as in DDP
 
 
-class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
+class ParameterwiseDP(DDPStrategy):
     """What `NaiveDP` and `InterleavedDP` share: everything except when gradients are averaged.
 
     It is a ``DDPStrategy`` to Lightning, but wraps nothing in ``DistributedDataParallel``.
 
     Args:
         accelerator: see ``DDPStrategy``, as for the others. DDP's own options have no meaning here and are refused.
-        parallel_devices: see ``DDPStrategy``.
-        cluster_environment: see ``DDPStrategy``.
-        checkpoint_io: see ``DDPStrategy``.
-        precision_plugin: see ``DDPStrategy``.
-        process_group_backend: "gloo", "nccl", ...
-        timeout: of the process group.
-        start_method: "popen", "spawn", "fork" or "forkserver".
         **kwargs: refused.
 
     Raises:
@@ -75,22 +57,14 @@ class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        start_method: _StartMethod = "popen",
+        start_method: StartMethod = "popen",
         **kwargs: Any,
     ) -> None:
-        _refuse_options(type(self).__name__, kwargs)
-        check_arguments(locals())
+        arguments = named_arguments(locals())
+        _refuse_options(type(self).__name__, kwargs, known=sorted(arguments))
+        check_arguments(arguments)
         forget_previous_job()
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(**arguments)
         self.sync_observers = Observers()
         self._sync: ParameterSync | None = None
         self._earlier_bytes = 0
@@ -102,6 +76,15 @@ class ParameterwiseDP(OwnGroupStrategy, DDPStrategy):
     def wire_bytes(self) -> int:
         """Payload bytes of gradients that this rank has handed to collectives since the strategy was made."""
         return self._earlier_bytes + (self._sync.bytes_sent if self._sync is not None else 0)
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        configure_multirun_launcher(self)
+
+    def setup_distributed(self) -> None:
+        """Joins the process group; see `join_group`."""
+        with join_group(self):
+            super().setup_distributed()
 
     def configure_ddp(self) -> None:
         """Sends rank 0's parameters and buffers to all ranks, and prepares gradient sync, unless there is one rank."""
@@ -208,14 +191,14 @@ def _all_ranks() -> dist.ProcessGroup:
     return group
 
 
-def _refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
-    ours = ("save_comm_state", "uneven_batches", "watch")
-    of_ddp = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_OPTIONS_OF_LIGHTNINGS_DDP, *ours}
+def _refuse_options(strategy: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    of_ddp = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_OPTIONS_OF_LIGHTNINGS_DDP, *OWN_OPTIONS}
     for name in options:
         if name in of_ddp:
             raise OptionError(
                 f"{name} has no effect in {strategy}, which averages every parameter's gradient by itself and wraps"
                 " nothing in DistributedDataParallel: leave it out, or use CommOptDDP"
             )
-        hint = did_you_mean(name, _OPTIONS)
-        raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(_OPTIONS))}{hint}")
+        raise UnknownOptionError(
+            f"unknown option {name!r}; known options: {', '.join(known)}{did_you_mean(name, known)}"
+        )

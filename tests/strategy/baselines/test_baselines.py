@@ -392,6 +392,7 @@ def test_gradients_that_come_twice() -> None:
         ({"find_unused_parameters": True}, OptionError, "find_unused_parameters has no effect.* use CommOptDDP"),
         ({"ddp_comm_hook": print}, OptionError, "ddp_comm_hook has no effect"),
         ({"comm_hook": "bf16"}, OptionError, "comm_hook has no effect"),
+        ({"nccl": "debug"}, OptionError, "nccl has no effect"),
         ({"bucket_cap": 25}, UnknownOptionError, "unknown option 'bucket_cap'; known options: accelerator, "),
         ({"start_method": "thread"}, OptionError, "start_method must be one of popen, .* got 'thread'"),
         ({"timeout": 5}, OptionError, "timeout must be a timedelta above 0, .* got 5"),

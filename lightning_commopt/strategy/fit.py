@@ -1,0 +1,81 @@
+"""What the strategy for a Trainer does around a fit: it watches for absent ranks, and keeps state in checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_commopt.compat.lightning import has_trainer, optimizer_is_toggled
+from lightning_commopt.compat.loops import batch_is_open
+from lightning_commopt.launch.environment import launcher_pid
+from lightning_commopt.sync.checkpoint import gather_state, read_state
+from lightning_commopt.sync.state import KEY
+from lightning_commopt.watch.fit_watch import FitWatch
+
+if TYPE_CHECKING:
+    from lightning_commopt.strategy.ddp import CommOptStrategy
+
+
+def watch_fit(strategy: CommOptStrategy) -> FitWatch | None:
+    """Starts to watch a fit of several ranks, whose process group exists; returns None where there is no such fit."""
+    if strategy.world_size == 1 or not _is_fit(strategy):
+        return None
+    assert strategy.lightning_module is not None
+    assert strategy.cluster_environment is not None
+    return FitWatch(
+        strategy.lightning_module.trainer,
+        strategy._uneven_batches,
+        strategy.root_device,
+        ranks_per_node=strategy.num_processes,
+        main_address=strategy.cluster_environment.main_address,
+        launcher_pid=launcher_pid(strategy._start_method),
+        timeout=strategy._timeout or default_pg_timeout,
+    )
+
+
+def is_in_batch(strategy: CommOptStrategy) -> bool:
+    """Returns whether a training batch has begun and not ended."""
+    if strategy.gradient_sync.model is None:
+        return False
+    assert strategy.lightning_module is not None
+    return batch_is_open(strategy.lightning_module.trainer)
+
+
+def must_rewrap(strategy: CommOptStrategy) -> bool:
+    """Returns whether parameters were frozen or unfrozen for good since DDP laid out its buckets."""
+    module, trainable = strategy.lightning_module, strategy.gradient_sync.trainable
+    if trainable is None or module is None or optimizer_is_toggled(module):
+        return False
+    return trainable.some_unfrozen() or (trainable.some_frozen() and not strategy.plan.find_unused_parameters)
+
+
+def add_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> None:
+    """Adds the gradient-sync state of all ranks to a checkpoint, on the rank that writes it; see `gather_state`."""
+    saved = gather_state(
+        strategy.gradient_sync.state(),
+        is_in_batch=is_in_batch(strategy),
+        world_size=strategy.world_size,
+        timeout=strategy._timeout or default_pg_timeout,
+        device=strategy.root_device,
+    )
+    if saved is not None:
+        checkpoint[KEY] = saved
+
+
+def take_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> None:
+    """Takes the gradient-sync state out of a checkpoint; if a fit goes on from it, this rank's part is used."""
+    saved = checkpoint.pop(KEY, None)
+    if not _is_fit(strategy):
+        return
+    sync, module = strategy.gradient_sync, strategy.lightning_module
+    sync.restore(read_state(saved, strategy.global_rank, strategy.world_size, strategy.plan.comm_hook))
+    if sync.model is not None:  # in the middle of a fit, as the learning rate finder does
+        assert module is not None
+        sync.resume(module)
+
+
+def _is_fit(strategy: CommOptStrategy) -> bool:
+    module = strategy.lightning_module
+    # After a fit in spawned processes the module of the process that started them belongs to no trainer.
+    return module is not None and has_trainer(module) and module.trainer.state.fn == "fit"
