@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from difflib import SequenceMatcher, get_close_matches
-from itertools import zip_longest
+from difflib import get_close_matches
 
 from lightning_commopt.launch.nccl_variables import PREFIX, Variable, nccl_variables, other_variables, parse_version
 from lightning_commopt.text.findings import Finding
@@ -30,8 +29,7 @@ _THIRD_PARTY = re.compile(
 )
 _MISSPELT_PREFIX = re.compile(r"(?:N+C*L*C*|CNCL)_?(?=[A-Z])")
 _OPPOSITES = {"DISABLE": "ENABLE", "ENABLE": "DISABLE"}
-_NEAR = 0.85
-_NEAR_WORD = 0.6
+_NEAR = 0.88  # NCCL_DEBUG_FLAG stands for no NCCL_DEBUG_FILE
 _OLDEST = (2, 21)  # which comes with the oldest torch that we support
 
 
@@ -95,14 +93,7 @@ def _suggest(name: str, value: str) -> str | None:
     if opposite is not None:
         return f"{opposite}={int(value == '0')}"
     longer = [each for each in names if re.match(rf"{each}[A-Z]", name)]
-    near = [each for each in get_close_matches(name, names, cutoff=_NEAR) if _has_like_words(name, each)]
-    return next(iter([*longer, *near]), None)
-
-
-def _has_like_words(one: str, other: str) -> bool:
-    """Returns whether no word was replaced by another: NCCL_DEBUG_FLAG stands for no NCCL_DEBUG_FILE."""
-    pairs = list(zip_longest(one.split("_"), other.split("_"), fillvalue=""))
-    return "" in pairs[-1] or all(SequenceMatcher(None, *pair).ratio() >= _NEAR_WORD for pair in pairs)
+    return next(iter([*longer, *get_close_matches(name, names, n=1, cutoff=_NEAR)]), None)
 
 
 def _with_right_prefix(name: str) -> str | None:

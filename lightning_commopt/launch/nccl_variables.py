@@ -15,7 +15,7 @@ _TABLE = Path(__file__).with_suffix(".json")  # docs/nccl_variables.py writes it
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """What NCCL's sources say of a variable.
+    """How NCCL's sources read a variable.
 
     Attributes:
         name: with its prefix.
@@ -65,23 +65,18 @@ class Variable:
         word = f"(?:{'|'.join(self.choices)})"
         words = rf"\^?,*{word}(?:,+{word})*,*"
         collective = "(?:broadcast|reduce|allgather|reducescatter|allreduce):"
+        functions = f"(?i:(?:{collective})?{words}(?:;{collective}{words})*;*)"
         number = r"\s*[+-]?(?:0[xX][0-9a-fA-F]+|\d+)\s*"
-        many = f"a list of {shown}, without spaces (^ before the first: all but these"
+        all_but = "without spaces (^ before the first: all but these"
         return {
             "switch": (number, "0 or 1"),
             "integer": (number, "an integer" if self.high is None else f"from {self.low} to {self.high}"),
             "choice": (f"(?i:{word})", f"one of {shown}"),
             "exact": (word, f"one of {shown}, in capitals"),
             "level": (rf"{word}|\d.*", f"one of {shown}, in capitals, or a number"),
-            "list": (f"(?i:{words})", f"{many})"),
-            "algorithms": (
-                f"(?i:(?:{collective})?{words}(?:;{collective}{words})*;*)",
-                f"{many}; COLLECTIVE:LIST;COLLECTIVE:LIST for single collectives)",
-            ),
-            "names": (
-                r"\^?=?[^\s~!*^=;'\"()\[\]{}]+",
-                "a list of names without spaces (^ before the first: all but these, = whole names only)",
-            ),
+            "list": (f"(?i:{words})", f"a list of {shown}, {all_but})"),
+            "algorithms": (functions, f"a list of {shown}, {all_but}; COLLECTIVE:LIST;COLLECTIVE:LIST for some)"),
+            "names": (r"\^?=?[^\s~!*^=;'\"()\[\]{}]+", f"a list of names {all_but}, = whole names only)"),
             "file": ("[^~].*", "a path without ~"),
             "text": ("(?s:.*)", "a text"),
         }[self.kind]
