@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from difflib import SequenceMatcher, get_close_matches
+from collections.abc import Mapping
+from difflib import get_close_matches
 
-from lightning_commopt.launch.nccl_variables import PREFIX, Variable, nccl_variables
+from lightning_commopt.launch.nccl_variables import PREFIX, Variable, nccl_variables, other_variables, parse_version
 from lightning_commopt.text.findings import Finding
 
-# torch renamed its own; the old names still work, with a warning, or not at all.
-_RENAMED_BY_TORCH = {
-    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
-    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
-    "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
-    "NCCL_TRACE_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
-}
 _TIME_LIMIT = "the time limit of collectives is the process group's: CommOptDDP(timeout=timedelta(minutes=10))"
 _NOT_NCCL_VARIABLES = {
     "NCCL_TIMEOUT": _TIME_LIMIT,
@@ -26,23 +18,29 @@ _NOT_NCCL_VARIABLES = {
     "NCCL_INTERFACE": "interfaces are NCCL_SOCKET_IFNAME",
     "NCCL_IFNAME": "interfaces are NCCL_SOCKET_IFNAME",
 }
-# Set by containers, build systems and tests; NCCL does not read them.
+# Of torch (its former names), of plugins without public sources, of containers, builds and tests.
 _THIRD_PARTY = re.compile(
-    r"NCCL_(VERSION|HOME|ROOT|DIR|PATH|PREFIX|INCLUDE|LIB|LIBRARY|LIBRARIES|SRC|VER|TESTS?|CUDA)(_\w+)?$"
-    r"|NCCL_(OFI|FASTRAK|GPUDIRECTTCPX|TCPX|SHIM|SHIMNET|UCX|SHARP|MSCCL|RCCL|MPI|EXT|PLUGIN|IBEXT|AWS)_\w+$"
+    r"NCCL_(ASYNC_ERROR_HANDLING|BLOCKING_WAIT|DESYNC_DEBUG|ENABLE_TIMING|TRACE_BUFFER_SIZE|AVOID_RECORD_STREAMS"
+    r"|USE_COMM_NONBLOCKING|ENABLE_MONITORING|HEARTBEAT_TIMEOUT_SEC|DUMP_ON_TIMEOUT|NONBLOCKING_TIMEOUT)$"
+    r"|NCCL_(OFI|FASTRAK|GPUDIRECTTCPX|GPUVIPER|TCPX|TCPXO|FASTSOCKET|SHIM|SHIMNET|UCX|SHARP|MSCCL|MSCCLPP|RCCL|MPI|EXT"
+    r"|PLUGIN|IBEXT|SPCX|AWS|GCP|TUNER|PROFILER?|INSPECTOR|TESTS?|EP)_\w+$"
+    r"|NCCL_(\w+_)?(VERSION|VER|HOME|ROOT|DIR|PATH|PREFIX|INCLUDES?|LIBS?|LIBRARY|LIBRARIES|SRC|URL|REPO|BRANCH|TAG"
+    r"|COMMIT|BUILD|INSTALL|PACKAGE|PKG|IMAGE|SCRIPT|ARGS|CUDA)(_\w+)?$"
 )
-_NEAR = 0.8
+_MISSPELT_PREFIX = re.compile(r"(?:N+C*L*C*|CNCL)_?(?=[A-Z])")
+_OPPOSITES = {"DISABLE": "ENABLE", "ENABLE": "DISABLE"}
+_NEAR = 0.88  # NCCL_DEBUG_FLAG stands for no NCCL_DEBUG_FILE
+_OLDEST = (2, 21)  # which comes with the oldest torch that we support
 
 
-def find_mistakes(
-    environment: Mapping[str, str], *, version: tuple[int, ...] | None = None, known: Collection[str] = ()
-) -> list[Finding]:
+def find_mistakes(environment: Mapping[str, str], *, version: tuple[int, ...] | None = None) -> list[Finding]:
     """Looks for misspelt, obsolete and never-existing variables of NCCL, and for values that it does not take.
+
+    A name that is like none of NCCL's may be read by another program, and is left alone.
 
     Args:
         environment: all variables of a process.
-        version: of the NCCL that will read them; None for the newest.
-        known: further names that this NCCL has, which its guide does not.
+        version: of the NCCL that will read them; None for any that torch comes with.
 
     Returns:
         The mistakes, by name; empty where there are none.
@@ -50,57 +48,58 @@ def find_mistakes(
     return [
         Finding(severity="error", what=message, advice=f"correct or unset {name}")
         for name, value in sorted(environment.items())
-        if (message := _message(name, value, version, known)) is not None
+        if (message := _message(name, value, version)) is not None
     ]
 
 
-def _message(name: str, value: str, version: tuple[int, ...] | None, known: Collection[str]) -> str | None:
+def _message(name: str, value: str, version: tuple[int, ...] | None) -> str | None:
     variables = nccl_variables()
     if name in variables:
         return _misuse(variables[name], value, version)
-    if name in _RENAMED_BY_TORCH:
-        return f"{name} is torch's, which calls it {_RENAMED_BY_TORCH[name]} now"
     if name in _NOT_NCCL_VARIABLES:
         return f"{name} is no variable of NCCL: {_NOT_NCCL_VARIABLES[name]}"
     for variable in variables.values():
         if name == variable.former_name:
             return f"{name} was renamed: it is {variable.name} now"
-    if name in known or _THIRD_PARTY.match(name):
+    if name in other_variables() or _THIRD_PARTY.match(name):
         return None
-    if name.startswith(PREFIX):
-        return f"{name} is no variable of NCCL{_near(name, [*variables, *known])}"
-    return _misspelt_prefix(name, variables)
+    meant = _suggest(name, value) if name.startswith(PREFIX) else _with_right_prefix(name)
+    return None if meant is None else f"{name} is no variable of NCCL; did you mean {meant}?"
 
 
 def _misuse(variable: Variable, value: str, version: tuple[int, ...] | None) -> str | None:
     name = variable.name
-    if variable.removed_in is not None and (version is None or version >= parse_version(variable.removed_in)):
+    if variable.removed_in is not None and (version or _OLDEST) >= parse_version(variable.removed_in):
         return f"{name} has no effect since NCCL {variable.removed_in}, which removed it"
     if variable.since is not None and version is not None and version < parse_version(variable.since):
         return f"{name} has no effect before NCCL {variable.since}; this is {'.'.join(map(str, version))}"
-    if not variable.accepts(value):
+    if not variable.accepts(value, version):
         return f"{name} must be {variable.allowed}, got {value!r}"
     return None
 
 
-def _near(name: str, names: list[str]) -> str:
-    near = get_close_matches(name.upper(), names, n=1, cutoff=_NEAR)
-    return f"; did you mean {near[0]}?" if near else ""
+def _suggest(name: str, value: str) -> str | None:
+    """Returns the variable that an unknown name may stand for, with a value if that changes; None if nothing is near.
 
-
-def _misspelt_prefix(name: str, variables: Mapping[str, Variable]) -> str | None:
-    """Finds a variable whose prefix is wrong, such as NCLL_DEBUG, nccl_debug or NCCLDEBUG."""
-    prefix = re.match(r"[A-Za-z]{3,5}", name)
-    if prefix is None or SequenceMatcher(None, prefix[0].upper()[:4], "NCCL").ratio() < 0.75:
-        return None
-    near = get_close_matches(name.upper(), variables, n=1, cutoff=_NEAR)
-    return f"{name} is no variable of NCCL; did you mean {near[0]}?" if near else None
-
-
-def parse_version(text: str) -> tuple[int, ...]:
-    """Returns a version as numbers.
-
-    >>> parse_version("2.29U1")
-    (2, 29)
+    >>> _suggest("NCCL_NVLS_DISABLE", "1"), _suggest("NCCL_DISABLE_IB", "1"), _suggest("NCCL_MY_SCRIPT", "x")
+    ('NCCL_NVLS_ENABLE=0', 'NCCL_IB_DISABLE', None)
     """
-    return tuple(int(part) for part in re.findall(r"\d+", text)[: text.count(".") + 1])
+    names = [name for name, variable in nccl_variables().items() if variable.removed_in is None]
+    by_words = {frozenset(each.split("_")): each for each in names}
+    words = [re.sub(r"ABLED$", "ABLE", word) for word in name.split("_")]
+    if frozenset(words) in by_words:
+        return by_words[frozenset(words)]
+    opposite = by_words.get(frozenset(_OPPOSITES.get(word, word) for word in words))
+    if opposite is not None:
+        return f"{opposite}={int(value == '0')}"
+    longer = [each for each in names if re.match(rf"{each}[A-Z]", name)]
+    return next(iter([*longer, *get_close_matches(name, names, n=1, cutoff=_NEAR)]), None)
+
+
+def _with_right_prefix(name: str) -> str | None:
+    """Returns the variable whose prefix is wrong, such as NCLL_DEBUG, nccl_debug or NCCLDEBUG.
+
+    Names of other libraries, such as RCCL and HCCL, are none.
+    """
+    meant = PREFIX + _MISSPELT_PREFIX.sub("", name.upper(), count=1)
+    return meant if meant in nccl_variables() and _MISSPELT_PREFIX.match(name.upper()) else None

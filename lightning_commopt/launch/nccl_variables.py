@@ -1,4 +1,4 @@
-"""The environment variables of NCCL: which there are, what they accept, since when. From NCCL's own user guide."""
+"""The environment variables of NCCL: which there are, what they accept, since when; from its sources."""
 
 from __future__ import annotations
 
@@ -6,95 +6,100 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 PREFIX = "NCCL_"
 _TABLE = Path(__file__).with_suffix(".json")  # docs/nccl_variables.py writes it
-_NAME = re.compile(rb"NCCL_[A-Z][A-Z0-9_]+(?=\x00)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """What NCCL's user guide says of a variable.
+    """How NCCL's sources read a variable.
 
     Attributes:
         name: with its prefix.
-        kind: "switch" is 0 or 1; "choice" one of ``choices``, "list" several of them; case does not matter.
+        kind: how NCCL reads it. "switch" and "integer": as a number; "choice": one of ``choices`` in any case, "exact"
+            as written; "level": "exact", or a number; "list": several of ``choices``; "algorithms": also for each
+            collective; "names": of interfaces or adapters, "file": a path, "text": anything.
         choices: the words that it accepts.
-        low: the smallest integer.
-        high: the largest one.
-        default: as text; None where it depends on the machine, or the guide does not say.
+        low: the smallest integer; None for no limit.
+        high: the largest one; likewise.
         since: the first NCCL that has it; None if all have.
         removed_in: the first NCCL that does not have it any more.
-        deprecated_in: the first NCCL that advises against it.
         former_name: by which NCCL knew it earlier.
-        is_for_debugging: NCCL advises against keeping it in production.
     """
 
     name: str
-    kind: Literal["switch", "integer", "choice", "list", "text"]
+    kind: Literal["switch", "integer", "choice", "exact", "level", "list", "algorithms", "names", "file", "text"]
     choices: tuple[str, ...] = ()
-    low: int = 0
+    low: int | None = None
     high: int | None = None
-    default: str | None = None
     since: str | None = None
     removed_in: str | None = None
-    deprecated_in: str | None = None
     former_name: str | None = None
-    is_for_debugging: bool = False
 
     @property
     def allowed(self) -> str:
         """What it accepts, in words."""
-        if self.kind == "switch":
-            return "0 or 1"
-        if self.kind in ("choice", "list"):
-            words = ", ".join(self.choices)
-            return f"one of {words}" if self.kind == "choice" else f"a list of {words}"
-        if self.kind == "integer":
-            return f"an integer of at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
-        return "not empty"
+        return self._grammar()[1]
 
-    def accepts(self, value: str) -> bool:
-        """Returns whether NCCL takes a value."""
-        value = value.strip()
-        if self.kind == "switch":
-            return value in ("0", "1")
-        if self.kind == "choice":
-            return value.upper() in map(str.upper, self.choices)
-        if self.kind == "list":
-            # NCCL_ALGO=ring,tree;allreduce:^tree and NCCL_DEBUG_SUBSYS=^COLL,NET: words, functions, exclusions.
-            words = [word.rpartition(":")[2].lstrip("^") for word in re.split("[;,]", value)]
-            return all(word.strip().upper() in map(str.upper, self.choices) for word in words)
-        if self.kind == "integer":
-            low = -1 if self.default == "-1" else self.low
-            try:
-                number = int(value, 0)
-            except ValueError:
-                return False
-            return number >= low and (self.high is None or number <= self.high)
-        return value != ""
+    def accepts(self, value: str, version: tuple[int, ...] | None = None) -> bool:
+        """Returns whether NCCL takes a value as it is meant; an empty one counts as unset.
+
+        Args:
+            value: of the variable.
+            version: of the NCCL that reads it; None if unknown.
+        """
+        if self.kind == "list" and version is not None and version >= (2, 30):
+            value = value.replace(" ", "")  # NCCL strips the words since then
+        if value == "" or (self.kind == "algorithms" and "MSCCL" in value.upper()):
+            return True  # MSCCL is a fork, with algorithms of its own
+        if re.fullmatch(self._grammar()[0], value) is None:
+            return False
+        return self.high is None or (self.low or 0) <= int(value, 16 if "x" in value.lower() else 10) <= self.high
+
+    def _grammar(self) -> tuple[str, str]:
+        """Returns what it accepts, as a pattern and in words."""
+        shown = ", ".join(self.choices)
+        word = f"(?:{'|'.join(self.choices)})"
+        words = rf"\^?,*{word}(?:,+{word})*,*"
+        collective = "(?:broadcast|reduce|allgather|reducescatter|allreduce):"
+        functions = f"(?i:(?:{collective})?{words}(?:;{collective}{words})*;*)"
+        number = r"\s*[+-]?(?:0[xX][0-9a-fA-F]+|\d+)\s*"
+        all_but = "without spaces (^ before the first: all but these"
+        return {
+            "switch": (number, "0 or 1"),
+            "integer": (number, "an integer" if self.high is None else f"from {self.low} to {self.high}"),
+            "choice": (f"(?i:{word})", f"one of {shown}"),
+            "exact": (word, f"one of {shown}, in capitals"),
+            "level": (rf"{word}|\d.*", f"one of {shown}, in capitals, or a number"),
+            "list": (f"(?i:{words})", f"a list of {shown}, {all_but})"),
+            "algorithms": (functions, f"a list of {shown}, {all_but}; COLLECTIVE:LIST;COLLECTIVE:LIST for some)"),
+            "names": (r"\^?=?[^\s~!*^=;'\"()\[\]{}]+", f"a list of names {all_but}, = whole names only)"),
+            "file": ("[^~].*", "a path without ~"),
+            "text": ("(?s:.*)", "a text"),
+        }[self.kind]
 
 
 @cache
 def nccl_variables() -> dict[str, Variable]:
-    """Returns the variables of NCCL's user guide, by name."""
-    entries = json.loads(_TABLE.read_text(encoding="utf-8"))
+    """Returns the variables of all versions of NCCL, by name."""
+    entries = json.loads(_TABLE.read_text(encoding="utf-8"))["nccl"]
     variables = [Variable(**{**entry, "choices": tuple(entry.get("choices", ()))}) for entry in entries]
     return {variable.name: variable for variable in variables}
 
 
 @cache
-def names_in_library() -> frozenset[str]:
-    """Returns the words in the NCCL that torch uses that look like variables: those that no guide has are among them.
+def other_variables() -> frozenset[str]:
+    """Returns names that plugins, tests and forks of NCCL read."""
+    return frozenset(json.loads(_TABLE.read_text(encoding="utf-8"))["others"])
 
-    Empty where that library is part of torch's own, or is not found.
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Returns a version as numbers.
+
+    >>> parse_version("2.29U1")
+    (2, 29)
     """
-    nvidia = find_spec("nvidia")
-    folders = list(nvidia.submodule_search_locations or ()) if nvidia is not None else []
-    for folder in folders:
-        for library in Path(folder).glob("nccl/lib/libnccl.so*"):
-            return frozenset(name.decode() for name in _NAME.findall(library.read_bytes()))
-    return frozenset()
+    return tuple(int(part) for part in re.findall(r"\d+", text)[: text.count(".") + 1])

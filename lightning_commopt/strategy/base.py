@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning_commopt.compat.lightning import MisconfigurationException, is_interactive
 from lightning_commopt.launch.nccl_environment import find_mistakes
 from lightning_commopt.launch.nccl_options import NcclOptions
-from lightning_commopt.launch.nccl_variables import names_in_library
 from lightning_commopt.plan import CommPlan, plan_options
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.sync.store import fresh_default_store, prepare_key_spaces
@@ -134,10 +133,8 @@ def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torc
     if options is not None:
         options.apply()
     version = torch.cuda.nccl.version() if dist.is_nccl_available() else None
-    if find_mistakes(os.environ, version=version):
-        # Only now, as it reads the whole library.
-        for mistake in find_mistakes(os.environ, version=version, known=names_in_library()):
-            warn_once(f"NCCL: {mistake.what}")
+    for mistake in find_mistakes(os.environ, version=version):
+        warn_once(f"NCCL: {mistake.what}")
 
 
 def explain_one_rank(unused_hook: str | None) -> None:

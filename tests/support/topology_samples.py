@@ -75,7 +75,7 @@ class Sample:
             if len(tail) == 3:
                 tail.insert(2, "")
             lines.append("\t".join([label, *cells, *tail]))
-        return "\n".join(lines) + "\n" + self._legends()
+        return "\n".join(lines) + "\n" + LEGEND + NVLINK_LEGEND + self.legend_of_nics
 
     def spaced(self) -> str:
         """Returns the same as a terminal shows it."""
@@ -84,9 +84,10 @@ class Sample:
     def _cells(self, row: int) -> list[str]:
         return [self.cell(row, column) for column in range(len(self.labels))]
 
-    def _legends(self) -> str:
+    @property
+    def legend_of_nics(self) -> str:
         nics = "".join(f"  NIC{index}: {name}\n" for index, name in enumerate(self.nics))
-        return LEGEND + NVLINK_LEGEND + (f"\nNIC Legend:\n\n{nics}" if nics and self.has_legend_of_nics else "")
+        return f"\nNIC Legend:\n\n{nics}" if nics and self.has_legend_of_nics else ""
 
 
 def halves(near: str, far: str, num_gpus: int) -> Callable[[int, int], str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning_commopt.commands.doctor.doors import UnreachablePort
 from lightning_commopt.commands.doctor.facts import Facts
-from lightning_commopt.launch.nccl_environment import find_mistakes, parse_version
-from lightning_commopt.launch.nccl_variables import names_in_library
+from lightning_commopt.launch.nccl_environment import find_mistakes
+from lightning_commopt.launch.nccl_variables import parse_version
 from lightning_commopt.text.findings import Finding, Severity, worst_first
 from lightning_commopt.text.formatting import ranks_text
 
@@ -101,8 +101,7 @@ def _of_host(facts: Facts) -> Iterator[Finding]:
 
 def _packages_and_variables(facts: Facts) -> Iterator[Finding]:
     version = parse_version(facts.versions["nccl"]) if "nccl" in facts.versions else None
-    if find_mistakes(facts.environment, version=version):
-        yield from find_mistakes(facts.environment, version=version, known=names_in_library())
+    yield from find_mistakes(facts.environment, version=version)
 
 
 def find_wrong_interfaces(facts: Facts) -> Iterator[Finding]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from itertools import permutations
+from operator import itemgetter
 from typing import NamedTuple
 
 from lightning_commopt.commands.topology.machine import KINDS, Gpu, Link, Machine, Nic
+from lightning_commopt.text.formatting import count
 
 _ON_NCCL = "write-up on NCCL"
 _ON_GPT = "write-up on a GPT on A100"
 _PUZZLES = "puzzles on peer-to-peer copies"
 _LADDER = "write-up on ViT-L/32 on 8x L40S"
+_ON_DRIVER = "nvidia-smi topo -p2p r shows it"
+_WITHOUT_P2P = re.compile(r"\bRTX [2-5]0[5-9]0|\bTITAN RTX")
+_NVLINK_BY_CAPABILITY: dict[int | None, float] = {60: 20e9, 86: 14e9, 100: 50e9, 103: 50e9}
 
 MEANINGS = {
-    "NV": "NVLink",
     "PIX": "one PCIe switch between them",
     "PXB": "several PCIe switches between them, not the CPU",
     "PHB": "through the CPU's PCIe host bridge",
@@ -23,24 +28,20 @@ MEANINGS = {
 
 
 class NVLinkModel(NamedTuple):
-    """What a GPU has when all its NVLinks are up.
-
-    Attributes:
-        num_links: of a GPU.
-        bytes_per_s: of a link, one way.
-    """
+    """What a GPU has when all its NVLinks are up: how many, and the rate of one, one way."""
 
     num_links: int
     bytes_per_s: float
 
 
+_HOPPER = NVLinkModel(18, 25e9)
 # By the driver's names. H100 and A100 on PCIe are left out: what they have depends on their bridges.
 _NVLINK_MODELS = (
     (re.compile(r"\bP100-SXM"), NVLinkModel(4, 20e9)),
     (re.compile(r"\bV100-SXM"), NVLinkModel(6, 25e9)),
     (re.compile(r"\bA100-SXM"), NVLinkModel(12, 25e9)),
     (re.compile(r"\bA800-SXM"), NVLinkModel(8, 25e9)),
-    (re.compile(r"\b(H100 \d+GB HBM|H100 SXM|H200\b(?! NVL)|H20\b(?! NVL))"), NVLinkModel(18, 25e9)),
+    (re.compile(r"\b(H100 \d+GB HBM|H100 SXM|H200\b(?! NVL)|H20\b(?! NVL))"), _HOPPER),
     (re.compile(r"\bH800\b(?! (PCIe|NVL))"), NVLinkModel(8, 25e9)),
     (re.compile(r"\b(RTX 3090|RTX A[456]000|A40)\b"), NVLinkModel(4, 14e9)),
     (re.compile(r"\bB(100|200|300)\b"), NVLinkModel(18, 50e9)),
@@ -48,13 +49,7 @@ _NVLINK_MODELS = (
 
 
 class Expectation(NamedTuple):
-    """What others have measured over such a link; never measured here.
-
-    Attributes:
-        text: the figures.
-        source: who published them.
-        bytes_per_s: one of them as a number, one way; None where there is none for this link.
-    """
+    """What others have measured over such a link; never here. The rate is one of the figures, one way, if any."""
 
     text: str
     source: str
@@ -67,32 +62,28 @@ def nvlink_model(name: str | None) -> NVLinkModel | None:
 
 
 def meaning(link: Link, *, is_switched: bool = False) -> str:
-    """Says what a link is.
-
-    Args:
-        link: between two devices.
-        is_switched: NVLinks of this machine end at switches.
-    """
-    if link.kind != "NV":
+    """Says what a link is; `is_switched` where the machine's NVLinks end at switches."""
+    if link.num_nvlinks == 0:
         return MEANINGS[link.kind]
-    number = f"{link.num_nvlinks} NVLink{'s' if link.num_nvlinks > 1 else ''}"
-    return f"{number} through NVSwitch" if is_switched else number
+    through = " through NVSwitch" if is_switched and link.kind == "NV" else ""
+    return count(link.num_nvlinks, "NVLink" if link.kind == "NV" else "xGMI link") + through
 
 
-def expect_between_gpus(link: Link, gpu: Gpu | None = None) -> Expectation:
-    """Returns what to expect of a copy or an all-reduce between two GPUs.
+def expect_between_gpus(link: Link, gpu: Gpu | None = None, p2p: str | None = None) -> Expectation | None:
+    """Returns what to expect of a copy or an all-reduce between two GPUs; None where nobody has published it.
 
     Args:
         link: between them.
         gpu: one of them, whose model may be known.
+        p2p: the driver's status of direct copies between them; None if unknown.
     """
+    name = (gpu.name if gpu else None) or ""
     if link.kind == "NV":
-        model = nvlink_model(gpu.name if gpu else None) or NVLinkModel(0, 25e9)
-        rate = link.num_nvlinks * model.bytes_per_s
-        text = f"{rate / 1e9:.0f} GB/s one way by the data sheet"
-        if model.bytes_per_s == 25e9:
-            text += " (25 a link on V100, A100, H100); copies reached 93 of 100 over 4 links, 47 of 50 over 2"
-        return Expectation(text, f"{_ON_NCCL}; {_PUZZLES}", rate)
+        return _expect_of_nvlink(link.num_nvlinks, gpu)
+    if p2p not in (None, "OK", "U") or (p2p is None and _WITHOUT_P2P.search(name)):
+        return Expectation("copies go through host memory: there is no P2P over PCIe between these GPUs", _ON_DRIVER)
+    if p2p == "U" or re.search(r"AMD|GeForce|GTX|TITAN", name) or _WITHOUT_P2P.search(name):
+        return None
     if link.kind in ("PIX", "PXB"):
         return Expectation("18.5 GB/s bus bandwidth of all_reduce_perf, 2 GPUs, A100 on PCIe", _ON_GPT, 18.5e9)
     if link.kind in ("PHB", "NODE"):
@@ -104,8 +95,23 @@ def expect_between_gpus(link: Link, gpu: Gpu | None = None) -> Expectation:
     )
 
 
+def _expect_of_nvlink(number: int, gpu: Gpu | None) -> Expectation:
+    model = nvlink_model(gpu.name if gpu else None)
+    capability = gpu.compute_capability if gpu else None
+    bytes_per_s = model.bytes_per_s if model else _NVLINK_BY_CAPABILITY.get(capability, 25e9)
+    rate = number * bytes_per_s
+    text = f"{rate / 1e9:.0f} GB/s one way by the data sheet"
+    if model is None and capability is None:
+        text += " (25 a link on V100, A100, H100; 50 on B200, 14 on RTX A6000 and 3090)"
+    if bytes_per_s == 25e9:
+        text += "; copies reached 93 of 100 over 4 links, 47 of 50 over 2"
+    return Expectation(text, f"{_ON_NCCL}; {_PUZZLES}", rate)
+
+
 def expect_to_nic(link: Link, nic: Nic | None = None) -> Expectation:
     """Returns what to expect between a GPU and an adapter."""
+    if nic is not None and nic.can_gdr is False:
+        return Expectation("no GPUDirect RDMA (gdr=0): data goes through host memory", _ON_NCCL)
     if link.distance > KINDS.index("PXB"):
         return Expectation("no GPUDirect RDMA by default: data goes through host memory", _ON_NCCL)
     effective = {25e9: 23e9, 50e9: 47e9}
@@ -117,77 +123,60 @@ def expect_to_nic(link: Link, nic: Nic | None = None) -> Expectation:
 def expect_all_reduce(machine: Machine) -> Expectation | None:
     """Returns what to expect of an all-reduce over all GPUs; None where nobody has published it for such a machine."""
     links = [machine.link(*pair) for pair in machine.gpu_pairs()]
-    if len(machine.gpus) == 8 and links and all(link == Link("NV", 18) for link in links):
-        return Expectation(
-            "all-reduce over 8 H100, bus GB/s: 5.8 at 64 KB, 78.5 at 1 MB, 198 at 16 MB, 238 at 256 MB, 241 at 1 GB",
-            _ON_NCCL,
-            241e9,
-        )
+    is_hopper = all(nvlink_model(gpu.name) in (None, _HOPPER) for gpu in machine.gpus)
+    if len(machine.gpus) == 8 and is_hopper and all(link == Link("NV", 18) for link in links):
+        figures = "5.8 at 64 KB, 78.5 at 1 MB, 198 at 16 MB, 238 at 256 MB, 241 at 1 GB"
+        return Expectation(f"all-reduce over 8 H100, bus GB/s: {figures}", _ON_NCCL, 241e9)
     return None
 
 
 def is_switched(machine: Machine) -> bool:
     """Returns whether NVLinks end at switches: a GPU has more of them to its peers than any model has."""
-    most = 0
-    for gpu in machine.gpus:
-        links = [machine.link(gpu.label, other.label) for other in machine.gpus if other is not gpu]
-        most = max(most, sum(link.num_nvlinks for link in links if link is not None))
-    return most > 18
+    links = [machine.links_of(gpu.label).values() for gpu in machine.gpus]
+    return any(sum(link.num_nvlinks for link in of_gpu if link.kind == "NV") > 18 for of_gpu in links)
 
 
 _MAX_STEPS = 20_000
 
 
 class Ring(NamedTuple):
-    """An order of all GPUs.
-
-    Attributes:
-        labels: the last is a neighbour of the first.
-        worst: the slowest kind of link between neighbours.
-        num_worst: how many neighbours it lies between.
-    """
+    """An order of all GPUs, whose last is a neighbour of the first, its slowest kind of link, and how many are so."""
 
     labels: tuple[str, ...]
     worst: str
     num_worst: int
 
 
-def find_ring(machine: Machine) -> Ring | None:
+def find_ring(machine: Machine, *, is_optimistic: bool = False) -> Ring | None:
     """Finds a ring whose slowest link is as fast as can be, with as few of the slowest as a simple search finds.
 
-    Returns:
-        None with less than two GPUs, or where links are not known.
+    Unknown links count as the fastest if `is_optimistic`, otherwise as none.
     """
     labels = [gpu.label for gpu in machine.gpus]
-    if len(labels) < 2:
-        return None
+    links = dict(machine.links)
+    for pair in machine.gpu_pairs():
+        if is_optimistic:
+            links.setdefault(frozenset(pair), Link(KINDS[0]))
     for distance, kind in enumerate(KINDS):
-        peers = _peers(machine, labels, distance)
-        if any(not others for others in peers.values()):
-            continue
-        better = _peers(machine, labels, distance - 1)
+        peers: dict[str, list[tuple[int, str]]] = {label: [] for label in labels}
+        for one, other in permutations(labels, 2):
+            link = links.get(frozenset((one, other)))
+            if link is not None and link.distance <= distance:
+                peers[one].append((link.distance == distance, other))
         # With peers over faster links first, the search stays among them as long as it can.
-        found = _search(labels, {each: list(dict.fromkeys((*better[each], *peers[each]))) for each in labels})
+        found = _search(
+            labels, {one: [other for _, other in sorted(near, key=itemgetter(0))] for one, near in peers.items()}
+        )
         if found is not None:
             pairs = set(map(frozenset, zip(found, (*found[1:], found[0]), strict=True)))
-            links = [machine.links[pair] for pair in pairs]
-            return Ring(found, kind, sum(link.kind == kind for link in links))
+            return Ring(found, kind, sum(links[pair].kind == kind for pair in pairs))
     return None
-
-
-def _peers(machine: Machine, labels: list[str], distance: int) -> dict[str, list[str]]:
-    return {
-        one: [
-            other
-            for other in labels
-            if other != one and (link := machine.link(one, other)) is not None and link.distance <= distance
-        ]
-        for one in labels
-    }
 
 
 def _search(labels: list[str], peers: dict[str, list[str]]) -> tuple[str, ...] | None:
     """Searches for a closed way over all labels, depth first; gives up after so many steps."""
+    if len(labels) < 2:
+        return None
     way = [labels[0]]
     choices = [iter(peers[labels[0]])]
     for _ in range(_MAX_STEPS):

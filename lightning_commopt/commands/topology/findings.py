@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from lightning_commopt.commands.topology.expectations import Ring, find_ring, is_switched, nvlink_model
+from lightning_commopt.commands.topology.expectations import find_ring, is_switched, nvlink_model
 from lightning_commopt.commands.topology.machine import KINDS, Machine, cpus_text
 from lightning_commopt.text.findings import Finding, worst_first
 from lightning_commopt.text.formatting import count, list_some
@@ -14,32 +14,27 @@ _MAX_SHOWN = 8
 
 def find_all(machine: Machine) -> list[Finding]:
     """Returns what hurts, the worst first."""
-    found = [
-        *_find_nvlinks(machine),
-        *_find_ring(machine, find_ring(machine)),
-        *_find_nics(machine),
-        *_find_pcie_width(machine),
-        *_find_pinning(machine),
-    ]
-    return worst_first(found)
+    finders = (_find_nvlinks, _find_ring, _find_p2p, _find_nics, _find_pcie_width, _find_pinning)
+    return worst_first(finding for find in finders for finding in find(machine))
 
 
 def _find_nvlinks(machine: Machine) -> Iterator[Finding]:
     """Finds GPUs with fewer NVLinks than others, or than their model has."""
-    if not machine.has_nvlink_column:
+    if machine.without_nvlink:
         yield Finding(
             code="no_nvlink_column",
             severity="note",
-            what="this is the output of nvidia-smi topo -mp, which leaves NVLink out",
+            what=f"this is {machine.without_nvlink}, which leaves NVLink out",
             why="GPUs that NVLink connects look as if only PCIe did",
             advice="nvidia-smi topo -m shows both",
         )
     links = {pair: machine.link(*pair) for pair in machine.gpu_pairs()}
-    num_links = {pair: link.num_nvlinks for pair, link in links.items() if link is not None}
+    num_links = {pair: link.num_nvlinks for pair, link in links.items() if link is not None and link.kind != "XGMI"}
     of_model = max((model.num_links for gpu in machine.gpus if (model := nvlink_model(gpu.name))), default=0)
-    if any(num_links.values()):
-        find = _find_degraded if is_switched(machine) else _find_unequal
-        yield from find(machine, num_links, of_model)
+    if any(num_links.values()) and is_switched(machine):
+        yield from _find_degraded(machine, num_links, of_model)
+    elif any(num_links.values()) and None not in links.values():
+        yield from _find_unequal(machine, num_links, of_model)
 
 
 def _find_degraded(machine: Machine, num_links: dict[tuple[str, str], int], of_model: int) -> Iterator[Finding]:
@@ -50,107 +45,108 @@ def _find_degraded(machine: Machine, num_links: dict[tuple[str, str], int], of_m
         for gpu in machine.gpus
     }
     fewer = {label: number for label, number in of_gpu.items() if number < full}
-    fewer |= {
-        " and ".join(pair): number
-        for pair, number in num_links.items()
-        if number < full and not fewer.keys() & set(pair)
-    }
-    if not fewer:
-        return
-    shown = list_some([f"{label} {number}" for label, number in fewer.items()], _MAX_SHOWN)
-    whose = "others have" if full in num_links.values() else "this model has"
-    yield Finding(
-        code="degraded_nvlink",
-        severity="error",
-        what=f"NVLinks are missing: {shown}, where {whose} {full}",
-        why="every collective runs at the rate of the slowest GPU",
-        advice="nvidia-smi nvlink --status and dmesg (Xid 74); restart nvidia-fabricmanager, then the machine; if they"
-        " stay away, the GPU or its board is for repair",
-    )
+    of_pair = {pair: number for pair, number in num_links.items() if number < full and not fewer.keys() & set(pair)}
+    fewer |= {" and ".join(pair): number for pair, number in of_pair.items()}
+    if fewer:
+        shown = list_some([f"{label} {number}" for label, number in fewer.items()], _MAX_SHOWN)
+        whose = "others have" if full in num_links.values() else "this model has"
+        yield Finding(
+            code="degraded_nvlink",
+            severity="error",
+            what=f"NVLinks are missing: {shown}, where {whose} {full}",
+            why="every collective runs at the rate of the slowest GPU",
+            advice="nvidia-smi nvlink --status and dmesg (Xid 74); restart nvidia-fabricmanager, then the machine; if"
+            " they stay away, the GPU or its board is for repair",
+        )
 
 
 def _find_unequal(machine: Machine, num_links: dict[tuple[str, str], int], of_model: int) -> Iterator[Finding]:
     """Finds what may be a broken link between GPUs that are connected directly, where numbers differ by design."""
     totals = {gpu.label: sum(n for pair, n in num_links.items() if gpu.label in pair) for gpu in machine.gpus}
-    check = "nvidia-smi nvlink --status; compare with another machine of its kind"
-    if len(set(totals.values())) > 1:
+    is_unequal = len(set(totals.values())) > 1
+    if is_unequal or max(totals.values()) < of_model:
+        shown = ", ".join(f"{label} {number}" for label, number in totals.items())
         yield Finding(
-            code="unequal_nvlinks",
+            code="unequal_nvlinks" if is_unequal else "few_nvlinks",
             severity="note",
-            what=f"GPUs have different numbers of NVLinks: {', '.join(f'{each} {n}' for each, n in totals.items())}",
-            why="a link may be down; in a part of a larger machine, as clouds lend it, this is how it should be",
-            advice=check,
-        )
-    elif max(totals.values()) < of_model:
-        yield Finding(
-            code="few_nvlinks",
-            severity="note",
-            what=f"each GPU has {max(totals.values())} NVLinks to the others, and its model has {of_model}",
-            why="the rest are down, or end at GPUs that are not in the matrix",
-            advice=check,
+            what=f"GPUs have different numbers of NVLinks: {shown}"
+            if is_unequal
+            else f"each GPU has {max(totals.values())} NVLinks to the others, and its model has {of_model}",
+            why="links may be down, or end at other GPUs; in a part of a larger machine, as clouds lend it,"
+            " this is how it should be",
+            advice="nvidia-smi nvlink --status; compare with another machine of its kind",
         )
 
 
-def _find_ring(machine: Machine, ring: Ring | None) -> Iterator[Finding]:
+def _find_ring(machine: Machine) -> Iterator[Finding]:
     """Finds that no ring avoids the link between sockets, or leaves NVLink only in part."""
-    if ring is None or not machine.has_nvlink_column:
-        return
-    has_nvlink = any(link.kind == "NV" for pair in machine.gpu_pairs() if (link := machine.link(*pair)) is not None)
+    ring, at_best = find_ring(machine), find_ring(machine, is_optimistic=True)
+    if machine.without_nvlink or ring is None or at_best is None or at_best.worst != ring.worst:
+        return  # an unknown link may be in a better ring
     order = " ".join(label.removeprefix("GPU") for label in ring.labels)
+    island = _largest_island(machine)
+    numbers = ",".join(sorted((label.removeprefix("GPU") for label in island), key=int))
     fewer = "send fewer bytes over it: comm_hook=bf16, then powersgd"
     if ring.worst == "SYS":
         nodes = {gpu.numa_node for gpu in machine.gpus}
-        why = "all gradients cross it in every step, and often go through host memory (NCCL: via SHM)"
-        if len(nodes) == 1 and None not in nodes:
-            why += "; the GPUs are on one NUMA node: a virtual machine or the BIOS may hide the PCIe switches"
-        within = _largest_island(machine)
-        smaller = (
-            f"; for small models {len(within)} GPUs without it: CUDA_VISIBLE_DEVICES={_numbers(within)}"
-            if len(within) > 1
-            else ""
-        )
+        hidden = "; the GPUs are on one NUMA node: a virtual machine or the BIOS may hide the PCIe switches"
+        smaller = f"; for small models {len(island)} GPUs without it: CUDA_VISIBLE_DEVICES={numbers}"
         yield Finding(
             code="ring_over_sockets",
             severity="slow",
             what=f"every ring over all {len(machine.gpus)} GPUs crosses SYS, the link between sockets"
             f" ({count(ring.num_worst, 'time')} in the best one found: {order})",
-            why=why,
-            advice=fewer + smaller,
+            why="all gradients cross it in every step, and often go through host memory (NCCL: via SHM)"
+            + (hidden if len(nodes) == 1 and None not in nodes else ""),
+            advice=fewer + (smaller if len(island) > 1 else ""),
         )
-    elif has_nvlink and ring.worst != "NV":
+    elif ring.worst != "NV" and any(link.kind == "NV" for link in machine.links.values()):
         yield Finding(
             code="ring_leaves_nvlink",
             severity="slow",
             what=f"NVLink does not connect all {len(machine.gpus)} GPUs: the best ring ({order}) goes over {ring.worst}"
             f" {count(ring.num_worst, 'time')}",
             why="a ring is as fast as its slowest link",
-            advice=f"{fewer}; or only GPUs that NVLink connects:"
-            f" CUDA_VISIBLE_DEVICES={_numbers(_largest_island(machine))}",
+            advice=f"{fewer}; or only GPUs that NVLink connects: CUDA_VISIBLE_DEVICES={numbers}",
         )
 
 
 def _largest_island(machine: Machine) -> list[str]:
     """Returns the most GPUs that links of NVLink connect, or without NVLink such as are no SYS; the first of equals."""
-    links = [link for pair in machine.gpu_pairs() if (link := machine.link(*pair)) is not None]
-    limit = 0 if any(link.kind == "NV" for link in links) else KINDS.index("NODE")
-    islands: list[list[str]] = []
+    limit = KINDS.index("XGMI" if any(link.num_nvlinks for link in machine.links.values()) else "NODE")
+    islands: list[set[str]] = []
     for gpu in machine.gpus:
-        near = [
-            island
-            for island in islands
-            if any((link := machine.link(gpu.label, other)) is not None and link.distance <= limit for other in island)
-        ]
-        islands = [island for island in islands if island not in near]
-        islands.append([*(label for island in near for label in island), gpu.label])
-    return max(islands, key=len, default=[])
+        peers = {other for other, link in machine.links_of(gpu.label).items() if link.distance <= limit}
+        near = [island for island in islands if island & peers]
+        islands = [island for island in islands if island not in near] + [{gpu.label}.union(*near)]
+    return max(map(list, islands), key=len)
 
 
-def _numbers(labels: Sequence[str]) -> str:
-    return ",".join(sorted((label.removeprefix("GPU") for label in labels), key=int))
+_REFUSALS = {
+    "GNS": ("the GPUs do not support it", "nothing to set: so it is with GeForce boards"),
+    "CNS": ("the chipset does not support it", "turn ACS off, and the IOMMU off or to pass-through (iommu=pt)"),
+    "TNS": ("the topology does not support it", "put the cards behind one PCIe switch or host bridge"),
+    "NS": ("it is not supported", "no setting helps; other boards, slots or drivers may"),
+    "DR": ("a setting of the driver disables it", "remove the registry key from the driver's options"),
+}
+
+
+def _find_p2p(machine: Machine) -> Iterator[Finding]:
+    """Finds pairs of GPUs between which the driver refuses direct copies."""
+    for status, (reason, advice) in _REFUSALS.items():
+        pairs = ["-".join(pair) for pair in machine.gpu_pairs() if machine.p2p.get(frozenset(pair)) == status]
+        if pairs:
+            yield Finding(
+                code="no_p2p",
+                severity="slow",
+                what=f"no direct copies (P2P) between {list_some(pairs, _MAX_SHOWN)}: {reason} ({status})",
+                why="NCCL copies through host memory between them (NCCL: via SHM)",
+                advice=advice,
+            )
 
 
 def _find_nics(machine: Machine) -> Iterator[Finding]:
-    """Finds adapters that are too few, or too far."""
+    """Finds adapters that are too few, too far, or without GPUDirect RDMA."""
     nics = [nic for nic in machine.nics if nic.can_rdma]
     if not nics:
         return
@@ -163,10 +159,23 @@ def _find_nics(machine: Machine) -> Iterator[Finding]:
             advice="several hosts: comm_hook=hierarchical sends each gradient across once for a host, with inner=bf16"
             " or less",
         )
+    without = [gpu.label for gpu in machine.gpus if gpu.can_gdr is False]
+    without += [nic.name for nic in nics if nic.can_gdr is False]
+    if without:
+        yield Finding(
+            code="no_gdr",
+            severity="slow",
+            what=f"no GPUDirect RDMA for {list_some(without, _MAX_SHOWN)} (gdr=0)",
+            why="between hosts, data goes through host memory; GeForce boards have no GPUDirect RDMA",
+            advice="on other boards: load nvidia-peermem, or use a kernel and a driver with DMA-BUF",
+        )
     far: dict[str, list[str]] = {}
     for gpu in machine.gpus:
-        link, _ = machine.nearest_nics(gpu.label)
-        if link is not None and link.distance > KINDS.index("PXB"):
+        link, nearest = machine.nearest_nics(gpu.label)
+        # With Grace, RDMA goes through the CPU's memory at full rate; RCCL has limits of its own.
+        is_judged = not gpu.is_coherent and not (gpu.name or "").startswith("AMD")
+        has_gdr = gpu.can_gdr is not False and any(nic.can_gdr is not False for nic in nearest)
+        if link is not None and link.distance > KINDS.index("PXB") and is_judged and has_gdr:
             far.setdefault(link.kind, []).append(gpu.label)
     for kind, labels in far.items():
         yield Finding(
@@ -201,8 +210,9 @@ def _find_pinning(machine: Machine) -> Iterator[Finding]:
         gpu = gpus.get(label)
         if gpu is None or not gpu.cpus or not cpus or cpus & gpu.cpus:
             continue
-        node = f" (NUMA node {gpu.numa_node})" if gpu.numa_node is not None else ""
-        bind = f"numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node}, " if gpu.numa_node is not None else ""
+        number = gpu.numa_node
+        node = "" if number is None else f" (NUMA node {number})"
+        bind = "" if number is None else f"numactl --cpunodebind={number} --membind={number}, "
         yield Finding(
             code="wrong_numa_node",
             severity="slow",

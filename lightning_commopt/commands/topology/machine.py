@@ -10,8 +10,11 @@ from typing import NamedTuple
 
 from lightning_commopt.text.formatting import runs_of
 
-KINDS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
-"""What lies between two devices, the fastest first, as ``nvidia-smi topo`` calls it."""
+KINDS = ("NV", "XGMI", "PIX", "PXB", "PHB", "NODE", "SYS")
+"""What lies between two devices, the fastest first, as ``nvidia-smi topo`` calls it; XGMI joins AMD's GPUs."""
+
+UNKNOWN = "?"
+"""How unknown links and NUMA nodes are printed."""
 
 _FORMER = {"PSB": "PIX", "SOC": "SYS"}
 _WORD = re.compile(r"NV(?P<num_nvlinks>[1-9]\d{0,2})|PIX|PXB|PHB|NODE|SYS|PSB|SOC")
@@ -23,12 +26,7 @@ class TopologyError(ValueError):
 
 
 class Link(NamedTuple):
-    """What lies between two devices.
-
-    Attributes:
-        kind: one of `KINDS`.
-        num_nvlinks: links side by side; 0 where it is not NVLink.
-    """
+    """What lies between two devices: one of `KINDS`, and how many NVLinks or xGMI links side by side, 0 on PCIe."""
 
     kind: str
     num_nvlinks: int = 0
@@ -48,11 +46,14 @@ class Gpu:
 
     Attributes:
         label: ``GPU0``, as in the matrix.
-        name: the maker's; None where the source does not say.
+        name: the maker's; None if unknown.
         bus_id: such as ``0000:07:00.0``; likewise.
         numa_node: that it is on; likewise.
-        cpus: cores that are near; empty where the source does not say.
-        pcie_width: lanes in use; None where the source does not say.
+        cpus: cores that are near; empty if unknown.
+        pcie_width: lanes in use; None if unknown.
+        compute_capability: such as 90 for Hopper; likewise.
+        can_gdr: GPUDirect RDMA; likewise.
+        is_coherent: NVLink-C2C joins it with its CPU, as on Grace.
     """
 
     label: str
@@ -61,6 +62,9 @@ class Gpu:
     numa_node: int | None = None
     cpus: frozenset[int] = frozenset()
     pcie_width: int | None = None
+    compute_capability: int | None = None
+    can_gdr: bool | None = None
+    is_coherent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +74,16 @@ class Nic:
     Attributes:
         label: in the matrix, such as ``NIC0`` or ``mlx5_0``.
         name: such as ``mlx5_0``.
-        numa_node: that it is on; None where the source does not say.
+        numa_node: that it is on; None if unknown.
         bytes_per_s: nominal, one way; likewise.
+        can_gdr: NCCL found GPUDirect RDMA for it; likewise.
     """
 
     label: str
     name: str
     numa_node: int | None = None
     bytes_per_s: float | None = None
+    can_gdr: bool | None = None
 
     @property
     def can_rdma(self) -> bool:
@@ -93,8 +99,9 @@ class Machine:
         source: where it is from, for people.
         gpus: in their order.
         nics: likewise.
-        links: by two labels, in either order; see `link`. Pairs that the source does not tell are missing.
-        has_nvlink_column: False for ``nvidia-smi topo -mp``, which leaves NVLink out.
+        links: by two labels, in either order. Unknown pairs are missing.
+        p2p: the driver's status of direct copies between two GPUs, ``OK``, ``GNS`` or ``U`` for unknown; likewise.
+        without_nvlink: what kind of source it is that leaves NVLinks out; empty where it has them.
         processes: cores that each process on a GPU may use: label, process id, cores.
         notices: what was unclear in the source.
     """
@@ -103,24 +110,30 @@ class Machine:
     gpus: tuple[Gpu, ...]
     nics: tuple[Nic, ...] = ()
     links: Mapping[frozenset[str], Link] = field(default_factory=dict)
-    has_nvlink_column: bool = True
+    p2p: Mapping[frozenset[str], str] = field(default_factory=dict)
+    without_nvlink: str = ""
     processes: tuple[tuple[str, int, frozenset[int]], ...] = ()
     notices: tuple[str, ...] = ()
 
     def link(self, one: str, other: str) -> Link | None:
-        """Returns what lies between two labels; None where the source does not say."""
+        """Returns what lies between two labels; None if unknown."""
         return self.links.get(frozenset((one, other)))
+
+    def links_of(self, label: str) -> dict[str, Link]:
+        """Returns what lies between a device and each other one, as far as it is known."""
+        others = [*(gpu.label for gpu in self.gpus), *(nic.label for nic in self.nics)]
+        return {other: link for other in others if (link := self.link(label, other)) is not None}
 
     def gpu_pairs(self) -> list[tuple[str, str]]:
         return list(combinations([gpu.label for gpu in self.gpus], 2))
 
     def nearest_nics(self, gpu: str) -> tuple[Link | None, list[Nic]]:
-        """Returns the adapters that are nearest to a GPU, and how near."""
-        found = [(link, nic) for nic in self.nics if (link := self.link(gpu, nic.label)) is not None]
-        if not found:
+        """Returns the adapters that are nearest to a GPU, and how near; nothing where an unknown one may be nearer."""
+        links = {nic: self.link(gpu, nic.label) for nic in self.nics}
+        nearest = min((link for link in links.values() if link), key=lambda link: link.distance, default=None)
+        if nearest is None or (nearest.kind != "PIX" and None in links.values()):
             return None, []
-        nearest = min((link for link, _ in found), key=lambda link: link.distance)
-        return nearest, [nic for link, nic in found if link == nearest]
+        return nearest, [nic for nic, link in links.items() if link == nearest]
 
 
 def parse_link(word: str) -> Link | None:
@@ -129,12 +142,9 @@ def parse_link(word: str) -> Link | None:
     >>> parse_link("NV12"), parse_link("SOC"), parse_link("N/A")
     (Link(kind='NV', num_nvlinks=12), Link(kind='SYS', num_nvlinks=0), None)
     """
-    found = _WORD.fullmatch(word)
-    if found is None:
+    if (found := _WORD.fullmatch(word)) is None:
         return None
-    if found["num_nvlinks"]:
-        return Link("NV", int(found["num_nvlinks"]))
-    return Link(_FORMER.get(word, word))
+    return Link("NV", int(found["num_nvlinks"])) if found["num_nvlinks"] else Link(_FORMER.get(word, word))
 
 
 def parse_cpus(text: str) -> frozenset[int]:

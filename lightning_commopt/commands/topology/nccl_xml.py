@@ -1,35 +1,43 @@
-"""Reads the topology that NCCL writes to ``NCCL_TOPO_DUMP_FILE``."""
+"""Reads topologies in NCCL's XML: what ``NCCL_TOPO_DUMP_FILE`` writes, and what clouds give for ``NCCL_TOPO_FILE``."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
+from operator import itemgetter
 from typing import NamedTuple
-from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, ParseError, fromstring
 
 from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, TopologyError
+from lightning_commopt.text.formatting import list_some
 
-_NVSWITCH = "0x068000"  # PCI class of what a link ends at
-
-
-class _Place(NamedTuple):
-    """Where a device is: CPUs and PCI switches above it, from the outside."""
-
-    label: str
-    above: tuple[ElementTree.Element, ...]
+_DOCUMENT = re.compile(r"<system\b(?:[^<>]*/>|.*?</system>)", re.DOTALL)
+_SWITCH_CLASS = "0x0680"
+_CLASSES = {"GPU": ("0x0300", "0x0302", "0x0380", "0x1200"), "NIC": ("0x02",)}
+_VIRTUAL = re.compile(r"veth|br-|docker|virbr|cni|cali|flannel|lxc|cilium|tap|tun|vnet|kube|podman|weave|vxlan|ovs|lo$")
+_MAX_LINKS = 999
 
 
-@dataclass(kw_only=True)
-class _Found:
-    gpus: list[Gpu]
-    nics: list[Nic]
-    places: list[_Place]
-    nvlinks: dict[str, dict[str, int]]
+class _Device(NamedTuple):
+    """An element, and the CPU and PCI devices above it, from the outside."""
+
+    element: Element
+    above: tuple[Element, ...]
+
+    @property
+    def pci(self) -> Element:
+        """The PCI device that it is."""
+        return self.above[-1]
+
+    @property
+    def can_gdr(self) -> bool | None:
+        return {"0": False, "1": True}.get(self.element.get("gdr", ""))
 
 
 def read_nccl_xml(text: str, source: str) -> Machine:
-    """Reads the first system in a text.
+    """Reads the first host in a text.
 
     Args:
         text: with ``<system ...>`` to ``</system>`` somewhere.
@@ -38,126 +46,164 @@ def read_nccl_xml(text: str, source: str) -> Machine:
     Raises:
         TopologyError: it is cut off, or damaged, or has no GPU.
     """
-    begin, end = text.find("<system"), text.find("</system>")
-    if end < 0:
-        raise TopologyError(f"{source}: the XML of NCCL's topology is cut off: it has no </system>")
-    try:
-        root = ElementTree.fromstring(text[begin : end + len("</system>")])
-    except (ElementTree.ParseError, ValueError) as error:
-        raise TopologyError(f"{source}: the XML of NCCL's topology is damaged: {error}") from None
-    cpus = root.findall("cpu")
-    hosts = list(dict.fromkeys(cpu.get("host_hash") for cpu in cpus))
-    found = _Found(gpus=[], nics=[], places=[], nvlinks={})
-    for cpu in cpus:
-        if cpu.get("host_hash") == hosts[0]:
-            _collect(cpu, (cpu,), found)
-    if not found.gpus:
-        raise TopologyError(f"{source}: the XML of NCCL's topology has no GPU")
+    devices, notices = _read_devices(text, source)
+    gpus = _find_gpus(devices)
+    nics = _find_nets(devices, notices)
+    targets = {label: Counter(_targets(device)) for label, device in gpus.items()}
+    to_itself = any(target == gpus[label].pci.get("busid") for label in gpus for _, target in targets[label])
+    without_nvlink = "a file whose NVLinks lead to the GPU itself" if to_itself else ""
+    if not gpus:
+        gpus, nics = (_find_class(devices, label, classes) for label, classes in _CLASSES.items())
+        without_nvlink = "a file for NCCL_TOPO_FILE"
+        notices.append("GPUs are numbered by their bus ids")
+    if not gpus:
+        raise TopologyError(f"{source}: the XML has no GPU (no <gpu>, no PCI class 0x0302): NCCL_TOPO_FILE needs none")
     return Machine(
         source=source,
-        gpus=tuple(sorted(found.gpus, key=lambda gpu: int(gpu.label[3:]))),
-        nics=tuple(found.nics),
-        links=_links_of(found),
-        notices=(f"it has {len(hosts)} hosts: this is the first",) if len(hosts) > 1 else (),
+        gpus=tuple(_gpu(label, device) for label, device in gpus.items()),
+        nics=tuple(_nic(label, device) for label, device in nics.items()),
+        links=_links_of({**gpus, **nics}, targets, notices),
+        without_nvlink=without_nvlink,
+        notices=tuple(notices),
     )
 
 
-def _collect(element: ElementTree.Element, above: tuple[ElementTree.Element, ...], found: _Found) -> None:
-    """Walks down; not by recursion, as damaged files may nest without end."""
-    stack = [(child, above) for child in reversed(element)]
+def _read_devices(text: str, source: str) -> tuple[list[_Device], list[str]]:
+    documents = _DOCUMENT.findall(text) if "</system>" in text else []
+    if not documents:
+        raise TopologyError(f"{source}: the XML of NCCL's topology is cut off: it has no </system>")
+    try:
+        cpus = fromstring(documents[0]).findall("cpu")
+    except (ParseError, ValueError) as error:
+        raise TopologyError(f"{source}: the XML of NCCL's topology is damaged: {error}") from None
+    hosts = list(dict.fromkeys(cpu.get("host_hash") for cpu in cpus))
+    counts = {"systems": len(documents), "hosts": len(hosts)}
+    notices = [f"there are {num} {things} in it: this is the first" for things, num in counts.items() if num > 1]
+    return [device for cpu in cpus if cpu.get("host_hash") == hosts[0] for device in _walk(cpu)], notices
+
+
+def _walk(cpu: Element) -> Iterator[_Device]:
+    """Gives everything below a CPU; not by recursion, as damaged files may nest without end."""
+    stack = [_Device(child, (cpu,)) for child in reversed(cpu)]
     while stack:
-        child, above = stack.pop()
-        if child.tag == "gpu":
-            _add_gpu(child, above, found)
-        elif child.tag == "net":
-            _add_nic(child, above, found)
-        within = (*above, child) if child.tag == "pci" else above
-        stack += [(each, within) for each in reversed(child)]
+        element, above = stack.pop()
+        within = (*above, element) if element.tag == "pci" else above
+        yield _Device(element, within)
+        stack += [_Device(child, within) for child in reversed(element)]
 
 
-def _add_gpu(element: ElementTree.Element, above: tuple[ElementTree.Element, ...], found: _Found) -> None:
-    used = {gpu.label for gpu in found.gpus}
-    number = _integer(element.get("dev"))
-    if number is None or f"GPU{number}" in used:
-        number = next(each for each in range(len(used) + 1) if f"GPU{each}" not in used)
-    cpu, device = above[0], above[-1]
-    gpu = Gpu(
-        label=f"GPU{number}",
-        bus_id=device.get("busid"),
+def _find_gpus(devices: list[_Device]) -> dict[str, _Device]:
+    """Returns each ``<gpu>``, numbered as CUDA does, if that is unambiguous."""
+    gpus = [device for device in devices if device.element.tag == "gpu"]
+    numbers = [number for device in gpus if (number := _integer(device.element.get("dev"))) is not None]
+    if len(set(numbers)) < len(gpus):
+        numbers = list(range(len(gpus)))
+    return {f"GPU{number}": device for number, device in sorted(zip(numbers, gpus, strict=True), key=itemgetter(0))}
+
+
+def _find_nets(devices: list[_Device], notices: list[str]) -> dict[str, _Device]:
+    """Returns each ``<net>`` once, without interfaces of containers, and adapters that are merged of others in it."""
+    nets: dict[tuple[str, ...], _Device] = {}
+    for device in devices:
+        if device.element.tag == "net":
+            nets.setdefault(tuple(device.element.get(key, "") for key in ("name", "port", "guid")), device)
+    names = {name for name, *_ in nets}
+    found: dict[str, _Device] = {}
+    for (name, *_), device in nets.items():
+        is_merged = "+" in name and set(name.split("+")) <= names
+        if not _VIRTUAL.match(name) and not is_merged:
+            found[f"{name or 'NIC'}:{len(found)}" if name in ("", *found) else name] = device
+    if num_virtual := sum(_VIRTUAL.match(name) is not None for name, *_ in nets):
+        notices.append(f"virtual network interfaces are left out: {num_virtual}")
+    return found
+
+
+def _find_class(devices: list[_Device], label: str, classes: tuple[str, ...]) -> dict[str, _Device]:
+    """Returns PCI devices by their class, in the order of their bus ids."""
+    found = [each for each in devices if each.element.tag == "pci" and each.pci.get("class", "").startswith(classes)]
+    return {
+        f"{label}{index}": device
+        for index, device in enumerate(sorted(found, key=lambda each: each.pci.get("busid", "")))
+    }
+
+
+def _gpu(label: str, device: _Device) -> Gpu:
+    cpu, architecture = device.above[0], device.element.get("gcn")
+    return Gpu(
+        label=label,
+        name=f"AMD gfx{architecture.removeprefix('gfx')}" if architecture else None,
+        bus_id=device.pci.get("busid"),
         numa_node=_integer(cpu.get("numaid")),
         cpus=_cpus_of_mask(cpu.get("affinity", "")),
-        pcie_width=_integer(device.get("link_width")),
+        pcie_width=_integer(device.pci.get("link_width")),
+        compute_capability=_integer(device.element.get("sm")),
+        can_gdr=device.can_gdr,
+        is_coherent=device.element.find("c2c") is not None,
     )
-    found.gpus.append(gpu)
-    found.places.append(_Place(gpu.label, above[:-1]))
-    targets = found.nvlinks.setdefault(gpu.label, {})
-    for link in element.iter("nvlink"):
-        target = _NVSWITCH if link.get("tclass") == _NVSWITCH else link.get("target", "")
-        targets[target] = targets.get(target, 0) + min(_integer(link.get("count")) or 0, 999)
 
 
-def _add_nic(element: ElementTree.Element, above: tuple[ElementTree.Element, ...], found: _Found) -> None:
-    used = {nic.label for nic in found.nics}
-    name = element.get("name") or f"NIC{len(used)}"
-    label = name
-    for number in range(2, len(used) + 3):
-        if label in used:
-            label = f"{name}:{number}"
-    mbits_per_s = _integer(element.get("speed"))
-    nic = Nic(
+def _nic(label: str, device: _Device) -> Nic:
+    mbits_per_s = _integer(device.element.get("speed"))
+    return Nic(
         label=label,
-        name=name,
-        numa_node=_integer(above[0].get("numaid")),
+        name=device.element.get("name") or device.pci.get("busid") or label,
+        numa_node=_integer(device.above[0].get("numaid")),
         bytes_per_s=mbits_per_s * 1e6 / 8 if mbits_per_s else None,
+        can_gdr=device.can_gdr,
     )
-    found.nics.append(nic)
-    found.places.append(_Place(label, above[:-1] if len(above) > 1 else above))
 
 
-def _links_of(found: _Found) -> dict[frozenset[str], Link]:
-    bus_ids = {gpu.label: gpu.bus_id for gpu in found.gpus}
-    links = {}
-    for one, other in combinations(found.places, 2):
-        num_nvlinks = 0
-        if one.label in bus_ids and other.label in bus_ids:
-            num_nvlinks = _num_nvlinks(
-                found.nvlinks, (one.label, bus_ids[one.label]), (other.label, bus_ids[other.label])
-            )
-        pair = frozenset((one.label, other.label))
-        links[pair] = Link("NV", num_nvlinks) if num_nvlinks else _pcie_link(one.above, other.above)
+def _links_of(
+    devices: dict[str, _Device], targets: dict[str, Counter[tuple[str, str]]], notices: list[str]
+) -> dict[frozenset[str], Link]:
+    buses = {label: device.pci.get("busid") or label for label, device in devices.items()}
+    links: dict[frozenset[str], Link] = {}
+    one_way = []
+    for (one, first), (other, second) in combinations(devices.items(), 2):
+        link = _pcie_link(first.above, second.above)
+        if one in targets and other in targets:
+            switched = min(targets[one]["NV", ""], targets[other]["NV", ""])
+            for kind in ("NV", "XGMI"):
+                there, back = targets[one][kind, buses[other]], targets[other][kind, buses[one]]
+                if there or back:
+                    link = Link(kind, min(there, back) or max(there, back))
+                if (there > 0) != (back > 0):
+                    one_way.append(f"{one} to {other}" if there else f"{other} to {one}")
+            link = Link("NV", switched) if switched and not link.num_nvlinks else link
+        links[frozenset((one, other))] = link
+    coherent = [label for label in targets if devices[label].element.find("c2c") is not None]
+    for what, shown in (
+        ("links are listed in one direction only", one_way),
+        ("NVLink-C2C joins CPU and GPU", coherent),
+    ):
+        if shown:
+            notices.append(f"{what}: {list_some(shown, 8)}")
     return links
 
 
-def _num_nvlinks(nvlinks: dict[str, dict[str, int]], one: tuple[str, str | None], other: tuple[str, str | None]) -> int:
-    """Counts the links of two GPUs, given by label and bus id: direct ones, else as many as both have to switches."""
-    there, back = nvlinks[one[0]], nvlinks[other[0]]
-    direct = max(there.get(other[1] or "-", 0), back.get(one[1] or "-", 0))
-    return direct or min(there.get(_NVSWITCH, 0), back.get(_NVSWITCH, 0))
+def _targets(device: _Device) -> Iterator[tuple[str, str]]:
+    """Gives kind and bus id for each link of a GPU; the bus id of switches is empty."""
+    for tag, kind in (("nvlink", "NV"), ("xgmi", "XGMI")):
+        for link in device.element.iter(tag):
+            target = "" if link.get("tclass", "").startswith(_SWITCH_CLASS) else link.get("target", "-")
+            yield from [(kind, target)] * min(_integer(link.get("count")) or 0, _MAX_LINKS)
 
 
-def _pcie_link(one: tuple[ElementTree.Element, ...], other: tuple[ElementTree.Element, ...]) -> Link:
-    """Returns what lies between two devices, by the CPU and the switches above them."""
+def _pcie_link(one: tuple[Element, ...], other: tuple[Element, ...]) -> Link:
+    """Returns what lies between two devices, by the CPU, the switches above them, and themselves."""
+    one, other = (each[:-1] if len(each) > 1 else each for each in (one, other))
     num_shared = sum(1 for first, second in zip(one, other, strict=False) if first is second)
-    if num_shared == 0:
-        return Link("SYS")
-    if num_shared == 1:
-        return Link("PHB")
+    if num_shared < 2:
+        return Link("PHB" if num_shared else "SYS")
     return Link("PIX" if num_shared == len(one) == len(other) else "PXB")
 
 
 def _cpus_of_mask(text: str) -> frozenset[int]:
     """Reads a mask of cores, in groups of 32 bits, the highest first."""
-    groups = text.split(",")[::-1]
-    return frozenset(_bits(groups)) if len(groups) < 100 else frozenset()
-
-
-def _bits(groups: list[str]) -> Iterator[int]:
-    for index, group in enumerate(groups):
-        try:
-            mask = int(group, 16) if len(group) <= 8 else 0
-        except ValueError:
-            continue
-        yield from (32 * index + bit for bit in range(32) if mask >> bit & 1)
+    if not re.fullmatch(r"[0-9a-fA-F]{1,8}(,[0-9a-fA-F]{1,8}){0,99}", text):
+        return frozenset()
+    masks = [int(group, 16) for group in reversed(text.split(","))]
+    return frozenset(32 * index + bit for index, mask in enumerate(masks) for bit in range(32) if mask >> bit & 1)
 
 
 def _integer(text: str | None) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_commopt.commands.topology import sysfs
 from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, TopologyError
 
+_LEVELS = {"INTERNAL": "PIX", "SINGLE": "PIX", "MULTIPLE": "PXB", "HOSTBRIDGE": "PHB", "NODE": "NODE", "SYSTEM": "SYS"}
 _MAX_CPUS = 4096
 
 
@@ -43,14 +44,7 @@ class _Reader:
     def __init__(self, pynvml: Any, root: Path) -> None:
         self._nvml = pynvml
         self._root = root
-        self._kinds = {
-            pynvml.NVML_TOPOLOGY_INTERNAL: "PIX",
-            pynvml.NVML_TOPOLOGY_SINGLE: "PIX",
-            pynvml.NVML_TOPOLOGY_MULTIPLE: "PXB",
-            pynvml.NVML_TOPOLOGY_HOSTBRIDGE: "PHB",
-            pynvml.NVML_TOPOLOGY_NODE: "NODE",
-            pynvml.NVML_TOPOLOGY_SYSTEM: "SYS",
-        }
+        self._kinds = {getattr(pynvml, f"NVML_TOPOLOGY_{level}"): kind for level, kind in _LEVELS.items()}
 
     def machine(self) -> Machine:
         nvml = self._nvml

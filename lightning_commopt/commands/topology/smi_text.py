@@ -1,4 +1,4 @@
-"""Reads what ``nvidia-smi topo -m`` prints: of any version, coloured, indented, cut or wrapped, with text around it."""
+"""Reads what ``nvidia-smi topo`` prints: of any version, coloured, indented, cut or wrapped, with text around it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import re
 from collections.abc import Iterator, Sequence
 
 from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, TopologyError, parse_cpus, parse_link
-from lightning_commopt.commands.topology.matrix_lines import GPU, Row, Table, find_tables
+from lightning_commopt.commands.topology.matrix_lines import GPU, Row, Table, find_tables, split_rows
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\([A-Z0-9]|\[\d{0,3}(?:;\d{1,3})*m|[\x00-\x08\x0b\x0c\x0e-\x1f]")
-_NIC_NAME = re.compile(r"(?:^|[\s>:])(NIC\d{1,4})\s*[:=]\s*([A-Za-z][\w.\-]{0,60})\s*$")
-# Lines of nvidia-smi -L, and of its table of GPUs.
-_GPU_NAME = re.compile(r"\bGPU\s+(\d{1,4}):\s*([^():|]{2,80}?)\s*(?:\(UUID.*)?$")
+_NIC_NAME = re.compile(r"(?:^|[\s>:#])(NIC\d{1,4})\s*[:=]\s*([A-Za-z][\w.\-]{0,60})\s*$")
+# Lines of nvidia-smi -L and of reports ("GPU 0,1: MODEL"), and of nvidia-smi's table of GPUs.
+_GPU_NAME = re.compile(r"\bGPU\s+(\d{1,4}(?:\s*[,-]\s*\d{1,4}){0,63}):\s*([^():|]{2,80}?)\s*(?:\(UUID.*)?$")
 _GPU_ROW = re.compile(r"\|\s+(\d{1,4})\s+((?:NVIDIA|Tesla|Quadro|GeForce)\b[^|]{0,60}?)\s+(?:On|Off|N/A)?\s*\|")
-_LEGEND = re.compile(r"\s*(SYS|PHB|PIX)\s*=")
-_NVLINK_LEGEND = re.compile(r"\s*NV#\s*=")
+_LEGEND_PIX = re.compile(r"\W*PIX\s*=")
+_LEGEND_NVLINK = re.compile(r"\W*NV#?\s*=")
+_NIC_LEGEND = re.compile(r"\W*NIC Legend")
+_COMMAND = re.compile(r"topo\s+(-mp\b|-m\b|--matrix|-p2p\s+\w+)")
+_NO_NIC = re.compile(r"GPU\d+$|\?")
+_P2P = {"OK", "CNS", "GNS", "TNS", "DR", "NS", "U"}
+_COHERENT = re.compile(r"\b(GH|GB)[123]00\b")
+_MARKDOWN = str.maketrans("|*`", "   ")
 _MAX_CHARACTERS = 4000  # of a line
 
 
 def read_smi_text(text: str, source: str) -> Machine:
-    """Reads the first topology in a text.
+    """Reads the first topology in a text, and the first matrix of ``topo -p2p`` about direct copies.
 
     Args:
         text: with the output of ``nvidia-smi topo -m`` or ``topo -mp`` somewhere.
@@ -29,27 +35,73 @@ def read_smi_text(text: str, source: str) -> Machine:
         TopologyError: there is none in it.
     """
     lines = [_ESCAPES.sub("", line[:_MAX_CHARACTERS]) for line in re.split(r"\r\n|\r|\n", text)]
-    tables = [table for table in find_tables([line.replace("|", " ") for line in lines]) if table.is_topology]
-    if not tables:
+    plain = [line.translate(_MARKDOWN) for line in lines]
+    tables = find_tables(plain)
+    if not any(table.is_topology for table in tables):
+        tables = find_tables([row for line in plain for row in split_rows(line)])
+    topologies = [table for table in tables if table.is_topology]
+    if not topologies:
         raise TopologyError(f"{source}: no matrix of nvidia-smi topo -m, and no XML of NCCL_TOPO_DUMP_FILE")
-    table = tables[0]
+    table = topologies[0]
+    _drop_cut_word(table, text.rsplit(None, 1)[-1])
     labels = table.labels or _labels_of_rows(list(table.rows.values()))
     links, conflicts = _links_of(table, labels)
     names = {found[1]: found[2] for line in lines if (found := _NIC_NAME.search(line))}
     gpus = tuple(_gpus_of(table, labels, lines))
     if not gpus:
         raise TopologyError(f"{source}: a matrix without a GPU")
-    nics = [Nic(label=label, name=names.get(label, label)) for label in labels if not GPU.fullmatch(label)]
-    is_nvlink = any(link.kind == "NV" for link in links.values()) or any(map(_NVLINK_LEGEND.match, lines))
-    is_without = any(map(_LEGEND.match, lines)) or any("topo -mp" in line for line in lines)
+    has_nvlinks = any(link.kind == "NV" for link in links.values())
+    is_without = not has_nvlinks and _is_without_nvlink(lines, table.line)
     return Machine(
         source=source,
         gpus=gpus,
-        nics=tuple(nics),
+        nics=tuple(Nic(label=label, name=names.get(label, label)) for label in labels if not _NO_NIC.match(label)),
         links=links,
-        has_nvlink_column=is_nvlink or not is_without,
-        notices=tuple(_notices(table, labels, conflicts, len(tables))),
+        p2p=_read_p2p(tables, lines),
+        without_nvlink="the output of nvidia-smi topo -mp" if is_without else "",
+        notices=tuple(_notices(table, labels, conflicts, len(topologies))),
     )
+
+
+def _drop_cut_word(table: Table, last_word: str) -> None:
+    """Drops the last word of a matrix that the text's end cuts, such as NV1 of NV18: its row is shorter than others."""
+    *above, last = table.rows.values()
+    words = [*last.cells, *last.tail]
+    num_words = len(above[-1].cells + above[-1].tail) if above else len(table.labels + table.headings)
+    if words[-1:] == [last_word] and len(words) < num_words and GPU.fullmatch(last.label):
+        num_cells = min(len(last.cells), len(words) - 1)
+        table.rows[last.label] = last._replace(cells=words[:num_cells], tail=words[num_cells:-1])
+
+
+def _is_without_nvlink(lines: Sequence[str], begin: int) -> bool:
+    """Returns whether a matrix is of ``topo -mp``: by its command, or as its legend is whole without NVLink."""
+    if any(_LEGEND_NVLINK.match(line) for line in lines):
+        return False
+    if (command := _command_above(lines, begin)) is not None:
+        return command == "-mp"
+    end = next((index for index, line in enumerate(lines) if _LEGEND_PIX.match(line)), len(lines))
+    return any(map(_NIC_LEGEND.match, lines[end:]))
+
+
+def _command_above(lines: Sequence[str], begin: int) -> str | None:
+    """Returns the last option of ``nvidia-smi topo`` above a matrix; None if there is none."""
+    found = [command[1] for line in lines[:begin] for command in _COMMAND.finditer(line)]
+    return found[-1] if found else None
+
+
+def _read_p2p(tables: Sequence[Table], lines: Sequence[str]) -> dict[frozenset[str], str]:
+    """Returns the driver's word on direct copies, from the first matrix about reads or writes of memory."""
+    for table in tables:
+        option = (_command_above(lines, table.line) or "").rpartition(" ")[2]
+        if table.is_topology or not _P2P & set(table.cells) or option in ("n", "a", "p"):
+            continue  # links, or a matrix about NVLink, atomics, or what PCIe alone could
+        return {
+            frozenset((row.label, label)): "U" if cell == "NS" and not option else cell  # it may be about NVLink
+            for row in table.rows.values()
+            for label, cell in zip(table.labels, row.cells, strict=False)
+            if cell in _P2P and label != row.label
+        }
+    return {}
 
 
 def _notices(table: Table, labels: Sequence[str], conflicts: Sequence[str], num_tables: int) -> Iterator[str]:
@@ -58,24 +110,20 @@ def _notices(table: Table, labels: Sequence[str], conflicts: Sequence[str], num_
     if missing := [label for label in labels if GPU.fullmatch(label) and label not in table.rows]:
         yield f"no row for {', '.join(missing)}: their links are read from the other rows"
     if conflicts:
-        yield f"the matrix says two things of {', '.join(conflicts)}: the slower counts"
+        yield f"two rows disagree on {', '.join(conflicts)}: the slower counts"
     if num_tables > 1:
         yield f"there are {num_tables} matrices in it: this is the first"
 
 
 def _labels_of_rows(rows: Sequence[Row]) -> list[str]:
-    """Names columns after the rows, which have an X in their own."""
+    """Names columns after the rows, which have an X in their own; a column without a row is "?" and its number."""
     own = {row.cells.index("X"): row.label for row in rows if "X" in row.cells}
-    num_gpus = max((index + 1 for index, label in own.items() if GPU.fullmatch(label)), default=0)
-    num_columns = max((len(row.cells) for row in rows), default=0)
-    labels = [
-        own.get(index, f"GPU{index}" if index < num_gpus else f"NIC{index - num_gpus}") for index in range(num_columns)
-    ]
+    labels = [own.get(index, f"?{index}") for index in range(max((len(row.cells) for row in rows), default=0))]
     return list(dict.fromkeys(labels))
 
 
 def _links_of(table: Table, labels: Sequence[str]) -> tuple[dict[frozenset[str], Link], list[str]]:
-    """Returns the links, and the pairs of which two rows say different things."""
+    """Returns the links, and the pairs on which two rows disagree."""
     links: dict[frozenset[str], Link] = {}
     conflicts = []
     for row in table.rows.values():
@@ -86,12 +134,10 @@ def _links_of(table: Table, labels: Sequence[str]) -> tuple[dict[frozenset[str],
             pair = frozenset((row.label, label))
             if link is None or len(pair) == 1:
                 continue
-            known = links.get(pair)
-            if known is not None and known != link:
+            known = links.setdefault(pair, link)
+            if known != link:
                 conflicts.append(f"{label} and {row.label}")
-            links[pair] = (
-                link if known is None else max(link, known, key=lambda each: (each.distance, -each.num_nvlinks))
-            )
+                links[pair] = max(link, known, key=lambda each: (each.distance, -each.num_nvlinks))
     return links, conflicts
 
 
@@ -112,26 +158,27 @@ def _aligned(row: Row, own: int, num_columns: int) -> list[str]:
 
 def _gpus_of(table: Table, labels: Sequence[str], lines: Sequence[str]) -> Iterator[Gpu]:
     names = {int(found[1]): found[2].strip() for line in lines if (found := _GPU_ROW.search(line))}
-    names |= {int(found[1]): found[2].strip() for line in lines if (found := _GPU_NAME.search(line))}
-    for label in labels:
-        if GPU.fullmatch(label):
-            cpus, node = _affinity(table, table.rows.get(label), len(labels))
-            yield Gpu(label=label, name=names.get(int(label[3:])), cpus=parse_cpus(cpus), numa_node=node)
+    for line in lines:
+        if found := _GPU_NAME.search(line):
+            names |= dict.fromkeys(parse_cpus(re.sub(r"\s", "", found[1])), found[2].strip())
+    for label in filter(GPU.fullmatch, labels):
+        cpus, node, own_node = _affinity(table, table.rows.get(label), len(labels))
+        name = names.get(int(label[3:]))
+        is_coherent = own_node.isdecimal() or _COHERENT.search(name or "") is not None
+        # With Grace, the memory of a GPU has nodes of its own, behind the first, which is its CPU's.
+        node = node.partition(",")[0] if is_coherent else node
+        numa_node = int(node) if node.isdecimal() and len(node) < 5 else None
+        yield Gpu(label=label, name=name, cpus=parse_cpus(cpus), numa_node=numa_node, is_coherent=is_coherent)
 
 
-def _affinity(table: Table, row: Row | None, num_columns: int) -> tuple[str, int | None]:
-    """Returns the cores and the NUMA node behind the cells of a row, either of which may be missing."""
+def _affinity(table: Table, row: Row | None, num_columns: int) -> tuple[str, str, str]:
+    """Returns cores, NUMA node and the GPU's own node behind the cells of a row; "" for those that are missing."""
     if row is None or (len(row.cells) < num_columns and not row.tail):
-        return "", None
-    has_node = not table.headings or "numa affinity" in table.headings
-    fields = row.text.strip().split("\t")
-    if len(fields) > num_columns + 1 and fields[0].strip() == row.label:
-        behind = [field.strip() for field in fields[num_columns + 1 :]]
-    else:
-        behind = list(row.tail)
-        if "gpu numa id" in table.headings and len(behind) > 1:
-            behind.pop()
-        if has_node and len(behind) == 1 and behind[0].isdecimal():
-            behind.insert(0, "")
+        return "", "", ""
+    has_node = not table.headings or any(heading.startswith("numa") for heading in table.headings)
+    behind = list(row.tail)
+    own_node = behind.pop() if "gpu numa id" in table.headings and len(behind) > 1 else ""
+    if has_node and len(behind) == 1 and behind[0].isdecimal():
+        behind.insert(0, "")
     cpus, node = [*behind, "", ""][:2]
-    return cpus, int(node) if has_node and node.isdecimal() and len(node) < 5 else None
+    return cpus, node if has_node else "", own_node

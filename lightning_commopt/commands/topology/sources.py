@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import io
 import os
 import shutil
 import subprocess
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -34,12 +37,17 @@ def read_content(content: bytes, source: str) -> Machine:
     """Reads the content of such a file.
 
     Args:
-        content: in UTF-8, or UTF-16 with a byte order mark, as PowerShell writes it.
+        content: in UTF-8, or UTF-16 with a byte order mark, as PowerShell writes it; may be compressed by gzip.
         source: its name, for people.
 
     Raises:
         TopologyError: there is no topology in it.
     """
+    if content.startswith(b"\x1f\x8b"):
+        try:
+            content = gzip.GzipFile(fileobj=io.BytesIO(content)).read(_MAX_BYTES)
+        except (OSError, EOFError, zlib.error) as error:
+            raise TopologyError(f"{source}: damaged .gz: {error}") from None
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         text = content.decode("utf-16", errors="replace")
     elif b"\0" in content:
@@ -48,7 +56,7 @@ def read_content(content: bytes, source: str) -> Machine:
         text = content.decode("utf-8-sig", errors="replace")
     if not text.strip():
         raise TopologyError(f"{source}: the file is empty")
-    return read_nccl_xml(text, source) if "<system" in text else read_smi_text(text, source)
+    return read_nccl_xml(text, source) if "<system" in text and "<cpu" in text else read_smi_text(text, source)
 
 
 def read_machine(source: str = "auto", environment: Mapping[str, str] = os.environ) -> Machine:
@@ -70,9 +78,7 @@ def read_machine(source: str = "auto", environment: Mapping[str, str] = os.envir
             return _with_own_rank(_SOURCES[name](), environment)
         except (TopologyError, ImportError) as error:
             refusals.append(str(error))
-    raise TopologyError(
-        f"no GPU to be found here ({'; '.join(refusals)}); --from FILE reads another machine's topology"
-    )
+    raise TopologyError(f"no GPU found here ({'; '.join(refusals)}); --from FILE reads another machine's topology")
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int | None:

@@ -11,12 +11,8 @@ _ROOT = re.compile(r"pci[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}$")
 
 
 def pci_path(root: Path, bus_id: str) -> tuple[str, ...]:
-    """Returns the bridges above a PCI device and itself, from the outside; empty if it is not there.
-
-    Args:
-        root: of the file system.
-        bus_id: such as ``00000000:07:00.0``, as NVML writes it, or ``0000:07:00.0``.
-    """
+    """Returns the bridges above a PCI device and itself, from the outside; empty if it is not there."""
+    # NVML writes 00000000:07:00.0, Linux 0000:07:00.0.
     domain, _, rest = bus_id.strip().lower().partition(":")
     return _path_of(root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}")
 
@@ -28,12 +24,7 @@ def _path_of(device: Path) -> tuple[str, ...]:
 
 
 def pcie_link(one: tuple[str, ...], other: tuple[str, ...], *, has_one_node: bool) -> Link | None:
-    """Returns what lies between two devices on PCIe, as ``nvidia-smi topo`` would call it.
-
-    Args:
-        one: from `pci_path`.
-        other: likewise.
-        has_one_node: both are on one NUMA node.
+    """Returns what lies between two devices, given by `pci_path`, as ``nvidia-smi topo`` would call it.
 
     >>> above = ("pci0000:00", "0000:00:01.0", "0000:01:00.0")
     >>> first, second = (*above, "0000:02:01.0", "0000:03:00.0"), (*above, "0000:02:02.0", "0000:04:00.0")

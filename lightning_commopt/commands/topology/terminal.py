@@ -9,23 +9,23 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_commopt.commands.topology.expectations import expect_all_reduce, find_ring
-from lightning_commopt.commands.topology.machine import Gpu, Machine, Nic, cpus_text
-from lightning_commopt.commands.topology.summary import Pair, by_link, by_node, gpu_pairs, nic_pairs
+from lightning_commopt.commands.topology.machine import KINDS, UNKNOWN, Gpu, Machine, Nic, cpus_text
+from lightning_commopt.commands.topology.summary import Pair, by_link, by_place, gpu_pairs, nic_pairs
 from lightning_commopt.text.findings import Finding, print_findings
 from lightning_commopt.text.formatting import count
 from lightning_commopt.text.terminal import TextTable, print_text
 
-_COLORS = {"NV": "green", "PIX": "cyan", "PXB": "cyan", "PHB": "yellow", "NODE": "yellow", "SYS": "red"}
+_COLORS = dict(zip(KINDS, ("green", "green", "cyan", "cyan", "yellow", "yellow", "red"), strict=True))
 _MAX_PAIRS = 6
 
 
 def print_topology(machine: Machine, findings: list[Finding], console: Console) -> None:
     """Prints all of it."""
+    devices = [*machine.gpus, *machine.nics]
     names = dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name is not None)
     kind = f" ({', '.join(names)})" if names else ""
-    print_text(
-        f"{machine.source}: {count(len(machine.gpus), 'GPU')}{kind}, {count(len(machine.nics), 'NIC')}", console, "bold"
-    )
+    num_devices = f"{count(len(machine.gpus), 'GPU')}{kind}, {count(len(machine.nics), 'NIC')}"
+    print_text(f"{machine.source}: {num_devices}", console, "bold")
     for notice in machine.notices:
         print_text(f"note: {notice}", console, "yellow")
     console.print()
@@ -34,31 +34,27 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
         console.print()
         _print_nics(machine, console)
     console.print()
-    _print_nodes(machine, console)
+    _print_places(machine, console)
     _print_links("between GPUs", gpu_pairs(machine), console)
-    _print_links("between GPU and NIC", _nearest(machine), console)
+    nearest = [pair for pair in nic_pairs(machine) if pair.link == machine.nearest_nics(pair.one)[0]]
+    _print_links("between GPU and NIC", nearest, console)
     ring = find_ring(machine)
-    if ring is not None:
-        worst = ring.worst.replace("NV", "NVLink")
-        print_text(
-            f"ring: {' '.join(label.removeprefix('GPU') for label in ring.labels)}, slowest link {worst}", console
-        )
+    if ring is not None and not machine.without_nvlink:
+        worst = ring.worst.replace("NV", "NVLink").replace("XGMI", "xGMI")
+        order = " ".join(label.removeprefix("GPU") for label in ring.labels)
+        print_text(f"ring: {order}, slowest link {worst}", console)
     if (all_reduce := expect_all_reduce(machine)) is not None:
         print_text(f"expect: {all_reduce.text} [{all_reduce.source}]", console, "dim")
     console.print()
     if not findings:
-        print_text("nothing here hurts, as far as the topology says", console, "green")
+        is_complete = all(len(machine.links_of(gpu.label)) == len(devices) - 1 for gpu in machine.gpus)
+        limit = "" if is_complete else f"; unknown links ({UNKNOWN}) were not judged"
+        print_text(f"nothing here hurts, as far as the topology says{limit}", console, "green")
     print_findings(findings, console)
 
 
 def _print_matrix(machine: Machine, columns: dict[str, str], console: Console) -> None:
-    """Prints the link from each GPU to each device.
-
-    Args:
-        machine: that they are in.
-        columns: labels of the devices, by heading.
-        console: to print on.
-    """
+    """Prints the link from each GPU to devices, which are given as their labels by heading."""
     rows = {gpu.label: [_word(machine, gpu.label, other) for other in columns.values()] for gpu in machine.gpus}
     width = max(5, *(len(text) + 1 for text in (*rows, *columns)))
     if console.is_terminal and width * (1 + len(columns)) > console.width:
@@ -93,55 +89,33 @@ def _word(machine: Machine, one: str, other: str) -> Text:
     if one == other:
         return Text("x", "dim")
     link = machine.link(one, other)
-    return Text("?", "dim") if link is None else Text(str(link), _COLORS[link.kind])
+    return Text(UNKNOWN, "dim") if link is None else Text(str(link), _COLORS[link.kind])
 
 
-def _print_nodes(machine: Machine, console: Console) -> None:
-    for node, gpus in by_node(machine).items():
-        cores = cpus_text(frozenset[int]().union(*(gpu.cpus for gpu in gpus)))
-        place = "NUMA node unknown" if node is None else f"NUMA node {node}"
-        print_text(
-            f"{place}: {', '.join(_gpu_text(machine, gpu) for gpu in gpus)}{f'; cores {cores}' if cores else ''}",
-            console,
-        )
+def _print_places(machine: Machine, console: Console) -> None:
+    for place, cores, gpus in by_place(machine):
+        of_gpus = ", ".join(_gpu_text(machine, gpu) for gpu in gpus)
+        print_text(f"{place}: {of_gpus}{f'; cores {cores}' if cores else ''}", console)
 
 
 def _gpu_text(machine: Machine, gpu: Gpu) -> str:
     link, nics = machine.nearest_nics(gpu.label)
     near = ", ".join(nic.name for nic in nics[:2]) + (" ..." if len(nics) > 2 else "")
-    return gpu.label if link is None or link.distance > 2 else f"{gpu.label} near {near}"
-
-
-def _nearest(machine: Machine) -> list[Pair]:
-    """Returns each GPU with the adapters that are nearest to it."""
-    near = {(gpu.label, nic.label) for gpu in machine.gpus for nic in machine.nearest_nics(gpu.label)[1]}
-    return [pair for pair in nic_pairs(machine) if (pair.one, pair.other) in near]
+    return gpu.label if link is None or link.distance > KINDS.index("PXB") else f"{gpu.label} near {near}"
 
 
 def _print_links(title: str, pairs: list[Pair], console: Console) -> None:
-    for link, alike in by_link(pairs).items():
-        shown = (
-            ", ".join(f"{pair.one}-{pair.other}" for pair in alike)
-            if len(alike) <= _MAX_PAIRS
-            else f"{len(alike)} pairs"
-        )
-        first = alike[0]
-        text = Text.assemble((f"{link}", _COLORS[link.kind]), f" {title}: {first.meaning} ({shown})")
-        print_text(text, console)
-        print_text(f"  expect: {first.expectation.text} [{first.expectation.source}]", console, "dim")
+    for alike in by_link(pairs):
+        shown = ", ".join(f"{pair.one}-{pair.other}" for pair in alike)
+        shown = shown if len(alike) <= _MAX_PAIRS else f"{len(alike)} pairs"
+        _, _, link, meaning, expectation = alike[0]
+        print_text(Text.assemble((f"{link}", _COLORS[link.kind]), f" {title}: {meaning} ({shown})"), console)
+        if expectation is not None:
+            print_text(f"  expect: {expectation.text} [{expectation.source}]", console, "dim")
 
 
 def write_page(machine: Machine, findings: list[Finding], path: Path) -> None:
-    """Writes the page.
-
-    Args:
-        machine: what it shows.
-        findings: about it.
-        path: of the file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes one HTML file; OSError where that fails."""
     environment = Environment(
         loader=PackageLoader("lightning_commopt.commands.topology", "templates"),
         autoescape=True,
@@ -154,12 +128,13 @@ def write_page(machine: Machine, findings: list[Finding], path: Path) -> None:
         machine=machine,
         findings=findings,
         names=list(dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name is not None)),
-        nodes=by_node(machine),
+        places=by_place(machine),
         columns=[*(gpu.label for gpu in machine.gpus), *(nic.label for nic in machine.nics)],
         nic_names={nic.label: nic.name for nic in machine.nics},
-        rows=[(title, pairs[0], pairs) for title, group in groups for pairs in group.values()],
+        rows=[(title, pairs[0], pairs) for title, group in groups for pairs in group],
         ring=find_ring(machine),
         all_reduce=expect_all_reduce(machine),
+        unknown=UNKNOWN,
         cpus_text=cpus_text,
     )
     path.parent.mkdir(parents=True, exist_ok=True)

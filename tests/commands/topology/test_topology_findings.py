@@ -8,8 +8,9 @@ import pytest
 
 from lightning_commopt.commands.topology.expectations import expect_between_gpus, expect_to_nic, find_ring, nvlink_model
 from lightning_commopt.commands.topology.findings import find_all
-from lightning_commopt.commands.topology.machine import Link, Machine, Nic
+from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, parse_cpus
 from lightning_commopt.commands.topology.smi_text import read_smi_text
+from lightning_commopt.commands.topology.summary import gpu_pairs
 from lightning_commopt.text.findings import Finding
 from support.topology_samples import SAMPLES, Sample, halves
 
@@ -153,9 +154,67 @@ def test_models_without_a_fixed_number(name: str | None) -> None:
 
 def test_figures() -> None:
     """If it fails, a figure stands beside the wrong link."""
-    assert expect_between_gpus(Link("NV", 12)).bytes_per_s == 300e9
-    assert expect_between_gpus(Link("PXB")).bytes_per_s == 18.5e9
-    assert expect_between_gpus(Link("NODE")).bytes_per_s == 13.5e9
-    assert expect_between_gpus(Link("SYS")).bytes_per_s is None
+    rates = {"NV": 300e9, "PXB": 18.5e9, "NODE": 13.5e9, "SYS": None}
+    for kind, bytes_per_s in rates.items():
+        expected = expect_between_gpus(Link(kind, 12 if kind == "NV" else 0))
+        assert expected is not None
+        assert expected.bytes_per_s == bytes_per_s
     assert expect_to_nic(Link("PIX"), Nic(label="NIC0", name="mlx5_0", bytes_per_s=25e9)).bytes_per_s == 23e9
     assert "no GPUDirect RDMA" in expect_to_nic(Link("SYS")).text
+
+
+def test_figures_of_a_model() -> None:
+    """If it fails, boards without P2P get figures of an A100, or NVLinks of another rate those of a V100."""
+    for name, kind, words in (
+        ("NVIDIA GeForce RTX 5090", "PHB", "copies go through host memory"),
+        ("NVIDIA GeForce GTX 1080 Ti", "PHB", None),
+        ("NVIDIA GeForce RTX 3090", "NV", "56 GB/s"),
+        ("NVIDIA B200", "NV", "200 GB/s"),
+        ("NVIDIA L40S", "PHB", "13.5 GB/s"),
+    ):
+        expected = expect_between_gpus(Link(kind, 4 if kind == "NV" else 0), Gpu(label="GPU0", name=name))
+        assert words == expected if words is None else expected is not None and words in expected.text
+    allowed = expect_between_gpus(Link("PHB"), Gpu(label="GPU0", name="NVIDIA GeForce RTX 4090"), "OK")
+    assert allowed is None
+    blackwell = expect_between_gpus(Link("NV", 18), Gpu(label="GPU0", compute_capability=100))
+    assert blackwell is not None
+    assert blackwell.bytes_per_s == 900e9
+
+
+def test_refused_copies() -> None:
+    """If it fails, what the driver refuses is not reported, or what only NVLink or atomics lack is."""
+    matrix = SAMPLES["workstation"].tabbed()
+    refused = " \tGPU0\tGPU1\n GPU0\tX\tCNS\n GPU1\tCNS\tX\n"
+    (finding,) = find_all(read_smi_text(f"{matrix}$ nvidia-smi topo -p2p r\n{refused}", "sent"))
+    assert (finding.code, finding.what) == (
+        "no_p2p",
+        "no direct copies (P2P) between GPU0-GPU1: the chipset does not support it (CNS)",
+    )
+    assert find_all(read_smi_text(f"{matrix}$ nvidia-smi topo -p2p n\n{refused}", "sent")) == []
+    assert find_all(read_smi_text(matrix + refused.replace("CNS", "OK"), "sent")) == []
+    unclear = read_smi_text(matrix + refused.replace("CNS", "NS"), "sent")
+    assert (find_all(unclear), gpu_pairs(unclear)[0].expectation) == ([], None)
+
+
+def test_what_is_cut_off_is_not_judged() -> None:
+    """If it fails, a cell that was lost in a paste becomes a broken link, a far adapter or a slow ring."""
+    for name in ("cube_8", "nvswitch_8", "pcie_8", "pcie_4"):
+        sample = SAMPLES[name]
+        text = sample.tabbed()
+        whole = {finding.code for finding in find_all(read_smi_text(text, "sent"))}
+        begin, end = text.index("\nGPU0"), text.index("\nLegend")
+        for cut in range(begin + 20, end):
+            machine = read_smi_text(text[:cut], "sent")
+            assert {finding.code for finding in find_all(machine)} <= whole, text[:cut]
+            if sample.headings == "new":  # otherwise the cores are the last word, which is taken as it is
+                cores = {frozenset[int](), *(parse_cpus(sample.cpus(gpu)) for gpu in range(8))}
+                assert {gpu.cpus for gpu in machine.gpus} <= cores, text[:cut]
+
+
+def test_grace() -> None:
+    """If it fails, GPUs with memory of their own NUMA nodes fall together, or their adapters are called far."""
+    lines = ["\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"]
+    lines += ["GPU0\t X \tNV6\tNODE\t0-71\t0,2-9\t\t1", "GPU1\tNV6\t X \tSYS\t72-143\t10,12-19\t\t11"]
+    machine = read_smi_text("\n".join(lines), "sent")
+    assert [(gpu.numa_node, gpu.is_coherent) for gpu in machine.gpus] == [(0, True), (10, True)]
+    assert {finding.code for finding in find_all(machine)} == {"fewer_nics"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -62,7 +64,7 @@ def test_xml_of_switches_and_of_several_hosts() -> None:
     cut = XML.replace('0x1" numaid="1"', '0x2" numaid="1"')
     machine = read_content(cut.encode(), "dump")
     assert [gpu.label for gpu in machine.gpus] == ["GPU0", "GPU1"]
-    assert machine.notices == ("it has 2 hosts: this is the first",)
+    assert machine.notices == ("there are 2 hosts in it: this is the first",)
 
 
 class FakeDriver:
@@ -149,7 +151,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_nvml(driver: FakeDriver, root: Path) -> None:
-    """If it fails, what the driver says of this machine is read wrongly."""
+    """If it fails, what the driver reports is read wrongly."""
     machine = read_nvml(root)
     assert links_of(machine) == {
         "GPU0 GPU1": "PHB",
@@ -260,12 +262,85 @@ def test_a_machine_without_a_gpu(program: str | None, words: str, smi: Path) -> 
 
 
 def test_without_nvidia_ml_py(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it fails, nobody is told what to install, and a misspelt source is not refused."""
+    """If it fails, the message does not name what to install, and a misspelt source is not refused."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     result = CliRunner().invoke(app, ["topo", "--source", "nvml"])
     assert (result.exit_code, "pip install 'lightning-commopt[topo]'" in result.output) == (2, True)
     result = CliRunner().invoke(app, ["topo", "--source", "nvm"])
     assert (result.exit_code, "must be auto, nvml or nvidia-smi, got 'nvm'" in result.output) == (2, True)
+
+
+def test_xml_with_links_that_join_nothing() -> None:
+    """If it fails, links that a file lists in one direction, or to the GPU itself, count as links between two GPUs."""
+    one_way = XML.replace('<nvlink target="0000:11:00.0" count="4" tclass="0x030200"/>', "")
+    machine = read_content(one_way.encode(), "dump")
+    assert machine.notices == ("links are listed in one direction only: GPU0 to GPU2",)
+    itself = re.sub(r'(busid="([^"]*)"(?:(?!busid).)*?<nvlink target=)"[^"]*"', r'\1"\2"', XML, flags=re.DOTALL)
+    machine = read_content(itself.encode(), "dump")
+    assert str(machine.link("GPU0", "GPU2")) == "SYS"
+    codes = {finding.code: finding.what for finding in find_all(machine)}
+    assert codes["no_nvlink_column"].startswith("this is a file whose NVLinks lead to the GPU itself")
+    assert "ring_over_sockets" not in codes
+    twice = read_content((XML + XML).encode(), "dump")
+    assert (len(twice.gpus), twice.notices) == (3, ("there are 2 systems in it: this is the first",))
+
+
+def test_xml_of_amd() -> None:
+    """If it fails, AMD's GPUs look as if only PCIe joined them, or get figures of NVIDIA's."""
+    text = XML.replace("nvlink", "xgmi").replace('sm="80"', 'sm="94" gcn="gfx942"')
+    machine = read_content(text.encode(), "dump")
+    assert (str(machine.link("GPU0", "GPU2")), machine.gpus[0].name) == ("XGMI", "AMD gfx942")
+    assert all(
+        pair["expectation"] is None for pair in to_plain(machine, [])["pairs"] if pair["other"].startswith("GPU")
+    )
+    assert "far_nic" not in {finding.code for finding in find_all(machine)}
+
+
+def test_xml_leaves_out_what_is_no_adapter() -> None:
+    """If it fails, a container's interfaces, or an adapter and what NCCL has merged it into, count as adapters."""
+    net = '<net name="mlx5_0" dev="0" speed="200000" port="1" guid="0x1" maxconn="131072" gdr="1"/>'
+    assert net in XML
+    more = [net.replace("mlx5_0", name) for name in ("mlx5_1", "mlx5_0+mlx5_1", "veth268d", "br-3c27", "docker0")]
+    machine = read_content(XML.replace(net, net + net + "".join(more)).encode(), "dump")
+    assert [nic.name for nic in machine.nics] == ["mlx5_0", "mlx5_1"]
+    assert machine.notices == ("virtual network interfaces are left out: 3",)
+
+
+def test_xml_without_gpudirect() -> None:
+    """If it fails, advice is to raise a distance where there is no GPUDirect RDMA at all."""
+    findings = {each.code: each for each in find_all(read_content(XML.replace('gdr="1"', 'gdr="0"').encode(), "dump"))}
+    assert findings["no_gdr"].what == "no GPUDirect RDMA for GPU0, GPU1, GPU2, mlx5_0 (gdr=0)"
+    assert "far_nic" not in findings
+    grace = XML.replace('rank="1" gdr="1"/>', 'rank="1" gdr="1"><c2c bw="44712" count="5"/></gpu>')
+    machine = read_content(grace.encode(), "dump")
+    assert machine.notices == ("NVLink-C2C joins CPU and GPU: GPU1",)
+    (far,) = (each for each in find_all(machine) if each.code == "far_nic")
+    assert far.what == "no NIC nearer than SYS to GPU2"
+
+
+def test_static_file_of_a_cloud() -> None:
+    """If it fails, a file for NCCL_TOPO_FILE is refused, or called slow for NVLinks that it never lists."""
+    text = re.sub(r"<gpu [^>]*/>|<(gpu|nic)\b.*?</\1>", "", XML, flags=re.DOTALL)
+    machine = read_content(f"<!-- GPUs & NICs -->{text}".encode(), "static")
+    assert [(gpu.bus_id, gpu.numa_node) for gpu in machine.gpus] == [
+        ("0000:11:00.0", 0),
+        ("0000:21:00.0", 0),
+        ("0000:91:00.0", 1),
+    ]
+    assert [nic.name for nic in machine.nics] == ["0000:12:00.0"]
+    assert str(machine.link("GPU0", "NIC0")) == "PIX"
+    assert [finding.code for finding in find_all(machine)] == ["narrow_pcie", "no_nvlink_column"]
+    without_class = re.sub(r' class="\w+"', "", text)
+    with pytest.raises(TopologyError, match=r"has no GPU \(no <gpu>, no PCI class 0x0302\)"):
+        read_content(without_class.encode(), "static")
+
+
+def test_gzip() -> None:
+    """If it fails, a compressed file is called binary."""
+    packed = gzip.compress(SAMPLES["pcie_4"].tabbed().encode())
+    assert len(read_content(packed, "sent").gpus) == 4
+    with pytest.raises(TopologyError, match=r"^sent: damaged .gz"):
+        read_content(packed[:40], "sent")
 
 
 BAD_FILES = {
@@ -275,7 +350,7 @@ BAD_FILES = {
     "text": (b"Epoch 0\n", "no matrix of nvidia-smi topo -m, and no XML"),
     "cut_xml": (XML[:900].encode(), "is cut off: it has no </system>"),
     "damaged_xml": (XML.replace("<nic>", "<nick>").encode(), "is damaged: mismatched tag"),
-    "other_xml": (b"<system></system>", "has no GPU"),
+    "other_xml": (b"<system><cpu/></system>", "has no GPU"),
 }
 
 

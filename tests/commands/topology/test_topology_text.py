@@ -8,6 +8,7 @@ import pytest
 
 from lightning_commopt.commands.topology.machine import Machine, TopologyError, cpus_text
 from lightning_commopt.commands.topology.smi_text import read_smi_text
+from lightning_commopt.commands.topology.summary import by_place
 from support.topology_samples import SAMPLES, Sample
 
 
@@ -38,8 +39,18 @@ COPIES = {
     "legend_first": lambda sample: "Legend:\n" + sample.spaced().partition("Legend:")[2] + sample.spaced(),
     "wrapped_60": lambda sample: wrapped(sample.spaced(), 60),
     "wrapped_79": lambda sample: wrapped(sample.spaced(), 79),
+    "in_comments": lambda sample: re.sub(r"^", "# ", sample.spaced(), flags=re.MULTILINE),
+    "one_line": lambda sample: re.sub(r"\s+", " ", sample.tabbed().partition("NIC Legend")[0]) + sample.legend_of_nics,
     "single_spaces": lambda sample: re.sub(r"[ \t]+", " ", sample.spaced()),
 }
+
+
+def markdown(text: str) -> str:
+    """Writes a matrix as a table of Markdown, with NVLinks in bold."""
+    head, *rows = (line.split() for line in text.splitlines())
+    head = ["", *(word for word in head if word not in ("Affinity", "ID"))]
+    lines = [head, ["---"] * len(head), *([f"**{word}**" if "NV" in word else word for word in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def check(machine: Machine, sample: Sample) -> None:
@@ -59,7 +70,7 @@ def test_a_machine(name: str, copy: str) -> None:
     """If it fails, a matrix that somebody sent is read wrongly, or not at all."""
     machine = read_smi_text(COPIES[copy](SAMPLES[name]), "sent")
     check(machine, SAMPLES[name])
-    assert machine.has_nvlink_column
+    assert not machine.without_nvlink
 
 
 def test_what_is_cut_off_comes_from_the_other_rows() -> None:
@@ -90,16 +101,18 @@ def test_rows_that_disagree() -> None:
     text = SAMPLES["bridge"].tabbed().replace("NV4", "NV3", 1)
     machine = read_smi_text(text, "sent")
     assert str(machine.link("GPU0", "GPU1")) == "NV3"
-    assert "says two things of GPU0 and GPU1" in machine.notices[0]
+    assert "two rows disagree on GPU0 and GPU1" in machine.notices[0]
 
 
 def test_without_nvlink() -> None:
     """If it fails, what topo -mp leaves out is taken for what the machine has not."""
-    text = SAMPLES["pcie_8"].tabbed()
-    assert read_smi_text(text, "sent").has_nvlink_column
-    assert not read_smi_text(re.sub(r"\n +NV#.*", "", text), "sent").has_nvlink_column
+    text = SAMPLES["pcie_10"].tabbed()
+    assert not read_smi_text(text, "sent").without_nvlink
+    assert read_smi_text(re.sub(r"\n +NV#.*", "", text), "sent").without_nvlink
+    for end in ("  NV#", "  PIX ", "  PXB "):  # a legend that was cut
+        assert not read_smi_text(text.partition(end)[0], "sent").without_nvlink
     cut = text.partition("Legend")[0]
-    assert not read_smi_text(f"$ nvidia-smi topo -mp\n{cut}", "sent").has_nvlink_column
+    assert read_smi_text(f"$ nvidia-smi topo -mp\n{cut}", "sent").without_nvlink
 
 
 def test_former_words_names_and_other_matrices() -> None:
@@ -119,3 +132,49 @@ def test_no_topology(text: str) -> None:
     """If it fails, any text is a topology."""
     with pytest.raises(TopologyError, match=r"^sent: no matrix of nvidia-smi topo -m"):
         read_smi_text(text, "sent")
+
+
+def test_a_table_of_markdown() -> None:
+    """If it fails, a matrix in a README is read wrongly, or not at all."""
+    sample = SAMPLES["nvswitch_8"]
+    matrix = sample.tabbed().partition("\nNIC0")[0]
+    machine = read_smi_text(f"The nodes:\n\n{markdown(matrix)}\n\nGPU0 is fine\n", "sent")
+    assert [str(machine.link("GPU0", label)) for label in ("GPU7", "NIC0", "NIC1", "NIC4")] == [
+        "NV18",
+        "PIX",
+        "NODE",
+        "SYS",
+    ]
+    assert len(machine.nics) == 8
+
+
+def test_places() -> None:
+    """If it fails, GPUs of different sockets look as if they were on one, or a node is made up."""
+    old = SAMPLES["cube_8"].tabbed()  # cores, but no NUMA nodes
+    assert [(place, cores, len(gpus)) for place, cores, gpus in by_place(read_smi_text(old, "sent"))] == [
+        ("NUMA node ?", "0-31,64-95", 4),
+        ("NUMA node ?", "32-63,96-127", 4),
+    ]
+    short = "GPU0 GPU1 CPU Affinity NUMA\nGPU0 X NV18 0-51 0\nGPU1 NV18 X 52-103 1\n"
+    assert [gpu.numa_node for gpu in read_smi_text(short, "sent").gpus] == [0, 1]
+    both = short.replace(" 0\n", " 0-1\n")
+    assert read_smi_text(both, "sent").gpus[0].numa_node is None
+
+
+def test_names_of_several_gpus() -> None:
+    """If it fails, a report's list of models is not read."""
+    text = SAMPLES["pcie_4"].tabbed() + "GPU 0,2-3: NVIDIA L40S\nGPU 1: NVIDIA A40 (UUID: GPU-1)\n"
+    assert [gpu.name for gpu in read_smi_text(text, "sent").gpus] == [
+        "NVIDIA L40S",
+        "NVIDIA A40",
+        "NVIDIA L40S",
+        "NVIDIA L40S",
+    ]
+
+
+def test_columns_that_nothing_names() -> None:
+    """If it fails, columns of a matrix without its head and last rows become adapters that nobody has."""
+    rows = SAMPLES["pcie_8"].tabbed().splitlines()[1:6]
+    machine = read_smi_text("\n".join(rows), "sent")
+    assert [gpu.label for gpu in machine.gpus] == ["GPU0", "GPU1", "GPU2", "GPU3", "GPU4"]
+    assert machine.nics == ()
