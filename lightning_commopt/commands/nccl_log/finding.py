@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Fact, Process
-from lightning_commopt.text.findings import Line
-from lightning_commopt.text.formatting import list_some
+from lightning_commopt.commands.nccl_log.facts import Connection, Fact, Member, Process
+from lightning_commopt.commands.nccl_log.job import Communicator
+from lightning_commopt.commands.nccl_log.lines import Message
+from lightning_commopt.text.findings import Finding, Line, Severity
+from lightning_commopt.text.formatting import list_some, ranks_text
 
 _OFF = ("0", "no", "false", "")
 
@@ -24,6 +26,13 @@ class Reason(NamedTuple):
     why: str
     advice: str
     evidence: tuple[Line, ...] = ()
+
+
+def finding(
+    severity: Severity, code: str, what: str, why: str, advice: str, *evidence: Line | Fact | Message | None
+) -> Finding:
+    """Returns a finding, with those lines that there are."""
+    return Finding(severity=severity, code=code, what=what, why=why, advice=advice, evidence=lines(*evidence))
 
 
 def pairs_text(pairs: Iterable[tuple[int, int]]) -> str:
@@ -63,13 +72,37 @@ def switched_off(processes: Iterable[Process], name: str) -> Fact | None:
 
 def processes_of(communicator: Communicator, ranks: Iterable[int] | None = None) -> list[Process]:
     """Returns the processes of some ranks, or of all."""
-    chosen = communicator.members if ranks is None else set(ranks)
+    if ranks is None:
+        return list({id(member.process): member.process for member in communicator.all_members}.values())
+    chosen = set(ranks)
     return [member.process for rank, member in communicator.members.items() if rank in chosen]
 
 
-def lines(*found: Line | Fact | None) -> tuple[Line, ...]:
+def ranks_of(members: Iterable[Member]) -> str:
+    """Returns the ranks of members, as text."""
+    known = sorted({member.rank for member in members if member.rank is not None})
+    return ranks_text(known) if known else "a rank"
+
+
+def spans_hosts(communicator: Communicator) -> bool | None:
+    """Returns whether there are several hosts; None where the log does not say."""
+    if communicator.num_nodes is not None:
+        return communicator.num_nodes > 1
+    hosts = {each.process.host for each in communicator.all_members if each.process.host}
+    if len(hosts) > 1 or any(_is_between(each) for each in communicator.connections):
+        return True
+    return False if communicator.num_ranks == 1 else None
+
+
+def _is_between(connection: Connection) -> bool:
+    """Returns whether both ends have one bus id, which a host has only once; a device number has fewer digits."""
+    sender, receiver = connection.labels
+    return connection.kind == "NET" and sender == receiver and len(sender) > 2
+
+
+def lines(*found: Line | Fact | Message | None) -> tuple[Line, ...]:
     """Returns evidence without what is missing, and nothing twice."""
-    given = [each.line if isinstance(each, Fact) else each for each in found if each is not None]
+    given = [each if isinstance(each, Line) else each.line for each in found if each is not None]
     return tuple(dict.fromkeys(given))
 
 

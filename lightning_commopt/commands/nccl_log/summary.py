@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog
+from lightning_commopt.commands.nccl_log.facts import Member
+from lightning_commopt.commands.nccl_log.job import Communicator, NcclLog
 from lightning_commopt.commands.nccl_log.paths import is_in_host
 from lightning_commopt.text.findings import Finding
 
@@ -29,24 +30,10 @@ class Path(NamedTuple):
     num_channels: int
 
 
-class Tree(NamedTuple):
-    """Trees of one shape.
-
-    Attributes:
-        channels: that have it.
-        root: rank without a parent; None where its log is missing.
-        depth: edges from the root to the furthest rank.
-    """
-
-    channels: list[int]
-    root: int | None
-    depth: int
-
-
 def versions_of(log: NcclLog) -> list[str]:
-    """Returns the versions of NCCL, those with the most detail."""
+    """Returns the versions of NCCL, those with the most detail; of Python's packages only where there is no other."""
     named = [process.version.value for process in log.processes if process.version is not None]
-    found = dict.fromkeys([*named, *log.versions])
+    found = dict.fromkeys([*named, *log.versions]) or dict.fromkeys(log.packages)
     return [each for each in found if not any(other != each and other.startswith(f"{each}+") for other in found)]
 
 
@@ -69,31 +56,9 @@ def rings_of(communicator: Communicator) -> dict[tuple[int, ...], list[int]]:
     return found
 
 
-def trees_of(communicator: Communicator) -> list[Tree]:
-    """Returns the trees, those of one root and depth together."""
-    parents: dict[int, dict[int, int]] = {}
-    for rank, member in communicator.members.items():
-        for channel, (_, parent) in member.trees.items():
-            parents.setdefault(channel, {})[rank] = parent
-    shapes: dict[tuple[int | None, int], list[int]] = {}
-    for channel, above in sorted(parents.items()):
-        root = next((rank for rank, parent in above.items() if parent < 0), None)
-        shapes.setdefault((root, max(_depth(rank, above) for rank in above)), []).append(channel)
-    return [Tree(channels, root, depth) for (root, depth), channels in shapes.items()]
-
-
-def _depth(rank: int, above: dict[int, int]) -> int:
-    """Returns the edges from a rank to its root, or to where the log ends; a damaged log may have circles."""
-    seen = {rank}
-    while (parent := above.get(rank, -1)) >= 0 and parent not in seen:
-        seen.add(parent)
-        rank = parent
-    return len(seen) - 1
-
-
 def extras_of(communicator: Communicator) -> dict[str, str]:
     """Returns whether GPUDirect RDMA, PXN, NVLS and CollNet are used; without what the log does not say."""
-    members = list(communicator.members.values())
+    members = communicator.all_members
     notes = {name for member in members for name in member.notes}
     channels = _most_channels(members)
     network = [each for each in communicator.connections if each.kind == "NET" and each.method != "Socket"]
@@ -123,12 +88,12 @@ def _most_channels(members: Iterable[Member]) -> dict[str, int]:
 
 def channels_of(communicator: Communicator) -> int:
     """Returns the channels of collectives."""
-    return max((member.num_channels for member in communicator.members.values()), default=0)
+    return max((member.num_channels for member in communicator.all_members), default=0)
 
 
 def networks_of(communicator: Communicator) -> list[str]:
     """Returns the networks that ranks chose."""
-    facts = [member.process.network for member in communicator.members.values()]
+    facts = [member.process.network for member in communicator.all_members]
     return list(dict.fromkeys(fact.value for fact in facts if fact is not None))
 
 
@@ -144,6 +109,10 @@ def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
         "tuner": [{**choice._asdict(), "times": times} for choice, times in log.choices.most_common()],
         "warnings": [dataclasses.asdict(each) for each in log.warnings],
         "timeouts": [dataclasses.asdict(each) for each in log.timeouts.values()],
+        "inspector": [
+            {**kind._asdict(), "times": times, "median_bus_gb_per_s": gb_per_s}
+            for kind, times, gb_per_s in log.inspected.rows()
+        ],
         "findings": [each.to_plain() for each in findings],
     }
 
@@ -151,7 +120,9 @@ def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
 def _plain_communicator(communicator: Communicator) -> dict[str, Any]:
     return {
         "number": communicator.number,
+        "num_communicators": communicator.count,
         "num_ranks": communicator.num_ranks,
+        "min_ranks": communicator.min_ranks,
         "num_nodes": communicator.num_nodes,
         "missing_ranks": communicator.missing,
         "num_channels": channels_of(communicator),
@@ -159,7 +130,6 @@ def _plain_communicator(communicator: Communicator) -> dict[str, Any]:
         "ranks": [_plain_member(rank, member) for rank, member in communicator.members.items()],
         "paths": [path._asdict() for path in paths_of(communicator)],
         "rings": [{"ranks": ring, "channels": channels} for ring, channels in rings_of(communicator).items()],
-        "trees": [tree._asdict() for tree in trees_of(communicator)],
         "uses": extras_of(communicator),
     }
 
