@@ -74,9 +74,9 @@ def _find_topology_file(log: NcclLog) -> Iterator[Finding]:
 def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
     """Finds large messages that go by the protocol for small ones."""
     sizes = [choice for choice in log.choices if choice.num_bytes >= _LARGE_BYTES and choice.protocol == "LL"]
-    measured = [kind for kind in log.inspected.bus_gb_per_s if kind.num_bytes >= _LARGE_BYTES and kind.protocol == "LL"]
-    if sizes or measured:
-        largest = max(each.num_bytes for each in [*sizes, *measured])
+    measured = [each.num_bytes for each in log.inspected.bus_gb_per_s if each.protocol == "LL"]
+    largest = max([*(choice.num_bytes for choice in sizes), *measured], default=0)
+    if largest >= _LARGE_BYTES:
         proto = next((p.settings["NCCL_PROTO"] for p in log.processes if "NCCL_PROTO" in p.settings), None)
         first = max(sizes, key=lambda choice: choice.num_bytes, default=None)
         what = f"messages of {largest / 2**20:.0f} MiB go by the protocol LL"

@@ -17,7 +17,7 @@ VERSION = re.compile(r"NCCL version:? *(\d+\.\d+(?:\.\d+)?(?:\+cuda\d+(?:\.\d+)?
 PACKAGE = re.compile(r"nvidia-nccl-cu\d+[ =]+(\d+\.\d+\.\d+)")
 DRIVER = re.compile(r"cudaDriverVersion (\d+)")
 GDR = re.compile(
-    r"GPU Direct RDMA (?:\(.*?\) )?(enabled?|disabled) for (?:HCA (\d+) '(.+?)'|GPU (\S+) / HCA (\d+))", re.IGNORECASE
+    r"GPU Direct RDMA (?:\(.*?\) )?(enabled?|disabled) for (?:HCA \d+ '(.+?)'|(GPU \S+ / HCA \d+.*))", re.IGNORECASE
 )
 IDENTITY = re.compile(r"\bcomm (0x[0-9a-fA-F]+) rank (\d+) n[rR]anks (\d+)\b(.*)$")
 COMM_ID = re.compile(r"commId (0x[0-9a-fA-F]+)")

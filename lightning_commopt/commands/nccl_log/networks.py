@@ -106,7 +106,8 @@ def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
         return
     for process in processes_of(communicator):
         usable = {name: fact for name, fact in process.interfaces.items() if not _is_unreachable(name, fact.value)}
-        for name in dict.fromkeys((process.interface, *process.interfaces)):
+        is_tcp = process.network is None or process.network.value == "Socket"
+        for name in dict.fromkeys((process.interface, *(process.interfaces if is_tcp else ()))):
             fact = process.interfaces.get(name)
             address = fact.value if fact else process.address
             if not name or not _is_unreachable(name, address) or (not several and (name == "lo" or not usable)):

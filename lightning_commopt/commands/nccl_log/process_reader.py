@@ -43,7 +43,7 @@ def read_process_line(process: Process, message: Message) -> bool:
     if found := grammar.GDR.search(text):
         state = "gdr_enabled" if found[1].lower().startswith("enable") else "gdr_disabled"
         process.notes.setdefault(state, message.line)
-        process.gdr[found[3] or f"GPU {found[4]} / HCA {found[5]}"] = message.line
+        process.gdr[found[2] or found[3]] = message.line
         return True
     if found := grammar.FAILED_AT.match(text):
         process.failed_at = process.failed_at or Fact(found[1], message.line)
