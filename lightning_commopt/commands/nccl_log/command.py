@@ -21,7 +21,8 @@ def nccl_log(
 ) -> None:
     """Says how the ranks of a job talk, what is slow, wrong or unequal, and which setting or hardware is behind it.
 
-    Files may be cut, mixed, compressed, and of NCCL 2.2 to 2.30; those of NCCL's Inspector may be among them. Exit status 2 if there is no line of NCCL in them.
+    Files may be cut, mixed, compressed, and of NCCL 2.2 to 2.30, and those of NCCL's Inspector may be among them. Exit
+    status 2 if there is no line of NCCL in them.
     """
     from lightning_commopt.commands.nccl_log.findings import find_all
     from lightning_commopt.commands.nccl_log.reader import read_log

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lightning_commopt.commands.nccl_log.facts import Connection, Fact, Member, Process
 from lightning_commopt.commands.nccl_log.job import Communicator
-from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.text.findings import Finding, Line, Severity
 from lightning_commopt.text.formatting import list_some, ranks_text
 
 _OFF = ("0", "no", "false", "")
 
 
+class HasLine(Protocol):
+    """What stands somewhere in a log."""
+
+    @property
+    def line(self) -> Line: ...
+
+
 class Reason(NamedTuple):
-    """Why something is so.
+    """Why something is so."""
 
-    Attributes:
-        why: the setting or the fact about the hardware.
-        advice: what to try.
-        evidence: lines that say so.
-    """
-
-    why: str
-    advice: str
+    why: str  # the setting or the fact about the hardware
+    advice: str  # what to try
     evidence: tuple[Line, ...] = ()
 
 
-def finding(
-    severity: Severity, code: str, what: str, why: str, advice: str, *evidence: Line | Fact | Message | None
-) -> Finding:
+def finding(severity: Severity, code: str, what: str, reason: Reason, *evidence: Line | HasLine | None) -> Finding:
     """Returns a finding, with those lines that there are."""
-    return Finding(severity=severity, code=code, what=what, why=why, advice=advice, evidence=lines(*evidence))
+    given = lines(*evidence, *reason.evidence)
+    return Finding(severity=severity, code=code, what=what, why=reason.why, advice=reason.advice, evidence=given)
 
 
 def pairs_text(pairs: Iterable[tuple[int, int]]) -> str:
@@ -58,16 +57,10 @@ def setting(processes: Iterable[Process], name: str) -> Fact | None:
     return next((process.settings[name] for process in processes if name in process.settings), None)
 
 
-def switched_on(processes: Iterable[Process], name: str) -> Fact | None:
-    """Returns a variable such as ``NCCL_P2P_DISABLE``, where a process has it and it is not 0."""
+def switched_on(processes: Iterable[Process], name: str, *, on: bool = True) -> Fact | None:
+    """Returns a variable such as ``NCCL_P2P_DISABLE``, where a process has it and it is not 0, or with not on, is 0."""
     found = (process.settings[name] for process in processes if name in process.settings)
-    return next((fact for fact in found if fact.value.lower() not in _OFF), None)
-
-
-def switched_off(processes: Iterable[Process], name: str) -> Fact | None:
-    """Returns a variable such as ``NCCL_NVLS_ENABLE``, where a process has it and it is 0."""
-    found = (process.settings[name] for process in processes if name in process.settings)
-    return next((fact for fact in found if fact.value.lower() in _OFF), None)
+    return next((fact for fact in found if (fact.value.lower() not in _OFF) == on), None)
 
 
 def processes_of(communicator: Communicator, ranks: Iterable[int] | None = None) -> list[Process]:
@@ -100,7 +93,7 @@ def _is_between(connection: Connection) -> bool:
     return connection.kind == "NET" and sender == receiver and len(sender) > 2
 
 
-def lines(*found: Line | Fact | Message | None) -> tuple[Line, ...]:
+def lines(*found: Line | HasLine | None) -> tuple[Line, ...]:
     """Returns evidence without what is missing, and nothing twice."""
     given = [each if isinstance(each, Line) else each.line for each in found if each is not None]
     return tuple(dict.fromkeys(given))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_commopt.commands.nccl_log.facts import Member
-from lightning_commopt.commands.nccl_log.finding import finding, ranks_of
+from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of
 from lightning_commopt.commands.nccl_log.job import Communicator, NcclLog
 from lightning_commopt.commands.nccl_log.networks import find_slow_networks
 from lightning_commopt.commands.nccl_log.paths import find_slow_paths
@@ -58,7 +58,7 @@ def _find_forced(log: NcclLog) -> Iterator[Finding]:
         what = f"the environment sets {', '.join(f'{name}={fact.value}' for name, fact in sorted(forced.items()))}"
         why = "NCCL does not choose these by itself any more; what was best elsewhere is often slower here"
         advice = "measure without them, at the sizes of your buckets"
-        yield finding("note", "forced_settings", what, why, advice, *forced.values())
+        yield finding("note", "forced_settings", what, Reason(why, advice), *forced.values())
 
 
 def _find_topology_file(log: NcclLog) -> Iterator[Finding]:
@@ -68,7 +68,7 @@ def _find_topology_file(log: NcclLog) -> Iterator[Finding]:
         what = f"the environment sets {', '.join(f'{name}={fact.value}' for name, fact in found.items())}"
         why = "NCCL takes the hardware from this file instead of looking: a file of another machine makes it slow"
         advice = "compare it with nvidia-smi topo -m and NCCL_TOPO_DUMP_FILE; clouds have one for each machine type"
-        yield finding("note", "topology_file", what, why, advice, *found.values())
+        yield finding("note", "topology_file", what, Reason(why, advice), *found.values())
 
 
 def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
@@ -82,9 +82,8 @@ def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
         what = f"messages of {largest / 2**20:.0f} MiB go by the protocol LL"
         why = f"the environment sets NCCL_PROTO={proto.value}" if proto else "NCCL's tuner, or its plugin, chose it"
         advice = "unset NCCL_PROTO and NCCL_ALGO: LL sends twice the bytes, and is for messages below some 100 KB"
-        yield finding(
-            "slow", "small_protocol", what, why, advice, proto, None if first is None else log.choice_lines.get(first)
-        )
+        line = log.choice_lines[first] if first else None
+        yield finding("slow", "small_protocol", what, Reason(why, advice), proto, line)
 
 
 def _find_late_rank(log: NcclLog) -> Iterator[Finding]:
@@ -99,7 +98,7 @@ def _find_late_rank(log: NcclLog) -> Iterator[Finding]:
             )
             why = "NCCL's Inspector has the shortest times there: the rank that comes last waits least"
             advice = "see what this rank does before collectives: data, a slower GPU, other processes on its host"
-            yield finding("slow", "late_rank", what, why, advice)
+            yield finding("slow", "late_rank", what, Reason(why, advice))
 
 
 def _find_unknown(log: NcclLog, found: list[Finding]) -> Iterator[Finding]:
@@ -112,9 +111,9 @@ def _find_unknown(log: NcclLog, found: list[Finding]) -> Iterator[Finding]:
         what = f"unknown: {whose}{no_network}"
         why = "the log has no line of their connections (Channel ... via): it is cut, or they have not talked yet"
         advice = "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,ENV,GRAPH,NET,P2P, and the whole log of all ranks"
-        yield finding("note", "unknown", what, why, advice)
+        yield finding("note", "unknown", what, Reason(why, advice))
     elif not log.communicators and not found and not log.choices and not log.inspected.num_records:
         what = "unknown: how ranks talk; the log has only a version" if log.versions else "unknown: how ranks talk"
         why = "no line is about a rank"
         advice = "NCCL_DEBUG=INFO for the job, and the whole log of all ranks"
-        yield finding("note", "unknown", what, why, advice)
+        yield finding("note", "unknown", what, Reason(why, advice))

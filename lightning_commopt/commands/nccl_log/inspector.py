@@ -4,48 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
 
 class Measured(NamedTuple):
-    """A kind of collective that the Inspector measured.
+    """A kind of collective that the Inspector measured."""
 
-    Attributes:
-        comm_id: of the communicator, as NCCL's log prints it.
-        operation: such as ``AllReduce``.
-        num_bytes: of the message.
-        algorithm: such as ``RING``; "" before format v4.2.
-        protocol: such as ``SIMPLE``, likewise.
-    """
-
-    comm_id: str
-    operation: str
+    comm_id: str  # as NCCL's log prints it
+    operation: str  # such as AllReduce
     num_bytes: int
-    algorithm: str
-    protocol: str
+    algorithm: str  # such as RING; "" before format v4.2
+    protocol: str  # such as SIMPLE, likewise
 
 
 @dataclass(kw_only=True)
 class Inspected:
-    """What the Inspector's files say.
+    """What the Inspector's files say."""
 
-    Attributes:
-        bus_gb_per_s: bus bandwidths of each kind of collective.
-        spans_s: shortest and longest time, and the rank of the shortest, of each collective that several ranks have,
-            by communicator, operation and number: a rank that comes last waits least.
-        num_ranks: of each communicator.
-        ranks: of each communicator that have a file.
-        num_dropped: collectives that did not fit the Inspector's memory and are not in its files.
-        num_records: collectives that were read.
-    """
-
-    bus_gb_per_s: dict[Measured, list[float]] = field(default_factory=dict)
+    bus_gb_per_s: dict[Measured, array[float]] = field(default_factory=dict)
+    # Shortest and longest seconds and the rank of the shortest, by communicator, operation and number.
     spans_s: dict[tuple[str, str, int], tuple[float, float, int]] = field(default_factory=dict)
-    num_ranks: dict[str, int] = field(default_factory=dict)
-    ranks: dict[str, set[int]] = field(default_factory=dict)
-    num_dropped: int = 0
+    ranks: dict[str, set[int]] = field(default_factory=dict)  # of each communicator that have a file
+    num_dropped: int = 0  # collectives that did not fit the Inspector's memory
     num_records: int = 0
 
     def late_ranks(self) -> dict[tuple[str, int], float]:
@@ -106,8 +89,7 @@ class InspectorReader:
         if not all(isinstance(name, str) for name in names) or microseconds is None or bandwidth is None:
             return False
         kind = Measured(comm_id, names[0], _integer(measured.get("coll_msg_size_bytes")), names[1], names[2])
-        self.found.bus_gb_per_s.setdefault(kind, []).append(bandwidth)
-        self.found.num_ranks[comm_id] = _integer(header.get("n_ranks"))
+        self.found.bus_gb_per_s.setdefault(kind, array("d")).append(bandwidth)
         self.found.ranks.setdefault(comm_id, set()).add(rank)
         self.found.num_records += 1
         self._compare((comm_id, names[0], _integer(measured.get("coll_sn"))), microseconds * 1e-6, rank)

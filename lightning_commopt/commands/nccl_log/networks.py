@@ -16,12 +16,11 @@ from lightning_commopt.commands.nccl_log.finding import (
     processes_of,
     setting,
     spans_hosts,
-    switched_off,
     switched_on,
 )
 from lightning_commopt.commands.nccl_log.job import Communicator
 from lightning_commopt.commands.nccl_log.paths import ends_of, is_in_host, select
-from lightning_commopt.text.findings import Finding
+from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import list_some
 
 _VIRTUAL = re.compile(
@@ -54,16 +53,9 @@ def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
         when = "hosts talk" if several else "if there are several hosts, they talk"
         what = f"{when} over TCP (network Socket{interfaces})"
     advice = f"{reason.advice}; on TCP alone, compress: bf16, int8 and PowerSGD pay most here"
-    yield finding(
-        "slow" if found or several else "note",
-        "socket_network",
-        what,
-        reason.why,
-        advice,
-        *[each.line for each in found[:1]],
-        chosen if not found else None,
-        *reason.evidence,
-    )
+    severity: Severity = "slow" if found or several else "note"
+    reason = reason._replace(advice=advice)
+    yield finding(severity, "socket_network", what, reason, *found[:1], None if found else chosen)
 
 
 def _socket_reason(ends: list[Process]) -> Reason:
@@ -119,16 +111,9 @@ def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
             what = f"{process.host or 'a process'} offers peers on other hosts the interface {name} ({address})"
             why = f"{why}; others can hardly reach it ({kind})"
             advice = f"set NCCL_SOCKET_IFNAME to {names}"
-            yield finding(
-                "note" if not several else "warning" if usable else "error",
-                "virtual_interface",
-                what,
-                why,
-                advice,
-                chosen,
-                process.bootstrap,
-                fact,
-            )
+            severity: Severity = "note" if not several else "warning" if usable else "error"
+            reason = Reason(why, advice)
+            yield finding(severity, "virtual_interface", what, reason, chosen, process.bootstrap, fact)
             return
 
 
@@ -149,15 +134,13 @@ def _find_no_gdr(communicator: Communicator) -> Iterator[Finding]:
         what = f"{share} over NET/{without[0].method} work without GPUDirect RDMA: {pairs_text(pairs_of(without))}"
     else:
         what = f"NCCL disabled GPUDirect RDMA for {list_some(list(disabled))}"
-    yield finding(
-        "slow", "no_gdr", what, reason.why, reason.advice, *[each.line for each in without[:1]], *reason.evidence
-    )
+    yield finding("slow", "no_gdr", what, reason, *without[:1])
 
 
 def _gdr_reason(rdma: list[Connection], without: list[Connection], ends: list[Process]) -> Reason:
     """Returns why NICs do not read and write GPUs' memory, on some connections or on all."""
     level = setting(ends, "NCCL_NET_GDR_LEVEL") or setting(ends, "NCCL_IB_GDR_LEVEL")
-    no_read, disabled = switched_off(ends, "NCCL_NET_GDR_READ"), first_of(ends, "gdr_disabled")
+    no_read, disabled = switched_on(ends, "NCCL_NET_GDR_READ", on=False), first_of(ends, "gdr_disabled")
     sends_only = bool(without) and all(each.direction == "send" for each in without)
     is_partial = len(without) < len(rdma)
     nics = {name: line for process in ends for name, line in process.nics.items()}
@@ -204,4 +187,4 @@ def _find_collnet(communicator: Communicator) -> Iterator[Finding]:
             else "CollNet needs a plugin with SHARP (nccl-rdma-sharp-plugins) and switches that have it"
         )
         advice = "put the plugin's libnccl-net.so on LD_LIBRARY_PATH; ask the fabric's administrator for sharp_am"
-        yield finding("note", "collnet_unused", what, why, advice, wanted, first_of(processes, "no_plugin"))
+        yield finding("note", "collnet_unused", what, Reason(why, advice), wanted, first_of(processes, "no_plugin"))

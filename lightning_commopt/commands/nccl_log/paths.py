@@ -15,7 +15,6 @@ from lightning_commopt.commands.nccl_log.finding import (
     processes_of,
     setting,
     spans_hosts,
-    switched_off,
     switched_on,
 )
 from lightning_commopt.commands.nccl_log.job import Communicator
@@ -85,15 +84,7 @@ def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
     host = ends[0].host if ends and ends[0].host else "one host"
     reason = reason or (_NIC_IS_FASTER if is_by_design else _no_shared_memory(ends))
     what = f"{pairs_text(pairs_of(found))} are on one host ({host}) but talk over {found[0].path}"
-    yield finding(
-        "note" if is_by_design else "slow",
-        "network_in_host",
-        what,
-        reason.why,
-        reason.advice,
-        found[0].line,
-        *reason.evidence,
-    )
+    yield finding("note" if is_by_design else "slow", "network_in_host", what, reason, found[0])
 
 
 def _forbidden_paths(ends: list[Process]) -> Reason | None:
@@ -136,15 +127,7 @@ def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
         return
     advice = "nvidia-smi topo -m shows the links; where they stay slow, send fewer bytes: comm_hook=bf16"
     advice = f"{reason.advice}; {advice}"
-    yield finding(
-        "slow" if found else "note",
-        "shared_memory",
-        what,
-        reason.why,
-        advice,
-        *[each.line for each in found[:1]],
-        *reason.evidence,
-    )
+    yield finding("slow" if found else "note", "shared_memory", what, reason._replace(advice=advice), *found[:1])
 
 
 def _shared_memory_reason(communicator: Communicator, ends: list[Process]) -> Reason:
@@ -180,7 +163,7 @@ def _find_indirect(communicator: Communicator) -> Iterator[Finding]:
         what = f"{pairs_text(pairs_of(found))} talk through a third GPU ({found[0].path})"
         why = "they have no NVLink to each other: the third one's links carry their bytes as well"
         advice = "choose GPUs that are connected (nvidia-smi topo -m) with CUDA_VISIBLE_DEVICES"
-        yield finding("slow", "indirect_p2p", what, why, advice, found[0].line)
+        yield finding("slow", "indirect_p2p", what, Reason(why, advice), found[0])
 
 
 def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
@@ -191,7 +174,7 @@ def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
         what = f"the ring in a host crosses a {far.intra} link, {far.intra_gb_per_s:g} GB/s a channel"
         why = "PHB and NODE go through the CPU, SYS through the link between sockets; all GPUs share it"
         advice = "nvidia-smi topo -m; choose GPUs on one switch with CUDA_VISIBLE_DEVICES, or compress"
-        yield finding("slow", "far_link", what, why, advice, far.line)
+        yield finding("slow", "far_link", what, Reason(why, advice), far)
     far = next((search for search in rings if search.inter in _FAR), None)
     if far is not None and spans_hosts(communicator):
         what = f"between hosts, GPUs reach their NICs by a {far.inter} link, {far.inter_gb_per_s:g} GB/s a channel"
@@ -200,7 +183,7 @@ def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
             " use GPUDirect RDMA"
         )
         advice = "nvidia-smi topo -m; pair each GPU with a NIC on its switch; measure NCCL_NET_GDR_LEVEL=SYS"
-        yield finding("slow", "far_nic", what, why, advice, far.line)
+        yield finding("slow", "far_nic", what, Reason(why, advice), far)
 
 
 def _find_one_way(communicator: Communicator) -> Iterator[Finding]:
@@ -212,12 +195,12 @@ def _find_one_way(communicator: Communicator) -> Iterator[Finding]:
         what = f"NCCL sees NVLink in one direction only: {list_some([f'{a} > {b}' for a, b in one_way])} (bus ids)"
         why = "a link is down or its other end is not read: NCCL does not use it, and goes another way"
         advice = "nvidia-smi nvlink -s; nvidia-smi topo -m; dmesg | grep -i nvlink"
-        yield finding("slow", "one_way_nvlink", what, why, advice, *[links[pair] for pair in one_way[:2]])
+        yield finding("slow", "one_way_nvlink", what, Reason(why, advice), *[links[pair] for pair in one_way[:2]])
 
 
 def _find_nvls(communicator: Communicator) -> Iterator[Finding]:
     members = communicator.all_members
-    off = switched_off(processes_of(communicator), "NCCL_NVLS_ENABLE")
+    off = switched_on(processes_of(communicator), "NCCL_NVLS_ENABLE", on=False)
     unused = next((m for m in members if "nvls_available" in m.notes and m.channels.get("nvls") == 0), None)
     if off or (unused is not None and len(members) > 2):
         what = "NVLink SHARP (NVLS), in which the switch adds, is not used"
@@ -229,12 +212,5 @@ def _find_nvls(communicator: Communicator) -> Iterator[Finding]:
         advice = (
             "unset it, unless NCCL_NVLS_ENABLE=0 was measured to be faster" if off else "nothing, on two GPUs a host"
         )
-        yield finding(
-            "note",
-            "nvls_unused",
-            what,
-            why,
-            advice,
-            off,
-            unused.notes["nvls_available"] if unused is not None else None,
-        )
+        line = None if unused is None else unused.notes["nvls_available"]
+        yield finding("note", "nvls_unused", what, Reason(why, advice), off, line)

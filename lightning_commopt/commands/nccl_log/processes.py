@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from lightning_commopt.commands.nccl_log.facts import Fact, Process
-from lightning_commopt.commands.nccl_log.finding import finding, processes_of
+from lightning_commopt.commands.nccl_log.finding import Reason, finding, processes_of
 from lightning_commopt.commands.nccl_log.job import NcclLog
 from lightning_commopt.text.findings import Finding
 from lightning_commopt.text.formatting import list_some, ranks_text
@@ -30,7 +30,7 @@ def find_lost_processes(log: NcclLog) -> Iterator[Finding]:
         what = f"{names} wrote first lines, and nothing of a communicator"
         why = "it waits for other ranks, or it ended there; or the log is cut"
         advice = "look at this process's last lines; check MASTER_ADDR, NCCL_SOCKET_IFNAME and firewalls"
-        yield finding("note", "lost_process", what, why, advice, *[process.bootstrap for process in lost[:3]])
+        yield finding("note", "lost_process", what, Reason(why, advice), *[process.bootstrap for process in lost[:3]])
 
 
 def find_process_differences(log: NcclLog) -> Iterator[Finding]:
@@ -61,7 +61,7 @@ def _find_settings(complete: list[Process], ranks: Mapping[int, str]) -> Iterato
             what = f"{name}={first.value} is set on {_named(have, ranks)}, not on {without}"
             why = "the environment differs between hosts or ranks: NCCL chooses other paths there, or hangs"
             advice = f"set {name} on all ranks or on none (torchrun and mpirun pass only what they are told to)"
-            yield finding("differs", "different_settings", what, why, advice, first)
+            yield finding("differs", "different_settings", what, Reason(why, advice), first)
 
 
 def _find_versions(log: NcclLog, ranks: Mapping[int, str]) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ def _find_versions(log: NcclLog, ranks: Mapping[int, str]) -> Iterator[Finding]:
             what = f"ranks have several versions of NCCL: {', '.join(sorted(named))}"
             why = "ranks of one job need the same; LD_LIBRARY_PATH or LD_PRELOAD brings another one on some hosts"
             advice = "python -c 'import torch; print(torch.cuda.nccl.version())' on every host; one image for all"
-            yield finding("error", "different_version", what, why, advice, *named.values())
+            yield finding("error", "different_version", what, Reason(why, advice), *named.values())
             return
     facts_of_all = [*(p.version for p in log.processes if p.version is not None), *log.versions.values()]
     named = {fact.value.partition("+")[0]: fact for fact in facts_of_all}
@@ -81,7 +81,7 @@ def _find_versions(log: NcclLog, ranks: Mapping[int, str]) -> Iterator[Finding]:
         what = f"the log has several versions of NCCL: {', '.join(sorted(named))}"
         why = "it has several jobs, or one whose ranks load different libraries: no communicator has both"
         advice = "if it is one job: python -c 'import torch; print(torch.cuda.nccl.version())' on every host"
-        yield finding("note", "several_versions", what, why, advice, *named.values())
+        yield finding("note", "several_versions", what, Reason(why, advice), *named.values())
 
 
 def _differing(
@@ -94,9 +94,8 @@ def _differing(
         shown = "; ".join(f"{value} on {_named(each, ranks)}" for value, each in by_value.items())
         what = f"ranks have different {name}: {shown}"
         why = "hosts are set up differently, or the launcher passes the environment to some only"
-        yield finding(
-            "differs", f"different_{code}", what, why, advice, *[facts[each[0]].line for each in by_value.values()][:4]
-        )
+        firsts = [facts[each[0]] for each in by_value.values()][:4]
+        yield finding("differs", f"different_{code}", what, Reason(why, advice), *firsts)
 
 
 def _ranks_by_process(log: NcclLog) -> dict[int, str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lightning_commopt.commands.nccl_log.facts import STAGES, Member
-from lightning_commopt.commands.nccl_log.finding import finding
+from lightning_commopt.commands.nccl_log.finding import Reason, finding
 from lightning_commopt.commands.nccl_log.job import Communicator
-from lightning_commopt.text.findings import Finding, Line
+from lightning_commopt.text.findings import Finding, Line, Severity
 from lightning_commopt.text.formatting import ranks_text
 
 _LONG_INIT_S = 10.0
@@ -32,7 +32,7 @@ def _find_missing(communicator: Communicator) -> Iterator[Finding]:
         what = f"the log has {ranks_text(present)} of {communicator.num_ranks}, and no line of {ranks_text(missing)}"
         why = "their logs are not among the files, or the log is cut; whether these ranks ran is unknown"
         advice = "name the logs of all ranks; NCCL_DEBUG=INFO must be set on every host"
-        yield finding("note", "missing_ranks", what, why, advice, first.started or first.last)
+        yield finding("note", "missing_ranks", what, Reason(why, advice), first.started or first.last)
 
 
 def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
@@ -54,14 +54,8 @@ def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
     advice = f"read the last lines of {ranks_text(behind)} and all warnings; py-spy dump --pid PID if it still runs"
     what = f"the log of {ranks_text(open_ones)} ends before initialization was complete{others}"
     why = f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}; it waits there, or the log is cut"
-    yield finding(
-        "error" if ahead and not communicator.missing else "note",
-        "unfinished_init",
-        what,
-        why,
-        advice,
-        *[member.last for member in shown],
-    )
+    severity: Severity = "error" if ahead and not communicator.missing else "note"
+    yield finding(severity, "unfinished_init", what, Reason(why, advice), *[member.last for member in shown])
 
 
 def _find_aborted(communicator: Communicator) -> Iterator[Finding]:
@@ -71,7 +65,7 @@ def _find_aborted(communicator: Communicator) -> Iterator[Finding]:
         what = f"{ranks_text(aborted)} aborted the communicator"
         why = "PyTorch aborts after a timeout or an error, of this rank or of another one"
         advice = "the first warning or watchdog line in time tells more than this one"
-        yield finding("error", "aborted", what, why, advice, first.ended)
+        yield finding("error", "aborted", what, Reason(why, advice), first.ended)
 
 
 def _find_slow_init(communicator: Communicator) -> Iterator[Finding]:
@@ -92,7 +86,7 @@ def _find_slow_init(communicator: Communicator) -> Iterator[Finding]:
     what = f"initialization took rank {rank} {slowest.init_s['total']:g} s{spent}"
     why = whys.get(part, "the line of the log has all parts")
     advice = "start ranks at the same time; one communicator is cheaper than several"
-    yield finding("note", "slow_init", what, why, advice, slowest.init_line)
+    yield finding("note", "slow_init", what, Reason(why, advice), slowest.init_line)
 
 
 def _find_different_calls(communicator: Communicator) -> Iterator[Finding]:
@@ -115,7 +109,7 @@ def _find_different_calls(communicator: Communicator) -> Iterator[Finding]:
         what = f"ranks call different collectives as number {place[0]}: {shown}"
         why = "a collective needs the same call, size and order on every rank: this one hangs"
         advice = "look for code that depends on the rank: logging, conditions, batches of unequal number"
-        yield finding("error", "different_collectives", what, why, advice, *list(found.values())[:4])
+        yield finding("error", "different_collectives", what, Reason(why, advice), *list(found.values())[:4])
         return
     last = {rank: member.calls.last for rank, member in called.items()}
     behind = {rank: count for rank, count in last.items() if count < max(last.values())}
@@ -124,9 +118,8 @@ def _find_different_calls(communicator: Communicator) -> Iterator[Finding]:
         what = f"{ranks_text(behind)} called fewer collectives: {count} of {max(last.values())} on rank {rank}"
         why = "the others wait for it, or the log of this rank ends earlier"
         advice = f"py-spy dump --pid PID of rank {rank}, if it still runs"
-        yield finding(
-            "note", "behind", what, why, advice, called[rank].calls.line(*called[rank].calls.by_counter()[count][-1])
-        )
+        line = called[rank].calls.line(*called[rank].calls.by_counter()[count][-1])
+        yield finding("note", "behind", what, Reason(why, advice), line)
 
 
 def _first_difference(one: Member, other: Member) -> tuple[int, int] | None:
@@ -154,9 +147,8 @@ def _find_differences(communicator: Communicator) -> Iterator[Finding]:
             what = f"ranks have different numbers of {name}: {_by_value(values)}"
             why = "their settings or what they see of the hardware differ; the smallest number counts for all"
             advice = "compare NCCL_MIN_NCHANNELS, NCCL_MAX_NCHANNELS, NCCL_HOSTID and the GPUs of the hosts"
-            yield finding(
-                "differs", f"different_{key}", what, why, advice, *[ready[rank].last for rank in list(values)[:2]]
-            )
+            last = [ready[rank].last for rank in list(values)[:2]]
+            yield finding("differs", f"different_{key}", what, Reason(why, advice), *last)
 
 
 def _by_value(values: Mapping[int, object]) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from lightning_commopt.commands.nccl_log.facts import Member
+from lightning_commopt.commands.nccl_log.facts import Member, Process
 from lightning_commopt.commands.nccl_log.job import Communicator, NcclLog
 from lightning_commopt.commands.nccl_log.paths import is_in_host
 from lightning_commopt.text.findings import Finding
@@ -15,19 +14,12 @@ _OF_CONNECTION = ("channel", "sender", "receiver", "path", "nic", "direction")
 
 
 class Path(NamedTuple):
-    """A way that pairs of ranks talk.
+    """A way that pairs of ranks talk."""
 
-    Attributes:
-        name: such as ``P2P/CUMEM/read``.
-        place: ``in a host``, ``between hosts``, or "" where the log does not say.
-        pairs: sender and receiver.
-        num_channels: the most of a pair.
-    """
-
-    name: str
-    place: str
-    pairs: list[tuple[int, int]]
-    num_channels: int
+    name: str  # such as P2P/CUMEM/read
+    place: str  # in a host, between hosts, or "" where the log does not say
+    pairs: list[tuple[int, int]]  # sender and receiver
+    num_channels: int  # the most of a pair
 
 
 def versions_of(log: NcclLog) -> list[str]:
@@ -60,15 +52,15 @@ def extras_of(communicator: Communicator) -> dict[str, str]:
     """Returns whether GPUDirect RDMA, PXN, NVLS and CollNet are used; without what the log does not say."""
     members = communicator.all_members
     notes = {name for member in members for name in member.notes}
-    channels = _most_channels(members)
+    num_nvls = max((member.channels.get("nvls", 0) for member in members), default=0)
     network = [each for each in communicator.connections if each.kind == "NET" and each.method != "Socket"]
     found: dict[str, str] = {}
     if network:
         found["GPUDirect RDMA"] = f"{sum(each.has_gdr for each in network)} of {len(network)} connections"
         if proxies := {each.proxy_rank for each in network if each.proxy_rank is not None}:
             found["PXN"] = f"through {len(proxies)} rank(s)"
-    if "nvls" in notes or channels.get("nvls"):
-        found["NVLS"] = f"{channels.get('nvls') or 'some'} channels"
+    if "nvls" in notes or num_nvls:
+        found["NVLS"] = f"{num_nvls or 'some'} channels"
     elif "nvls_available" in notes:
         found["NVLS"] = "available, not used"
     elif "nvls_unavailable" in notes:
@@ -76,14 +68,6 @@ def extras_of(communicator: Communicator) -> dict[str, str]:
     if "collnet" in notes:
         found["CollNet"] = "connected"
     return found
-
-
-def _most_channels(members: Iterable[Member]) -> dict[str, int]:
-    most: dict[str, int] = {}
-    for member in members:
-        for kind, number in member.channels.items():
-            most[kind] = max(number, most.get(kind, 0))
-    return most
 
 
 def channels_of(communicator: Communicator) -> int:
@@ -105,14 +89,11 @@ def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
         "num_nccl_lines": log.num_lines,
         "versions": versions_of(log),
         "communicators": [_plain_communicator(each) for each in log.communicators],
-        "processes": [_plain_process(log, index) for index in range(len(log.processes))],
+        "processes": [_plain_process(each) for each in log.processes],
         "tuner": [{**choice._asdict(), "times": times} for choice, times in log.choices.most_common()],
         "warnings": [dataclasses.asdict(each) for each in log.warnings],
         "timeouts": [dataclasses.asdict(each) for each in log.timeouts.values()],
-        "inspector": [
-            {**kind._asdict(), "times": times, "median_bus_gb_per_s": gb_per_s}
-            for kind, times, gb_per_s in log.inspected.rows()
-        ],
+        "inspector": [{**kind._asdict(), "times": n, "bus_gb_per_s": speed} for kind, n, speed in log.inspected.rows()],
         "findings": [each.to_plain() for each in findings],
     }
 
@@ -148,8 +129,7 @@ def _plain_member(rank: int, member: Member) -> dict[str, Any]:
     }
 
 
-def _plain_process(log: NcclLog, index: int) -> dict[str, Any]:
-    process = log.processes[index]
+def _plain_process(process: Process) -> dict[str, Any]:
     single = {name: getattr(process, name) for name in ("bootstrap", "version", "driver", "network")}
     return {
         "host": process.host,

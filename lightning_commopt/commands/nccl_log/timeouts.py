@@ -49,15 +49,7 @@ def _timeout(group: str, timeouts: list[Timeout], log: NcclLog) -> Finding:
     waited = max((each.waited_s for each in timeouts if each.waited_s is not None), default=None)
     after, where = f" after {waited:.0f} s" if waited else "", f" in {group}" if group else ""
     what = f"a collective timed out{after}{where}: {shown}"
-    return finding(
-        "error",
-        "collective_timeout",
-        what,
-        reason.why,
-        reason.advice,
-        *[each.line for each in timeouts[:2]],
-        *reason.evidence,
-    )
+    return finding("error", "collective_timeout", what, reason, *timeouts[:2])
 
 
 def _asleep(timeouts: list[Timeout]) -> Reason | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from lightning_commopt.commands.nccl_log.events import LoggedWarning
-from lightning_commopt.commands.nccl_log.finding import finding, ranks_of
+from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of
 from lightning_commopt.commands.nccl_log.job import NcclLog
 from lightning_commopt.commands.nccl_log.warn_texts import WarnText, explain
 from lightning_commopt.text.findings import Finding
@@ -29,25 +29,15 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
     has_cause = any(entry.severity == "error" and not entry.follows for entry in known.values())
     for key, warnings in groups.items():
         entry = known.get(key)
-        times = f" ({len(warnings)} times)" if len(warnings) > 1 else ""
-        follows = entry is not None and entry.follows and has_cause
-        what = f"{_who(warnings)}: {max((w.text for w in warnings), key=len)[:200] or 'without text'}{times}"
-        why = "this warning has no explanation here" if entry is None else entry.why
-        advice = (
-            "search NCCL's issues for its text"
-            if entry is None
-            else "begin with the other errors"
-            if follows
-            else entry.advice
-        )
-        yield finding(
-            "note" if follows else "error" if entry is None else entry.severity,
-            "warning" if entry is None else entry.code,
-            what,
-            why,
-            advice,
-            *[each.line for each in warnings[:3]],
-        )
+        text = max((each.text for each in warnings), key=len)[:200] or "without text"
+        what = f"{_who(warnings)}: {text}" + (f" ({len(warnings)} times)" if len(warnings) > 1 else "")
+        if entry is None:
+            reason = Reason("unknown: this warning has no explanation here", "search NCCL's issues for its text")
+            yield finding("error", "warning", what, reason, *warnings[:3])
+        elif entry.follows and has_cause:
+            yield finding("note", entry.code, what, Reason(entry.why, "begin with the other errors"), *warnings[:3])
+        else:
+            yield finding(entry.severity, entry.code, what, Reason(entry.why, entry.advice), *warnings[:3])
     yield from _find_silent_errors(log)
 
 
@@ -81,4 +71,4 @@ def _find_silent_errors(log: NcclLog) -> Iterator[Finding]:
         )
         why = "the log has no warning that says why: the line was filtered out, or NCCL has none there"
         advice = "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=ALL; search NCCL's issues for the file and line"
-        yield finding("error", "silent_error", what, why, advice, first)
+        yield finding("error", "silent_error", what, Reason(why, advice), first)
