@@ -34,7 +34,7 @@ class Machine(NamedTuple):
     address: str  # "" where the log does not say
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
     """A connection from one rank to another, on one channel."""
 

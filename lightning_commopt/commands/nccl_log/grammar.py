@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from lightning_commopt.commands.nccl_log.events import Choice, Progress, Timeout
 from lightning_commopt.commands.nccl_log.facts import Connection, SearchResult
@@ -27,7 +28,7 @@ NODES = re.compile(r"nNodes (\d+) localRanks (\d+)")
 INIT_TIMINGS = re.compile(r"Init timings - \w+: rank (\d+) nranks (\d+) total ([\d.]+)(.*)")
 RING_ORDER = re.compile(r"Channel (\d+)/(\d+) :((?: +\d+)+)( ?\.\.\.)?$")
 RING_PLACE = re.compile(r"Ring (\d+) : (\d+) -> (\d+) -> (\d+)$")
-TREES = re.compile(r"\[\d+\] ([-\d/]*\d->\d+->[-\d/]*\d)")
+TREES = re.compile(r"\[\d+\] (-?\d+(?:/-?\d+)*->\d+->-?\d+(?:/-?\d+)*)")
 CHANNELS = re.compile(r"\b(\d{1,6}) (coll|collnet|nvls|p2p) channels(?! per)")
 COLLECTIVE = re.compile(
     r"(\w+): opCount ([0-9a-fA-F]+) .*? count (\d+) datatype (\d+) op (\d+) root (\d+) comm (0x[0-9a-fA-F]+)"
@@ -92,11 +93,11 @@ def parse_connection(text: str, line: Line) -> Connection | None:
         receiver=receiver,
         direction=found[6] or "",
         kind=kind,
-        method=method if net is None else net[1],
+        method=sys.intern(method if net is None else net[1]),
         nic=None if net is None else int(net[2]),
         proxy_rank=None if net is None or net[3] is None else int(net[3]),
         has_gdr=net is not None and "/GDRDMA" in net[4],
-        labels=(found[3] or "", found[5] or ""),
+        labels=(sys.intern(found[3] or ""), sys.intern(found[5] or "")),
         line=line,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from lightning_commopt.commands.nccl_log.events import Choice, LoggedWarning, Progress, Timeout
 from lightning_commopt.commands.nccl_log.facts import Connection, Fact, Machine, Member, Process
@@ -35,7 +36,7 @@ class Communicator:
             [self.num_ranks or 1, *(each.min_ranks for each in self.all_members), *(r + 1 for r in self.members)]
         )
 
-    @property
+    @cached_property
     def num_nodes(self) -> int | None:
         """Nodes that NCCL sees; None where no line says so and not all ranks are there."""
         named = next((each.num_nodes for each in self.all_members if each.num_nodes is not None), None)
@@ -60,7 +61,7 @@ class Communicator:
             found.setdefault(member.process.machine, []).append(rank)
         return found
 
-    @property
+    @cached_property
     def connections(self) -> list[Connection]:
         return [each for member in self.all_members for each in member.connections.values()]
 
