@@ -15,7 +15,7 @@ INTERFACE = re.compile(r"\[\d+\]([^\s:\[\]]+):([^\s<]+)<\d+>")
 NIC = re.compile(r"([\w.+-]+:\d+/(?:IB/SHARP|IB|RoCE))")
 NETWORK = re.compile(r"Using (?:network|(?:in|ex)ternal Network) (.+)$")
 VERSION = re.compile(r"NCCL version:? *(\d+\.\d+(?:\.\d+)?(?:\+cuda\d+(?:\.\d+)?)?)", re.IGNORECASE)
-PACKAGE = re.compile(r"nvidia-nccl-cu\d+[ =]+(\d+\.\d+\.\d+)")
+PACKAGE = re.compile(r"(?:nvidia-nccl-cu\d+|using nccl)[ =]+(\d+\.\d+\.\d+)")
 DRIVER = re.compile(r"cudaDriverVersion (\d+)")
 GDR = re.compile(
     r"GPU Direct RDMA (?:\(.*?\) )?(enabled?|disabled) for (?:HCA \d+ '(.+?)'|(GPU \S+ / HCA \d+.*))", re.IGNORECASE

@@ -31,6 +31,7 @@ _HEAD = re.compile(
     r"(?P<place>(?:[^\s:]+\.\w+|\w+):\d+ +(?:\([^()]*\) +)?)?$"
 )
 _PLAIN = re.compile(r"([A-Za-z][\w.-]*):(\d{1,10}):(\d{1,10}) \[(\d{1,3})\] NCCL INFO (?!.*NCCL )(.{0,4000})")
+_FRAME = " \t\r│|"  # of a terminal's window
 _CLOCK = re.compile(r"\d{1,2}$")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
 
@@ -130,7 +131,7 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         return
     for (mark, head, host, numbers), following in zip(found, [*found[1:], None], strict=True):
         end = len(text) if following is None else max(mark.end(), following[1].start())
-        rest = text[mark.end() : end].strip()[:_MAX_CHARACTERS]
+        rest = text[mark.end() : end].strip(_FRAME)[:_MAX_CHARACTERS]
         message = Message(file=file, number=number, whole_line=text, level=mark[1] or mark[2], text=rest)
         message.host, (message.pid, message.tid, message.device) = host, numbers
         message.place, message.is_whole = (head["place"] or "").strip(), is_whole and following is None

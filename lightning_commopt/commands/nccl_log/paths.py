@@ -25,7 +25,7 @@ _FAR = ("PHB", "NODE", "SYS")
 _RING_PATTERN = 4
 
 _NIC_IS_FASTER = Reason(
-    "NCCL prefers the NIC where both GPUs reach it through PCIe switches faster than each other",
+    "NCCL prefers the NIC where both GPUs reach it faster than each other, as over PCIe switches",
     "right on such boards; compare with NCCL_NET_DISABLE_INTRA=1",
 )
 
@@ -80,7 +80,8 @@ def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
         return
     ends = ends_of(communicator, found)
     reason = _forbidden_paths(ends) or _split_host(communicator, ends)
-    is_by_design = reason is None and found[0].has_gdr
+    is_shared = any(each.kind != "NET" for each in communicator.connections)
+    is_by_design = reason is None and (is_shared or any(each.has_gdr for each in found))
     host = ends[0].host if ends and ends[0].host else "one host"
     reason = reason or (_NIC_IS_FASTER if is_by_design else _no_shared_memory(ends))
     what = f"{pairs_text(pairs_of(found))} are on one host ({host}) but talk over {found[0].path}"
@@ -111,8 +112,8 @@ def _split_host(communicator: Communicator, ends: list[Process]) -> Reason | Non
 
 def _no_shared_memory(ends: list[Process]) -> Reason:
     level = setting(ends, "NCCL_P2P_LEVEL")
-    why = "no setting in the log forbids P2P and shared memory; usually the ranks are in containers that do not"
-    why += " share /dev/shm" + (f", and NCCL_P2P_LEVEL={level.value} excludes P2P" if level else "")
+    why = "unknown: no setting in the log forbids P2P and shared memory; usually the ranks are in containers that do"
+    why += " not share /dev/shm" + (f", and NCCL_P2P_LEVEL={level.value} excludes P2P" if level else "")
     return Reason(why, "start the containers with --ipc=host, or one container for all GPUs of the host", lines(level))
 
 

@@ -268,6 +268,20 @@ def test_ranks_of_one_host_that_only_nccl_tests_lists() -> None:
     assert "ranks 0 and 1 are on one host (h200)" in findings(text)["network_in_host"].what
 
 
+def test_the_network_within_a_host_that_shares_memory_is_by_design() -> None:
+    """Other pairs of the host copy through shared memory, so containers cannot be the reason."""
+    text = "h:1:11 [0] NCCL INFO Channel 00/0 : 0[8000] -> 1[d000] [send] via NET/IBext/1\n"
+    text += "h:2:12 [1] NCCL INFO Channel 00 : 1[d000] -> 0[8000] via SHM/direct/direct\n"
+    found = findings(text)["network_in_host"]
+    assert (found.severity, "prefers the NIC" in found.why, "--ipc=host" in found.advice) == ("note", True, False)
+
+
+def test_a_terminal_s_window_around_lines() -> None:
+    framed = "│ h:1:11 [0] NCCL INFO Channel 00 : 4[cb000] -> 0[92000] [send] via NET/IB/2        │\n"
+    (communicator,) = read(framed).communicators
+    assert [each.path for each in communicator.connections] == ["NET/IB"]
+
+
 def test_logs_without_heads_of_two_ranks_in_one_file() -> None:
     ranks = [
         f"NCCL INFO Bootstrap : Using lo:127.0.0.1<0>\nNCCL INFO Trees [0] -1/-1/-1->{rank}->{1 - rank}\n"
