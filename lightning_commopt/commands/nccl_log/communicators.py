@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from lightning_commopt.commands.nccl_log.facts import Member, Process
-from lightning_commopt.commands.nccl_log.job import Communicator
+from lightning_commopt.commands.nccl_log.facts import Communicator, Member, Process
 
 
 def group_members(members: Sequence[Member]) -> list[Communicator]:
@@ -172,7 +171,8 @@ def _rounds(members: Sequence[Member]) -> list[list[Member]] | None:
     rounds: list[list[Member]] = []
     for member in members:
         owner = (id(member.process), member.device)
-        if owners.setdefault(member.rank, owner) != owner or ranks.setdefault(owner, member.rank) != member.rank:
+        is_same = member.rank is None or owners.setdefault(member.rank, owner) == owner
+        if not is_same or ranks.setdefault(owner, member.rank) != member.rank:
             return None
     counts: dict[tuple[object, ...], int] = {}
     for member in members:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from lightning_commopt.commands.nccl_log.facts import Connection, Fact, Member, Process
-from lightning_commopt.commands.nccl_log.job import Communicator
+from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Fact, Member, Process
 from lightning_commopt.text.findings import Finding, Line, Severity
 from lightning_commopt.text.formatting import list_some, ranks_text
 

@@ -6,15 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_commopt.commands.nccl_log.facts import Member
+from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog
 from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of
-from lightning_commopt.commands.nccl_log.job import Communicator, NcclLog
 from lightning_commopt.commands.nccl_log.networks import find_slow_networks
 from lightning_commopt.commands.nccl_log.paths import find_slow_paths
-from lightning_commopt.commands.nccl_log.processes import find_lost_processes, find_process_differences
+from lightning_commopt.commands.nccl_log.processes import find_process_differences
 from lightning_commopt.commands.nccl_log.ranks import find_rank_problems
-from lightning_commopt.commands.nccl_log.timeouts import find_timeouts
-from lightning_commopt.commands.nccl_log.warnings import find_warnings
+from lightning_commopt.commands.nccl_log.warnings import find_timeouts, find_warnings
 from lightning_commopt.text.findings import Finding, worst_first
 
 _FORCED = re.compile(r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|M(IN|AX)_(NCHANNELS|CTAS|NRINGS)|LAUNCH_MODE)$")
@@ -28,7 +26,7 @@ def find_all(log: NcclLog) -> list[Finding]:
     Returns:
         Errors first, then what is slow, what differs and notes; one finding for communicators that have it alike.
     """
-    found = [*find_warnings(log), *find_timeouts(log), *find_lost_processes(log), *find_process_differences(log)]
+    found = [*find_warnings(log), *find_timeouts(log), *find_process_differences(log)]
     for communicator in log.communicators:
         for find in (find_rank_problems, find_slow_paths, find_slow_networks):
             where = f"communicator {communicator.number}" if communicator.count == 1 else "communicators without an id"

@@ -71,8 +71,7 @@ class InspectorReader:
             return False
         header, stats = record.get("header"), record.get("dump_stats")
         if isinstance(stats, dict) and isinstance(header, dict):
-            kinds = ("coll_records", "p2p_records", "proxy_records")
-            self._header, self._left = header, sum(_integer(stats.get(name)) for name in kinds)
+            self._header, self._left = header, _integer(stats.get("coll_records"))
             self.found.num_dropped += _integer(stats.get("coll_dropped_since_last_dump"))
             return True
         if not isinstance(header, dict):

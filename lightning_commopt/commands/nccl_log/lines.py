@@ -127,7 +127,8 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
     heads = [(mark, head, *_writer(head)) for mark in _MARK.finditer(text) for head in [_head(text, mark)]]
     found = [each for each in heads if each[0][1] or each[2]]
     if not found:
-        yield Message(file=file, number=number, whole_line=text, text=text.strip()[:_MAX_CHARACTERS], is_whole=is_whole)
+        rest = text.strip() if text.startswith('{"') else text.strip()[:_MAX_CHARACTERS]  # JSON has its own limits
+        yield Message(file=file, number=number, whole_line=text, text=rest, is_whole=is_whole)
         return
     for (mark, head, host, numbers), following in zip(found, [*found[1:], None], strict=True):
         end = len(text) if following is None else max(mark.end(), following[1].start())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from lightning_commopt.commands.nccl_log.facts import Connection, Process
+from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Process
 from lightning_commopt.commands.nccl_log.finding import (
     Reason,
     finding,
@@ -18,7 +18,6 @@ from lightning_commopt.commands.nccl_log.finding import (
     spans_hosts,
     switched_on,
 )
-from lightning_commopt.commands.nccl_log.job import Communicator
 from lightning_commopt.commands.nccl_log.paths import ends_of, is_in_host, select
 from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import list_some

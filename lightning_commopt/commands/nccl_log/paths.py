@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from lightning_commopt.commands.nccl_log.facts import Connection, Process
+from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Process
 from lightning_commopt.commands.nccl_log.finding import (
     Reason,
     finding,
@@ -17,7 +17,6 @@ from lightning_commopt.commands.nccl_log.finding import (
     spans_hosts,
     switched_on,
 )
-from lightning_commopt.commands.nccl_log.job import Communicator
 from lightning_commopt.text.findings import Finding
 from lightning_commopt.text.formatting import list_some
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from lightning_commopt.commands.nccl_log.facts import Fact, Process
+from lightning_commopt.commands.nccl_log.facts import Fact, NcclLog, Process
 from lightning_commopt.commands.nccl_log.finding import Reason, finding, processes_of
-from lightning_commopt.commands.nccl_log.job import NcclLog
 from lightning_commopt.text.findings import Finding
 from lightning_commopt.text.formatting import list_some, ranks_text
 
@@ -18,19 +17,6 @@ _READ_BY_ALL = (
     *("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_CROSS_NIC", "NCCL_NET_GDR_LEVEL"),
 )
 _OF_ONE_RANK = ("NCCL_HOSTID", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE")
-
-
-def find_lost_processes(log: NcclLog) -> Iterator[Finding]:
-    """Finds processes that wrote their first lines but are in no communicator, while another one does not get on."""
-    members = [member for communicator in log.communicators for member in communicator.all_members]
-    known = {id(member.process) for member in members}
-    lost = [process for process in log.processes if process.bootstrap is not None and id(process) not in known]
-    if lost and members and any(not member.finished for member in members):
-        names = list_some([_shown(process) for process in lost])
-        what = f"{names} wrote first lines, and nothing of a communicator"
-        why = "it waits for other ranks, or it ended there; or the log is cut"
-        advice = "look at this process's last lines; check MASTER_ADDR, NCCL_SOCKET_IFNAME and firewalls"
-        yield finding("note", "lost_process", what, Reason(why, advice), *[process.bootstrap for process in lost[:3]])
 
 
 def find_process_differences(log: NcclLog) -> Iterator[Finding]:

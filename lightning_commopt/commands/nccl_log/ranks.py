@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lightning_commopt.commands.nccl_log.facts import STAGES, Member
+from lightning_commopt.commands.nccl_log.facts import STAGES, Communicator, Member
 from lightning_commopt.commands.nccl_log.finding import Reason, finding
-from lightning_commopt.commands.nccl_log.job import Communicator
 from lightning_commopt.text.findings import Finding, Line, Severity
 from lightning_commopt.text.formatting import ranks_text
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from lightning_commopt.commands.nccl_log import grammar
 from lightning_commopt.commands.nccl_log.communicators import add_listed, group_members
 from lightning_commopt.commands.nccl_log.events import LoggedWarning
-from lightning_commopt.commands.nccl_log.facts import Fact
+from lightning_commopt.commands.nccl_log.facts import Fact, NcclLog
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader
-from lightning_commopt.commands.nccl_log.job import NcclLog
 from lightning_commopt.commands.nccl_log.lines import Message, read_messages
 from lightning_commopt.commands.nccl_log.member_reader import MemberReader
 from lightning_commopt.commands.nccl_log.process_reader import read_process_line

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from lightning_commopt.commands.nccl_log.facts import Member, Process
-from lightning_commopt.commands.nccl_log.job import Communicator, NcclLog
+from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog, Process
 from lightning_commopt.commands.nccl_log.paths import is_in_host
 from lightning_commopt.text.findings import Finding
 

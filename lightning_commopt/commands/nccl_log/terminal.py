@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from lightning_commopt.commands.nccl_log.job import Communicator, NcclLog
+from lightning_commopt.commands.nccl_log.facts import Communicator, NcclLog
 from lightning_commopt.commands.nccl_log.summary import (
     channels_of,
     extras_of,
@@ -27,9 +27,8 @@ _MAX_COMMUNICATORS = 4
 def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     """Prints communicators, the tuner's choices and settings, then all findings, each with its evidence."""
     version = " and ".join(versions_of(log)) or "of unknown version"
-    measured = (
-        f" and {count(log.inspected.num_records, 'record')} of the Inspector" if log.inspected.num_records else ""
-    )
+    num_records = log.inspected.num_records
+    measured = f" and {count(num_records, 'record')} of the Inspector" if num_records else ""
     lines = f"{count(log.num_lines, 'line')}{measured} in {count(len(log.files), 'file')}"
     print_text(f"NCCL {version}: {lines}", console, "bold")
     for file in log.silent_files:
@@ -110,15 +109,7 @@ def _print_choices(log: NcclLog, console: Console) -> None:
         return
     table = TextTable("operation", "bytes", "algorithm", "protocol", "channels", "times")
     for choice, times in sorted(log.choices.most_common(_MAX_CHOICES), key=lambda item: item[0].num_bytes):
-        cells = (
-            choice.operation,
-            f"{choice.num_bytes}",
-            choice.algorithm,
-            choice.protocol,
-            choice.channels,
-            f"{times}",
-        )
-        table.add_row(*cells)
+        table.add_row(*map(str, (*choice, times)))
     console.print()
     print_text("the tuner's choices", console, "bold")
     console.print(table)

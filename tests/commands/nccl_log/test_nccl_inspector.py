@@ -49,6 +49,16 @@ def test_every_format(version: float) -> None:
     assert reader.found.num_dropped == (3 if version >= 4.3 else 0)
 
 
+def test_a_verbose_record_is_longer_than_a_line_of_nccl(tmp_path: Path) -> None:
+    record = measured(0)
+    record["coll_perf"]["event_trace_ts"] = {
+        "kernel_events": [{"channel_id": each, "ts": 10**15} for each in range(200)]
+    }
+    (tmp_path / "log").write_text(lines(0, [record]))
+    assert (tmp_path / "log").stat().st_size > 8000
+    assert read_log([tmp_path / "log"]).inspected.num_records == 1
+
+
 def test_records_behind_the_end_of_a_dump_are_of_nobody() -> None:
     """A file that was cut or merged may have them; they are not given to the communicator before."""
     reader = InspectorReader()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
-from lightning_commopt.commands.nccl_log.job import NcclLog
 from lightning_commopt.commands.nccl_log.lines import split_line
 from lightning_commopt.commands.nccl_log.reader import read_lines, read_log
 from lightning_commopt.commands.nccl_log.summary import extras_of, paths_of, rings_of, to_plain, versions_of

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
+from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
-from lightning_commopt.commands.nccl_log.job import NcclLog
 from lightning_commopt.commands.nccl_log.lines import split_line
 from lightning_commopt.commands.nccl_log.reader import read_lines, read_log
 from lightning_commopt.commands.nccl_log.summary import versions_of
