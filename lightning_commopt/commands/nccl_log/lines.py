@@ -26,7 +26,7 @@ _OF_INTEREST = re.compile(
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
 _HEAD = re.compile(
     r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
-    r"|(?P<host_only>[^\s:/<>()\[\]{}]+):(?P<pid_only>\d{1,10}) +(?=\[))?"
+    r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}]+):(?P<pid_only>\d{1,10}) +(?=\[))?"
     r"(?:\[(?P<device>-?\d{1,10})\] +)?"
     r"(?P<place>(?:[^\s:]+\.\w+|\w+):\d+ +(?:\([^()]*\) +)?)?$"
 )

@@ -113,7 +113,8 @@ def _no_shared_memory(ends: list[Process]) -> Reason:
     level = setting(ends, "NCCL_P2P_LEVEL")
     why = "unknown: no setting in the log forbids P2P and shared memory; usually the ranks are in containers that do"
     why += " not share /dev/shm" + (f", and NCCL_P2P_LEVEL={level.value} excludes P2P" if level else "")
-    return Reason(why, "start the containers with --ipc=host, or one container for all GPUs of the host", lines(level))
+    advice = "one container for all GPUs of the host, or --ipc=host and all GPUs visible in each"
+    return Reason(why, advice, lines(level))
 
 
 def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
@@ -176,11 +177,11 @@ def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
         advice = "nvidia-smi topo -m; choose GPUs on one switch with CUDA_VISIBLE_DEVICES, or compress"
         yield finding("slow", "far_link", what, Reason(why, advice), far)
     far = next((search for search in rings if search.inter in _FAR), None)
-    if far is not None and spans_hosts(communicator):
+    if far is not None and spans_hosts(communicator) is not False:
         what = f"between hosts, GPUs reach their NICs by a {far.inter} link, {far.inter_gb_per_s:g} GB/s a channel"
         why = (
             "PHB and NODE go through the CPU, SYS through the link between sockets: at this distance NCCL does not"
-            " use GPUDirect RDMA"
+            " use GPUDirect RDMA by default"
         )
         advice = "nvidia-smi topo -m; pair each GPU with a NIC on its switch; measure NCCL_NET_GDR_LEVEL=SYS"
         yield finding("slow", "far_nic", what, Reason(why, advice), far)

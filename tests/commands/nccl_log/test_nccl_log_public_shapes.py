@@ -134,6 +134,7 @@ def test_a_far_nic_matters_between_hosts_only() -> None:
     search = ["Pattern 4, crossNic 0, nChannels 2, bw 9.0/9.0, type NVL/PHB, sameChannels 1"]
     assert "far_nic" in findings(SampleJob(hosts=("a", "b"), gpus=1, notes=search).mixed())
     assert "far_nic" not in findings(SampleJob(notes=search).mixed())
+    assert "far_nic" in findings(line("Pattern 3, crossNic 0, nChannels 1, bw 24.0/12.0, type LOC/PHB, sameChannels 1"))
 
 
 def test_nvlink_in_one_direction() -> None:
