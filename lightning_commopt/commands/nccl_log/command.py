@@ -13,13 +13,16 @@ from lightning_commopt.commands.errors import errors_in_a_line
 def nccl_log(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="Logs of NCCL_DEBUG=INFO: one for each rank, or all ranks in one."),
+        typer.Argument(
+            metavar="FILE...", help="Logs of NCCL_DEBUG=INFO, one for each rank or all in one; - is standard input."
+        ),
     ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Says how the ranks of a job talk, what is slow, wrong or unequal, and which setting or hardware is behind it.
 
-    Files may be cut, mixed, and of NCCL 2.4 to 2.30. Exit status 2 if there is no line of NCCL in them.
+    Files may be cut, mixed, compressed, and of NCCL 2.2 to 2.30, and those of NCCL's Inspector may be among them. Exit
+    status 2 if there is no line of NCCL in them.
     """
     from lightning_commopt.commands.nccl_log.findings import find_all
     from lightning_commopt.commands.nccl_log.reader import read_log

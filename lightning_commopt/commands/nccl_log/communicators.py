@@ -1,69 +1,63 @@
-"""Which ranks belong to one communicator."""
+"""Which ranks belong to one communicator, and whose the lines are that name none."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Member
+from lightning_commopt.commands.nccl_log.facts import Communicator, Member, Process
 
 
 def group_members(members: Sequence[Member]) -> list[Communicator]:
     """Groups members of all processes into communicators.
 
     NCCL names a communicator since 2.16: by its id, or by the parent that it was split from. Older and cut logs give
-    the number of ranks alone: there a rank goes to the first communicator of this size that does not have it yet.
+    the number of ranks alone. Where processes have each the same rank in all communicators of this size, these are
+    told apart by their order. Where not, the log does not say which ranks belong together, and neither do we.
 
     Returns:
         In the order of their first lines; those of which nothing is known but that a line exists are left out.
     """
-    groups: list[_Group] = []
-    by_key: dict[Hashable, _Group] = {}
     addresses = {(id(each.process), each.address): each for each in members if each.address}
+    keys = {id(each): _key(each, addresses) for each in members}
+    named: dict[Hashable, list[Member]] = {}
+    sized: dict[int, list[Member]] = {}
     for member in members:
-        key = _key(member, addresses)
-        if key is None:
-            continue
-        group = by_key.get(key)
-        if group is None:
-            group = by_key[key] = _Group(member.num_ranks)
-            groups.append(group)
-        group.add(member)
-    for member in members:
-        if _key(member, addresses) is None and _has_content(member):
-            fitting = next((group for group in groups if group.can_take(member)), None)
-            if fitting is None:
-                fitting = _Group(member.num_ranks)
-                groups.append(fitting)
-            fitting.add(member)
+        if (key := keys[id(member)]) is not None:
+            named.setdefault(key, []).append(member)
+        elif member.num_ranks is not None and (member.address or not _absorb(members, keys, member)):
+            sized.setdefault(member.num_ranks, []).append(member)
+    unsized = [m for m in members if keys[id(m)] is None and m.num_ranks is None and _has_content(m)]
+    lost = [member for member in unsized if not _absorb(members, keys, member)]
+    found = [_communicator(group) for group in named.values()]
+    for size, group in sized.items():
+        found += _by_size(size, _join_named(found, group))
+    found += _by_size(None, lost)
     order = {id(member): index for index, member in enumerate(members)}
-    groups.sort(key=lambda group: min(order[id(member)] for member in group.all_members))
-    return [group.communicator(number) for number, group in enumerate(groups, start=1)]
+    found.sort(key=lambda each: min(order[id(member)] for member in each.all_members))
+    for number, communicator in enumerate(found, start=1):
+        communicator.number = number
+    return found
 
 
-class _Group:
-    def __init__(self, num_ranks: int | None) -> None:
-        self.num_ranks = num_ranks
-        self.all_members: list[Member] = []
-        self._ranks: dict[int, Member] = {}
-        self._unknown: list[Member] = []
-
-    def can_take(self, member: Member) -> bool:
-        if member.rank is None:
-            # A rank of its own wrote it, whichever that is: not one that is here by name.
-            return all(each.process is not member.process for each in self.all_members)
-        fits = member.num_ranks in (None, self.num_ranks) or self.num_ranks is None
-        return fits and member.rank not in self._ranks and member.rank < (self.num_ranks or member.rank + 1)
-
-    def add(self, member: Member) -> None:
-        self.all_members.append(member)
-        self.num_ranks = self.num_ranks or member.num_ranks
-        if member.rank is None or member.rank in self._ranks:
-            self._unknown.append(member)
-        else:
-            self._ranks[member.rank] = member
-
-    def communicator(self, number: int) -> Communicator:
-        return Communicator(number=number, members=dict(sorted(self._ranks.items())), unknown=self._unknown)
+def add_listed(
+    communicators: Sequence[Communicator],
+    processes: Sequence[Process],
+    listed: Mapping[int, tuple[str, int, int, str]],
+) -> None:
+    """Adds ranks that only nccl-tests names, in its list of devices, to the communicator that agrees with the list."""
+    by_pid = {(process.host, process.pid): process for process in processes}
+    for communicator in communicators:
+        agrees = all(
+            rank in listed and (m.process.pid, m.device) == listed[rank][1:3]
+            for rank, m in communicator.members.items()
+        )
+        if communicator.count > 1 or not communicator.members or not agrees or communicator.min_ranks > max(listed) + 1:
+            continue
+        for rank, (host, pid, device, bus_id) in listed.items():
+            if rank not in communicator.members and (communicator.num_ranks or rank + 1) > rank:
+                process = by_pid.get((host, pid)) or Process(host=host, pid=pid)
+                communicator.members[rank] = Member(process=process, device=device, rank=rank, bus_id=bus_id)
+                communicator.members[rank].num_ranks = communicator.num_ranks
 
 
 def _key(member: Member, addresses: dict[tuple[int, str], Member]) -> Hashable:
@@ -73,13 +67,118 @@ def _key(member: Member, addresses: dict[tuple[int, str], Member]) -> Hashable:
     if not member.split:
         return None
     parent = addresses.get((id(member.process), member.parent))
-    above = None if parent is None or parent is member else _key_of_parent(parent)
+    above = None if parent is None or parent is member else parent.comm_id or (parent.split, parent.num_ranks)
     return above, member.split, member.num_ranks
 
 
-def _key_of_parent(parent: Member) -> Hashable:
-    return parent.comm_id or (parent.split, parent.num_ranks)
+def _absorb(members: Sequence[Member], keys: Mapping[int, Hashable], lines: Member) -> bool:
+    """Gives lines of a thread that named no communicator to the one they can be of, if there is only one.
+
+    Since NCCL 2.22 ranks connect when they first communicate, by another thread, and that soon follows the start of a
+    communicator: there it is the last that fits. Before, several that fit are too many.
+    """
+    if lines.address:
+        return False
+    fitting = [each for each in members if each is not lines and each.address and _fits(each, lines)]
+    if len(fitting) > 1 and all(keys[id(each)] is not None for each in fitting):
+        first = min((each.line.number for each in lines.connections.values()), default=None)
+        begun = [each for each in fitting if first and each.finished and each.finished.number < first]
+        fitting = begun[-1:] or fitting
+    if len(fitting) != 1:
+        return False
+    fitting[0].absorb(lines)
+    return True
+
+
+def _fits(member: Member, lines: Member) -> bool:
+    if member.process is not lines.process or lines.device not in (None, member.device):
+        return False
+    is_set_up = bool(member.rings or member.has_trees) and bool(lines.rings or lines.has_trees)
+    if is_set_up or lines.rank not in (None, member.rank) or lines.min_ranks > (member.num_ranks or lines.min_ranks):
+        return False
+    return lines.num_ranks in (None, member.num_ranks) and all(
+        member.is_gpu(each.labels[each.direction == "receive"]) for each in lines.connections.values()
+    )
 
 
 def _has_content(member: Member) -> bool:
-    return member.rank is not None or bool(member.connections or member.rings or member.notes or member.channels)
+    return member.rank is not None or bool(
+        member.connections or member.rings or member.channels or member.searches or member.nvlinks
+    )
+
+
+def _communicator(members: Sequence[Member]) -> Communicator:
+    found = Communicator(number=0)
+    for member in members:
+        if member.rank is None or member.rank in found.members:
+            found.unknown.append(member)
+        else:
+            found.members[member.rank] = member
+    found.members = dict(sorted(found.members.items()))
+    return found
+
+
+def _join_named(found: Sequence[Communicator], group: Sequence[Member]) -> list[Member]:
+    """Adds members to the one communicator with an id that lacks them, and returns the others."""
+    left = []
+    for member in group:
+        assert member.num_ranks is not None  # as sized
+        open_ones = [
+            each
+            for each in found
+            if each.num_ranks == member.num_ranks
+            and member.rank in each.missing
+            and all(other.process is not member.process for other in each.all_members)
+        ]
+        if len(open_ones) == 1 and member.rank is not None:
+            open_ones[0].members[member.rank] = member
+            open_ones[0].members = dict(sorted(open_ones[0].members.items()))
+        else:
+            left.append(member)
+    return left
+
+
+def _by_size(size: int | None, members: Sequence[Member]) -> list[Communicator]:
+    """Returns communicators of one size without ids, or one object for all that cannot be told apart."""
+    rounds = [[member] for member in members] if size == 1 else _rounds(members)
+    if rounds is not None and size is None and len(set(map(len, rounds))) > 1:
+        rounds = None  # not every rank has a line of each, so their order says nothing
+    if rounds is not None:
+        return [_communicator(each) for each in rounds]
+    by_file: dict[str, list[Member]] = {}
+    for member in members:
+        by_file.setdefault(member.file, []).append(member)
+    found, rest = [], []
+    for group in by_file.values():
+        rounds = _rounds(group)
+        if len(by_file) > 1 and rounds is not None and all(len(each) == size for each in rounds):
+            found += [_communicator(each) for each in rounds]
+        else:
+            rest += group
+    if found and rest:
+        return [*found, *_by_size(size, rest)]
+    if rest:
+        ranks = [member.rank for member in rest if member.rank is not None]
+        count = max((ranks.count(rank) for rank in set(ranks)), default=1)
+        found.append(Communicator(number=0, unknown=list(rest), count=max(2, count)))
+    return found
+
+
+def _rounds(members: Sequence[Member]) -> list[list[Member]] | None:
+    """Returns members by communicator, where each rank is always the same GPU of the same process; else None."""
+    owners: dict[int | None, tuple[object, ...]] = {}
+    ranks: dict[tuple[object, ...], int | None] = {}
+    rounds: list[list[Member]] = []
+    for member in members:
+        owner = (id(member.process), member.device)
+        is_same = member.rank is None or owners.setdefault(member.rank, owner) == owner
+        if not is_same or ranks.setdefault(owner, member.rank) != member.rank:
+            return None
+    counts: dict[tuple[object, ...], int] = {}
+    for member in members:
+        owner = (id(member.process), member.device)
+        index = counts[owner] = counts.get(owner, -1) + 1
+        if index == len(rounds):
+            rounds.append([])
+        rounds[index].append(member)
+    return rounds

@@ -1,25 +1,55 @@
-"""What ranks do and meet while they train, as a log has it: choices, progress, warnings, timeouts."""
+"""What ranks do and meet while they train, as a log has it: calls, choices, progress, warnings, timeouts."""
 
 from __future__ import annotations
 
+import sys
+from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_commopt.text.findings import Line
 
 
+class CallList:
+    """Collectives that a rank called; there may be millions, so each takes 24 bytes."""
+
+    def __init__(self) -> None:
+        self._counters, self._numbers = array("q"), array("q")
+        self._texts: list[str] = []
+        self._file = ""
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def append(self, counter: int, text: str, file: str, number: int) -> None:
+        """Adds a call with NCCL's counter, which grouped calls and some versions repeat."""
+        self._counters.append(counter)
+        self._numbers.append(number)
+        self._texts.append(sys.intern(text))
+        self._file = file
+
+    @property
+    def last(self) -> int:
+        return max(self._counters)
+
+    def by_counter(self) -> dict[int, list[tuple[str, int]]]:
+        """Returns the calls that have each number, with their lines."""
+        found: dict[int, list[tuple[str, int]]] = {}
+        for counter, text, number in zip(self._counters, self._texts, self._numbers, strict=True):
+            found.setdefault(counter, []).append((text, number))
+        return found
+
+    def line(self, text: str, number: int) -> Line:
+        """Returns the place of a call."""
+        return Line(file=self._file, number=number, text=text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoggedWarning:
-    """An ``NCCL WARN`` line, or an error of NCCL that PyTorch reports.
-
-    Attributes:
-        text: of the message.
-        host: host of the process; "" where unknown.
-        rank: that wrote it, None where unknown.
-        line: where it stands.
-    """
+    """An ``NCCL WARN`` line, or an error of NCCL that PyTorch reports."""
 
     text: str
+    place: str = ""  # file and line of NCCL
     host: str
     rank: int | None
     line: Line
@@ -27,59 +57,35 @@ class LoggedWarning:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeout:
-    """A collective that PyTorch's watchdog gave up.
-
-    Attributes:
-        rank: that waited.
-        group: process group; "" where the line does not say.
-        sequence: number of the collective; None before torch 2.0.
-        operation: such as ``ALLREDUCE``.
-        sizes: elements in and out, as the line has them.
-        waited_s: seconds.
-        line: where it stands.
-    """
+    """A collective that PyTorch's watchdog gave up."""
 
     rank: int
-    group: str
-    sequence: int | None
-    operation: str
-    sizes: str
+    group: str  # "" where the line does not say
+    sequence: int | None  # None before torch 2.0
+    operation: str  # such as ALLREDUCE
+    sizes: str  # elements in and out, as the line has them
+    limit_s: float | None
     waited_s: float | None
     line: Line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a rank was when PyTorch's watchdog acted.
-
-    Attributes:
-        rank: that says so.
-        group: process group; "" where the line does not say.
-        enqueued: number of its last collective that was started.
-        completed: of the last that ended.
-        line: where it stands.
-    """
+    """How far a rank was when PyTorch's watchdog acted."""
 
     rank: int
-    group: str
-    enqueued: int
+    group: str  # "" where the line does not say
+    work: int | None  # number of the collective that failed
+    enqueued: int  # number of its last collective that was started
     completed: int
     line: Line
 
 
 class Choice(NamedTuple):
-    """What NCCL's tuner chose for a message.
+    """What NCCL's tuner chose for a message."""
 
-    Attributes:
-        operation: such as ``AllReduce``; "" where the line does not say.
-        num_bytes: of the message.
-        algorithm: such as ``RING``, ``TREE``, ``NVLS``.
-        protocol: ``LL``, ``LL128`` or ``SIMPLE``; "" for kernels that have none.
-        channels: as the line has them, such as ``0..7``; "" where it does not say.
-    """
-
-    operation: str
+    operation: str  # "" where the line does not say
     num_bytes: int
-    algorithm: str
-    protocol: str
-    channels: str
+    algorithm: str  # such as RING, TREE, NVLS
+    protocol: str  # LL, LL128 or SIMPLE; "" for kernels that have none
+    channels: str  # as the line has them, such as 0..7; "" where it does not say

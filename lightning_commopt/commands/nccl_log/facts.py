@@ -1,13 +1,26 @@
-"""What NCCL's log says: facts, before anything is concluded from them."""
+"""What processes, ranks and communicators say in NCCL's log: facts, before anything is concluded from them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-from lightning_commopt.commands.nccl_log.events import Choice, LoggedWarning, Progress, Timeout
+from lightning_commopt.commands.nccl_log.events import CallList, Choice, LoggedWarning, Progress, Timeout
+from lightning_commopt.commands.nccl_log.inspector import Inspected
+from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.text.findings import Line
+
+STAGES = (
+    "its start",
+    "the bootstrap: GPUs and NICs are being looked at",
+    "rings and trees, which are computed",
+    "the first connections",
+    "all rings, which are connected",
+    "all trees, which are connected",
+)
+"""How far initialization is, after the kinds of lines that a rank wrote."""
 
 
 class Fact(NamedTuple):
@@ -18,43 +31,26 @@ class Fact(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """A host, as its ranks name it.
-
-    Attributes:
-        host: its name, which containers may share.
-        address: where NCCL's bootstrap listens; "" where the log does not say.
-    """
+    """A host, as its ranks name it: containers may share the name, and differ by the bootstrap's address."""
 
     host: str
-    address: str
+    address: str  # "" where the log does not say
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """A connection from one rank to another, on one channel.
-
-    Attributes:
-        channel: its number.
-        sender: rank that sends.
-        receiver: rank that receives.
-        direction: ``send`` or ``receive``, which side wrote the line; "" where both are on one host.
-        kind: ``P2P``, ``SHM`` or ``NET``.
-        method: such as ``CUMEM``, ``IPC``, ``direct pointer``, ``direct/direct``, ``IB``, ``Socket``.
-        nic: number of the network device.
-        proxy_rank: rank whose NIC sends in the place of the sender's (PXN).
-        has_gdr: whether the NIC reads and writes the GPU's memory.
-        line: where it stands.
-    """
+    """A connection from one rank to another, on one channel."""
 
     channel: int
     sender: int
     receiver: int
-    direction: str = ""
-    kind: str
-    method: str = ""
+    direction: str = ""  # send or receive, which side wrote the line; "" where both are on one host
+    kind: str  # P2P, SHM or NET
+    method: str = ""  # such as CUMEM, IPC, direct pointer, direct/direct, IB, Socket
     nic: int | None = None
-    proxy_rank: int | None = None
-    has_gdr: bool = False
+    proxy_rank: int | None = None  # whose NIC sends in the place of the sender's (PXN)
+    has_gdr: bool = False  # whether the NIC reads and writes the GPU's memory
+    labels: tuple[str, str] = ("", "")  # of sender and receiver: the device, before NCCL 2.17 the GPU's bus id
     line: Line
 
     @property
@@ -65,37 +61,28 @@ class Connection:
 
 @dataclass(kw_only=True)
 class Process:
-    """What a process said that holds for all of its ranks.
+    """What a process said that holds for all of its ranks."""
 
-    Attributes:
-        host: its host; "" where the heads of its lines are missing.
-        pid: its number, likewise.
-        address: of the bootstrap; of another process of the host, where a cut log does not say.
-        bootstrap: interface and address for setting up connections.
-        version: of NCCL.
-        driver: of CUDA, as NCCL prints it.
-        network: ``IB``, ``Socket`` or a plugin's name.
-        settings: variables of the environment that NCCL read.
-        nics: names of InfiniBand and RoCE ports, such as ``mlx5_0:1/IB``.
-        interfaces: names and addresses for NET/Socket.
-        notes: facts that there is one of, by a name of ours.
-    """
-
-    host: str = ""
+    host: str = ""  # "" where the heads of its lines are missing
     pid: int | None = None
-    address: str = ""
-    bootstrap: Fact | None = None
+    address: str = ""  # of the bootstrap; of another process of the host, where a cut log does not say
+    bootstrap: Fact | None = None  # interface and address
     version: Fact | None = None
     driver: Fact | None = None
-    network: Fact | None = None
-    settings: dict[str, Fact] = field(default_factory=dict)
-    nics: dict[str, Line] = field(default_factory=dict)
-    interfaces: dict[str, Fact] = field(default_factory=dict)
-    notes: dict[str, Line] = field(default_factory=dict)
+    network: Fact | None = None  # IB, Socket or a plugin's name
+    settings: dict[str, Fact] = field(default_factory=dict)  # variables of the environment that NCCL read
+    nics: dict[str, Line] = field(default_factory=dict)  # such as mlx5_0:1/IB
+    interfaces: dict[str, Fact] = field(default_factory=dict)  # addresses by name
+    gdr: dict[str, Line] = field(default_factory=dict)  # of each NIC, whether it has GPUDirect RDMA
+    failed_at: Fact | None = None  # the first "file:line -> code" with which NCCL hands an error on
+    notes: dict[str, Line] = field(default_factory=dict)  # facts that there is one of, by a name of ours
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.settings or self.bootstrap or self.network or self.notes or self.gdr or self.failed_at)
 
     @property
     def machine(self) -> Machine:
-        """The host; containers of one name on several machines differ by their addresses."""
         return Machine(self.host, self.address)
 
     @property
@@ -103,114 +90,114 @@ class Process:
         return "" if self.bootstrap is None else self.bootstrap.value.partition(":")[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchResult:
-    """One topology that NCCL searched for, printed with ``NCCL_DEBUG_SUBSYS=GRAPH``.
+class SearchResult(NamedTuple):
+    """A topology that NCCL searched for, printed with ``NCCL_DEBUG_SUBSYS=GRAPH``."""
 
-    Attributes:
-        pattern: 4 is the ring, 1 to 3 are trees and CollNet, 5 is NVLS.
-        num_channels: that it found.
-        intra: slowest link within a host, such as ``NVL``, ``PIX`` or ``SYS``.
-        inter: slowest link to a NIC, likewise.
-        intra_gb_per_s: of a channel.
-        inter_gb_per_s: likewise.
-        line: where it stands.
-    """
-
-    pattern: int
+    pattern: int  # 4 is the ring, 1 to 3 are trees and CollNet, 5 is NVLS
     num_channels: int
-    intra: str
-    inter: str
-    intra_gb_per_s: float
+    intra: str  # slowest link within a host, such as NVL, PIX or SYS
+    inter: str  # slowest link to a NIC
+    intra_gb_per_s: float  # of a channel
     inter_gb_per_s: float
     line: Line
 
 
 @dataclass(kw_only=True, eq=False)
 class Member:
-    """What one rank of one communicator said.
-
-    Attributes:
-        process: that it is in.
-        device: CUDA device.
-        rank: None where the log does not say.
-        num_ranks: of the communicator, likewise.
-        address: of the communicator in this process; the log's name for it.
-        comm_id: equal on all ranks of a communicator; None before NCCL 2.16.
-        parent: address of the communicator that this one was split from.
-        split: how it was split: the count and the colour.
-        num_nodes: that NCCL sees.
-        num_local_ranks: on this rank's node.
-        bus_id: of the GPU.
-        started: the line in which initialization started.
-        finished: the line in which it was complete.
-        ended: the line in which it was destroyed or aborted.
-        last: its last line.
-        connections: without duplicates, by what they connect.
-        rings: order of ranks by channel, which one rank prints.
-        trees: ``(children, parent)`` by channel.
-        channels: numbers by kind: ``coll``, ``collnet``, ``nvls``, ``p2p``.
-        searches: topologies that NCCL searched for.
-        init_s: seconds that initialization took, by part, and ``total``.
-        init_line: where they stand.
-        calls: collectives that it called, by NCCL's counter, which grouped calls and some versions repeat.
-        notes: facts that there is one of, by a name of ours.
-    """
+    """What one rank of one communicator said; or lines of a thread, until it is known whose they are."""
 
     process: Process
     device: int | None = None
-    rank: int | None = None
+    file: str = ""  # of its first line
+    rank: int | None = None  # None where the log does not say, as all of these
     num_ranks: int | None = None
-    address: str = ""
-    comm_id: str | None = None
-    parent: str = ""
-    split: str = ""
+    min_ranks: int = 1
+    address: str = ""  # the log's name for the communicator in this process
+    comm_id: str | None = None  # equal on all ranks; None before NCCL 2.16
+    parent: str = ""  # address of the communicator that this one was split from
+    split: str = ""  # how: the count and the colour
     num_nodes: int | None = None
-    num_local_ranks: int | None = None
     bus_id: str = ""
+    nvml_device: int | None = None  # number of the GPU outside of CUDA_VISIBLE_DEVICES
     started: Line | None = None
     finished: Line | None = None
-    ended: Line | None = None
-    last: Line | None = None
+    ended: Line | None = None  # destroyed or aborted
+    last: Message | None = None
+    stage: int = 0  # how far its lines prove that it came, a place in STAGES
     connections: dict[tuple[int, int, int, str, str], Connection] = field(default_factory=dict)
-    rings: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    trees: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
-    channels: dict[str, int] = field(default_factory=dict)
+    rings: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by channel; rank 0 prints them
+    has_trees: bool = False
+    channels: dict[str, int] = field(default_factory=dict)  # by kind: coll, collnet, nvls, p2p
     searches: list[SearchResult] = field(default_factory=list)
-    init_s: dict[str, float] = field(default_factory=dict)
+    nvlinks: dict[tuple[str, str], Line] = field(default_factory=dict)  # from one GPU to another, by bus id
+    init_s: dict[str, float] = field(default_factory=dict)  # seconds by part, and total
     init_line: Line | None = None
-    calls: dict[int, list[Fact]] = field(default_factory=dict)
+    calls: CallList = field(default_factory=CallList)
     notes: dict[str, Line] = field(default_factory=dict)
 
     @property
     def num_channels(self) -> int:
-        """Channels of collectives; where they are not printed, those that have been seen."""
-        seen = [channel for channel, *_ in self.connections] + list(self.rings) + list(self.trees)
+        """Channels of collectives; where they are not printed, those that have been seen; 0 for none."""
+        seen = [channel for channel, *_ in self.connections]
         return self.channels.get("coll") or (max(seen) + 1 if seen else 0)
+
+    def reach(self, stage: int, *ranks: int) -> None:
+        """Notes how far initialization is, and ranks that the communicator has."""
+        self.stage = max(self.stage, stage)
+        self.min_ranks = max(self.min_ranks, *(rank + 1 for rank in ranks), 1)
+
+    def is_gpu(self, label: str) -> bool:
+        """Returns whether what stands in brackets behind a rank can be this rank's GPU."""
+        known = {str(each) for each in (self.device, self.nvml_device) if each is not None}
+        return not label or not self.bus_id or label in known or label.lstrip("0") == self.bus_id.lstrip("0")
+
+    def absorb(self, other: Member) -> None:
+        """Takes over lines of another thread."""
+        self.rank = other.rank if self.rank is None else self.rank
+        self.reach(other.stage, other.min_ranks - 1)
+        for name in ("connections", "rings", "channels", "nvlinks", "notes"):
+            getattr(self, name).update(getattr(other, name))
+        self.searches += other.searches
+        if other.last is not None and (self.last is None or self.last.number < other.last.number):
+            self.last = other.last
 
 
 @dataclass(kw_only=True, eq=False)
 class Communicator:
-    """The ranks of a communicator.
+    """The ranks of a communicator."""
 
-    Attributes:
-        number: in the order of the log, from 1.
-        members: by rank; those whose rank is not known are left out.
-        unknown: members whose rank the log does not say.
-    """
+    number: int  # in the order of the log, from 1; 0 for processes that name no communicator
+    members: dict[int, Member] = field(default_factory=dict)  # by rank
+    unknown: list[Member] = field(default_factory=list)  # the log does not say their rank, or their communicator
+    count: int = 1  # communicators of one size that the log does not tell apart; more than 1 before NCCL 2.16
 
-    number: int
-    members: dict[int, Member] = field(default_factory=dict)
-    unknown: list[Member] = field(default_factory=list)
+    @property
+    def all_members(self) -> list[Member]:
+        return [*self.members.values(), *self.unknown]
 
     @property
     def num_ranks(self) -> int | None:
-        return next((each.num_ranks for each in self.members.values() if each.num_ranks is not None), None)
+        return next((each.num_ranks for each in self.all_members if each.num_ranks is not None), None)
 
     @property
+    def min_ranks(self) -> int:
+        """Ranks that it has at least."""
+        return max(
+            [self.num_ranks or 1, *(each.min_ranks for each in self.all_members), *(r + 1 for r in self.members)]
+        )
+
+    @cached_property
     def num_nodes(self) -> int | None:
-        """Nodes that NCCL sees; None where no line says so."""
-        return next((each.num_nodes for each in self.members.values() if each.num_nodes is not None), None)
+        """Nodes that NCCL sees; None where no line says so and not all ranks are there."""
+        named = next((each.num_nodes for each in self.all_members if each.num_nodes is not None), None)
+        return (
+            len(self.machines) if named is None and self.is_complete and all(m.host for m in self.machines) else named
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each of its ranks is known."""
+        return self.num_ranks is not None and len(self.members) == self.num_ranks and self.count == 1
 
     @property
     def missing(self) -> list[int]:
@@ -224,42 +211,31 @@ class Communicator:
             found.setdefault(member.process.machine, []).append(rank)
         return found
 
-    @property
+    @cached_property
     def connections(self) -> list[Connection]:
-        return [each for _, member in sorted(self.members.items()) for each in member.connections.values()]
+        return [each for member in self.all_members for each in member.connections.values()]
 
     @property
     def rings(self) -> dict[int, tuple[int, ...]]:
         """Order of ranks by channel."""
-        return {channel: ring for member in self.members.values() for channel, ring in sorted(member.rings.items())}
+        return {channel: ring for member in self.all_members for channel, ring in sorted(member.rings.items())}
 
 
 @dataclass(kw_only=True)
 class NcclLog:
-    """All that the files say.
-
-    Attributes:
-        files: that were read, in this order.
-        num_lines: of NCCL.
-        silent_files: those without a line of NCCL.
-        versions: that lines without a process name.
-        processes: in the order of their first lines.
-        communicators: likewise.
-        warnings: in their order.
-        timeouts: each once: PyTorch repeats them.
-        progress: the last of each rank and process group.
-        choices: how often the tuner chose what.
-        choice_lines: the first line of each choice.
-    """
+    """All that the files say."""
 
     files: list[str] = field(default_factory=list)
-    num_lines: int = 0
-    silent_files: list[str] = field(default_factory=list)
-    versions: dict[str, Fact] = field(default_factory=dict)
+    num_lines: int = 0  # of NCCL
+    silent_files: list[str] = field(default_factory=list)  # without a line of NCCL
+    versions: dict[str, Fact] = field(default_factory=dict)  # that lines without a process name
+    packages: dict[str, Fact] = field(default_factory=dict)  # of Python; the job may load another NCCL
+    listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # by nccl-tests: host, pid, device, bus
     processes: list[Process] = field(default_factory=list)
     communicators: list[Communicator] = field(default_factory=list)
     warnings: list[LoggedWarning] = field(default_factory=list)
-    timeouts: dict[tuple[object, ...], Timeout] = field(default_factory=dict)
-    progress: dict[tuple[int, str], Progress] = field(default_factory=dict)
+    timeouts: dict[tuple[object, ...], Timeout] = field(default_factory=dict)  # each once: PyTorch repeats them
+    progress: dict[tuple[int, str], Progress] = field(default_factory=dict)  # the last of each rank and group
     choices: Counter[Choice] = field(default_factory=Counter)
-    choice_lines: dict[Choice, Line] = field(default_factory=dict)
+    choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first
+    inspected: Inspected = field(default_factory=Inspected)

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Fact, Process
-from lightning_commopt.text.findings import Line
-from lightning_commopt.text.formatting import list_some
+from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Fact, Member, Process
+from lightning_commopt.text.findings import Finding, Line, Severity
+from lightning_commopt.text.formatting import list_some, ranks_text
 
 _OFF = ("0", "no", "false", "")
 
 
+class HasLine(Protocol):
+    """What stands somewhere in a log."""
+
+    @property
+    def line(self) -> Line: ...
+
+
 class Reason(NamedTuple):
-    """Why something is so.
+    """Why something is so."""
 
-    Attributes:
-        why: the setting or the fact about the hardware.
-        advice: what to try.
-        evidence: lines that say so.
-    """
-
-    why: str
-    advice: str
+    why: str  # the setting or the fact about the hardware
+    advice: str  # what to try
     evidence: tuple[Line, ...] = ()
+
+
+def finding(severity: Severity, code: str, what: str, reason: Reason, *evidence: Line | HasLine | None) -> Finding:
+    """Returns a finding, with those lines that there are."""
+    given = lines(*evidence, *reason.evidence)
+    return Finding(severity=severity, code=code, what=what, why=reason.why, advice=reason.advice, evidence=given)
 
 
 def pairs_text(pairs: Iterable[tuple[int, int]]) -> str:
@@ -49,27 +56,45 @@ def setting(processes: Iterable[Process], name: str) -> Fact | None:
     return next((process.settings[name] for process in processes if name in process.settings), None)
 
 
-def switched_on(processes: Iterable[Process], name: str) -> Fact | None:
-    """Returns a variable such as ``NCCL_P2P_DISABLE``, where a process has it and it is not 0."""
+def switched_on(processes: Iterable[Process], name: str, *, on: bool = True) -> Fact | None:
+    """Returns a variable such as ``NCCL_P2P_DISABLE``, where a process has it and it is not 0, or with not on, is 0."""
     found = (process.settings[name] for process in processes if name in process.settings)
-    return next((fact for fact in found if fact.value.lower() not in _OFF), None)
-
-
-def switched_off(processes: Iterable[Process], name: str) -> Fact | None:
-    """Returns a variable such as ``NCCL_NVLS_ENABLE``, where a process has it and it is 0."""
-    found = (process.settings[name] for process in processes if name in process.settings)
-    return next((fact for fact in found if fact.value.lower() in _OFF), None)
+    return next((fact for fact in found if (fact.value.lower() not in _OFF) == on), None)
 
 
 def processes_of(communicator: Communicator, ranks: Iterable[int] | None = None) -> list[Process]:
     """Returns the processes of some ranks, or of all."""
-    chosen = communicator.members if ranks is None else set(ranks)
+    if ranks is None:
+        return list({id(member.process): member.process for member in communicator.all_members}.values())
+    chosen = set(ranks)
     return [member.process for rank, member in communicator.members.items() if rank in chosen]
 
 
-def lines(*found: Line | Fact | None) -> tuple[Line, ...]:
+def ranks_of(members: Iterable[Member]) -> str:
+    """Returns the ranks of members, as text."""
+    known = sorted({member.rank for member in members if member.rank is not None})
+    return ranks_text(known) if known else "a rank"
+
+
+def spans_hosts(communicator: Communicator) -> bool | None:
+    """Returns whether there are several hosts; None where the log does not say."""
+    if communicator.num_nodes is not None:
+        return communicator.num_nodes > 1
+    hosts = {each.process.host for each in communicator.all_members if each.process.host}
+    if len(hosts) > 1 or any(_is_between(each) for each in communicator.connections):
+        return True
+    return False if communicator.num_ranks == 1 else None
+
+
+def _is_between(connection: Connection) -> bool:
+    """Returns whether both ends have one bus id, which a host has only once; a device number has fewer digits."""
+    sender, receiver = connection.labels
+    return connection.kind == "NET" and sender == receiver and len(sender) > 2
+
+
+def lines(*found: Line | HasLine | None) -> tuple[Line, ...]:
     """Returns evidence without what is missing, and nothing twice."""
-    given = [each.line if isinstance(each, Fact) else each for each in found if each is not None]
+    given = [each if isinstance(each, Line) else each.line for each in found if each is not None]
     return tuple(dict.fromkeys(given))
 
 

@@ -6,60 +6,112 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_commopt.commands.nccl_log.facts import NcclLog
-from lightning_commopt.commands.nccl_log.finding import lines
+from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog
+from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of
 from lightning_commopt.commands.nccl_log.networks import find_slow_networks
 from lightning_commopt.commands.nccl_log.paths import find_slow_paths
-from lightning_commopt.commands.nccl_log.processes import find_lost_processes, find_process_differences
+from lightning_commopt.commands.nccl_log.processes import find_process_differences
 from lightning_commopt.commands.nccl_log.ranks import find_rank_problems
 from lightning_commopt.commands.nccl_log.warnings import find_timeouts, find_warnings
 from lightning_commopt.text.findings import Finding, worst_first
 
 _FORCED = re.compile(r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|M(IN|AX)_(NCHANNELS|CTAS|NRINGS)|LAUNCH_MODE)$")
 _LARGE_BYTES = 16 << 20
+_LATE_SHARE = 0.05
 
 
 def find_all(log: NcclLog) -> list[Finding]:
-    """Finds what is wrong, slow or unequal.
+    """Finds what is wrong, slow or unequal, and what the log does not say.
 
     Returns:
         Errors first, then what is slow, what differs and notes; one finding for communicators that have it alike.
     """
-    found = [*find_warnings(log), *find_timeouts(log), *find_lost_processes(log), *find_process_differences(log)]
+    found = [*find_warnings(log), *find_timeouts(log), *find_process_differences(log)]
     for communicator in log.communicators:
         for find in (find_rank_problems, find_slow_paths, find_slow_networks):
-            found += [replace(each, where=f"communicator {communicator.number}") for each in find(communicator)]
-    found += [*_find_forced(log), *_find_small_protocol(log)]
+            where = f"communicator {communicator.number}" if communicator.count == 1 else "communicators without an id"
+            found += [replace(each, where=where) for each in find(communicator)]
+    rest = _without_communicator(log)
+    for find in (find_slow_paths, find_slow_networks):
+        found += find(rest)
+    found += [*_find_forced(log), *_find_topology_file(log), *_find_small_protocol(log), *_find_late_rank(log)]
+    found += _find_unknown(log, found)
     once: dict[tuple[str, str, str], Finding] = {}
-    for finding in found:
-        once.setdefault((finding.code, finding.what, finding.why), finding)
+    for each in found:
+        once.setdefault((each.code, each.what, each.why), each)
     return worst_first(once.values())
+
+
+def _without_communicator(log: NcclLog) -> Communicator:
+    """Returns processes that name no communicator, for findings that need none."""
+    known = {id(member.process) for each in log.communicators for member in each.all_members}
+    return Communicator(
+        number=0, unknown=[Member(process=process) for process in log.processes if id(process) not in known]
+    )
 
 
 def _find_forced(log: NcclLog) -> Iterator[Finding]:
     forced = {name: fact for process in log.processes for name, fact in process.settings.items() if _FORCED.match(name)}
     if forced:
-        yield Finding(
-            code="forced_settings",
-            severity="note",
-            what=f"the environment sets {', '.join(f'{name}={fact.value}' for name, fact in sorted(forced.items()))}",
-            why="NCCL does not choose these by itself any more; what was best elsewhere is often slower here",
-            advice="measure without them, at the sizes of your buckets",
-            evidence=lines(*forced.values()),
-        )
+        what = f"the environment sets {', '.join(f'{name}={fact.value}' for name, fact in sorted(forced.items()))}"
+        why = "NCCL does not choose these by itself any more; what was best elsewhere is often slower here"
+        advice = "measure without them, at the sizes of your buckets"
+        yield finding("note", "forced_settings", what, Reason(why, advice), *forced.values())
+
+
+def _find_topology_file(log: NcclLog) -> Iterator[Finding]:
+    names = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE")
+    found = {name: p.settings[name] for p in log.processes for name in names if name in p.settings}
+    if found:
+        what = f"the environment sets {', '.join(f'{name}={fact.value}' for name, fact in found.items())}"
+        why = "NCCL takes the hardware from this file instead of looking: a file of another machine makes it slow"
+        advice = "compare it with nvidia-smi topo -m and NCCL_TOPO_DUMP_FILE; clouds have one for each machine type"
+        yield finding("note", "topology_file", what, Reason(why, advice), *found.values())
 
 
 def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
     """Finds large messages that go by the protocol for small ones."""
-    large = [choice for choice in log.choices if choice.num_bytes >= _LARGE_BYTES and choice.protocol == "LL"]
-    if large:
-        largest = max(large, key=lambda choice: choice.num_bytes)
+    sizes = [choice for choice in log.choices if choice.num_bytes >= _LARGE_BYTES and choice.protocol == "LL"]
+    measured = [each.num_bytes for each in log.inspected.bus_gb_per_s if each.protocol == "LL"]
+    largest = max([*(choice.num_bytes for choice in sizes), *measured], default=0)
+    if largest >= _LARGE_BYTES:
         proto = next((p.settings["NCCL_PROTO"] for p in log.processes if "NCCL_PROTO" in p.settings), None)
-        yield Finding(
-            code="small_protocol",
-            severity="slow",
-            what=f"messages of {largest.num_bytes / 2**20:.0f} MiB go by the protocol LL",
-            why=f"the environment sets NCCL_PROTO={proto.value}" if proto else "NCCL's tuner, or its plugin, chose it",
-            advice="unset NCCL_PROTO and NCCL_ALGO: LL sends twice the bytes, and is for messages below some 100 KB",
-            evidence=lines(proto, log.choice_lines.get(largest)),
-        )
+        first = max(sizes, key=lambda choice: choice.num_bytes, default=None)
+        what = f"messages of {largest / 2**20:.0f} MiB go by the protocol LL"
+        why = f"the environment sets NCCL_PROTO={proto.value}" if proto else "NCCL's tuner, or its plugin, chose it"
+        advice = "unset NCCL_PROTO and NCCL_ALGO: LL sends twice the bytes, and is for messages below some 100 KB"
+        line = log.choice_lines[first] if first else None
+        yield finding("slow", "small_protocol", what, Reason(why, advice), proto, line)
+
+
+def _find_late_rank(log: NcclLog) -> Iterator[Finding]:
+    """Finds the rank that others wait for, by the Inspector's times: it is in each collective for the shortest."""
+    spans = log.inspected.spans_s
+    for (comm_id, rank), waited_s in list(log.inspected.late_ranks().items())[:1]:
+        total_s = sum(most for (other, *_), (_, most, _) in spans.items() if other == comm_id)
+        if len(log.inspected.ranks[comm_id]) > 1 and waited_s > _LATE_SHARE * total_s:
+            what = (
+                f"other ranks waited {waited_s:.3g} s of {total_s:.3g} s in collectives for rank {rank}"
+                f" (communicator {comm_id})"
+            )
+            why = "NCCL's Inspector has the shortest times there: the rank that comes last waits least"
+            advice = "see what this rank does before collectives: data, a slower GPU, other processes on its host"
+            yield finding("slow", "late_rank", what, Reason(why, advice))
+
+
+def _find_unknown(log: NcclLog, found: list[Finding]) -> Iterator[Finding]:
+    """Says what could not be judged, because no line of the log is about it."""
+    silent = [each for each in log.communicators if (each.num_ranks or 2) > 1 and not each.connections]
+    if silent or (log.processes and not log.communicators):
+        members = [member for each in silent for member in each.all_members]
+        whose = f"how {ranks_of(members)} talk" + ("s" if len(members) == 1 else "") if members else "how ranks talk"
+        no_network = ", and which network they use" if not any(p.network for p in log.processes) else ""
+        what = f"unknown: {whose}{no_network}"
+        why = "the log has no line of their connections (Channel ... via): it is cut, or they have not talked yet"
+        advice = "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,ENV,GRAPH,NET,P2P, and the whole log of all ranks"
+        yield finding("note", "unknown", what, Reason(why, advice))
+    elif not log.communicators and not found and not log.choices and not log.inspected.num_records:
+        what = "unknown: how ranks talk; the log has only a version" if log.versions else "unknown: how ranks talk"
+        why = "no line is about a rank"
+        advice = "NCCL_DEBUG=INFO for the job, and the whole log of all ranks"
+        yield finding("note", "unknown", what, Reason(why, advice))

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from lightning_commopt.commands.nccl_log.events import Choice, Progress, Timeout
 from lightning_commopt.commands.nccl_log.facts import Connection, SearchResult
 from lightning_commopt.text.findings import Line
 
 SETTING = re.compile(r"(NCCL_[A-Z0-9_]+) set (?:by environment )?to (.*?)\.?$")
-BOOTSTRAP = re.compile(r"Bootstrap ?: Using (?:\[\d+\])?([^\s:]+):(\S+?)(?:<\d+>|$)")
+BOOTSTRAP = re.compile(r"(?:Bootstrap|NET) ?: Using (?:interface )?(?:\[\d+\])?([^\s:]+):(\S+?)(?:<\d+>|$)")
 INTERFACE = re.compile(r"\[\d+\]([^\s:\[\]]+):([^\s<]+)<\d+>")
 NIC = re.compile(r"([\w.+-]+:\d+/(?:IB/SHARP|IB|RoCE))")
-NETWORK = re.compile(r"Using network (.+)$")
-VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?(?:\+cuda\d+(?:\.\d+)?)?)")
+NETWORK = re.compile(r"Using (?:network|(?:in|ex)ternal Network) (.+)$")
+VERSION = re.compile(r"NCCL version:? *(\d+\.\d+(?:\.\d+)?(?:\+cuda\d+(?:\.\d+)?)?)", re.IGNORECASE)
+PACKAGE = re.compile(r"(?:nvidia-nccl-cu\d+|using nccl)[ =]+(\d+\.\d+\.\d+)")
 DRIVER = re.compile(r"cudaDriverVersion (\d+)")
+GDR = re.compile(
+    r"GPU Direct RDMA (?:\(.*?\) )?(enabled?|disabled) for (?:HCA \d+ '(.+?)'|(GPU \S+ / HCA \d+.*))", re.IGNORECASE
+)
 IDENTITY = re.compile(r"\bcomm (0x[0-9a-fA-F]+) rank (\d+) n[rR]anks (\d+)\b(.*)$")
 COMM_ID = re.compile(r"commId (0x[0-9a-fA-F]+)")
 SPLIT = re.compile(r"parent (0x[0-9a-fA-F]+) (?:splitCount|childCount) (\d+) color (-?\d+)")
-BUS_ID = re.compile(r"busId ([0-9a-fA-F]+)")
+BUS_ID = re.compile(r"(?:nvmlDev (\d+) )?busId ([0-9a-fA-F]+)")
 NODES = re.compile(r"nNodes (\d+) localRanks (\d+)")
 INIT_TIMINGS = re.compile(r"Init timings - \w+: rank (\d+) nranks (\d+) total ([\d.]+)(.*)")
-RING_ORDER = re.compile(r"Channel (\d+)/(\d+) :((?: +\d+)+)$")
-TREES = re.compile(r"\[(\d+)\] (\S+->\S+->\S+)")
+RING_ORDER = re.compile(r"Channel (\d+)/(\d+) :((?: +\d+)+)( ?\.\.\.)?$")
+RING_PLACE = re.compile(r"Ring (\d+) : (\d+) -> (\d+) -> (\d+)$")
+TREES = re.compile(r"\[\d+\] (-?\d+(?:/-?\d+)*->\d+->-?\d+(?:/-?\d+)*)")
 CHANNELS = re.compile(r"\b(\d{1,6}) (coll|collnet|nvls|p2p) channels(?! per)")
 COLLECTIVE = re.compile(
-    r"(\w+): opCount ([0-9a-fA-F]+) .*?count (\d+) datatype (\d+) op (\d+) root (\d+) comm (0x[0-9a-fA-F]+)"
+    r"(\w+): opCount ([0-9a-fA-F]+) .*? count (\d+) datatype (\d+) op (\d+) root (\d+) comm (0x[0-9a-fA-F]+)"
 )
+FAILED_AT = re.compile(r"([\w/]+\.(?:cc|h|cu):\d+ -> \d)\b")
+LISTED = re.compile(
+    r"#\s+Rank\s+(\d+)(?:\s+Group\s+\d+)?\s+Pid\s+(\d+)\s+on\s+(\S+)\s+device\s+(\d+)\s+\[(?:0x|0000:)?(\w\w)"
+)
+MAX_RING = 20  # ranks that NCCL prints of a ring
 _CONNECTION = re.compile(
-    r"(?:Channel|Ring) (\d+)(?:/\d+)? : (\d+)(?:\[[0-9a-fA-F]+\])? -> (\d+)(?:\[[0-9a-fA-F]+\])?"
-    r"(?: \[(send|receive)\])? via (.+?)(?: comm 0x.*)?$"
+    r"(?:Channel|Ring) (\d+)(?:/\d+)? : (\d+)(?:\[([0-9a-fA-F]+)\])? -> (\d+)(?:\[([0-9a-fA-F]+)\])?"
+    r"(?: \[(send|receive)\])? via (.+?)(?: comm (0x[0-9a-fA-F]+).*)?$"
 )
 _NET = re.compile(r"NET/(.+?)/(\d+)(?:\((\d+)\))?((?:/.*)?)$")
 _SEARCH = re.compile(
@@ -38,9 +49,12 @@ _SEARCH = re.compile(
 _CHOICE = re.compile(r"(?:(\w+): )?(\d+) Bytes -> Algo (\w+) proto (\w+)(?:.*channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\})?")
 _KERNEL_CHOICE = re.compile(r"(\w+) \[([\w ]+)\]: (\d+) Bytes -> (?:Kernel )?(\S+)(?: nchannels (\d+))?")
 _TIMEOUT = re.compile(
-    r"Watchdog caught collective operation timeout: WorkNCCL\((.*?Timeout\(ms\)=\d+)\)(?: ran for (\d+) milliseconds)?"
+    r"Watchdog caught collective operation timeout: WorkNCCL\((.*?Timeout\(ms\) ?= ?\d+)\)"
+    r"(?: ran for (\d+) milliseconds)?"
 )
-_PROGRESS = re.compile(r"last enqueued(?: NCCL)? work: (-?\d+), last completed(?: NCCL)? work: (-?\d+)", re.IGNORECASE)
+_PROGRESS = re.compile(
+    r"(?:work: (\d+), )?last enqueued(?: NCCL)? work: (-?\d+), last completed(?: NCCL)? work: (-?\d+)", re.IGNORECASE
+)
 _TORCH_ERROR = re.compile(
     r"NCCL error(?: in)?: .*?((?:unhandled \w+|internal) error|invalid (?:usage|argument)|remote process exited)"
 )
@@ -65,10 +79,10 @@ def parse_connection(text: str, line: Line) -> Connection | None:
     found = _CONNECTION.match(text)
     if found is None:
         return None
-    channel, sender, receiver = int(found[1]), int(found[2]), int(found[3])
+    channel, sender, receiver = int(found[1]), int(found[2]), int(found[4])
     if not (are_ranks(sender, receiver) and is_channel(channel)):
         return None
-    via = found[5].strip()
+    via = found[7].strip()
     kind, _, method = ("SHM", "", "") if via.startswith("direct shared memory") else via.partition("/")
     net = _NET.match(via)
     if kind not in ("P2P", "SHM") and net is None:
@@ -77,41 +91,32 @@ def parse_connection(text: str, line: Line) -> Connection | None:
         channel=channel,
         sender=sender,
         receiver=receiver,
-        direction=found[4] or "",
+        direction=found[6] or "",
         kind=kind,
-        method=method if net is None else net[1],
+        method=sys.intern(method if net is None else net[1]),
         nic=None if net is None else int(net[2]),
         proxy_rank=None if net is None or net[3] is None else int(net[3]),
         has_gdr=net is not None and "/GDRDMA" in net[4],
+        labels=(sys.intern(found[3] or ""), sys.intern(found[5] or "")),
         line=line,
     )
 
 
-def parse_trees(text: str) -> tuple[int | None, dict[int, tuple[tuple[int, ...], int]]]:
-    """Parses a rank's places in the trees; of NCCL 2.5's two trees for each channel the one that goes up.
-
-    Returns:
-        The rank, None if the line is broken, and ``(children, parent)`` by channel; the root's parent is -1.
+def parse_trees(text: str) -> tuple[int, set[int]] | None:
+    """Parses a rank's places in the trees; returns the rank and all ranks that are named, None if it is broken.
 
     >>> parse_trees("Trees [0] 1/2/-1->0->-1 [1] -1/-1/-1->0->2")
-    (0, {0: ((1, 2), -1), 1: ((), 2)})
-    >>> parse_trees("Trees [0] 22->23->-1/-1/-1")
-    (23, {0: ((), 22)})
+    (0, {0, 1, 2})
     """
-    trees: dict[int, tuple[tuple[int, ...], int]] = {}
+    named: set[int] = set()
     rank = None
-    for channel, shown in TREES.findall(text):
-        try:
-            first, own, last = shown.partition("|")[0].split("->")
-            children, parent = (first, last) if "/" in first else (last, first)
-            below = tuple(int(each) for each in children.split("/") if int(each) >= 0)
-            own_rank, above = int(own), int(parent)
-        except ValueError:
-            continue
-        if is_channel(int(channel)) and are_ranks(own_rank, *below) and above < _MAX_RANKS:
-            trees[int(channel)] = (below, above)
-            rank = own_rank
-    return rank, trees
+    for shown in TREES.findall(text):
+        parts = shown.split("->")
+        numbers = [int(each) for part in parts for each in part.split("/")]
+        if are_ranks(*(number for number in numbers if number >= 0)) and int(parts[1]) >= 0:
+            rank = int(parts[1])
+            named |= {number for number in numbers if number >= 0}
+    return None if rank is None else (rank, named)
 
 
 def parse_search(text: str, line: Line) -> SearchResult | None:
@@ -119,15 +124,8 @@ def parse_search(text: str, line: Line) -> SearchResult | None:
     found = _SEARCH.match(text)
     if found is None:
         return None
-    return SearchResult(
-        pattern=int(found[1]),
-        num_channels=int(found[2]),
-        intra_gb_per_s=parse_number(found[3]),
-        inter_gb_per_s=parse_number(found[4]),
-        intra=found[5],
-        inter=found[6],
-        line=line,
-    )
+    intra_gb_per_s, inter_gb_per_s = parse_number(found[3]), parse_number(found[4])
+    return SearchResult(int(found[1]), int(found[2]), found[5], found[6], intra_gb_per_s, inter_gb_per_s, line)
 
 
 def parse_choice(text: str) -> Choice | None:
@@ -180,7 +178,7 @@ def parse_timeout(text: str, line: Line) -> Timeout | None:
     who = _group_and_rank(text[: found.start()]) if found else None
     if found is None or who is None:
         return None
-    named = dict(re.findall(r"(\w+(?:\(ms\))?)=(\[[^\]]*\]|[^,\s]+)", found[1]))
+    named = dict(re.findall(r"(\w+(?:\(ms\))?) ?= ?(\[[^\]]*\]|[^,\s)]+)", found[1]))
     sequence = named.get("SeqNum", "")
     sizes = [f"{key}={named[key]}" for key in ("TensorShape", "NumelIn", "NumelOut") if key in named]
     return Timeout(
@@ -189,6 +187,7 @@ def parse_timeout(text: str, line: Line) -> Timeout | None:
         sequence=int(sequence) if sequence.isdecimal() else None,
         operation=named.get("OpType", "a collective"),
         sizes=", ".join(sizes),
+        limit_s=int(named["Timeout(ms)"]) / 1000 if named.get("Timeout(ms)", "").isdecimal() else None,
         waited_s=None if found[2] is None else int(found[2]) / 1000,
         line=line,
     )
@@ -198,9 +197,10 @@ def parse_progress(text: str, line: Line) -> Progress | None:
     """Parses a line of PyTorch's watchdog that says how far a rank is; what cannot be true is left out."""
     found = _PROGRESS.search(text)
     who = _group_and_rank(text[: found.start()]) if found else None
-    if found is None or who is None or int(found[2]) > int(found[1]):
+    if found is None or who is None or int(found[3]) > int(found[2]):
         return None
-    return Progress(rank=who[1], group=who[0], enqueued=int(found[1]), completed=int(found[2]), line=line)
+    work = int(found[1]) if found[1] else None
+    return Progress(rank=who[1], group=who[0], work=work, enqueued=int(found[2]), completed=int(found[3]), line=line)
 
 
 def parse_torch_error(text: str) -> tuple[int | None, str] | None:
@@ -217,9 +217,11 @@ def parse_torch_error(text: str) -> tuple[int | None, str] | None:
 
 
 def _group_and_rank(text: str) -> tuple[str, int] | None:
-    """Returns what stands last in front of a message: the process group, if it is named, and the rank."""
-    found = list(_GROUP_AND_RANK.finditer(text))
-    return (found[-1][1] or "", int(found[-1][2] or found[-1][3])) if found else None
+    """Returns the rank that stands last in front of a message, and its process group, if it is named."""
+    found = [(each[1] or "", int(each[2] or each[3])) for each in _GROUP_AND_RANK.finditer(text)]
+    return (
+        (next((group for group, rank in found if group and rank == found[-1][1]), ""), found[-1][1]) if found else None
+    )
 
 
 def are_ranks(*numbers: int) -> bool:

@@ -5,39 +5,71 @@ from __future__ import annotations
 import re
 
 from lightning_commopt.commands.nccl_log import grammar
-from lightning_commopt.commands.nccl_log.facts import Fact, Member
-from lightning_commopt.commands.nccl_log.sources import Message, Source
+from lightning_commopt.commands.nccl_log.facts import Member
+from lightning_commopt.commands.nccl_log.lines import Message
+from lightning_commopt.commands.nccl_log.sources import Source
 
-_NOTES = {
-    "p2p_disabled": ("P2P is disabled between",),
-    "nvls_available": ("NVLS multicast support is available",),
-    "nvls_unavailable": ("NVLS multicast support is not available",),
-    "rings": ("Connected all rings",),
-    "trees": ("Connected all trees",),
-    "nvls": ("Connected NVLS tree", "NVLS comm 0x"),
-    "collnet": ("Connected collnet", "Connected Collnet Chains"),
-}
+_NOTES = (
+    # beginning of the line, our name, the stage that it proves, whether only a new communicator has it
+    ("NVLS multicast support is available", "nvls_available", 1, True),
+    ("NVLS multicast support is not available", "nvls_unavailable", 1, True),
+    ("Setting affinity for GPU", "affinity", 1, True),
+    ("Connected all rings", "rings", 4, False),
+    ("Connected all trees", "trees", 5, False),
+    ("Connected NVLS tree", "nvls", 5, False),
+    ("NVLS comm 0x", "nvls", 5, False),
+    ("Connected collnet", "collnet", 5, False),
+    ("Connected Collnet Chains", "collnet", 5, False),
+)
+_FIRST_WORDS = {beginning.split()[0] for beginning, *_ in _NOTES}
+_GPU_LINE = re.compile(r"GPU/(?:\d+-)?([0-9A-Fa-f]+) \(")
+_NVLINK_LINE = re.compile(r"\+ NVL\[[\d.]+\] - GPU/(?:\d+-)?([0-9A-Fa-f]+)")
 
 
-def read_member_line(source: Source, message: Message) -> None:
-    """Adds what a message says of a rank; an unknown one is only its last line.
+class MemberReader:
+    """Reads lines of ``NCCL INFO`` that are about one rank."""
 
-    Args:
-        source: the process that wrote it; its members are changed.
-        message: a line of ``NCCL INFO``.
-    """
-    text = message.text
-    if found := grammar.IDENTITY.search(text):
-        member = _read_identity(source, message, found)
-    elif " -> " in text and " via " in text:
-        member = _read_connection(source, message)
-    elif found := grammar.COLLECTIVE.match(text):
-        member = _read_call(source, message, found)
-    else:
-        member = _read_notes(source, message) or (_read_graphs(source, message) if message.is_whole else None)
-    member = member or source.find_member(message)
-    if member is not None:
-        member.last = message.line
+    def __init__(self) -> None:
+        self._gpu: dict[int, str] = {}  # whose links NCCL's topology lists just now, by id of the member
+
+    def read(self, source: Source, message: Message) -> None:
+        """Adds what a message says of a rank; an unknown one is only its last line.
+
+        Args:
+            source: the process that wrote it; its members are changed.
+            message: the line.
+        """
+        text = message.text
+        if " opCount " in text and (found := grammar.COLLECTIVE.match(text)):
+            _read_call(source, message, found)
+            return
+        first = text.partition(" ")[0]
+        member = None
+        if " comm 0x" in f" {text}" and " rank " in text and (found := grammar.IDENTITY.search(text)):
+            member = _read_identity(source, message, found)
+        elif " -> " in text and " via " in text:
+            member = _read_connection(source, message)
+        elif first in _FIRST_WORDS or "CollNet" in text:
+            member = _read_notes(source, message)
+        if member is None and message.is_whole:
+            member = _read_graphs(source, message) or self._read_topology(source, message)
+        member = member or source.find_member(message)
+        if member is not None:
+            member.last = message
+
+    def _read_topology(self, source: Source, message: Message) -> Member | None:
+        """Reads NVLinks of the topology, which ``NCCL_DEBUG_SUBSYS=GRAPH`` prints."""
+        text = message.text
+        if found := _GPU_LINE.match(text):
+            member = source.member(message)
+            self._gpu[id(member)] = found[1]
+            return member
+        if found := _NVLINK_LINE.match(text):
+            member = source.member(message)
+            if id(member) in self._gpu:
+                member.nvlinks.setdefault((self._gpu[id(member)], found[1]), message.line)
+            return member
+        return None
 
 
 def _read_identity(source: Source, message: Message, found: re.Match[str]) -> Member | None:
@@ -53,17 +85,18 @@ def _read_identity(source: Source, message: Message, found: re.Match[str]) -> Me
     if part := grammar.SPLIT.search(rest):
         member.parent, member.split = part[1], f"{part[2]}:{part[3]}"
     if part := grammar.BUS_ID.search(rest):
-        member.bus_id = part[1]
+        member.bus_id, member.nvml_device = part[2], None if part[1] is None else int(part[1])
     if part := grammar.NODES.search(rest):
-        member.num_nodes, member.num_local_ranks = int(part[1]), int(part[2])
-    if "Init START" in rest:
-        member.started = member.started or line
-    elif "Init COMPLETE" in rest:
+        member.num_nodes = int(part[1])
+        member.reach(1)
+    if "COMPLETE" in rest and "Destroy" not in rest and "Abort" not in rest and "Revoke" not in rest:
         member.finished = member.finished or line
     elif "Destroy" in rest or "Abort" in rest:
         member.ended = member.ended or line
         if "COMPLETE" in rest:
             source.by_address.pop(address, None)
+    elif "Init START" in rest:
+        member.started = member.started or line
     return member
 
 
@@ -71,62 +104,86 @@ def _read_connection(source: Source, message: Message) -> Member | None:
     connection = grammar.parse_connection(message.text, message.line) if message.is_whole else None
     if connection is None:
         return None
+    own = connection.receiver if connection.direction == "receive" else connection.sender
+    _, named, address = message.text.partition(" comm 0x")
+    member = source.by_address.get(f"0x{address.split()[0]}") if named and address else None
+    member = member if member is not None and member.rank == own else source.member(message, rank=own)
     ends = (connection.sender, connection.receiver)
-    member = source.member(message, ends=ends)
-    if member.rank is None:
-        member.rank = connection.receiver if connection.direction == "receive" else connection.sender
     key = (connection.channel, *ends, connection.direction, connection.path)
     member.connections.setdefault(key, connection)
+    member.reach(3, *ends)
     return member
 
 
-def _read_call(source: Source, message: Message, found: re.Match[str]) -> Member | None:
+def _read_call(source: Source, message: Message, found: re.Match[str]) -> None:
     operation, counter, count, dtype, reduction, root, address = found.groups()
     member = source.by_address.get(address) or source.find_member(message)
     # Sends and receives differ between ranks by right.
-    if member is None or operation in ("Send", "Recv") or len(counter) > 16:
-        return None
+    if member is None or operation in ("Send", "Recv") or len(counter) > 15:
+        return
     shown = f"{operation} of {count} elements (datatype {dtype}, op {reduction}, root {root})"
-    member.calls.setdefault(int(counter, 16), []).append(Fact(shown, message.line))
-    return member
+    member.calls.append(int(counter, 16), shown, message.file, message.number)
 
 
 def _read_notes(source: Source, message: Message) -> Member | None:
     text = message.text
-    name = next((name for name, beginnings in _NOTES.items() if text.startswith(beginnings)), None)
-    if name is None and "Connected CollNet" not in text:
+    known = next((each for each in _NOTES if text.startswith(each[0])), None)
+    if known is None and "Connected CollNet" not in text:
         return None
-    member = source.member(message)
-    member.notes.setdefault(name or "collnet", message.line)
+    _, name, stage, begins = known or ("", "collnet", 5, False)
+    member = source.member(message, begins=begins)
+    member.notes.setdefault(name, message.line)
+    member.reach(stage)
     return member
 
 
 def _read_graphs(source: Source, message: Message) -> Member | None:
     """Reads rings, trees, numbers of channels, what NCCL searched for, and how long that took."""
-    text, line = message.text, message.line
+    text = message.text
     if text.startswith("Trees"):
-        rank, trees = grammar.parse_trees(text)
-        if rank is None:
+        trees = grammar.parse_trees(text)
+        if trees is None:
             return None
-        member = source.member(message, ends=(rank,))
-        member.rank = rank if member.rank is None else member.rank
-        member.trees.update(trees)
+        member = source.member(message, begins=True, rank=trees[0])
+        member.has_trees = True
+        member.reach(2, *trees[1])
         return member
     if found := grammar.RING_ORDER.match(text):
-        channel, ring = int(found[1]), tuple(map(int, found[3].split()))
-        if not (grammar.is_channel(channel) and grammar.are_ranks(*ring)):
+        return _read_ring(source, message, found)
+    if found := grammar.RING_PLACE.match(text):
+        places = [int(each) for each in found.groups()[1:]]
+        if not grammar.are_ranks(*places):
             return None
-        member = source.member(message)
-        member.rings[channel] = ring
-    elif found_channels := grammar.CHANNELS.findall(text):
+        member = source.member(message, begins=True, rank=places[1])
+        member.reach(2, *places)
+        return member
+    if found_channels := grammar.CHANNELS.findall(text):
         member = source.member(message)
         member.channels.update({kind: int(number) for number, kind in found_channels if int(number) < 1 << 10})
-    elif search := grammar.parse_search(text, line):
-        member = source.member(message)
+    elif search := grammar.parse_search(text, message.line):
+        member = source.member(message, begins=True)
         member.searches.append(search)
+        member.reach(1)
     elif init_s := grammar.parse_init_s(text):
         member = source.member(message)
-        member.init_s, member.init_line = init_s, line
+        member.init_s, member.init_line = init_s, message.line
     else:
         return None
+    return member
+
+
+def _read_ring(source: Source, message: Message, found: re.Match[str]) -> Member | None:
+    """Reads the order of all ranks, which rank 0 prints; of many ranks NCCL prints only the first."""
+    channel, ring = int(found[1]), tuple(map(int, found[3].split()))
+    if not (grammar.is_channel(channel) and grammar.are_ranks(*ring)) or len(set(ring)) < len(ring) or ring[0] != 0:
+        return None
+    member = source.member(message, begins=True, rank=0)
+    is_all = len(ring) < grammar.MAX_RING and not found[4] and max(ring) == len(ring) - 1
+    if is_all and member.num_ranks is None:
+        member.num_ranks = len(ring)
+    if member.num_ranks is not None and len(ring) != min(member.num_ranks, grammar.MAX_RING) and not found[4]:
+        return None
+    member.rings[channel] = ring
+    member.channels.setdefault("coll", int(found[2]))
+    member.reach(1, *ring)
     return member

@@ -7,28 +7,38 @@ from collections.abc import Callable, Iterator
 from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Process
 from lightning_commopt.commands.nccl_log.finding import (
     Reason,
+    finding,
+    first_of,
     lines,
     pairs_of,
     pairs_text,
     processes_of,
     setting,
-    switched_off,
+    spans_hosts,
     switched_on,
 )
 from lightning_commopt.text.findings import Finding
+from lightning_commopt.text.formatting import list_some
 
 _FAR = ("PHB", "NODE", "SYS")
 _RING_PATTERN = 4
 
 _NIC_IS_FASTER = Reason(
-    "NCCL prefers the NIC where both GPUs reach it through PCIe switches faster than each other",
+    "NCCL prefers the NIC where both GPUs reach it faster than each other, as over PCIe switches",
     "right on such boards; compare with NCCL_NET_DISABLE_INTRA=1",
 )
 
 
 def find_slow_paths(communicator: Communicator) -> Iterator[Finding]:
     """Finds connections in a host that are slower than they could be, and says why, as far as the log tells."""
-    for find in (_find_network_in_host, _find_shared_memory, _find_indirect, _find_far_links, _find_nvls):
+    for find in (
+        _find_network_in_host,
+        _find_shared_memory,
+        _find_indirect,
+        _find_far_links,
+        _find_one_way,
+        _find_nvls,
+    ):
         yield from find(communicator)
 
 
@@ -38,7 +48,9 @@ def select(communicator: Communicator, matches: Callable[[Connection], bool]) ->
 
 
 def ends_of(communicator: Communicator, found: list[Connection]) -> list[Process]:
-    """Returns the processes of the ranks that some connections join."""
+    """Returns the processes of the ranks that some connections join; of communicators without an id, all."""
+    if not communicator.members:
+        return processes_of(communicator)
     return processes_of(communicator, {rank for pair in pairs_of(found) for rank in pair})
 
 
@@ -46,11 +58,19 @@ def is_in_host(communicator: Communicator, connection: Connection) -> bool | Non
     """Returns whether both ends are on one host; None where the log does not say."""
     if connection.kind != "NET":
         return True
+    sender, receiver = connection.labels
+    if sender == receiver and len(sender) > 2:
+        return False  # a host has a bus id only once
+    if communicator.num_nodes == 1:
+        return True
     ends = [communicator.members.get(rank) for rank in (connection.sender, connection.receiver)]
     machines = [None if end is None else end.process.machine for end in ends]
-    if machines[0] is None or machines[1] is None or not machines[0].host:
-        return True if communicator.num_nodes == 1 else None
-    return machines[0] == machines[1]
+    if machines[0] is None or machines[1] is None or not machines[0].host or not machines[1].host:
+        return None
+    if machines[0].host != machines[1].host or (machines[0].address and machines[1].address):
+        return machines[0] == machines[1]
+    num_nodes = communicator.num_nodes
+    return None if num_nodes is not None and num_nodes == communicator.num_ranks else True
 
 
 def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
@@ -59,17 +79,12 @@ def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
         return
     ends = ends_of(communicator, found)
     reason = _forbidden_paths(ends) or _split_host(communicator, ends)
-    is_by_design = reason is None and found[0].has_gdr
+    is_shared = any(each.kind != "NET" for each in communicator.connections)
+    is_by_design = reason is None and (is_shared or any(each.has_gdr for each in found))
     host = ends[0].host if ends and ends[0].host else "one host"
     reason = reason or (_NIC_IS_FASTER if is_by_design else _no_shared_memory(ends))
-    yield Finding(
-        code="network_in_host",
-        severity="note" if is_by_design else "slow",
-        what=f"{pairs_text(pairs_of(found))} are on one host ({host}) but talk over {found[0].path}",
-        why=reason.why,
-        advice=reason.advice,
-        evidence=lines(found[0].line, *reason.evidence),
-    )
+    what = f"{pairs_text(pairs_of(found))} are on one host ({host}) but talk over {found[0].path}"
+    yield finding("note" if is_by_design else "slow", "network_in_host", what, reason, found[0])
 
 
 def _forbidden_paths(ends: list[Process]) -> Reason | None:
@@ -96,30 +111,28 @@ def _split_host(communicator: Communicator, ends: list[Process]) -> Reason | Non
 
 def _no_shared_memory(ends: list[Process]) -> Reason:
     level = setting(ends, "NCCL_P2P_LEVEL")
-    why = "no setting in the log forbids P2P and shared memory; usually the ranks are in containers that do not"
-    why += " share /dev/shm" + (f", and NCCL_P2P_LEVEL={level.value} excludes P2P" if level else "")
-    return Reason(why, "start the containers with --ipc=host, or one container for all GPUs of the host", lines(level))
+    why = "unknown: no setting in the log forbids P2P and shared memory; usually the ranks are in containers that do"
+    why += " not share /dev/shm" + (f", and NCCL_P2P_LEVEL={level.value} excludes P2P" if level else "")
+    advice = "one container for all GPUs of the host, or --ipc=host and all GPUs visible in each"
+    return Reason(why, advice, lines(level))
 
 
 def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
     found = select(communicator, lambda each: each.kind == "SHM")
-    if not found:
-        return
     reason = _shared_memory_reason(communicator, ends_of(communicator, found))
+    if found:
+        what = f"{pairs_text(pairs_of(found))} copy through host memory ({found[0].path}) instead of P2P"
+    elif reason.evidence and not communicator.connections and communicator.num_ranks != 1:
+        what = "GPUs of a host talk without P2P: through host memory (SHM), or the network"
+    else:
+        return
     advice = "nvidia-smi topo -m shows the links; where they stay slow, send fewer bytes: comm_hook=bf16"
-    yield Finding(
-        code="shared_memory",
-        severity="slow",
-        what=f"{pairs_text(pairs_of(found))} copy through host memory ({found[0].path}) instead of P2P",
-        why=reason.why,
-        advice=f"{reason.advice}; {advice}",
-        evidence=lines(found[0].line, *reason.evidence),
-    )
+    advice = f"{reason.advice}; {advice}"
+    yield finding("slow" if found else "note", "shared_memory", what, reason._replace(advice=advice), *found[:1])
 
 
 def _shared_memory_reason(communicator: Communicator, ends: list[Process]) -> Reason:
     no_p2p, level = switched_on(ends, "NCCL_P2P_DISABLE"), setting(ends, "NCCL_P2P_LEVEL")
-    notes = [each.notes["p2p_disabled"] for each in communicator.members.values() if "p2p_disabled" in each.notes]
     if no_p2p:
         why = f"the environment sets NCCL_P2P_DISABLE={no_p2p.value}"
         advice = "unset it, unless P2P hangs here (then turn off PCIe ACS and the IOMMU first)"
@@ -127,64 +140,78 @@ def _shared_memory_reason(communicator: Communicator, ends: list[Process]) -> Re
     if level and level.value.upper() in ("LOC", "0"):
         why = f"NCCL_P2P_LEVEL={level.value} in the environment never uses P2P"
         return Reason(why, "unset it, or NCCL_P2P_LEVEL=SYS to use P2P at any distance", lines(level))
-    if notes:
+    if refused := first_of(ends, "p2p_refused"):
+        why = "the log says that P2P is not supported between these GPUs: CUDA refuses it, as for GeForce and other"
+        why += " consumer boards, and in VMs; no setting of NCCL changes that"
+        return Reason(why, "nvidia-smi topo -p2p r says which pairs", lines(refused))
+    if disabled := first_of(ends, "p2p_disabled"):
         why = "P2P is disabled between connected GPUs: the driver refuses it, as for GeForce, in VMs and with ACS"
-        advice = "nvidia-smi topo -p2p r says which pairs; turn off PCIe ACS and the IOMMU"
-        return Reason(why, advice, lines(notes[0]))
+        return Reason(why, "nvidia-smi topo -p2p r says which pairs; turn off PCIe ACS and the IOMMU", lines(disabled))
     limit = f"NCCL_P2P_LEVEL={level.value} in the environment" if level else "NCCL's limit for P2P"
-    why = f"these GPUs are further apart than {limit} (PCIe through the CPU), or the driver has no P2P for them"
+    why = f"unknown: the log has no reason. These GPUs may be further apart than {limit} (PCIe through the CPU), or the"
+    why += " driver has no P2P for them"
     if select(communicator, lambda each: each.kind == "P2P"):
         why += "; other pairs of this host use P2P, and a ring is as slow as its slowest link"
-    return Reason(why, "nvidia-smi topo -p2p r; where it says OK, measure NCCL_P2P_LEVEL=SYS", lines(level))
+    advice = "nvidia-smi topo -p2p r; where it says OK, measure NCCL_P2P_LEVEL=SYS"
+    return Reason(
+        why, advice, lines(level if level and select(communicator, lambda each: each.kind == "SHM") else None)
+    )
 
 
 def _find_indirect(communicator: Communicator) -> Iterator[Finding]:
     found = select(communicator, lambda each: each.kind == "P2P" and each.method.startswith("indirect"))
     if found:
-        yield Finding(
-            code="indirect_p2p",
-            severity="slow",
-            what=f"{pairs_text(pairs_of(found))} talk through a third GPU ({found[0].path})",
-            why="they have no NVLink to each other: the third one's links carry their bytes as well",
-            advice="choose GPUs that are connected (nvidia-smi topo -m) with CUDA_VISIBLE_DEVICES",
-            evidence=lines(found[0].line),
-        )
+        what = f"{pairs_text(pairs_of(found))} talk through a third GPU ({found[0].path})"
+        why = "they have no NVLink to each other: the third one's links carry their bytes as well"
+        advice = "choose GPUs that are connected (nvidia-smi topo -m) with CUDA_VISIBLE_DEVICES"
+        yield finding("slow", "indirect_p2p", what, Reason(why, advice), found[0])
 
 
 def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
-    rings = [
-        search
-        for member in communicator.members.values()
-        for search in member.searches
-        if search.pattern == _RING_PATTERN
-    ]
-    for search in rings:
-        if search.intra in _FAR and search.num_channels:
-            yield Finding(
-                code="far_link",
-                severity="slow",
-                what=f"the ring in a host crosses a {search.intra} link, {search.intra_gb_per_s:g} GB/s a channel",
-                why="PHB and NODE go through the CPU, SYS through the link between sockets; all GPUs share it",
-                advice="nvidia-smi topo -m; choose GPUs on one switch with CUDA_VISIBLE_DEVICES, or compress",
-                evidence=lines(search.line),
-            )
-            return
+    searches = [search for member in communicator.all_members for search in member.searches if search.num_channels]
+    rings = [search for search in searches if search.pattern == _RING_PATTERN] or searches
+    far = next((search for search in rings if search.intra in _FAR), None)
+    if far is not None:
+        what = f"the ring in a host crosses a {far.intra} link, {far.intra_gb_per_s:g} GB/s a channel"
+        why = "PHB and NODE go through the CPU, SYS through the link between sockets; all GPUs share it"
+        advice = "nvidia-smi topo -m; choose GPUs on one switch with CUDA_VISIBLE_DEVICES, or compress"
+        yield finding("slow", "far_link", what, Reason(why, advice), far)
+    far = next((search for search in rings if search.inter in _FAR), None)
+    if far is not None and spans_hosts(communicator) is not False:
+        what = f"between hosts, GPUs reach their NICs by a {far.inter} link, {far.inter_gb_per_s:g} GB/s a channel"
+        why = (
+            "PHB and NODE go through the CPU, SYS through the link between sockets: at this distance NCCL does not"
+            " use GPUDirect RDMA by default"
+        )
+        advice = "nvidia-smi topo -m; pair each GPU with a NIC on its switch; measure NCCL_NET_GDR_LEVEL=SYS"
+        yield finding("slow", "far_nic", what, Reason(why, advice), far)
+
+
+def _find_one_way(communicator: Communicator) -> Iterator[Finding]:
+    """Finds NVLinks that NCCL's topology has in one direction only."""
+    links = {pair: line for member in communicator.all_members for pair, line in member.nvlinks.items()}
+    listed = {first for first, _ in links}
+    one_way = [pair for pair in links if pair[::-1] not in links and pair[1] in listed]
+    if one_way:
+        what = f"NCCL sees NVLink in one direction only: {list_some([f'{a} > {b}' for a, b in one_way])} (bus ids)"
+        why = "a link is down or its other end is not read: NCCL does not use it, and goes another way"
+        advice = "nvidia-smi nvlink -s; nvidia-smi topo -m; dmesg | grep -i nvlink"
+        yield finding("slow", "one_way_nvlink", what, Reason(why, advice), *[links[pair] for pair in one_way[:2]])
 
 
 def _find_nvls(communicator: Communicator) -> Iterator[Finding]:
-    members = list(communicator.members.values())
-    off = switched_off(processes_of(communicator), "NCCL_NVLS_ENABLE")
+    members = communicator.all_members
+    off = switched_on(processes_of(communicator), "NCCL_NVLS_ENABLE", on=False)
     unused = next((m for m in members if "nvls_available" in m.notes and m.channels.get("nvls") == 0), None)
     if off or (unused is not None and len(members) > 2):
-        yield Finding(
-            code="nvls_unused",
-            severity="note",
-            what="NVLink SHARP (NVLS), in which the switch adds, is not used",
-            why="the environment sets NCCL_NVLS_ENABLE=0"
+        what = "NVLink SHARP (NVLS), in which the switch adds, is not used"
+        why = (
+            "the environment sets NCCL_NVLS_ENABLE=0"
             if off
-            else "the GPUs have it, but NCCL made no channel for it; it takes NVSwitch and more than two ranks",
-            advice="unset it, unless NCCL_NVLS_ENABLE=0 was measured to be faster"
-            if off
-            else "nothing, on two GPUs a host",
-            evidence=lines(off, unused.notes["nvls_available"] if unused is not None else None),
+            else "the GPUs have it, but NCCL made no channel for it; it takes NVSwitch and more than two ranks"
         )
+        advice = (
+            "unset it, unless NCCL_NVLS_ENABLE=0 was measured to be faster" if off else "nothing, on two GPUs a host"
+        )
+        line = None if unused is None else unused.notes["nvls_available"]
+        yield finding("note", "nvls_unused", what, Reason(why, advice), off, line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from lightning_commopt.commands.nccl_log.facts import Fact, NcclLog, Process
-from lightning_commopt.commands.nccl_log.finding import lines
+from lightning_commopt.commands.nccl_log.finding import Reason, finding, processes_of
 from lightning_commopt.text.findings import Finding
 from lightning_commopt.text.formatting import list_some, ranks_text
 
@@ -19,35 +19,23 @@ _READ_BY_ALL = (
 _OF_ONE_RANK = ("NCCL_HOSTID", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE")
 
 
-def find_lost_processes(log: NcclLog) -> Iterator[Finding]:
-    """Finds processes that wrote their first lines but are in no communicator, while another one does not get on."""
-    members = [member for communicator in log.communicators for member in communicator.members.values()]
-    known = {id(member.process) for member in members}
-    lost = [process for process in log.processes if process.bootstrap is not None and id(process) not in known]
-    if lost and (not members or any(not member.finished for member in members)):
-        names = list_some([_shown(process) for process in lost])
-        yield Finding(
-            code="lost_process",
-            severity="error",
-            what=f"{names} wrote first lines, and nothing of a communicator",
-            why="it waits in bootstrap for other ranks, or it ended there; or the log ends there",
-            advice="look at this process's last lines; check MASTER_ADDR, NCCL_SOCKET_IFNAME and firewalls",
-            evidence=lines(*[process.bootstrap for process in lost[:3]]),
-        )
-
-
 def find_process_differences(log: NcclLog) -> Iterator[Finding]:
-    """Finds processes that differ in version, driver, network, interface or environment."""
-    ready = {id(m.process) for c in log.communicators for m in c.members.values() if m.finished and m.started}
+    """Finds processes of a communicator that differ in version, driver, network, interface or environment."""
     ranks = _ranks_by_process(log)
     yield from _find_versions(log, ranks)
-    for code, name, advice in (
-        ("driver", "CUDA drivers", "the same driver on every host"),
-        ("network", "networks", "ranks that use different networks cannot talk; make NCCL_NET and plugins equal"),
-    ):
-        facts = {id(p): fact for p in log.processes if (fact := getattr(p, code)) is not None}
-        yield from _differing(code, name, advice, facts, ranks)
-    complete = [each for each in log.processes if id(each) in ready and each.bootstrap is not None]
+    for communicator in log.communicators:
+        processes = processes_of(communicator)
+        for code, name, advice in (
+            ("driver", "CUDA drivers", "the same driver on every host"),
+            ("network", "networks", "ranks that use different networks cannot talk; make NCCL_NET and plugins equal"),
+        ):
+            facts = {id(p): fact for p in processes if (fact := getattr(p, code)) is not None}
+            yield from _differing(code, name, advice, facts, ranks)
+        ready = {id(m.process) for m in communicator.all_members if m.finished and m.started}
+        yield from _find_settings([p for p in processes if id(p) in ready and p.bootstrap is not None], ranks)
+
+
+def _find_settings(complete: list[Process], ranks: Mapping[int, str]) -> Iterator[Finding]:
     for name in sorted({name for process in complete for name in process.settings} - set(_OF_ONE_RANK)):
         have = {id(p): p.settings[name] for p in complete if name in p.settings}
         absent = [p for p in complete if name not in p.settings]
@@ -56,28 +44,30 @@ def find_process_differences(log: NcclLog) -> Iterator[Finding]:
         elif absent and name in _READ_BY_ALL:
             first = next(iter(have.values()))
             without = _named([id(process) for process in absent], ranks)
-            yield Finding(
-                code="different_settings",
-                severity="differs",
-                what=f"{name}={first.value} is set on {_named(have, ranks)}, not on {without}",
-                why="the environment differs between hosts or ranks: NCCL chooses other paths there, or hangs",
-                advice=f"set {name} on all ranks or on none (torchrun and mpirun pass only what they are told to)",
-                evidence=lines(first),
-            )
+            what = f"{name}={first.value} is set on {_named(have, ranks)}, not on {without}"
+            why = "the environment differs between hosts or ranks: NCCL chooses other paths there, or hangs"
+            advice = f"set {name} on all ranks or on none (torchrun and mpirun pass only what they are told to)"
+            yield finding("differs", "different_settings", what, Reason(why, advice), first)
 
 
 def _find_versions(log: NcclLog, ranks: Mapping[int, str]) -> Iterator[Finding]:
-    facts = {id(p): p.version for p in log.processes if p.version is not None}
-    named = {fact.value.partition("+")[0]: fact for fact in (*facts.values(), *log.versions.values())}
+    """Finds versions that differ: an error in one communicator, else there may be several jobs."""
+    for communicator in log.communicators:
+        facts = {id(p): p.version for p in processes_of(communicator) if p.version is not None}
+        named = {fact.value.partition("+")[0]: fact for fact in facts.values()}
+        if len(named) > 1 and communicator.count == 1:
+            what = f"ranks have several versions of NCCL: {', '.join(sorted(named))}"
+            why = "ranks of one job need the same; LD_LIBRARY_PATH or LD_PRELOAD brings another one on some hosts"
+            advice = "python -c 'import torch; print(torch.cuda.nccl.version())' on every host; one image for all"
+            yield finding("error", "different_version", what, Reason(why, advice), *named.values())
+            return
+    facts_of_all = [*(p.version for p in log.processes if p.version is not None), *log.versions.values()]
+    named = {fact.value.partition("+")[0]: fact for fact in facts_of_all}
     if len(named) > 1:
-        yield Finding(
-            code="different_version",
-            severity="error",
-            what=f"the log has several versions of NCCL: {', '.join(sorted(named))}",
-            why="ranks of one job need the same; LD_LIBRARY_PATH or LD_PRELOAD brings another one on some hosts",
-            advice="python -c 'import torch; print(torch.cuda.nccl.version())' on every host; one image for all",
-            evidence=lines(*named.values()),
-        )
+        what = f"the log has several versions of NCCL: {', '.join(sorted(named))}"
+        why = "it has several jobs, or one whose ranks load different libraries: no communicator has both"
+        advice = "if it is one job: python -c 'import torch; print(torch.cuda.nccl.version())' on every host"
+        yield finding("note", "several_versions", what, Reason(why, advice), *named.values())
 
 
 def _differing(
@@ -88,14 +78,10 @@ def _differing(
         by_value.setdefault(fact.value, []).append(process)
     if len(by_value) > 1:
         shown = "; ".join(f"{value} on {_named(each, ranks)}" for value, each in by_value.items())
-        yield Finding(
-            code=f"different_{code}",
-            severity="differs",
-            what=f"ranks have different {name}: {shown}",
-            why="hosts are set up differently, or the launcher passes the environment to some only",
-            advice=advice,
-            evidence=lines(*[facts[each[0]].line for each in by_value.values()][:4]),
-        )
+        what = f"ranks have different {name}: {shown}"
+        why = "hosts are set up differently, or the launcher passes the environment to some only"
+        firsts = [facts[each[0]] for each in by_value.values()][:4]
+        yield finding("differs", f"different_{code}", what, Reason(why, advice), *firsts)
 
 
 def _ranks_by_process(log: NcclLog) -> dict[int, str]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_commopt.commands.nccl_log import grammar
-from lightning_commopt.commands.nccl_log.communicators import group_members
+from lightning_commopt.commands.nccl_log.communicators import add_listed, group_members
 from lightning_commopt.commands.nccl_log.events import LoggedWarning
 from lightning_commopt.commands.nccl_log.facts import Fact, NcclLog
-from lightning_commopt.commands.nccl_log.member_reader import read_member_line
+from lightning_commopt.commands.nccl_log.inspector import InspectorReader
+from lightning_commopt.commands.nccl_log.lines import Message, read_messages
+from lightning_commopt.commands.nccl_log.member_reader import MemberReader
 from lightning_commopt.commands.nccl_log.process_reader import read_process_line
-from lightning_commopt.commands.nccl_log.sources import Message, Sources, read_messages
+from lightning_commopt.commands.nccl_log.sources import Sources
+from lightning_commopt.text.findings import Line
+
+_LAST_ERROR = re.compile(r"Last (?:error:|NCCL warning\(error\):)")
+_TEST_FAILURE = re.compile(r"Test (CUDA|NCCL) failure \S+ '(.+?)(?: / .*)?'|(watchdog got stuck for \d+ seconds)")
+_RANK = re.compile(r"\[rank(\d+)\]:? ?|\[(?:default|trainer)(\d+)(?:\|\d+)?\]:? ?")
 
 
 def read_log(paths: Sequence[Path]) -> NcclLog:
@@ -25,12 +33,12 @@ def read_log(paths: Sequence[Path]) -> NcclLog:
     for path in paths:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory; name the files in it, such as {path}/*.log")
-        before = reader.log.num_lines
+        before = reader.num_lines
         reader.read(read_messages(path))
         reader.log.files.append(str(path))
-        if reader.log.num_lines == before:
+        if reader.num_lines == before:
             reader.log.silent_files.append(str(path))
-    if not reader.log.num_lines:
+    if not reader.num_lines:
         raise ValueError(_nothing_found(paths))
     return reader.finish()
 
@@ -44,7 +52,7 @@ def read_lines(messages: Iterable[Message]) -> NcclLog:
 
 def _nothing_found(paths: Sequence[Path]) -> str:
     names = ", ".join(map(str, paths))
-    if any(b"\0" in _beginning(path) for path in paths):
+    if any(path.is_file() and b"\0" in _beginning(path) for path in paths):
         return f"{names}: no line of NCCL, and not a text file"
     return f"{names}: no line of NCCL; set NCCL_DEBUG=INFO for the job, and NCCL_DEBUG_FILE=nccl.%h.%p.log for files"
 
@@ -58,51 +66,106 @@ class _Reader:
     def __init__(self) -> None:
         self.log = NcclLog()
         self._sources = Sources()
+        self._members = MemberReader()
+        self._inspector = InspectorReader()
+        self._last_error: int | None = None  # the rank whose "Last error:" goes on in the next line; -1 where unknown
+        self._wrapped: Message | None = None  # a line of the watchdog that a terminal broke
+
+    @property
+    def num_lines(self) -> int:
+        return self.log.num_lines + self._inspector.found.num_records
 
     def read(self, messages: Iterable[Message]) -> None:
         for message in messages:
             if message.level:
                 self.log.num_lines += 1
                 self._read_nccl(message)
-            else:
+            elif not self._inspector.read(message.text):
                 self._read_other(message)
 
     def finish(self) -> NcclLog:
+        """Groups what was read."""
         self.log.processes = self._sources.processes()
         self.log.communicators = group_members(self._sources.members())
+        if self.log.listed:
+            add_listed(self.log.communicators, self.log.processes, self.log.listed)
+        self.log.inspected = self._inspector.found
         return self.log
 
     def _read_nccl(self, message: Message) -> None:
         source = self._sources.find(message)
         if message.level == "WARN":
             member = source.find_member(message)
-            warning = LoggedWarning(
-                text=message.text,
-                host=source.process.host,
-                rank=None if member is None else member.rank,
-                line=message.line,
-            )
-            self.log.warnings.append(warning)
+            ranks = {m.rank for m in ([member] if member else source.members) if m.device == message.device}
+            rank = ranks.pop() if len(ranks) == 1 else None
+            self._warn(message.text, message.line, rank=rank, host=source.process.host, place=message.place)
+            read_process_line(source.process, message)
         elif " Bytes -> " in message.text:
             choice = grammar.parse_choice(message.text) if message.is_whole else None
             if choice is not None:
                 self.log.choices[choice] += 1
                 self.log.choice_lines.setdefault(choice, message.line)
         elif not read_process_line(source.process, message):
-            read_member_line(source, message)
+            self._members.read(source, message)
+
+    def _warn(self, text: str, line: Line, *, rank: int | None = None, host: str = "", place: str = "") -> None:
+        self.log.warnings.append(LoggedWarning(text=text, place=place, host=host, rank=rank, line=line))
 
     def _read_other(self, message: Message) -> None:
-        """Reads a line that has no head of NCCL's: its version alone, or PyTorch's watchdog."""
-        timeout = grammar.parse_timeout(message.text, message.line)
-        progress = grammar.parse_progress(message.text, message.line)
-        version = grammar.VERSION.search(message.text) if message.is_whole else None
-        error = grammar.parse_torch_error(message.text)
-        if error is not None:
-            self.log.warnings.append(LoggedWarning(text=error[1], host="", rank=error[0], line=message.line))
+        """Reads a line that has no head of NCCL's: a version, PyTorch's errors and watchdog, nccl-tests' list."""
+        found = [self._read_error(message), self._read_watchdog(message), self._read_version(message)]
+        if listed := grammar.LISTED.search(message.text):
+            host, pid, device, bus = listed[3], int(listed[2]), int(listed[4]), listed[5].lower()
+            self.log.listed[int(listed[1])] = (host, pid, device, f"{bus}000")
+        self.log.num_lines += any(found) or listed is not None
+
+    def _read_error(self, message: Message) -> bool:
+        """Reads an error that PyTorch raised; what stands behind "Last error:", also in the next line, says most."""
+        text, rank = message.text, self._last_error
+        if rank is not None and text:
+            self._last_error = None
+            text = _RANK.sub("", text)
+        elif marked := _LAST_ERROR.search(text):
+            start, text = text[: marked.start()], text[marked.end() :]
+            found = _RANK.search(start)
+            rank = -1 if found is None else int(found[1] or found[2])
+            if not text.strip():
+                self._last_error = rank
+                return True
+        elif error := grammar.parse_torch_error(text):
+            self._warn(error[1], message.line, rank=error[0])
+            return True
+        elif found := _TEST_FAILURE.search(text):
+            self._warn(found[3] or (f"Cuda failure '{found[2]}'" if found[1] == "CUDA" else found[2]), message.line)
+            return True
+        else:
+            return False
+        text = text.strip()
+        if not text.startswith(("Exception raised", "frame #", "Traceback")):
+            self._warn(text, message.line, rank=None if rank == -1 else rank, place="Last error")
+        return True
+
+    def _read_watchdog(self, message: Message) -> bool:
+        """Reads a line of PyTorch's watchdog; terminals and mails break it in two."""
+        text, line, first = message.text, message.line, self._wrapped
+        self._wrapped = None
+        if first is not None and "atchdog caught" not in text:
+            joined = grammar.parse_timeout(first.text + text, first.line)
+            text, line = (first.text + text, first.line) if joined else (text, line)
+        timeout, progress = grammar.parse_timeout(text, line), grammar.parse_progress(text, line)
         if timeout is not None:
-            self.log.timeouts.setdefault((timeout.rank, timeout.group, timeout.sequence, timeout.operation), timeout)
+            key = (timeout.rank, timeout.group, timeout.sequence, timeout.operation, timeout.sizes)
+            self.log.timeouts.setdefault(key, timeout)
+        elif "WorkNCCL(" in text:
+            self._wrapped = message
         if progress is not None:
             self.log.progress[progress.rank, progress.group] = progress
+        return timeout is not None or progress is not None
+
+    def _read_version(self, message: Message) -> bool:
+        version = grammar.VERSION.search(message.text) if message.is_whole else None
         if version is not None:
             self.log.versions.setdefault(version[1], Fact(version[1], message.line))
-        self.log.num_lines += bool(timeout or progress or version or error)
+        elif package := grammar.PACKAGE.search(message.text):
+            self.log.packages.setdefault(package[1], Fact(package[1], message.line))
+        return version is not None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog
+from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog, Process
 from lightning_commopt.commands.nccl_log.paths import is_in_host
 from lightning_commopt.text.findings import Finding
 
@@ -14,39 +13,18 @@ _OF_CONNECTION = ("channel", "sender", "receiver", "path", "nic", "direction")
 
 
 class Path(NamedTuple):
-    """A way that pairs of ranks talk.
+    """A way that pairs of ranks talk."""
 
-    Attributes:
-        name: such as ``P2P/CUMEM/read``.
-        place: ``in a host``, ``between hosts``, or "" where the log does not say.
-        pairs: sender and receiver.
-        num_channels: the most of a pair.
-    """
-
-    name: str
-    place: str
-    pairs: list[tuple[int, int]]
-    num_channels: int
-
-
-class Tree(NamedTuple):
-    """Trees of one shape.
-
-    Attributes:
-        channels: that have it.
-        root: rank without a parent; None where its log is missing.
-        depth: edges from the root to the furthest rank.
-    """
-
-    channels: list[int]
-    root: int | None
-    depth: int
+    name: str  # such as P2P/CUMEM/read
+    place: str  # in a host, between hosts, or "" where the log does not say
+    pairs: list[tuple[int, int]]  # sender and receiver
+    num_channels: int  # the most of a pair
 
 
 def versions_of(log: NcclLog) -> list[str]:
-    """Returns the versions of NCCL, those with the most detail."""
+    """Returns the versions of NCCL, those with the most detail; of Python's packages only where there is no other."""
     named = [process.version.value for process in log.processes if process.version is not None]
-    found = dict.fromkeys([*named, *log.versions])
+    found = dict.fromkeys([*named, *log.versions]) or dict.fromkeys(log.packages)
     return [each for each in found if not any(other != each and other.startswith(f"{each}+") for other in found)]
 
 
@@ -69,41 +47,19 @@ def rings_of(communicator: Communicator) -> dict[tuple[int, ...], list[int]]:
     return found
 
 
-def trees_of(communicator: Communicator) -> list[Tree]:
-    """Returns the trees, those of one root and depth together."""
-    parents: dict[int, dict[int, int]] = {}
-    for rank, member in communicator.members.items():
-        for channel, (_, parent) in member.trees.items():
-            parents.setdefault(channel, {})[rank] = parent
-    shapes: dict[tuple[int | None, int], list[int]] = {}
-    for channel, above in sorted(parents.items()):
-        root = next((rank for rank, parent in above.items() if parent < 0), None)
-        shapes.setdefault((root, max(_depth(rank, above) for rank in above)), []).append(channel)
-    return [Tree(channels, root, depth) for (root, depth), channels in shapes.items()]
-
-
-def _depth(rank: int, above: dict[int, int]) -> int:
-    """Returns the edges from a rank to its root, or to where the log ends; a damaged log may have circles."""
-    seen = {rank}
-    while (parent := above.get(rank, -1)) >= 0 and parent not in seen:
-        seen.add(parent)
-        rank = parent
-    return len(seen) - 1
-
-
 def extras_of(communicator: Communicator) -> dict[str, str]:
     """Returns whether GPUDirect RDMA, PXN, NVLS and CollNet are used; without what the log does not say."""
-    members = list(communicator.members.values())
+    members = communicator.all_members
     notes = {name for member in members for name in member.notes}
-    channels = _most_channels(members)
+    num_nvls = max((member.channels.get("nvls", 0) for member in members), default=0)
     network = [each for each in communicator.connections if each.kind == "NET" and each.method != "Socket"]
     found: dict[str, str] = {}
     if network:
         found["GPUDirect RDMA"] = f"{sum(each.has_gdr for each in network)} of {len(network)} connections"
         if proxies := {each.proxy_rank for each in network if each.proxy_rank is not None}:
             found["PXN"] = f"through {len(proxies)} rank(s)"
-    if "nvls" in notes or channels.get("nvls"):
-        found["NVLS"] = f"{channels.get('nvls') or 'some'} channels"
+    if "nvls" in notes or num_nvls:
+        found["NVLS"] = f"{num_nvls or 'some'} channels"
     elif "nvls_available" in notes:
         found["NVLS"] = "available, not used"
     elif "nvls_unavailable" in notes:
@@ -113,22 +69,14 @@ def extras_of(communicator: Communicator) -> dict[str, str]:
     return found
 
 
-def _most_channels(members: Iterable[Member]) -> dict[str, int]:
-    most: dict[str, int] = {}
-    for member in members:
-        for kind, number in member.channels.items():
-            most[kind] = max(number, most.get(kind, 0))
-    return most
-
-
 def channels_of(communicator: Communicator) -> int:
     """Returns the channels of collectives."""
-    return max((member.num_channels for member in communicator.members.values()), default=0)
+    return max((member.num_channels for member in communicator.all_members), default=0)
 
 
 def networks_of(communicator: Communicator) -> list[str]:
     """Returns the networks that ranks chose."""
-    facts = [member.process.network for member in communicator.members.values()]
+    facts = [member.process.network for member in communicator.all_members]
     return list(dict.fromkeys(fact.value for fact in facts if fact is not None))
 
 
@@ -140,10 +88,11 @@ def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
         "num_nccl_lines": log.num_lines,
         "versions": versions_of(log),
         "communicators": [_plain_communicator(each) for each in log.communicators],
-        "processes": [_plain_process(log, index) for index in range(len(log.processes))],
+        "processes": [_plain_process(each) for each in log.processes],
         "tuner": [{**choice._asdict(), "times": times} for choice, times in log.choices.most_common()],
         "warnings": [dataclasses.asdict(each) for each in log.warnings],
         "timeouts": [dataclasses.asdict(each) for each in log.timeouts.values()],
+        "inspector": [{**kind._asdict(), "times": n, "bus_gb_per_s": speed} for kind, n, speed in log.inspected.rows()],
         "findings": [each.to_plain() for each in findings],
     }
 
@@ -151,7 +100,9 @@ def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
 def _plain_communicator(communicator: Communicator) -> dict[str, Any]:
     return {
         "number": communicator.number,
+        "num_communicators": communicator.count,
         "num_ranks": communicator.num_ranks,
+        "min_ranks": communicator.min_ranks,
         "num_nodes": communicator.num_nodes,
         "missing_ranks": communicator.missing,
         "num_channels": channels_of(communicator),
@@ -159,7 +110,6 @@ def _plain_communicator(communicator: Communicator) -> dict[str, Any]:
         "ranks": [_plain_member(rank, member) for rank, member in communicator.members.items()],
         "paths": [path._asdict() for path in paths_of(communicator)],
         "rings": [{"ranks": ring, "channels": channels} for ring, channels in rings_of(communicator).items()],
-        "trees": [tree._asdict() for tree in trees_of(communicator)],
         "uses": extras_of(communicator),
     }
 
@@ -178,8 +128,7 @@ def _plain_member(rank: int, member: Member) -> dict[str, Any]:
     }
 
 
-def _plain_process(log: NcclLog, index: int) -> dict[str, Any]:
-    process = log.processes[index]
+def _plain_process(process: Process) -> dict[str, Any]:
     single = {name: getattr(process, name) for name in ("bootstrap", "version", "driver", "network")}
     return {
         "host": process.host,

@@ -11,11 +11,10 @@ from lightning_commopt.commands.nccl_log.summary import (
     networks_of,
     paths_of,
     rings_of,
-    trees_of,
     versions_of,
 )
 from lightning_commopt.text.findings import Finding, print_findings
-from lightning_commopt.text.formatting import list_some, numbers_text, ranks_text
+from lightning_commopt.text.formatting import count, list_some, number, numbers_text, ranks_text
 from lightning_commopt.text.terminal import TextTable, print_text
 
 _MAX_PAIRS = 6
@@ -28,13 +27,13 @@ _MAX_COMMUNICATORS = 4
 def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     """Prints communicators, the tuner's choices and settings, then all findings, each with its evidence."""
     version = " and ".join(versions_of(log)) or "of unknown version"
-    num_files = len(log.files)
-    print_text(
-        f"NCCL {version}: {log.num_lines} lines in {num_files} file{'s' if num_files != 1 else ''}", console, "bold"
-    )
+    num_records = log.inspected.num_records
+    measured = f" and {count(num_records, 'record')} of the Inspector" if num_records else ""
+    lines = f"{count(log.num_lines, 'line')}{measured} in {count(len(log.files), 'file')}"
+    print_text(f"NCCL {version}: {lines}", console, "bold")
     for file in log.silent_files:
         print_text(f"warning: {file} has no line of NCCL", console, "yellow")
-    shown = sorted(log.communicators, key=lambda each: -len(each.members))[:_MAX_COMMUNICATORS]
+    shown = sorted(log.communicators, key=lambda each: -len(each.all_members))[:_MAX_COMMUNICATORS]
     others = [each for each in log.communicators if each not in shown]
     for communicator in sorted(shown, key=lambda each: each.number):
         _print_communicator(communicator, console)
@@ -42,6 +41,7 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
         sizes = list_some([each.num_ranks or "?" for each in others], _MAX_CHOICES)
         print_text(f"{len(others)} more communicators, of {sizes} ranks: see --json", console)
     _print_choices(log, console)
+    _print_inspected(log, console)
     _print_settings(log, console)
     console.print()
     if not findings:
@@ -50,19 +50,17 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
 
 
 def _print_communicator(communicator: Communicator, console: Console) -> None:
-    present = len(communicator.members)
-    size = communicator.num_ranks or present
-    nodes = communicator.num_nodes or len(communicator.machines)
-    parts = [
-        f"{size} rank{'s' if size != 1 else ''}" if present == size else f"{present} of {size} ranks",
-        f"{nodes} host{'s' if nodes != 1 else ''}",
-        f"{channels_of(communicator)} channels",
-    ]
+    parts = [_size_text(communicator), _hosts_text(communicator)]
+    if num_channels := channels_of(communicator):
+        parts.append(count(num_channels, "channel"))
     if networks := networks_of(communicator):
         parts.append(f"network {' and '.join(networks)}")
     parts += [f"{name}: {value}" for name, value in extras_of(communicator).items()]
     console.print()
-    print_text(f"communicator {communicator.number}: {', '.join(parts)}", console, "bold")
+    name = f"communicator {communicator.number}"
+    if communicator.count > 1:
+        name = f"communicators without an id ({communicator.count} or more; which ranks belong together is unknown)"
+    print_text(f"{name}: {', '.join(parts)}", console, "bold")
     for machine, ranks in communicator.machines.items():
         print_text(f"  {' '.join(filter(None, machine)) or 'host unknown'}: {ranks_text(ranks)}", console)
     _print_paths(communicator, console)
@@ -72,9 +70,24 @@ def _print_communicator(communicator: Communicator, console: Console) -> None:
         print_text(f"  ring on {_channels_text(channels)}: {order}", console)
     if len(rings) > _MAX_RINGS:
         print_text(f"  and {len(rings) - _MAX_RINGS} other rings", console)
-    for tree in trees_of(communicator)[:_MAX_RINGS]:
-        root = "root unknown" if tree.root is None else f"root {tree.root}"
-        print_text(f"  tree on {_channels_text(tree.channels)}: {root}, depth {tree.depth}", console)
+
+
+def _size_text(communicator: Communicator) -> str:
+    present, size = len(communicator.members), communicator.num_ranks
+    if communicator.count > 1:
+        return f"each of {count(size, 'rank') if size else f'at least {communicator.min_ranks} ranks'}"
+    if size is None:
+        if not present:
+            return "ranks unknown"
+        return f"{present} of at least {count(max(communicator.min_ranks, 1), 'rank')}"
+    return count(size, "rank") if present == size else f"{present} of {count(size, 'rank')}"
+
+
+def _hosts_text(communicator: Communicator) -> str:
+    if communicator.num_nodes is not None:
+        return count(communicator.num_nodes, "host")
+    hosts = {member.process.machine for member in communicator.all_members if member.process.host}
+    return f"{count(len(hosts), 'host')} in the log" if hosts else "hosts unknown"
 
 
 def _print_paths(communicator: Communicator, console: Console) -> None:
@@ -96,18 +109,31 @@ def _print_choices(log: NcclLog, console: Console) -> None:
         return
     table = TextTable("operation", "bytes", "algorithm", "protocol", "channels", "times")
     for choice, times in sorted(log.choices.most_common(_MAX_CHOICES), key=lambda item: item[0].num_bytes):
-        cells = (
-            choice.operation,
-            f"{choice.num_bytes}",
-            choice.algorithm,
-            choice.protocol,
-            choice.channels,
-            f"{times}",
-        )
-        table.add_row(*cells)
+        table.add_row(*map(str, (*choice, times)))
     console.print()
     print_text("the tuner's choices", console, "bold")
     console.print(table)
+    if len(log.choices) > _MAX_CHOICES:
+        print_text(f"and {len(log.choices) - _MAX_CHOICES} more, of fewer times: see --json", console)
+
+
+def _print_inspected(log: NcclLog, console: Console) -> None:
+    rows = log.inspected.rows()
+    if not rows:
+        return
+    numbers = {m.comm_id: each.number for each in log.communicators for m in each.all_members if m.comm_id}
+    table = TextTable("communicator", "operation", "bytes", "algorithm", "protocol", "times", "bus GB/s")
+    for kind, times, gb_per_s in rows[:_MAX_CHOICES]:
+        name = str(numbers.get(kind.comm_id, kind.comm_id))
+        cells = (name, kind.operation, str(kind.num_bytes), kind.algorithm or "unknown", kind.protocol or "unknown")
+        table.add_row(*cells, str(times), number(gb_per_s))
+    console.print()
+    print_text("measured by NCCL's Inspector (medians)", console, "bold")
+    console.print(table)
+    if len(rows) > _MAX_CHOICES:
+        print_text(f"and {len(rows) - _MAX_CHOICES} more, of fewer bytes: see --json", console)
+    if log.inspected.num_dropped:
+        print_text(f"the Inspector dropped {log.inspected.num_dropped} more collectives", console)
 
 
 def _print_settings(log: NcclLog, console: Console) -> None:

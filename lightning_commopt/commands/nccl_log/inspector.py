@@ -1,0 +1,109 @@
+"""NCCL's Inspector: how long collectives took, from its JSON lines of the formats v4.0 to v4.4."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+
+class Measured(NamedTuple):
+    """A kind of collective that the Inspector measured."""
+
+    comm_id: str  # as NCCL's log prints it
+    operation: str  # such as AllReduce
+    num_bytes: int
+    algorithm: str  # such as RING; "" before format v4.2
+    protocol: str  # such as SIMPLE, likewise
+
+
+@dataclass(kw_only=True)
+class Inspected:
+    """What the Inspector's files say."""
+
+    bus_gb_per_s: dict[Measured, array[float]] = field(default_factory=dict)
+    # Shortest and longest seconds and the rank of the shortest, by communicator, operation and number.
+    spans_s: dict[tuple[str, str, int], tuple[float, float, int]] = field(default_factory=dict)
+    ranks: dict[str, set[int]] = field(default_factory=dict)  # of each communicator that have a file
+    num_dropped: int = 0  # collectives that did not fit the Inspector's memory
+    num_records: int = 0
+
+    def late_ranks(self) -> dict[tuple[str, int], float]:
+        """Returns the seconds that others waited for each rank, by communicator and rank, the most first.
+
+        A collective takes a rank longer, the earlier it comes: the one that it takes least came last.
+        """
+        waits: dict[tuple[str, int], float] = {}
+        for (comm_id, *_), (least, most, rank) in self.spans_s.items():
+            waits[comm_id, rank] = waits.get((comm_id, rank), 0.0) + most - least
+        return dict(sorted(waits.items(), key=lambda item: -item[1]))
+
+    def rows(self) -> list[tuple[Measured, int, float]]:
+        """Returns each kind with its number and median bus bandwidth in GB/s, those of most bytes in all first."""
+        found = [(kind, len(values), median(values)) for kind, values in self.bus_gb_per_s.items()]
+        return sorted(found, key=lambda row: -row[0].num_bytes * row[1])
+
+
+class InspectorReader:
+    """Reads the Inspector's objects: each with its communicator, or since v4.3 after a marker that names it."""
+
+    def __init__(self) -> None:
+        self.found = Inspected()
+        self._header: dict[str, Any] = {}
+        self._left = 0
+
+    def read(self, text: str) -> bool:
+        """Reads a line.
+
+        Returns:
+            Whether it is the Inspector's; damaged lines are not.
+        """
+        if not text.startswith('{"') or not any(f'"{name}"' in text for name in ("coll_perf", "dump_stats")):
+            return False
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        if not isinstance(record, dict):
+            return False
+        header, stats = record.get("header"), record.get("dump_stats")
+        if isinstance(stats, dict) and isinstance(header, dict):
+            self._header, self._left = header, _integer(stats.get("coll_records"))
+            self.found.num_dropped += _integer(stats.get("coll_dropped_since_last_dump"))
+            return True
+        if not isinstance(header, dict):
+            header = self._header if self._left > 0 else {}
+            self._left -= 1
+        return self._add(header, record.get("coll_perf"))
+
+    def _add(self, header: dict[str, Any], measured: object) -> bool:
+        comm_id, rank = header.get("id"), header.get("rank")
+        if not isinstance(measured, dict) or not isinstance(comm_id, str) or not isinstance(rank, int):
+            return False
+        names = [measured.get(name, "") for name in ("coll", "coll_algo", "coll_proto")]
+        microseconds, bandwidth = _number(measured.get("coll_exec_time_us")), _number(measured.get("coll_busbw_gbs"))
+        if not all(isinstance(name, str) for name in names) or microseconds is None or bandwidth is None:
+            return False
+        kind = Measured(comm_id, names[0], _integer(measured.get("coll_msg_size_bytes")), names[1], names[2])
+        self.found.bus_gb_per_s.setdefault(kind, array("d")).append(bandwidth)
+        self.found.ranks.setdefault(comm_id, set()).add(rank)
+        self.found.num_records += 1
+        self._compare((comm_id, names[0], _integer(measured.get("coll_sn"))), microseconds * 1e-6, rank)
+        return True
+
+    def _compare(self, collective: tuple[str, str, int], seconds: float, rank: int) -> None:
+        least, most, first = self.found.spans_s.get(collective, (seconds, seconds, rank))
+        if seconds < least:
+            least, first = seconds, rank
+        self.found.spans_s[collective] = least, max(most, seconds), first
+
+
+def _integer(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

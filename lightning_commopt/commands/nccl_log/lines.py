@@ -1,0 +1,156 @@
+"""The lines of a log: who wrote each message, and what it is about."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from lightning_commopt.text.findings import Line
+
+_MAX_BYTES = 1 << 16  # of a line: what is longer is no line of NCCL, whose own buffer has 1024 bytes
+_MAX_CHARACTERS = 4000  # so that no number is too long for int()
+_SHOWN_CHARACTERS = 400
+_LARGE_BYTES = 16 << 20
+_OF_INTEREST = re.compile(
+    rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA|nccl.?version", re.IGNORECASE
+)
+# Versions before 2.3 write no "NCCL" in front of the level; then the head must be whole.
+_MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
+_HEAD = re.compile(
+    r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
+    r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}]+):(?P<pid_only>\d{1,10}) +(?=\[))?"
+    r"(?:\[(?P<device>-?\d{1,10})\] +)?"
+    r"(?P<place>(?:[^\s:]+\.\w+|\w+):\d+ +(?:\([^()]*\) +)?)?$"
+)
+_PLAIN = re.compile(r"([A-Za-z][\w.-]*):(\d{1,10}):(\d{1,10}) \[(\d{1,3})\] NCCL INFO (?!.*NCCL )(.{0,4000})")
+_FRAME = " \t\r│|"  # of a terminal's window
+_CLOCK = re.compile(r"\d{1,2}$")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
+
+
+@dataclass(slots=True, kw_only=True)
+class Message:
+    """A message in the log."""
+
+    file: str
+    number: int
+    whole_line: str
+    host: str | None = None  # None where the head of the line is missing, as all of these
+    pid: int | None = None
+    tid: int | None = None
+    device: int | None = None
+    place: str = ""  # file and line of NCCL, in front of a warning
+    level: str = ""  # INFO, WARN or TRACE; "" for a line that NCCL did not write in this form
+    text: str  # behind the head
+    is_whole: bool = True  # False for the end of a file that stops in the middle of a line
+
+    @property
+    def line(self) -> Line:
+        return Line(file=self.file, number=self.number, text=self.whole_line.strip()[:_SHOWN_CHARACTERS])
+
+
+def read_messages(path: Path) -> Iterator[Message]:
+    """Reads the lines of a log that may be NCCL's or of PyTorch's watchdog, and leaves out all others.
+
+    A file may be compressed by gzip and in UTF-16; ``-`` is the standard input. A large file shows its progress.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with ExitStack() as stack:
+        name = "standard input" if str(path) == "-" else str(path)
+        lines = _raw_lines(_open(path, stack), stack)
+        wanted = 0
+        for number, raw in enumerate(lines, start=1):
+            # "Last error:" and a wrapped line of the watchdog go on in the next lines.
+            wanted = 3 if b"Last error:" in raw or b"atchdog caught" in raw else wanted - 1
+            if b"NCCL" in raw or wanted >= 0 or _OF_INTEREST.search(raw):
+                text = raw.decode("utf-8", errors="replace")
+                yield from split_line(text.rstrip("\r\n"), name, number, is_whole=raw.endswith(b"\n"))
+
+
+def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any]:
+    if str(path) == "-":
+        stream = io.BufferedReader(cast(io.RawIOBase, sys.stdin.buffer), 1 << 20)
+        stack.callback(stream.detach)  # standard input stays open
+    else:
+        raw: io.RawIOBase = stack.enter_context(path.open("rb", buffering=0))
+        size = path.stat().st_size
+        if size > _LARGE_BYTES and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import wrap_file
+
+            file = cast(BinaryIO, raw)
+            shown = wrap_file(file, size, description=path.name, transient=True, console=Console(stderr=True))
+            raw = cast(io.RawIOBase, stack.enter_context(shown))
+        stream = stack.enter_context(io.BufferedReader(raw, 1 << 20))
+    if stream.peek(2)[:2] == b"\x1f\x8b":
+        unpacked = cast(io.RawIOBase, gzip.GzipFile(fileobj=stream))
+        return stack.enter_context(io.BufferedReader(unpacked, 1 << 20))
+    return stream
+
+
+def _raw_lines(stream: io.BufferedReader[Any], stack: ExitStack) -> Iterator[bytes]:
+    begin = stream.peek(4)[:4]
+    if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or (len(begin) == 4 and begin[1] == begin[3] == 0 < begin[0]):
+        encoding = "utf-16" if begin[0] > 0x7F else "utf-16-le"
+        text = stack.enter_context(io.TextIOWrapper(stream, encoding, errors="replace", newline="\n"))
+        return iter(lambda: text.readline(_MAX_BYTES).encode(), b"")
+    return iter(partial(stream.readline, _MAX_BYTES), b"")
+
+
+def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> Iterator[Message]:
+    r"""Splits a line into its messages: several, where ranks wrote into one line at the same time.
+
+    >>> [found] = split_line("[1,0]<stdout>:node-3:21:27 [2] NCCL INFO Connected all trees", "log", 1)
+    >>> found.host, found.pid, found.tid, found.device, found.level, found.text
+    ('node-3', 21, 27, 2, 'INFO', 'Connected all trees')
+    >>> [found] = split_line(" [0] misc/socket.cc:446 NCCL WARN wrong type 3 != 4", "log", 1)
+    >>> found.host, found.device, found.place, found.level, found.text
+    (None, 0, 'misc/socket.cc:446', 'WARN', 'wrong type 3 != 4')
+    """
+    if plain := _PLAIN.match(text):
+        message = Message(file=file, number=number, whole_line=text, level="INFO", text=plain[5].strip())
+        message.host, message.pid, message.tid, message.device = plain[1], int(plain[2]), int(plain[3]), int(plain[4])
+        message.is_whole = is_whole
+        yield message
+        return
+    text = _ESCAPES.sub("", text)
+    heads = [(mark, head, *_writer(head)) for mark in _MARK.finditer(text) for head in [_head(text, mark)]]
+    found = [each for each in heads if each[0][1] or each[2]]
+    if not found:
+        rest = text.strip() if text.startswith('{"') else text.strip()[:_MAX_CHARACTERS]  # JSON has its own limits
+        yield Message(file=file, number=number, whole_line=text, text=rest, is_whole=is_whole)
+        return
+    for (mark, head, host, numbers), following in zip(found, [*found[1:], None], strict=True):
+        end = len(text) if following is None else max(mark.end(), following[1].start())
+        rest = text[mark.end() : end].strip(_FRAME)[:_MAX_CHARACTERS]
+        message = Message(file=file, number=number, whole_line=text, level=mark[1] or mark[2], text=rest)
+        message.host, (message.pid, message.tid, message.device) = host, numbers
+        message.place, message.is_whole = (head["place"] or "").strip(), is_whole and following is None
+        yield message
+
+
+def _head(text: str, mark: re.Match[str]) -> re.Match[str]:
+    found = _HEAD.search(text[: mark.start()], max(0, mark.start() - 300))
+    assert found is not None  # all of its parts may be missing
+    return found
+
+
+def _writer(head: re.Match[str]) -> tuple[str | None, list[int | None]]:
+    """Returns host, and pid, tid and device; a time of day in front of a dropped head is none of them."""
+    host = head["host"] or head["host_only"]
+    pid, tid, device = head["pid"] or head["pid_only"], head["tid"], head["device"]
+    if host is not None and all(part is not None and _CLOCK.match(part) for part in (host, pid, tid)):
+        host = pid = tid = None
+    if device is not None and abs(int(device)) > 1023:
+        device = None  # of a thread that has no device
+    return host, [None if part is None else int(part) for part in (pid, tid, device)]

@@ -1,0 +1,353 @@
+"""Logs as people post them: old, cut, of one rank, without heads; written here after the shapes of public ones."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lightning_commopt.commands.app import app
+from lightning_commopt.commands.nccl_log.facts import NcclLog
+from lightning_commopt.commands.nccl_log.findings import find_all
+from lightning_commopt.commands.nccl_log.lines import split_line
+from lightning_commopt.commands.nccl_log.reader import read_lines, read_log
+from lightning_commopt.commands.nccl_log.summary import versions_of
+from lightning_commopt.commands.nccl_log.warn_texts import explain
+from lightning_commopt.text.findings import Finding
+from support.nccl_sample_logs import HEALTHY, SampleJob
+
+
+def read(text: str) -> NcclLog:
+    lines = enumerate(text.splitlines(), start=1)
+    return read_lines(message for number, line in lines for message in split_line(line, "log", number))
+
+
+def findings(text: str) -> dict[str, Finding]:
+    return {finding.code: finding for finding in find_all(read(text))}
+
+
+def old_rank(host: str, pid: int, tid: int, rank: int, size: int, bus: str, links: list[str]) -> str:
+    """Returns the lines of a thread that sets up a communicator, as before NCCL 2.16."""
+    head = f"{host}:{pid}:{tid} [0] NCCL INFO "
+    ring = [f"Channel 00/01 :{''.join(f'{each:5d}' for each in range(size))}"] if rank == 0 else []
+    above, below = rank - 1, rank + 1 if rank + 1 < size else -1
+    done = f"comm 0x{pid}{tid} rank {rank} nranks {size} cudaDev 0 busId {bus} - Init COMPLETE"
+    lines = ["Setting affinity for GPU 0 to ff", *ring, f"Trees [0] {below}/-1/-1->{rank}->{above}", *links, done]
+    return "".join(f"{head}{line}\n" for line in lines)
+
+
+def test_a_new_thread_behind_the_end_of_initialization_is_a_new_communicator() -> None:
+    """Two hosts with a world of 2 ranks, and then 2 groups of 2 ranks in another order: nothing is mixed up."""
+    text = ""
+    for index, host in enumerate(("node-a", "node-b")):
+        links = [f"Channel 00 : {1 - index}[1a000] -> {index}[1a000] [receive] via NET/IB/0/GDRDMA"]
+        text += old_rank(host, 100, 101, index, 2, "1a000", links)
+        again = [f"Channel 00 : {index}[1a000] -> {1 - index}[1a000] [receive] via NET/IB/0/GDRDMA"]
+        text += old_rank(host, 100, 102, 1 - index, 2, "1a000", again)
+    log = read(text)
+    (pool,) = log.communicators
+    assert (pool.count, pool.num_ranks, len(pool.unknown), pool.members) == (2, 2, 4, {})
+    assert {"network_in_host", "different_channels", "shared_memory"}.isdisjoint(findings(text))
+
+
+def test_ranks_that_are_always_the_same_gpu_are_told_apart_by_their_order() -> None:
+    text = ""
+    for index, host in enumerate(("node-a", "node-b")):
+        for tid in (101, 102):
+            links = [f"Channel 00 : {1 - index}[1a000] -> {index}[1a000] [receive] via NET/IB/0/GDRDMA"]
+            text += old_rank(host, 100, tid, index, 2, "1a000", links)
+    assert [(each.count, sorted(each.members), each.num_nodes) for each in read(text).communicators] == [
+        (1, [0, 1], 2),
+        (1, [0, 1], 2),
+    ]
+    assert find_all(read(text)) == []
+
+
+def test_lines_of_another_thread_go_to_the_one_communicator_that_fits() -> None:
+    rank = old_rank("node-a", 100, 101, 0, 2, "1a000", [])
+    late = "node-a:100:190 [0] NCCL INFO Channel 00 : 0[1a000] -> 1[2b000] via P2P/IPC\n"
+    (communicator,) = read(rank + late).communicators
+    assert len(communicator.connections) == 1
+    foreign = late.replace("0[1a000]", "0[99000]")  # a bus id of another GPU
+    assert [len(each.connections) for each in read(rank + foreign).communicators] == [0, 1]
+
+
+@pytest.mark.parametrize("num_ranks", [8, 40])
+def test_a_ring_has_all_ranks_or_the_first_twenty(num_ranks: int) -> None:
+    shown = "".join(f"{rank:4d}" for rank in range(min(num_ranks, 20)))
+    (communicator,) = read(f"n:1:2 [0] NCCL INFO Channel 00/02 :{shown}\n").communicators
+    assert communicator.num_ranks == (8 if num_ranks == 8 else None)
+    assert communicator.min_ranks == min(num_ranks, 20)
+    damaged = "n:1:2 [0] NCCL INFO Channel 00/02 :   0   1   1   3\n"
+    assert read(damaged).communicators == []
+
+
+CUT = """\
+h1:7:9 [1] NCCL INFO NET/IB : No device found.
+h1:7:9 [1] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.3<0>
+h1:7:9 [1] NCCL INFO Using network Socket
+h1:7:9 [1] NCCL INFO ncclCommInitRank comm 0xb9 rank 1 nranks 16 cudaDev 1 nvmlDev 1 busId 7e0 commId 0x89 - Init START
+h1:7:9 [1] NCCL INFO Setting affinity for GPU 1 to ffff
+"""
+
+
+def test_a_cut_log_of_one_rank_says_nothing_about_the_others() -> None:
+    found = findings(CUT)
+    assert {finding.severity for finding in found.values()} == {"note"}
+    assert found["missing_ranks"].what == "the log has rank 1 of 16, and no line of ranks 0, 2-15"
+    assert "is unknown" in found["missing_ranks"].why
+    assert "at the bootstrap: GPUs and NICs" in found["unfinished_init"].why
+    assert "or the log is cut" in found["unfinished_init"].why
+    assert found["socket_network"].what.startswith("if there are several hosts, they talk over TCP")
+    assert found["unknown"].what.startswith("unknown: how rank 1 talks")
+
+
+def line(text: str) -> str:
+    return f"h1:7:9 [0] NCCL INFO {text}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        (line("NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"), "no_gdr", "for mlx5_0"),
+        (line("GPU Direct RDMA Disabled for GPU ca000 / HCA 0 (distance 7 > 4)"), "no_gdr", "GPU ca000 / HCA 0"),
+        (line("NCCL_P2P_DISABLE set by environment to 1."), "shared_memory", "without P2P"),
+        (line("Could not enable P2P between dev 0(=1b0) and dev 3(=1e0)"), "shared_memory", "without P2P"),
+        (line("P2P is disabled between connected GPUs 1 and 0. You can"), "shared_memory", "without P2P"),
+        (line("NCCL_TOPO_FILE set by environment to /opt/topo.xml"), "topology_file", "/opt/topo.xml"),
+        (line("Pattern 4, crossNic 0, nChannels 2, bw 9.0/9.0, type PHB/PIX, sameChannels 1"), "far_link", "PHB link"),
+        (line("NCCL version 2.18.3") + line("graph/paths.cc:312 -> 3"), "silent_error", "graph/paths.cc:312"),
+    ],
+)
+def test_findings_need_no_connections(text: str, code: str, words: str) -> None:
+    found = findings(text)
+    assert words in found[code].what
+    assert "unknown" in found
+
+
+def test_a_far_nic_matters_between_hosts_only() -> None:
+    search = ["Pattern 4, crossNic 0, nChannels 2, bw 9.0/9.0, type NVL/PHB, sameChannels 1"]
+    assert "far_nic" in findings(SampleJob(hosts=("a", "b"), gpus=1, notes=search).mixed())
+    assert "far_nic" not in findings(SampleJob(notes=search).mixed())
+    assert "far_nic" in findings(line("Pattern 3, crossNic 0, nChannels 1, bw 24.0/12.0, type LOC/PHB, sameChannels 1"))
+
+
+def test_nvlink_in_one_direction() -> None:
+    """GPU 1C has no line for its link to 1B, and one to 1A that 1A has not."""
+    links = {"1A": ["1B"], "1B": ["1A", "1C"], "1C": ["1A"]}
+    text = ""
+    for gpu, others in links.items():
+        text += line(f"GPU/{gpu}000 (0)") + "".join(line(f"     + NVL[40.0] - GPU/{each}000") for each in others)
+    found = findings(text)["one_way_nvlink"]
+    assert found.what.endswith("in one direction only: 1B000 > 1C000, 1C000 > 1A000 (bus ids)")
+    assert "one_way_nvlink" not in findings(text.partition(line("GPU/1C000 (0)"))[0])  # cut: its links are not known
+
+
+LIBIBVERBS = "h1:7:9 [0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]\n"
+
+
+def test_libibverbs_is_harmless_on_one_host_and_the_reason_for_tcp_between_hosts() -> None:
+    alone = findings(LIBIBVERBS)
+    assert alone["no_ibverbs"].severity == "note"
+    assert "harmless on one host" in alone["no_ibverbs"].why
+    tcp = line("Channel 00 : 1[1e0] -> 0[1e0] [receive] via NET/Socket/0")
+    assert findings(LIBIBVERBS + tcp)["socket_network"].why.startswith("libibverbs cannot be loaded")
+
+
+def test_a_virtual_interface_among_several() -> None:
+    tcp = line("Channel 00 : 1[1e0] -> 0[1e0] [receive] via NET/Socket/0")
+    text = line("Bootstrap : Using [0]ens5:10.0.0.7<0> [1]veth75:fe80::14ad%veth75<0>") + tcp
+    found = findings(text)["virtual_interface"]
+    assert "the interface veth75 (fe80::14ad%veth75)" in found.what
+    assert found.advice == "set NCCL_SOCKET_IFNAME to ens5"
+
+
+TRACEBACK = """\
+[rank3]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, invalid usage, NCCL version 2.19.3
+[rank3]: ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+[rank3]: Last error:
+[rank3]: Duplicate GPU detected : rank 3 and rank 0 both on CUDA device f000
+"""
+
+
+def test_the_last_error_of_a_traceback_is_a_warning_like_others() -> None:
+    found = findings(TRACEBACK)
+    assert found["same_gpu"].what == "rank 3 warns: Duplicate GPU detected : rank 3 and rank 0 both on CUDA device f000"
+    inline = findings("RuntimeError: ... Last NCCL warning(error): 'Bootstrap : no socket interface found'\n")
+    assert "no_interface" in inline
+    assert versions_of(read(TRACEBACK)) == ["2.19.3"]
+
+
+SHM = "Error while attaching to shared memory segment /dev/shm/nccl-x (size {}), error: No such file or directory (2)"
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "code"),
+    [
+        ("misc/shmutils.cc:88", "Error: failed to extend /dev/shm/nccl-W to 9 bytes: No space left on device (28)",
+         "shared_memory_full"),
+        ("include/shm.h:28", "Call to posix_fallocate failed : No space left on device", "shared_memory_full"),
+        ("misc/shmutils.cc:129", SHM.format(9637888), "shared_memory_apart"),
+        ("misc/shmutils.cc:129", SHM.format(0), "shared_memory_lost"),
+        ("include/shm.h:27", "Call to shm_open failed : Permission denied", "shared_memory_denied"),
+        ("transport/shm.cc:590", "Cuda failure 217 'peer access is not supported'", "shared_memory_refused"),
+        ("transport/p2p.cc:238", "Cuda failure 217 'peer access is not supported'", "no_peer_access"),
+        ("transport/nvls.cc:598", "Cuda failure 1 'invalid argument'", "nvls"),
+        ("include/alloc.h:39", "Cuda failure 1 'invalid argument'", "cuda_failure"),
+        ("misc/argcheck.cc:39", "Recv : invalid root 7 (root should be in the 0..0 range)", "wrong_call"),
+        ("nccl_net_ofi.cpp:969", "NET/OFI Creating new endpoint for domain 0x7f failed: Invalid argument", "ofi"),
+        ("transport/net_ib.cc:148", "NET/IB : Unable to open device mlx5_bond_0", "ib_open"),
+        ("misc/ibvwrap.cc:262", "Call to ibv_modify_qp failed with 110 Connection timed out", "ib_unreachable"),
+        ("transport/net_ib.cc:1", "NET/IB : req 0/1 tag 0 peer 10.0.0.2<5> collective mismatch error, local size 4",
+         "mismatched_collective"),
+        ("transport.cc:30", "No transport found for rank 1[b000] -> rank 0[a000]", "no_transport"),
+        ("", "connecting to address  with family 5 is neither AF_INET(2) nor AF_INET6(10)", "no_interface"),
+    ],
+)  # fmt: skip
+def test_one_text_one_cause(place: str, text: str, code: str) -> None:
+    entry = explain(text, place)
+    assert entry is not None
+    assert entry.code == code
+
+
+def test_what_only_follows_is_a_note() -> None:
+    closed = "h1:7:8 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer h2<5>\n"
+    alone, both = findings(closed), findings(closed + TRACEBACK)
+    assert (alone["peer_gone"].severity, both["peer_gone"].severity) == ("error", "note")
+
+
+def watchdog(rank: int, sequence: int, waited_ms: int = 600_081, group: str = "") -> str:
+    found = f"[{group} Rank {rank}] Process group watchdog thread terminated with exception: " if group else ""
+    return (
+        f"[rank{rank}]:[E1218 20:27:21 ProcessGroupNCCL.cpp:629] {found}[Rank {rank}] Watchdog caught collective"
+        f" operation timeout: WorkNCCL(SeqNum={sequence}, OpType=ALLREDUCE, NumelIn=8, NumelOut=8,"
+        f" Timeout(ms)=600000) ran for {waited_ms} milliseconds before timing out.\n"
+    )
+
+
+def test_timeouts_of_several_process_groups_are_not_compared() -> None:
+    mixed = findings(watchdog(0, 90) + watchdog(1, 7))["collective_timeout"]
+    assert "different process groups" in mixed.why
+    named = find_all(read("".join(watchdog(rank, 5 + rank, group="PG 0") for rank in (0, 1))))
+    assert "rank 0 is the furthest behind" in named[0].why
+    apart = find_all(read(watchdog(0, 90, group="PG 0") + watchdog(1, 7, group="PG 1")))
+    assert [each.what.partition(" in PG ")[2][:1] for each in apart] == ["0", "1"]
+
+
+def test_the_world_size_is_unknown_without_a_communicator() -> None:
+    some = findings(watchdog(0, 5) + watchdog(1, 5))["collective_timeout"]
+    assert some.why.startswith(
+        "all ranks of this log (ranks 0, 1) wait in the same collective; whether there are other"
+    )
+    gap = findings("".join(watchdog(rank, 5) for rank in (1, 2, 3)))["collective_timeout"]
+    assert gap.why.startswith("rank 0 did not time out")
+    one = findings(watchdog(5, 5))["collective_timeout"]
+    assert "did not time out" not in one.why
+
+
+def test_a_watchdog_that_waited_far_over_its_limit_was_suspended() -> None:
+    found = findings(watchdog(0, 5, waited_ms=25_624_887))["collective_timeout"]
+    assert found.why.startswith(
+        "rank 0 waited 25625 s under a limit of 600 s: the process or its machine was suspended"
+    )
+
+
+def test_a_line_of_the_watchdog_that_a_terminal_broke() -> None:
+    broken = watchdog(2, 4).replace("OpType", "OpTy\npe")
+    (timeout,) = read(broken).timeouts.values()
+    assert (timeout.rank, timeout.sequence, timeout.operation, timeout.limit_s) == (2, 4, "ALLREDUCE", 600.0)
+
+
+def test_ranks_of_one_host_that_only_nccl_tests_lists() -> None:
+    listed = "".join(f"#  Rank  {i} Group  0 Pid   146 on    h200 device  {i} [0x5{i}] NVIDIA H200\n" for i in range(2))
+    text = listed + "h200:146:150 [1] NCCL INFO Channel 07/0 : 1[1] -> 0[0] [send] via NET/AWS Libfabric/1/GDRDMA\n"
+    assert "ranks 0 and 1 are on one host (h200)" in findings(text)["network_in_host"].what
+
+
+def test_the_network_within_a_host_that_shares_memory_is_by_design() -> None:
+    """Other pairs of the host copy through shared memory, so containers cannot be the reason."""
+    text = "h:1:11 [0] NCCL INFO Channel 00/0 : 0[8000] -> 1[d000] [send] via NET/IBext/1\n"
+    text += "h:2:12 [1] NCCL INFO Channel 00 : 1[d000] -> 0[8000] via SHM/direct/direct\n"
+    found = findings(text)["network_in_host"]
+    assert (found.severity, "prefers the NIC" in found.why, "--ipc=host" in found.advice) == ("note", True, False)
+
+
+def test_a_terminal_s_window_around_lines() -> None:
+    framed = "│ h:1:11 [0] NCCL INFO Channel 00 : 4[cb000] -> 0[92000] [send] via NET/IB/2        │\n"
+    (communicator,) = read(framed).communicators
+    assert [each.path for each in communicator.connections] == ["NET/IB"]
+
+
+def test_logs_without_heads_of_two_ranks_in_one_file() -> None:
+    ranks = [
+        f"NCCL INFO Bootstrap : Using lo:127.0.0.1<0>\nNCCL INFO Trees [0] -1/-1/-1->{rank}->{1 - rank}\n"
+        f"NCCL INFO Channel 00 : {rank}[{rank}9000] -> {1 - rank}[{1 - rank}9000] via direct shared memory\n"
+        f"NCCL INFO comm 0x7f{rank} rank {rank} nranks 2 cudaDev 0 busId {rank}9000 - Init COMPLETE\n"
+        for rank in (1, 0)
+    ]
+    (communicator,) = read("".join(ranks)).communicators
+    assert sorted(communicator.members) == [0, 1]
+    assert "virtual_interface" not in findings("".join(ranks))
+
+
+def test_versions_before_the_name_stood_in_front() -> None:
+    text = "gpu:18:18 [0] INFO NET : Using interface enp3:10.0.0.3<0>\nNCCL version 2.2.13+cuda9.0\n"
+    text += "gpu:18:19 [0] INFO comm 0x7f rank 0 nranks 2\n"
+    text += "gpu:18:20 [0] include/socket.h:360 WARN Call to connect failed : Connection timed out\n"
+    assert read(text).communicators[0].num_ranks == 2
+    assert "unreachable" in findings(text)
+    assert read("06:16:47 INFO nothing of NCCL's\n").num_lines == 0
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "utf-16", "utf-16-le", "stdin"])
+def test_compressed_utf16_and_standard_input(encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, text = tmp_path / "log", HEALTHY.mixed()
+    if encoding == "gzip":
+        path.write_bytes(gzip.compress(text.encode()))
+    elif encoding == "stdin":
+        path = Path("-")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    else:
+        path.write_bytes(text.encode(encoding))
+    assert [len(each.members) for each in read_log([path]).communicators] == [8]
+
+
+def test_two_jobs_in_one_call_are_two_communicators(tmp_path: Path) -> None:
+    """Without ids, each file that is complete by itself is a job."""
+    for name in ("one", "two"):
+        job = SampleJob(hosts=(name,), gpus=2, version="2.8.4+cuda11.0")
+        (tmp_path / name).write_text(job.text())
+    log = read_log(sorted(tmp_path.iterdir()))
+    assert [(sorted(each.members), [m.host for m in each.machines]) for each in log.communicators] == [
+        ([0, 1], ["one"]),
+        ([0, 1], ["two"]),
+    ]
+
+
+def test_a_long_table_says_what_it_leaves_out(tmp_path: Path) -> None:
+    lines = "".join(line(f"AllReduce: {1 << size} Bytes -> Algo RING proto LL time 5.0") for size in range(1, 20))
+    (tmp_path / "log").write_text(lines)
+    output = CliRunner().invoke(app, ["nccl-log", str(tmp_path / "log")]).output
+    assert "and 7 more, of fewer times: see --json" in output
+
+
+def test_manifest_of_public_threads() -> None:
+    rows = [row.split("\t") for row in (Path(__file__).parent / "public_threads.tsv").read_text().splitlines()]
+    assert all(len(row) == 2 and row[1] for row in rows)
+    assert len({row[0] for row in rows}) == len(rows) > 60
+
+
+def test_json_of_a_pool(tmp_path: Path) -> None:
+    text = "".join(
+        old_rank(host, 100, 101 + turn, (index + turn) % 2, 2, "1a000", [])
+        for index, host in enumerate("ab")
+        for turn in range(2)
+    )
+    (tmp_path / "log").write_text(text)
+    (pool,) = json.loads(CliRunner().invoke(app, ["nccl-log", str(tmp_path / "log"), "--json"]).output)["communicators"]
+    assert (pool["num_communicators"], pool["num_ranks"], pool["ranks"]) == (2, 2, [])
