@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from plotly import graph_objects as go
 
 from lightning_commopt.measure.link.bench_result import BenchResult, Row
-from lightning_commopt.measure.link.bench_settings import EQUAL_WAYS, SINGLE
+from lightning_commopt.measure.link.bench_settings import COMPOUND, SINGLE
 from lightning_commopt.measure.link.model import Curve, LinkModel
 from lightning_commopt.measure.link.sizes import size_text
 from lightning_commopt.report.figures.chart import Chart, Line, plain
@@ -30,7 +30,7 @@ def bench_charts(result: BenchResult, model: LinkModel | None) -> list[Chart]:
     """
     idle = [rows for rows in result.by_series().values() if _is_plain(rows)]
     single = [rows for rows in idle if rows[0].case.operation in SINGLE]
-    ways = [rows for rows in idle if rows[0].case.operation in EQUAL_WAYS]
+    ways = [rows for rows in idle if rows[0].case.operation in ("all_reduce", *COMPOUND)]
     hooks = [rows for rows in idle if rows[0].case.operation == "comm_hook"]
     exact = [rows for rows in idle if rows[0].case.operation == "all_reduce"]
     scopes = [rows for rows in result.by_series().values() if _is_plain(rows, scope=None)]
