@@ -206,7 +206,9 @@ class StepRecord:
             buckets=tuple(
                 BucketSpan(
                     **{name: int(bucket[name]) for name in ("index", "backward", "gradient_bytes", "wire_bytes")},
-                    **{name: float(bucket[name]) for name in ("ready_s", "start_s", "end_s")},
+                    ready_s=float(bucket["ready_s"]),
+                    start_s=float(bucket["start_s"]),
+                    end_s=float(bucket["end_s"]),
                     wire=tuple((float(start_s), float(end_s)) for start_s, end_s in bucket["wire"]),
                 )
                 for bucket in values["buckets"]

@@ -114,8 +114,8 @@ def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:
         for records in ranks
     ]
     origins_s = [records.origin_shift_s(ranks[0]) or 0.0 for records in ranks]
-    shifts_s = [clock_shift_s([record for record, _ in own], [record for record, _ in shown[0]]) for own in shown]
-    shifts_s = [origin if shift is None else shift for shift, origin in zip(shifts_s, origins_s, strict=True)]
+    by_buckets_s = [clock_shift_s([record for record, _ in own], [record for record, _ in shown[0]]) for own in shown]
+    shifts_s = [origin if shift is None else shift for shift, origin in zip(by_buckets_s, origins_s, strict=True)]
     rows = [_rows(own, shift_s) for own, shift_s in zip(shown, shifts_s, strict=True)]
     origin = min((piece.start for rank in rows for row in rank for piece in row.slices), default=0)
     events = [event for records, own in zip(ranks, rows, strict=True) for event in _events(records, own, origin)]

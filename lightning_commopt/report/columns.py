@@ -1,4 +1,4 @@
-"""The table of settings: one list of columns, which the terminal, the page, CSV and JSON are made from."""
+"""The table of settings: one list of columns for the terminal, the page, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_commopt.text.formatting import megabytes, number, percent
 
 
 class Cell(NamedTuple):
-    """What is written in a cell.
+    """The content of a cell.
 
     Attributes:
-        text: the number, with as many digits as mean something; empty where there is none.
-        small: below it: the interval, or a word.
-        value: to sort by; None goes last. A text sorts as such.
+        text: the number with its significant digits; empty without one.
+        small: below the text: the interval, or a word.
+        value: to sort by; None sorts last.
     """
 
     text: str = ""
@@ -31,11 +31,11 @@ class Column:
 
     Attributes:
         key: the attribute of a `Setting`, and the name in CSV and JSON.
-        title: on the page, with the unit; empty for what is there for other programs only.
-        heading: on the terminal; empty where it is not shown.
+        title: on the page, with the unit; empty for columns of CSV and JSON only.
+        heading: on the terminal; empty if not shown there.
         first: order of the page's first click: the best first.
-        cell: makes that of a setting in its group.
-        is_theirs: figures of others.
+        cell: makes the cell of a setting in its group.
+        is_theirs: the column has figures of others.
     """
 
     key: str
@@ -47,13 +47,13 @@ class Column:
 
 
 def columns_of(group: Group) -> list[tuple[Column, list[Cell]]]:
-    """Returns the columns for which a group has any number, with a cell for each setting."""
+    """Returns the columns for which a group has numbers, with a cell for each setting."""
     found = [(column, [column.cell(setting, group) for setting in group.settings]) for column in COLUMNS]
     return [(column, cells) for column, cells in found if any(cell.text for cell in cells)]
 
 
 def difference_in_words(setting: Setting) -> str:
-    """Returns what a setting's speed-up is worth: "faster", "uncertain", or that the machine may have been busy."""
+    """Returns how certain a setting's speed-up is: "faster", "uncertain", or that the machine may have been busy."""
     if setting.is_beyond_limit:
         return "machine busy?"
     if setting.difference == "unknown" and setting.speedup is not None:
