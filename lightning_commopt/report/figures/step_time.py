@@ -1,4 +1,4 @@
-"""What a step is spent on: computing, and waiting for gradients; what overlap hides, and what it could."""
+"""The parts of a step: computing and waiting for gradients; and the time that overlap saves, or could save."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIN_SHARE = 1e-6  # of a step; less is what rounding left
 
 
 class _Step(NamedTuple):
-    """A setting's step, cut into parts that add up to it."""
+    """A setting's step in parts."""
 
     setting: Setting
     parts: StepParts
@@ -35,12 +35,12 @@ class _Step(NamedTuple):
 
     @property
     def bound_s(self) -> float:
-        """The most that overlap could hide."""
+        """The most that overlap can hide."""
         return max(self.parts.hidden_s, min(self.step_s - self.parts.exposed_s, self.comm_s))
 
 
 def step_parts(group: Group) -> Chart | None:
-    """Returns a stacked bar for each setting, those that wait most first; None without any records of steps."""
+    """Returns a stacked bar for each setting, those that wait most first; None without records of steps."""
     steps = sorted(_steps(group), key=lambda step: -step.share)
     if not steps:
         return None
@@ -67,7 +67,7 @@ def _parts(step: _Step, most_s: float, unit: Unit) -> tuple[Part, ...]:
 
 
 def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns what overlap saves beside its bound; None without communication."""
+    """Returns the time that overlap saves beside its bound; None without communication."""
     steps = sorted((step for step in _steps(group) if step.comm_s > 0), key=lambda step: -step.parts.hidden_s)
     if not steps:
         return None
@@ -95,7 +95,7 @@ def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 
 def _steps(group: Group) -> list[_Step]:
-    """Returns the steps of the settings whose communication was seen."""
+    """Returns the steps of the settings whose communication was observed."""
     found = []
     for setting in group.settings:
         runs = [run.record.comm_time for run in setting.runs if run.record.comm_time.keys() >= _MEASURED]
