@@ -58,7 +58,7 @@ def test_one_process_has_one_node():
 
 def test_repeat_under_another_launcher_says_what_to_write_there():
     config = composed("repeat=3", "hydra.mode=MULTIRUN")
-    with pytest.raises(ConfigError, match=r"repeat=3 belongs to hydra/launcher=fresh_processes; .*repetition=0,1,2 "):
+    with pytest.raises(ConfigError, match=r"repeat=3 needs hydra/launcher=fresh_processes; .*repetition=0,1,2 "):
         check_config(config)
 
 
