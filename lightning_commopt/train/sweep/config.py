@@ -82,8 +82,8 @@ def _check_warmup(config: DictConfig) -> None:
     max_steps = OmegaConf.select(config, "trainer.max_steps")
     if isinstance(max_steps, int) and 0 < max_steps <= num_warmup_steps:
         raise ConfigError(
-            f"only steps after the warm-up are timed, and trainer.max_steps={max_steps} leaves none:"
-            f" num_warmup_steps must be from 0 to {max_steps - 1}, got {num_warmup_steps}"
+            f"num_warmup_steps must be from 0 to {max_steps - 1} with trainer.max_steps={max_steps}, as only later"
+            f" steps are timed, got {num_warmup_steps}"
         )
 
 
