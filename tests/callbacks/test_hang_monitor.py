@@ -31,7 +31,9 @@ def test_the_rank_that_is_waited_for_is_named(faults: list[tuple[str, str]], tmp
     assert reports == same
     for (fault, strategy), report in zip(faults, reports, strict=True):
         check(fault, report)
-        snapshots = {each.rank: each for each in read_hang_report(tmp_path / f"{fault}-{strategy}").snapshots}
+        snapshots = {
+            snapshot.rank: snapshot for snapshot in read_hang_report(tmp_path / f"{fault}-{strategy}").snapshots
+        }
         assert any("hanging_fits.py" in frame for frame in frames_of(snapshots[1])) == (fault != "stopped")
 
 
