@@ -175,10 +175,10 @@ def test_a_missing_monitor_is_waited_for_once() -> None:
     monitor._watched = watched  # type: ignore[assignment]
     trainer: Any = SimpleNamespace(training=False, validating=False, sanity_checking=False)
     with pytest.warns(UserWarning, match="not all ranks' monitors have started within a minute"):
-        monitor.on_validation_start(trainer, None)  # type: ignore[arg-type]
+        monitor.on_validation_start(trainer, None)
     for _ in range(3):  # a warning is an error in tests
         monitor.on_validation_epoch_end(trainer, None)
-        monitor.on_validation_start(trainer, None)  # type: ignore[arg-type]
+        monitor.on_validation_start(trainer, None)
     assert watched.num_waits == 1
 
 
