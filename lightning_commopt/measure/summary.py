@@ -147,7 +147,7 @@ def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, 
     for rows in sections:
         for label, name in rows:
             times = [
-                number(1e3 * metrics[f"{name}{suffix}"], most_decimals=_MAX_DECIMALS) for suffix in _COLUMNS.values()
+                number(1e3 * metrics[f"{name}{suffix}"], max_decimals=_MAX_DECIMALS) for suffix in _COLUMNS.values()
             ]
             table.add_row(label, *times, percent(share_of_step(metrics[name], metrics["step_s"])))
         table.add_section()

@@ -177,15 +177,17 @@ def _for_compression(costs: Costs) -> list[str]:
         comm, compression = MILLISECONDS.text(costs.comm_s), MILLISECONDS.text(costs.compression_s)
         return [f"{cheaper}: of {comm} of communication {compression} are compression."]
     bound = costs.speedup_bound
-    half_s, three_quarters_s, most_s = (min(costs.sending_s, share * costs.transfer_s) for share in (0.5, 0.75, 0.86))
+    half_s, three_quarters_s, six_sevenths_s = (
+        min(costs.sending_s, share * costs.transfer_s) for share in (0.5, 0.75, 0.86)
+    )
     found = []
     if not costs.is_lossy and costs.is_worth(half_s):
         found.append(f'comm_hook="bf16", lossy: half the bytes; {bound(half_s)}.')
     if not costs.is_lossy and costs.is_worth(three_quarters_s - half_s):
         found.append(f'comm_hook="int8", lossy: about a quarter of the bytes; {bound(three_quarters_s)}.')
-    if not costs.is_lossy and costs.is_worth(most_s - three_quarters_s):
+    if not costs.is_lossy and costs.is_worth(six_sevenths_s - three_quarters_s):
         found.append(
-            f'comm_hook="int4", lossy: about a seventh of the bytes; {bound(most_s)}. Compare the final metric as well.'
+            f'comm_hook="int4", lossy: about a seventh of the bytes; {bound(six_sevenths_s)}. Compare the final metric as well.'
         )
     if costs.comm_hook == "int8" and costs.is_worth(0.9 * half_s):
         found.append(

@@ -114,7 +114,7 @@ def _add_plans(runs: Sequence[Run], values: Sequence[dict[str, str]]) -> list[di
     for indices in alike.values():
         finished = [index for index in indices if runs[index].record.status == "finished"]
         more = dict(zip(finished, _varied([_plan_and_ranks(runs[index]) for index in finished]), strict=True))
-        if not values[indices[0]]:  # else the values are enough to place a failed run
+        if not values[indices[0]]:  # else the values identify the setting of a failed run
             plans = _varied([{"plan": runs[index].record.sync_method} for index in indices])
             more = {index: {**plan, **more.get(index, {})} for index, plan in zip(indices, plans, strict=True)}
         for index in indices:

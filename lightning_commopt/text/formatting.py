@@ -23,25 +23,25 @@ class Unit(NamedTuple):
         return f"{number(value / self.size)} {self.name}"
 
 
-def number(value: float, digits: int = 3, most_decimals: int = 99) -> str:
+def number(value: float, digits: int = 3, max_decimals: int = 99) -> str:
     """Returns a number with significant digits, and all digits before the point; a dash if it is not finite.
 
     Args:
         value: to format.
         digits: significant ones.
-        most_decimals: after the point; "0" if all of them are zeros.
+        max_decimals: after the point; "0" if all of them are zeros.
 
     >>> [number(value) for value in (1234.5, 12.345, 0.9996, 0.012345, 0.0, math.nan)]
     ['1234', '12.3', '1.00', '0.0123', '0', '-']
-    >>> [number(value, most_decimals=4) for value in (0.012345, 0.0012345, 0.00001)]
+    >>> [number(value, max_decimals=4) for value in (0.012345, 0.0012345, 0.00001)]
     ['0.0123', '0.0012', '0']
     """
     if not math.isfinite(value):
         return "-"
-    if abs(value) < 0.5 * 10**-most_decimals:
+    if abs(value) < 0.5 * 10**-max_decimals:
         return "0"
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    return f"{value:.{min(most_decimals, max(0, digits - 1 - exponent))}f}"
+    return f"{value:.{min(max_decimals, max(0, digits - 1 - exponent))}f}"
 
 
 def percent(share: float) -> str:
@@ -59,7 +59,7 @@ def short_percent(share: float) -> str:
     >>> short_percent(0.4286), short_percent(-0.0123), short_percent(0.00012)
     ('43 %', '1.2 %', '0.01 %')
     """
-    return f"{number(100 * abs(share), digits=2, most_decimals=2)} %"
+    return f"{number(100 * abs(share), digits=2, max_decimals=2)} %"
 
 
 def count(num: int, thing: str) -> str:
@@ -131,6 +131,6 @@ def time_unit(longest_s: float) -> Unit:
     return Unit("s", 1.0) if longest_s >= 2 else MILLISECONDS
 
 
-def byte_unit(most_bytes: float) -> Unit:
+def byte_unit(max_bytes: float) -> Unit:
     """Returns GB or MB, whichever suits the largest size."""
-    return Unit("GB", 1e9) if most_bytes >= 2e9 else Unit("MB", 1e6)
+    return Unit("GB", 1e9) if max_bytes >= 2e9 else Unit("MB", 1e6)

@@ -1,4 +1,4 @@
-"""Writes ``run.json``: the only place that does, from the beginning of a run to its end."""
+"""Writes ``run.json`` from the beginning of a run to its end; no other module does."""
 
 from __future__ import annotations
 

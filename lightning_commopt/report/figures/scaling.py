@@ -137,8 +137,8 @@ def _draw(figure: go.Figure, scaling: Scaling, style: PlanStyle, axis: _Axis) ->
     )
 
 
-def _draw_amdahl(figure: go.Figure, serial_share: float, most_ranks: int, style: PlanStyle) -> None:
-    ranks = [1 + (most_ranks - 1) * at / _CURVE_POINTS for at in range(_CURVE_POINTS + 1)]
+def _draw_amdahl(figure: go.Figure, serial_share: float, max_ranks: int, style: PlanStyle) -> None:
+    ranks = [1 + (max_ranks - 1) * at / _CURVE_POINTS for at in range(_CURVE_POINTS + 1)]
     times = {n: serial_share + (1 - serial_share) / n for n in ranks}  # below 0 for a wild fit to few points
     figure.add_scatter(
         mode="lines",

@@ -44,24 +44,24 @@ def step_parts(group: Group) -> Chart | None:
     steps = sorted(_steps(group), key=lambda step: -step.share)
     if not steps:
         return None
-    most_s = max(step.step_s for step in steps)
-    unit = time_unit(most_s)
+    max_s = max(step.step_s for step in steps)
+    unit = time_unit(max_s)
     return Chart(
         title="Exposed communication",
         note="Where the time of a step goes: the mean over steps and ranks. The settings that wait most come first.",
         x_title=f"time of a step ({unit.name})",
         bars=tuple(
-            Bar(step.setting.name, f"{percent(step.share)} exposed", _parts(step, most_s, unit)) for step in steps
+            Bar(step.setting.name, f"{percent(step.share)} exposed", _parts(step, max_s, unit)) for step in steps
         ),
         keys=_PARTS,
     )
 
 
-def _parts(step: _Step, most_s: float, unit: Unit) -> tuple[Part, ...]:
+def _parts(step: _Step, max_s: float, unit: Unit) -> tuple[Part, ...]:
     parts, start_s = [], 0.0
     for key, part_s in zip(_PARTS, step.parts, strict=True):
         hover = f"{step.setting.name}: {key.text}, {unit.text(part_s)} of {unit.text(step.step_s)}"
-        parts.append(Part(start_s / most_s, (start_s + part_s) / most_s, hover, key.swatch))
+        parts.append(Part(start_s / max_s, (start_s + part_s) / max_s, hover, key.swatch))
         start_s += part_s
     return tuple(parts)
 
@@ -71,8 +71,8 @@ def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     steps = sorted((step for step in _steps(group) if step.comm_s > 0), key=lambda step: -step.parts.hidden_s)
     if not steps:
         return None
-    most_s = max(step.bound_s for step in steps)
-    unit = time_unit(most_s)
+    max_s = max(step.bound_s for step in steps)
+    unit = time_unit(max_s)
     bars = []
     for step in steps:
         saved = f"{unit.text(step.parts.hidden_s)} of {unit.text(step.bound_s)}"
@@ -81,8 +81,8 @@ def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
             f" saved by overlap {saved}"
         )
         parts = (
-            Part(0, step.bound_s / most_s, hover, "bound"),
-            Part(0, step.parts.hidden_s / most_s, hover, color=styles[step.setting.sync_method].color),
+            Part(0, step.bound_s / max_s, hover, "bound"),
+            Part(0, step.parts.hidden_s / max_s, hover, color=styles[step.setting.sync_method].color),
         )
         bars.append(Bar(step.setting.name, saved, parts))
     return Chart(
