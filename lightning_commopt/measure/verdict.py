@@ -180,26 +180,21 @@ def _for_compression(costs: Costs) -> list[str]:
     half_s, three_quarters_s, six_sevenths_s = (
         min(costs.sending_s, share * costs.transfer_s) for share in (0.5, 0.75, 0.86)
     )
-    found = []
+    found, compare = [], "Compare the final metric as well."
     if not costs.is_lossy and costs.is_worth(half_s):
         found.append(f'comm_hook="bf16", lossy: half the bytes; {bound(half_s)}.')
     if not costs.is_lossy and costs.is_worth(three_quarters_s - half_s):
         found.append(f'comm_hook="int8", lossy: about a quarter of the bytes; {bound(three_quarters_s)}.')
     if not costs.is_lossy and costs.is_worth(six_sevenths_s - three_quarters_s):
-        found.append(
-            f'comm_hook="int4", lossy: about a seventh of the bytes; {bound(six_sevenths_s)}. Compare the final metric as well.'
-        )
+        found.append(f'comm_hook="int4", lossy: about a seventh of the bytes; {bound(six_sevenths_s)}. {compare}')
     if costs.comm_hook == "int8" and costs.is_worth(0.9 * half_s):
-        found.append(
-            f'comm_hook="int4", lossy: about half the bytes that travel now; {bound(0.9 * half_s)}. Compare the final'
-            " metric as well."
-        )
+        found.append(f'comm_hook="int4", lossy: about half the bytes that travel now; {bound(0.9 * half_s)}. {compare}')
     if costs.comm_hook in _CASTS and costs.is_worth(half_s):
         found.append(f'comm_hook="int8", lossy: about half the bytes that travel now; {bound(half_s)}.')
     if costs.comm_hook not in _LOW_RANK and costs.transfer_s > 2 * costs.backward_s:
         transfer, backward = MILLISECONDS.text(costs.transfer_s), MILLISECONDS.text(costs.backward_s)
         found.append(
             f'comm_hook="powersgd", lossy: collectives take {transfer} and backward computes for {backward}, which is'
-            f" too short to hide them; {bound(costs.sending_s)}. Compare the final metric as well."
+            f" too short to hide them; {bound(costs.sending_s)}. {compare}"
         )
     return found
