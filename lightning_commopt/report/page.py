@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 from lightning_commopt.report.columns import Cell, Column, columns_of, difference_in_words
 from lightning_commopt.report.figures.chart import Chart, Key
 from lightning_commopt.report.figures.loss import loss_curves
-from lightning_commopt.report.figures.scaling import efficiency, speedup
+from lightning_commopt.report.figures.scaling import scaling_charts
 from lightning_commopt.report.figures.step_time import overlap, step_parts
 from lightning_commopt.report.figures.style import PlanStyle, plan_styles
 from lightning_commopt.report.figures.throughput import bucket_sizes, peak_memory, throughput
@@ -75,7 +75,7 @@ def sections(group: Group, styles: Mapping[str, PlanStyle]) -> list[Section]:
     """Returns the charts that a group has numbers for."""
     charts: dict[str, list[Chart | None]] = {
         "Speed": [throughput(group, styles), bucket_sizes(group, styles)],
-        "More ranks": [speedup(group, styles), efficiency(group, styles)],
+        "More ranks": [*scaling_charts(group, styles)],
         "Communication": [step_parts(group), overlap(group, styles)],
         "Loss": [*loss_curves(group, styles)],
         "Memory": [peak_memory(group, styles)],

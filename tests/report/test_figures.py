@@ -17,7 +17,7 @@ from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.figures.chart import Chart
 from lightning_commopt.report.figures.loss import MAX_CURVES, loss_curves
-from lightning_commopt.report.figures.scaling import efficiency, speedup
+from lightning_commopt.report.figures.scaling import scaling_charts
 from lightning_commopt.report.figures.step_time import overlap, step_parts
 from lightning_commopt.report.figures.steps import MAX_SETTINGS, typical_steps
 from lightning_commopt.report.figures.style import PlanStyle, plan_styles, series_of, typical_run
@@ -100,7 +100,7 @@ def test_a_bucket_size_of_none_has_no_place_on_the_axis(tmp_path: Path) -> None:
 def test_a_plan_looks_the_same_everywhere(four_methods: Report) -> None:
     """If it fails, a reader takes one plan for another from chart to chart."""
     group, styles = four_methods.groups[0], _styles(four_methods)
-    lines = [line for line in _drawn(speedup(group, styles))["data"] if line["mode"] == "lines+markers"]
+    lines = [line for line in _drawn(scaling_charts(group, styles)[0])["data"] if line["mode"] == "lines+markers"]
     of_scaling = {
         scaling.sync_method: line["line"]["color"] for scaling, line in zip(group.scalings, lines, strict=True)
     }
@@ -121,7 +121,7 @@ def test_lines_of_a_plan_differ_in_more_than_the_colour() -> None:
 
 def test_speedups_have_the_ideal_and_amdahls_curve(four_methods: Report) -> None:
     group = four_methods.groups[0]
-    chart = speedup(group, _styles(four_methods))
+    chart = scaling_charts(group, _styles(four_methods))[0]
     ideal, *lines = _drawn(chart)["data"]
     assert (ideal["x"], ideal["y"]) == ([1, 4], [1, 4])
     for scaling, (fit, points) in zip(group.scalings, zip(lines[::2], lines[1::2], strict=True), strict=True):
@@ -130,7 +130,6 @@ def test_speedups_have_the_ideal_and_amdahls_curve(four_methods: Report) -> None
         assert fit["y"][-1] == pytest.approx(1 / (share + (1 - share) / 4))
         assert points["y"] == pytest.approx([interval.median for interval in scaling.speedups])
     assert any(label.startswith("interleaved") and "f" in label for label in _names(chart))
-    assert chart is not None
     assert "naive" in chart.note
 
 
@@ -138,17 +137,16 @@ def test_a_scaling_without_one_rank_is_drawn_over_the_fewest(tmp_path: Path) -> 
     for ranks in (2, 4, 8):
         save_run(tmp_path / str(ranks), f"ranks={ranks}", world_size=ranks, samples_per_s=10.0 * ranks)
     report = build_report([tmp_path])
-    chart = speedup(report.groups[0], _styles(report))
+    chart = scaling_charts(report.groups[0], _styles(report))[0]
     ideal, points = _drawn(chart)["data"]
     assert ideal["y"] == points["y"][::2] == [1, 4]
-    assert chart is not None
     assert chart.y_title == "speed-up over 2 ranks (times)"
-    assert _drawn(efficiency(report.groups[0], _styles(report)))["data"][1]["y"] == [100, 100, 100]
+    assert _drawn(scaling_charts(report.groups[0], _styles(report))[1])["data"][1]["y"] == [100, 100, 100]
 
 
 def test_efficiency_is_speedup_over_ranks(four_methods: Report) -> None:
     group = four_methods.groups[0]
-    _, *lines = _drawn(efficiency(group, _styles(four_methods)))["data"]
+    _, *lines = _drawn(scaling_charts(group, _styles(four_methods))[1])["data"]
     for scaling, line in zip(group.scalings, lines, strict=True):
         shares = [100 * interval.median / n for n, interval in zip(scaling.num_ranks, scaling.speedups, strict=True)]
         assert line["y"] == pytest.approx(shares)
@@ -156,8 +154,7 @@ def test_efficiency_is_speedup_over_ranks(four_methods: Report) -> None:
 
 def test_a_scaling_that_makes_it_slower_is_named(four_methods: Report) -> None:
     slow = replace(four_methods.groups[0].scalings[0], serial_share=5.0)
-    chart = speedup(replace(four_methods.groups[0], scalings=(slow,)), _styles(four_methods))
-    assert chart is not None
+    chart = scaling_charts(replace(four_methods.groups[0], scalings=(slow,)), _styles(four_methods))[0]
     assert "more ranks are slower than one" in chart.note
 
 

@@ -39,54 +39,41 @@ class _Axis:
     has_law: bool = False
 
 
-def speedup(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns speed-up against ranks; None if no plan ran on several numbers of ranks."""
-    scalings, base = _common_scalings(group)
-    if not scalings:
-        return None
-    over = "one rank" if base == 1 else f"{base} ranks"
-    title, unit = f"speed-up over {over} (times)", f"{TIMES} {over}"
-    axis = _Axis(title=title, unit=unit, base=base, factor=lambda ranks: 1.0, has_law=True)
-    return _chart("Speed-up against ranks", _amdahl_in_words(scalings, base), group, styles, axis)
+def scaling_charts(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
+    """Returns speed-up and efficiency against ranks; empty if no plan ran on several numbers of ranks.
 
-
-def efficiency(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns the share of the ideal speed-up against ranks; None if no plan ran on several numbers of ranks."""
-    scalings, base = _common_scalings(group)
-    if not scalings:
-        return None
-    times = "ranks" if base == 1 else f"ranks / {base}"
-    axis = _Axis(
-        title=f"efficiency: speed-up divided by {times} (%)",
-        unit="% of the ideal speed-up",
-        base=base,
-        factor=lambda ranks: 100 * base / ranks,
-    )
-    note = "100 % would be twice the throughput on twice the ranks."
-    return _chart("Efficiency against ranks", note, group, styles, axis)
-
-
-def _common_scalings(group: Group) -> tuple[list[Scaling], int]:
-    """Returns the scalings over the fewest ranks, which share an axis; and that number."""
+    They show the scalings over the fewest ranks, which share an axis.
+    """
     base = min((scaling.num_ranks[0] for scaling in group.scalings), default=1)
-    return [found for found in group.scalings if found.num_ranks[0] == base and len(found.num_ranks) > 1], base
-
-
-def _chart(title: str, note: str, group: Group, styles: Mapping[str, PlanStyle], axis: _Axis) -> Chart:
-    scalings, _ = _common_scalings(group)
+    scalings = [found for found in group.scalings if found.num_ranks[0] == base and len(found.num_ranks) > 1]
+    if not scalings:
+        return []
+    over, divisor = ("one rank", "ranks") if base == 1 else (f"{base} ranks", f"ranks / {base}")
+    title, unit = f"speed-up over {over} (times)", f"{TIMES} {over}"
+    speedup = _Axis(title=title, unit=unit, base=base, factor=lambda ranks: 1.0, has_law=True)
+    title, unit = f"efficiency: speed-up divided by {divisor} (%)", "% of the ideal speed-up"
+    efficiency = _Axis(title=title, unit=unit, base=base, factor=lambda ranks: 100 * base / ranks)
+    note = "100 % would be twice the throughput on twice the ranks."
+    charts = {
+        "Speed-up against ranks": (speedup, _amdahl_in_words(scalings, base)),
+        "Efficiency against ranks": (efficiency, note),
+    }
     sync_methods = {scaling_name(setting, group.settings): setting.sync_method for setting in group.settings}
     looks = line_styles([sync_methods[scaling.sync_method] for scaling in scalings], styles)
-    return Chart(
-        title=title,
-        note=note,
-        x_title="ranks (number of processes)",
-        y_title=axis.title,
-        figure=_figure(scalings, looks, axis),
-        lines=(
-            *(Line(_name(scaling, axis), style) for scaling, style in zip(scalings, looks, strict=True)),
-            Line("ideal", None),
-        ),
-    )
+    return [
+        Chart(
+            title=chart_title,
+            note=chart_note,
+            x_title="ranks (number of processes)",
+            y_title=axis.title,
+            figure=_figure(scalings, looks, axis),
+            lines=(
+                *(Line(_name(scaling, axis), style) for scaling, style in zip(scalings, looks, strict=True)),
+                Line("ideal", None),
+            ),
+        )
+        for chart_title, (axis, chart_note) in charts.items()
+    ]
 
 
 def _figure(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], axis: _Axis) -> go.Figure:
