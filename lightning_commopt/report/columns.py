@@ -70,7 +70,8 @@ def _interval(value: Interval | None, *_: object, digits: int = 3) -> Cell:
     )
 
 
-def _speedup(speedup: Interval | None, setting: Setting, group: Group) -> Cell:
+def speedup_cell(speedup: Interval | None, setting: Setting, group: Group) -> Cell:
+    """Returns the speed-up, and how certain it is."""
     if setting is group.baseline and len(group.settings) > 1:
         return Cell("baseline", value=1.0)
     if speedup is None:
@@ -102,7 +103,7 @@ def _published(figures: Sequence[Published], *_: object) -> Cell:
 COLUMNS = (
     Column(key="world_size", title="ranks", show=lambda value, *_: Cell(str(value), value=value)),
     Column(key="samples_per_s", title="samples/s", heading="samples/s", first="descending", show=_interval),
-    Column(key="speedup", title="speed-up", heading="speed-up", first="descending", show=_speedup),
+    Column(key="speedup", title="speed-up", heading="speed-up", first="descending", show=speedup_cell),
     Column(key="steps_per_s", title="steps/s", first="descending", show=_interval),
     Column(key="efficiency", title="efficiency", heading="efficiency", first="descending", show=_share),
     Column(key="exposed_share", title="exposed share of a step", heading="exposed", show=_share),

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from lightning_commopt.report.columns import Cell, Column, columns_of, difference_in_words
+from lightning_commopt.report.columns import Cell, Column, columns_of, speedup_cell
 from lightning_commopt.report.figures.chart import Chart, Key
 from lightning_commopt.report.figures.loss import loss_curves
 from lightning_commopt.report.figures.scaling import scaling_charts
@@ -23,7 +23,6 @@ from lightning_commopt.report.figures.throughput import bucket_sizes, peak_memor
 from lightning_commopt.report.figures.timeline import KEYS, timelines
 from lightning_commopt.report.model import Group, Report, Setting
 from lightning_commopt.report.phrases import TIMES, kinds_of_intervals
-from lightning_commopt.text.formatting import number
 
 _PACKAGE = "lightning_commopt.report"
 
@@ -149,10 +148,6 @@ def glance(groups: Sequence[Group]) -> Glance | None:
 
 
 def _at_a_glance(setting: Setting, group: Group) -> Cell:
-    if setting is group.baseline:
-        return Cell("baseline")
     theirs = [figure.speedup for figure in setting.published if figure.speedup is not None]
-    published = f"published: {theirs[0]:g}{TIMES}" if theirs else ""
-    if setting.speedup is None:
-        return Cell("-", published)
-    return Cell(f"{number(setting.speedup.median)}{TIMES} {difference_in_words(setting)}".rstrip(), published)
+    published = f"published: {theirs[0]:g}{TIMES}" if theirs and setting is not group.baseline else ""
+    return Cell(speedup_cell(setting.speedup, setting, group).text or "-", published)
