@@ -1,6 +1,6 @@
 """The statistics of steps as `torchmetrics.Metric`, to log, merge, plot and put in a ``MetricCollection``.
 
-`CommTimeMonitor.new_steps` has the steps to update them with; ``docs/comm_time.md`` shows how, and lists the numbers.
+Update them with `CommTimeMonitor.new_steps`; ``docs/comm_time.md`` shows how, and lists the numbers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ __all__ = ["QUANTITIES", "ExposedShare", "StepMetric", "StepStatistics"]
 
 
 class StepStatistics(Metric):
-    """All numbers of the steps that came, over steps and ranks.
+    """All statistics of the steps it was updated with, over steps and ranks.
 
-    Means, sums and maxima are exact. Percentiles and the straggler are exact as long as no more than
-    ``max_sampled_values`` numbers have come, 16 for each step and rank; after that they are taken from a uniform random
-    sample of so many steps, always with all ranks of a step. Which ones depends on their number alone, so that all
-    ranks that see the same values compute the same.
+    Means, sums and maxima are exact. Percentiles and the straggler are exact up to ``max_sampled_values`` numbers, 16
+    for each step and rank; beyond, they are those of a uniform random sample of steps, always with all ranks of a step.
+    The draw depends on the number of steps alone, so ranks that see the same values compute the same.
 
     >>> metric = StepStatistics()
     >>> metric.update(torch.ones(2, 10, len(QUANTITIES)))  # 10 steps of 2 ranks, in which everything takes 1 s
@@ -39,8 +38,8 @@ class StepStatistics(Metric):
         world_size: number of ranks that train; None if every update has the steps of all of them.
         max_sampled_values: bounds the memory, 8 bytes each; but 64 steps are always kept, and `forward` drops none
             before `reset`. The default is 8 MiB, or all of 32,000 steps on 2 ranks. With 0 there are no percentiles.
-        sync_on_compute: let `compute` gather the states of all ranks, for updates with the steps of one rank. A rank
-            alone does not know what waits for whom. Off by default: `CommTimeMonitor` has the steps of all ranks.
+        sync_on_compute: let `compute` gather the states of all ranks, for updates with the steps of one rank, which
+            alone cannot know the waits. Off by default: `CommTimeMonitor` has the steps of all ranks.
         options: other options of `torchmetrics.Metric`.
     """
 
@@ -64,13 +63,13 @@ class StepStatistics(Metric):
         super().__init__(sync_on_compute=sync_on_compute, **options)
         self.world_size = world_size
         self.max_sampled_values = max_sampled_values
-        self._own_block: Tensor | None = None  # which no other metric shares, as it may after a merge
+        self._own_block: Tensor | None = None  # shared with no other metric, as blocks may be after a merge
         self.add_state("sums", torch.zeros(len(statistics.SUMS), dtype=torch.float64, device="cpu"), "sum")
         self.add_state(
             "maxima", torch.full((len(statistics.COLUMNS),), -torch.inf, dtype=torch.float64, device="cpu"), "max"
         )
         self.sample, self.counts = [], []
-        if max_sampled_values:  # a MetricCollection takes an empty list for the same state as any other
+        if max_sampled_values:  # a MetricCollection would merge metrics that both have empty lists
             self.add_state("sample", [], "cat")
             self.add_state("counts", [], "cat")
 
@@ -86,19 +85,19 @@ class StepStatistics(Metric):
         """
         if not isinstance(steps, Steps):
             steps = Steps.of([[statistics.row(steps)]] if isinstance(steps, StepRecord) else steps)
-        num_steps, num_ranks, _ = steps.each.shape
+        num_steps, num_ranks, _ = steps.values.shape
         if len(self.sample) and self.sample[-1].shape[-2] != num_ranks:
             raise ValueError(f"steps must be of {self.sample[-1].shape[-2]} ranks as before, got {num_ranks}")
         device = self.sums.device
         self.sums += torch.from_numpy(steps.sums).to(device)
         torch.maximum(self.maxima, torch.from_numpy(steps.maxima).to(device), out=self.maxima)
         if num_steps and self.max_sampled_values:
-            self.sample.append(torch.from_numpy(steps.each).to(device))
+            self.sample.append(torch.from_numpy(steps.values).to(device))
             self.counts.append(torch.full((1,), num_steps, device=device))
             max_steps = statistics.max_sampled_steps(num_ranks, self.max_sampled_values)
             if len(self.sample[0]) + len(self.sample) * num_steps > max_steps * 65 / 64:  # not with every update
-                each = self._draw(in_place=self.sample[0] is self._own_block)
-                self._own_block = torch.from_numpy(each).to(device)
+                drawn = self._draw(in_place=self.sample[0] is self._own_block)
+                self._own_block = torch.from_numpy(drawn).to(device)
                 self.sample[:], self.counts[:] = [self._own_block], [torch.cat(self.counts).sum(0, keepdim=True)]
 
     def compute(self) -> Any:
@@ -108,7 +107,7 @@ class StepStatistics(Metric):
 
     @property
     def steps(self) -> Steps:
-        """What came, with a sample of the steps."""
+        """Sums and maxima of all steps, and a sample of them."""
         return Steps(self.sums.cpu().numpy().copy(), self.maxima.cpu().numpy().copy(), self._draw())
 
     def _draw(self, *, in_place: bool = False) -> statistics.Array:
@@ -121,13 +120,13 @@ class StepStatistics(Metric):
         return statistics.sample(blocks, counts, max_steps, in_place=in_place)
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Plots ``val``, one or several results of `compute` or `forward`, or else that of now; needs matplotlib."""
+        """Plots ``val``, one or several results of `compute` or `forward`, or the current one; needs matplotlib."""
         value = self.compute() if val is None else val
         return plot_single_or_multi_val(value, ax=ax, name=getattr(self, "name", None))
 
 
 class StepMetric(StepStatistics):
-    """One number of the steps that came.
+    """One statistic of the steps it was updated with.
 
     >>> steps = torch.ones(4, 10, len(QUANTITIES))  # 10 steps of 4 ranks
     >>> steps[:, :, QUANTITIES.index("wire_bytes")] = 1e9  # in 1 s
@@ -135,8 +134,8 @@ class StepMetric(StepStatistics):
     tensor(1.5000e+09, dtype=torch.float64)
 
     Args:
-        name: of the number, in seconds, bytes or a share of 1.
-        options: as of `StepStatistics`.
+        name: of the statistic, which is in seconds, bytes or a share of 1.
+        options: of `StepStatistics`.
     """
 
     def __init__(self, name: str, **options: Any) -> None:

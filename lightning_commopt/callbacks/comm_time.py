@@ -1,4 +1,4 @@
-"""CommTimeMonitor: what every step spends on communication, in the logger, in a file and as a summary."""
+"""CommTimeMonitor: measures the communication of every step, for loggers, a file and a summary."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ _INTERRUPTED_LIMIT_S = 1.0
 
 
 class CommTimeMonitor(PhaseCallback):
-    """Times every step and every bucket, and says what communication costs.
+    """Times every step and every bucket, and reports the cost of communication.
 
-    Works with `CommOptDDP` and any of its plans, with Lightning's ``DDPStrategy`` and its hooks, and with one rank. On
-    other strategies only the phases of a step are timed. Nothing that is trained changes. On CUDA times are those of
+    Works with `CommOptDDP` and any of its plans, with Lightning's ``DDPStrategy`` and its hooks, and with one rank.
+    With other strategies only the phases of a step are timed. Training is not affected. On CUDA times are those of
     events that the device has passed; training does not wait for them.
 
-    Every ``every_n_steps`` steps the ranks gather what they measured in one small message. Its statistics over steps
-    and ranks are published a window later, when it has long come: to all loggers of the Trainer under ``comm_time/``,
-    with the number of the window's last step, and in ``trainer.callback_metrics``, at the same step on all ranks. So
-    ``ModelCheckpoint(monitor="comm_time/exposed_share")`` and ``EarlyStopping`` can use them. At the end of an epoch
-    and before a validation the last window is published at once; if there was none yet, the steps so far are one.
-    ``docs/comm_time.md`` defines every key.
+    Every ``every_n_steps`` steps the ranks gather their measurements in one small message. Its statistics over steps
+    and ranks are published a window later, when the message has long arrived: to all loggers of the Trainer under
+    ``comm_time/``, with the number of the window's last step, and in ``trainer.callback_metrics``, at the same step on
+    all ranks. So ``ModelCheckpoint(monitor="comm_time/exposed_share")`` and ``EarlyStopping`` can use them. At the end
+    of an epoch and before a validation the last window is published at once; before the first window, the steps so
+    far. ``docs/comm_time.md`` defines every key.
 
     Args:
         every_n_steps: optimizer steps in a window.
         num_warmup_steps: optimizer steps that the summary of the fit leaves out. Loggers get them.
         log: "default" for the twelve numbers in `LOGGED_BY_DEFAULT`, "all" for every one.
-        dirpath: where ``comm_time/rank_0.jsonl``, ... and ``link_model.json`` go; None for the logger's directory, else
-            the Trainer's ``default_root_dir``.
+        dirpath: of ``comm_time/rank_0.jsonl``, ... and ``link_model.json``; None for the logger's directory, else the
+            Trainer's ``default_root_dir``.
         save_records: write every step of every rank to those files, and the link model.
-        fit_link_model: fit a `LinkModel` to the buckets of the last 200 steps, anew with every window.
-        print_summary: print a table and a verdict at the end of a fit, also of one that was interrupted.
+        fit_link_model: fit a `LinkModel` to the buckets of the last 200 steps with every window.
+        print_summary: print a table and a verdict at the end of a fit, also of an interrupted one.
 
     Attributes:
         metrics: of the last window, all of them, without the prefix.
         summary: the same over the whole fit, without its warm-up; empty until it has ended.
         verdict: on the whole fit; None until it has ended.
-        new_steps: windows of steps of all ranks that came since the batch before ended, in most batches none; for
-            ``on_train_batch_end`` of a LightningModule, to update metrics of `lightning_commopt.metrics` with.
+        new_steps: windows of steps of all ranks that arrived since the last batch ended, usually none; for
+            ``on_train_batch_end`` of a LightningModule, to update metrics of `lightning_commopt.metrics`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -103,14 +103,11 @@ class CommTimeMonitor(PhaseCallback):
         self.summary: dict[str, float] = {}
         self.verdict: Verdict | None = None
         self.new_steps: tuple[Steps, ...] = ()
-        self._windows: list[Steps] = []  # that came since the last batch ended
-        self._num_samples = 0
-        self._num_gathered = 0
-        self._own_rows: list[list[float]] = []  # that were sent, and have not come from all ranks
-        self._last_step = 0
-        self._num_buckets = 0
+        self._windows: list[Steps] = []  # that arrived since the last batch ended
+        self._own_rows: list[list[float]] = []  # that were sent, and have not arrived from all ranks
+        self._num_samples = self._num_gathered = self._num_buckets = self._last_step = 0
         self._world_size = world_size
-        self._of_fit = StepStatistics(world_size=world_size)
+        self._fit_statistics = StepStatistics(world_size=world_size)
         self._all_ranks: AllRanks | None = None
         self._group: BorrowedGroups | None = None
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=False)
@@ -135,7 +132,7 @@ class CommTimeMonitor(PhaseCallback):
         group = self._group.all_ranks if self._group is not None else None
         is_shared = group is not None or trainer.world_size == 1
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=is_shared)
-        # All ranks must ask for log_dir, which is broadcast.
+        # All ranks must access log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
         assert self._recorder is not None
         header = describe_rank(trainer) | {
@@ -149,7 +146,7 @@ class CommTimeMonitor(PhaseCallback):
             self._files = StepFiles(folder, header)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Publishes what there is, for callbacks that look at the end of the validation."""
+        """Publishes the last window, for callbacks that run at the end of the validation."""
         super().on_validation_start(trainer, pl_module)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._catch_up(trainer)
@@ -177,20 +174,20 @@ class CommTimeMonitor(PhaseCallback):
             self._group.return_to_pool()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves the steps of this rank, and summarizes what there is: other ranks may be gone."""
+        """Saves the steps of this rank, and summarizes without other ranks, which may be gone."""
         try:
-            with contextlib.suppress(RuntimeError):  # the device may be what failed: then it gives no mark any more
+            with contextlib.suppress(RuntimeError):  # the device may have failed, and its events with it
                 super().on_exception(trainer, pl_module, exception)
                 self._receive(trainer, _INTERRUPTED_LIMIT_S)
                 while self._recorder is not None and self._recorder.has(1):
                     self._own_rows += self._take(trainer, 1)
-            if self._of_fit.steps.num_ranks <= 1 and self._own_rows:  # else the steps of all ranks say more
+            if self._fit_statistics.steps.num_ranks <= 1 and self._own_rows:  # else those of all ranks are better
                 values = np.array([self._own_rows])[:, :, : len(QUANTITIES)]
                 self._add(values, Steps.of(values))
             if self.verdict is None:
                 self._conclude(trainer)
         finally:
-            self.teardown(trainer, pl_module, "fit")  # which Lightning does not call then
+            self.teardown(trainer, pl_module, "fit")  # Lightning does not call it after an exception
 
     def _enter(self, phase: str | None) -> None:
         if self._recorder is not None:
@@ -203,7 +200,7 @@ class CommTimeMonitor(PhaseCallback):
         if has_stepped:
             self._recorder.end_step(step_of_loggers(trainer), self._num_samples)
             self._num_samples = 0
-            # By counts that are the same on all ranks, as callback_metrics must not differ between them.
+            # The counts are the same on all ranks: callback_metrics must not differ between them.
             if self._recorder.num_pending >= self._every_n_steps + self._recorder.num_lag_steps:
                 self._receive(trainer)
                 self._send(trainer)
@@ -212,7 +209,7 @@ class CommTimeMonitor(PhaseCallback):
         self.new_steps, self._windows = tuple(self._windows), []
 
     def _catch_up(self, trainer: Trainer) -> None:
-        """Publishes the window that is under way; if there was none yet, the steps so far."""
+        """Publishes the last window; before the first one, the steps so far."""
         self._receive(trainer)
         if not self.metrics and self._all_ranks is not None:
             self._send(trainer, even_if_empty=True)  # another rank may have steps
@@ -226,7 +223,7 @@ class CommTimeMonitor(PhaseCallback):
             self._all_ranks.send(torch.tensor(rows, dtype=torch.float64, device="cpu"))
 
     def _take(self, trainer: Trainer, num_steps: int) -> list[list[float]]:
-        """Saves the oldest steps, at most so many, and returns their numbers."""
+        """Saves at most ``num_steps`` of the oldest steps, and returns their numbers."""
         assert self._recorder is not None
         steps = self._recorder.take(num_steps)
         if steps:
@@ -237,27 +234,26 @@ class CommTimeMonitor(PhaseCallback):
         if self._link is None:
             return [row(record) for record in records]
         times_s = self._link.rows(records, describe_hook(trainer.strategy)["comm_hook"])
-        return [row(record) + of_buckets for record, of_buckets in zip(records, times_s, strict=True)]
+        return [row(record) + own_times_s for record, own_times_s in zip(records, times_s, strict=True)]
 
     def _receive(self, trainer: Trainer, limit_s: float = math.inf) -> bool:
-        """Publishes the window that was sent; returns false if it has not come from all ranks."""
+        """Publishes the sent window; returns false if it has not arrived from all ranks."""
         if self._all_ranks is None or self._all_ranks.is_free:
             return True
         try:
             values = self._all_ranks.take(limit_s)
         except RuntimeError as error:
             self._all_ranks = None
-            warn(f"CommTimeMonitor: the ranks' times cannot be gathered any more ({error}).", on_every_rank=True)
+            warn(f"CommTimeMonitor: gathering the ranks' times failed and stops ({error}).", on_every_rank=True)
             return True
         if values is None:
             return False
         self._own_rows = []
         if values.shape[1]:
-            self._publish(trainer, values.numpy())
+            self._publish(trainer, *np.split(values.numpy(), [len(QUANTITIES)], axis=2))
         return True
 
-    def _publish(self, trainer: Trainer, values: NDArray[np.float64]) -> None:
-        values, times_s = np.split(values, [len(QUANTITIES)], axis=2)
+    def _publish(self, trainer: Trainer, values: NDArray[np.float64], times_s: NDArray[np.float64]) -> None:
         steps = Steps.of(values)
         self._windows.append(steps)
         self.metrics = steps.sampled().statistics(self._world_size)
@@ -274,17 +270,14 @@ class CommTimeMonitor(PhaseCallback):
         """Adds steps to those of the fit, without its warm-up."""
         num_warmup = max(0, self._num_warmup_steps - self._num_gathered)
         self._num_gathered += values.shape[1]
-        self._of_fit.update(values[:, num_warmup:] if num_warmup else steps)
+        self._fit_statistics.update(values[:, num_warmup:] if num_warmup else steps)
 
     def _conclude(self, trainer: Trainer) -> None:
-        steps = self._of_fit.steps
+        steps = self._fit_statistics.steps
         if not steps.num_steps:
             return
         summary = FitSummary.of(
-            steps,
-            world_size=self._world_size,
-            num_buckets=self._num_buckets,
-            **describe_hook(trainer.strategy),
+            steps, world_size=self._world_size, num_buckets=self._num_buckets, **describe_hook(trainer.strategy)
         )
         self.summary = {**summary.metrics, **(self._link.metrics if self._link is not None else {})}
         self.verdict = summary.verdict
@@ -293,13 +286,13 @@ class CommTimeMonitor(PhaseCallback):
 
 
 def _borrow_group() -> BorrowedGroups | None:
-    """Returns a gloo group of all ranks; None, with a warning, where they cannot reach each other over gloo."""
+    """Returns a gloo group of all ranks; None, with a warning, if they cannot connect over gloo."""
     try:
         return borrow_host_group()
     except RuntimeError as error:
         warn(
-            f"CommTimeMonitor: the ranks cannot reach each other over gloo ({error}), so each logs its own times;"
-            " perhaps GLOO_SOCKET_IFNAME must name the network device.",
+            f"CommTimeMonitor: the ranks cannot connect over gloo ({error}), so each logs its own times; perhaps"
+            " GLOO_SOCKET_IFNAME must name the network device.",
             on_every_rank=True,
         )
         return None

@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 
 class ProfiledWindow(StepClock):
-    """What a captured range held, on this rank's clock; its steps are whole ones.
+    """A captured range of whole steps from ``start_step`` on, timed on this rank with everything inside.
 
-    The seconds are with all that happened inside: waiting for data, and validation if one fell into it.
-
-    Args:
-        start_step: its first optimizer step, as loggers count.
+    That includes waiting for data, and validation within the range.
     """
 
     def __init__(self, start_step: int) -> None:
@@ -39,16 +36,15 @@ class ProfiledWindow(StepClock):
 class CUDAProfilerWindow(Callback):
     """Starts and stops the CUDA profiler around optimizer steps, for ``nsys profile --capture-range=cudaProfilerApi``.
 
-    A window begins where the one before its first step is over, ahead of the wait for the first batch, and ends with
-    its last step. With accumulation it holds all batches of its steps. After a validation or an epoch it begins when
-    that is over. Only there the device is synchronized, on all ranks; they all time the window as well. A fit that
-    resumes in the middle of an epoch announces its first batch when that is there: a window which begins with it does
-    not hold the wait.
+    A window begins when the previous step, validation or epoch has ended, before the wait for the first batch, and ends
+    with its last step. With accumulation it includes all batches of its steps. The device is synchronized at its ends
+    only, on all ranks, which all time the window too. In a fit that resumes in the middle of an epoch, a window that
+    begins with the first batch excludes the wait for it.
 
-    By default ``nsys`` ends the training with the first window: ``--capture-range-end=stop`` lets it
-    go on, and ``--capture-range-end=repeat`` makes a report of every window.
+    By default ``nsys`` ends the training with the first window: ``--capture-range-end=stop`` lets it continue, and
+    ``--capture-range-end=repeat`` makes a report of every window.
 
-    Without CUDA nothing is profiled or timed; this is said once.
+    Without CUDA nothing is profiled or timed; a warning is printed once.
 
     Args:
         start_step: first optimizer step of the window, counted from 0 as loggers do, or of several windows.
@@ -139,18 +135,18 @@ class CUDAProfilerWindow(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._open is not None:
             self._open = None
-            self._stop_profiler()  # the device may be what failed: waiting for it could hide why
+            self._stop_profiler()  # without waiting for the device, which may have failed
 
     def _check_starts(self, trainer: Trainer) -> None:
         if self._has_checked:
             return
         self._has_checked = True
         step = step_of_loggers(trainer)
-        gone = [start for start in self._start_steps if start < step and start not in self._captured]
-        if gone:
+        passed = [start for start in self._start_steps if start < step and start not in self._captured]
+        if passed:
             raise MisconfigurationException(
                 f"start_step must be at least {step}, the step at which this training begins, "
-                f"got {', '.join(map(str, gone))}"
+                f"got {', '.join(map(str, passed))}"
             )
         self._captured = {start for start in self._captured if start < step}
 
@@ -181,12 +177,11 @@ class CUDAProfilerWindow(Callback):
 
 
 def _uses_cuda(trainer: Trainer) -> bool:
-    """Returns whether this rank trains on a CUDA device."""
     return trainer.strategy.root_device.type == "cuda"
 
 
 def _steps_after_batch(trainer: Trainer) -> int:
-    """Returns the steps of loggers when the batch that ends is counted; Lightning does so after validation."""
+    """Returns the loggers' step number with the batch that ends, which Lightning counts only after validation."""
     return step_of_loggers(trainer) + (not will_accumulate(trainer))
 
 

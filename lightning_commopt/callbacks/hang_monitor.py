@@ -30,24 +30,23 @@ _STAGES = {"fit": "validation", "validate": "validation", "test": "test", "predi
 
 
 class HangMonitor(PhaseCallback):
-    """Reports a run that stands still: which rank the others wait for, in what, and what to try.
+    """Reports a hang: which rank the others wait for, in what, and what to try.
 
-    Beside every rank runs a small process that follows it through shared memory and the kernel, so that it also sees a
-    rank that is stopped, killed, or stuck outside of Python, and that talks to those of the other ranks over TCP. When
-    there has been no progress for ``after_s``, one of them prints a sentence such as ``rank 2 is still in the
-    dataloader of step 141 (data.py:33 in __getitem__); ranks 0, 1, 3 wait in the gradient sync of bucket 4
-    (layer3.*)``, then what to try. The state, the stacks of all threads, and the last collectives of all ranks go to
-    files, which ``commopt doctor DIR`` reads.
+    A watcher process beside every rank observes it through shared memory and the kernel, even if the rank is stopped,
+    killed, or stuck outside of Python. The watchers communicate over TCP. After ``after_s`` without progress, one of
+    them prints a sentence such as ``rank 2 is still in the dataloader of step 141 (data.py:33 in __getitem__); ranks 0,
+    1, 3 wait in the gradient sync of bucket 4 (layer3.*)``, then what to try. The state, the stacks of all threads, and
+    the last collectives of all ranks are written to files, which ``commopt doctor DIR`` reads.
 
-    A phase that has not ended before, a checkpoint, a callback, the start of a dataloader, and the start and end of an
-    epoch or a validation may take ten times ``after_s``; every phase three times as long as it has taken before in this
-    run. Where no rank waits for others, none is ended, and after the last batch none is reported. Works with every
-    strategy whose ranks have a process group; on one rank it does nothing. Needs Linux. See ``docs/hangs.md``.
+    The first time of each phase, a checkpoint, a callback, the start of a dataloader, and the start and end of an epoch
+    or a validation may take ten times ``after_s``; every phase three times its longest duration so far in this run. If
+    no rank waits for others, none is ended, and after the last batch nothing is reported. Works with every strategy
+    whose ranks have a process group; with one rank it does nothing. Needs Linux. See ``docs/hangs.md``.
 
     Args:
         after_s: seconds without progress before a report.
-        action: "report", or "abort" to end all ranks too, with a status that is not zero, if some wait for others.
-        dirpath: where the folder ``hangs`` goes; None for the Trainer's ``log_dir``, else its ``default_root_dir``.
+        action: "report", or "abort" to end all ranks too, with a nonzero status, if some wait for others.
+        dirpath: parent of the folder ``hangs``; None for the Trainer's ``log_dir``, else its ``default_root_dir``.
 
     Raises:
         ValueError: an argument is out of range.
@@ -73,7 +72,7 @@ class HangMonitor(PhaseCallback):
         if sys.platform != "linux":
             warn_once("HangMonitor does nothing here: it needs Linux.")
             return
-        # All ranks must ask for log_dir, which is broadcast.
+        # All ranks must access log_dir, which is broadcast.
         folder = Path((trainer.log_dir or trainer.default_root_dir) if self._dirpath is None else self._dirpath)
         environment: Any = getattr(trainer.strategy, "cluster_environment", None)
         main_address = ("localhost", 0) if environment is None else (environment.main_address, environment.main_port)
@@ -92,7 +91,7 @@ class HangMonitor(PhaseCallback):
         self._num_looks = _NUM_LOOKS if stage == "fit" else 0
         plan = plan_of(trainer.strategy)
         if stage == "fit" and plan is not None and plan.comm_hook is not None:
-            # Without a hook of ours observing would cost a pass over the gradients.
+            # Without a hook of ours, observing would cost a pass over the gradients.
             self._observed = trainer.strategy
             self._observed.sync_observers.add(self._watched.observer)
             self._num_looks = 0
@@ -102,32 +101,29 @@ class HangMonitor(PhaseCallback):
         self._stop_watching()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Reports to the watchers what has ended the fit of this rank: the others may wait for it."""
+        """Reports the exception to the watchers: other ranks may wait for this one."""
         super().on_exception(trainer, pl_module, exception)
         self._stop_watching(exception)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits until the ranks' watchers know each other, which they have mostly had the time for."""
+        """Waits until the ranks' watchers are connected, which they usually are by then."""
         super().on_fit_start(trainer, pl_module)
         self._meet()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The dataloader starts."""
         self._enter_number(kinds.DATA_START)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What belongs to no batch begins."""
         self._note_stop(trainer)
         self._enter_number(kinds.EPOCH_END)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The fit ends: ranks may do different things from here on."""
+        """Stops watching: ranks may do different things after the fit."""
         super().on_train_end(trainer, pl_module)
         self._note_stop(trainer)
         self._end()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being written."""
         if not self._is_ending:
             self._enter_number(kinds.CHECKPOINT)
 
@@ -162,7 +158,7 @@ class HangMonitor(PhaseCallback):
         self._enter_number(kinds.END)
 
     def _meet(self) -> None:
-        """Waits once in a run: a monitor that has not started by then may never do so."""
+        """Waits once in a run, as a monitor that has not started by then may never start."""
         if self._watched is not None and not self._has_waited:
             self._has_waited = True
             if not self._watched.meet():
@@ -178,13 +174,7 @@ class HangMonitor(PhaseCallback):
             self._watched.close(exception)
             self._watched = self._observed = None
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A validation begins."""
-        self._meet()
-        self._enter_evaluation(kinds.EVALUATION_START)
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Goes on waiting for the next batch, if there is one."""
         super().on_validation_end(trainer, pl_module)
         if trainer.sanity_checking:
             self._enter_evaluation(kinds.EVALUATION_START)
@@ -206,7 +196,7 @@ class HangMonitor(PhaseCallback):
     ) -> None:
         self._enter_evaluation(kinds.EVALUATION_DATA, index)
 
-    on_test_start = on_predict_start = _start_evaluation  # type: ignore[assignment]
+    on_validation_start = on_test_start = on_predict_start = _start_evaluation  # type: ignore[assignment]
     on_test_end = on_predict_end = _end_evaluation  # type: ignore[assignment]
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _start_evaluation  # type: ignore[assignment]
     on_validation_batch_start = _start_evaluation_batch  # type: ignore[assignment]

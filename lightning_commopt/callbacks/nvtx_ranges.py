@@ -27,7 +27,7 @@ COLORS = {
     "white": 0xFFFFFF,
     "yellow": 0xFFFF00,
 }
-"""The names of colours, and what they are as ARGB; those that nvtx knows."""
+"""nvtx's names of colours, and their ARGB values."""
 
 RANGES = {
     "Batch": "blue",
@@ -39,46 +39,45 @@ RANGES = {
     "checkpoint": "white",
     "bucket": "orange",
 }
-"""The ranges, and the colours that they have if nothing else is asked for."""
+"""The ranges and their default colours."""
 
 _RANGE_OF_PHASE = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step", "other": None}
 
 
 class NVTXRanges(PhaseCallback):
-    """Marks what a fit does with NVTX ranges, for Nsight Systems and other tools.
+    """Marks the parts of a fit with NVTX ranges, for Nsight Systems and other tools.
 
-    ``Batch 0`` holds ``get batch``, ``forward``, ``backward`` and, where one happens, ``optimizer step``. Batches are
-    counted over all epochs; what other callbacks do at the end of a batch belongs to none. ``validation`` and
-    ``checkpoint`` stand between batches. ``bucket 0`` is one bucket's gradient sync, from its turn to its average, with
-    the bytes of its gradients as the payload; it lies beside the nested ranges, as it may end on another thread.
+    ``Batch 0`` contains ``get batch``, ``forward``, ``backward`` and ``optimizer step``, if there is one. Batches are
+    counted over all epochs; other callbacks at the end of a batch are outside of it. ``validation`` and ``checkpoint``
+    are between batches. ``bucket 0`` is one bucket's gradient sync, from leaving the queue to its average, with the
+    size of its gradients in bytes as payload; it is not nested, as it may end on another thread.
 
-    All of them are times of the host. ``backward`` ends when the autograd engine has returned, after DDP's wait for
-    communication: with gloo that is their end, while with NCCL the host only queues it and the device is behind. A
-    tool that projects ranges onto the device takes the kernels that the range's own thread has launched. Those of
-    backward are launched by a thread of autograd, so that ``backward`` has no projection; there
-    ``nsys profile --pytorch=autograd-nvtx`` names the single operations.
+    All ranges are times of the host. ``backward`` ends when the autograd engine has returned, after DDP's wait for
+    communication: with gloo that has ended, while with NCCL the host only enqueues it and the device is behind. Tools
+    project a range onto the device by the kernels that the range's own thread launched. Those of backward are launched
+    by a thread of autograd, so ``backward`` has no projection; use ``nsys profile --pytorch=autograd-nvtx`` for that.
 
-    Without a profiler this callback does nothing at all, nor is gradient sync observed. With one, during the fit, it
-    comes first in the Trainer's callbacks, ``trainer.save_checkpoint`` is wrapped, and the names of batches are kept.
+    Without a profiler this callback does nothing and observes no gradient sync. With one, during the fit, it is the
+    first of the Trainer's callbacks, wraps ``trainer.save_checkpoint``, and nvtx keeps the names of batches in memory.
 
     Args:
         domain: the NVTX domain of the ranges.
         colors: colours of some ranges, by the names in `RANGES`: a name in `COLORS`, or an ARGB integer.
 
     Raises:
-        ValueError: ``domain`` is no text, or a range or a colour is unknown.
+        ValueError: ``domain`` is no string, or a range or a colour is unknown.
     """
 
     def __init__(self, *, domain: str = "lightning_commopt", colors: Mapping[str, str | int] | None = None) -> None:
         if not isinstance(domain, str) or not domain:
-            raise ValueError(f"domain must be a text that is not empty, got {domain!r}")
+            raise ValueError(f"domain must be a non-empty string, got {domain!r}")
         self._domain = domain
         self._colors = {**{name: COLORS[color] for name, color in RANGES.items()}, **_check_colors(colors)}
         self._timeline: Timeline | None = None
         self._bucket_ranges: SyncRanges | None = None
         self._opener: _BatchOpener | None = None
         self._save: functools.partial[None] | None = None
-        self._place = 0
+        self._index = 0  # among the Trainer's callbacks
         self._batch_depth = 0
         self._is_in_batch = False
         self._is_saving = False
@@ -91,13 +90,12 @@ class NVTXRanges(PhaseCallback):
         self._timeline = Timeline(domain, self._colors)
         self._bucket_ranges = SyncRanges(domain, self._colors["bucket"])
         observe(trainer.strategy, self._bucket_ranges)
-        # What other callbacks do between batches is no part of a batch; and where one of them starts or stops a
-        # profiler no range is open, of which it would see one end only.
+        # Other callbacks run outside of a batch's range; so one that starts or stops a profiler cuts no range in two.
         self._opener = _BatchOpener(self._open_batch)
         others = [callback for callback in _callbacks(trainer) if callback is not self]
-        self._place = _callbacks(trainer).index(self)
+        self._index = _callbacks(trainer).index(self)
         trainer.callbacks = [self, *others, self._opener]  # type: ignore[attr-defined]
-        # No callback hook marks when a checkpoint is written, and for one with weights only none runs at all.
+        # No callback hook covers the writing of a checkpoint, and none runs for a checkpoint with weights only.
         self._save = functools.partial(self._save_in_range, trainer.save_checkpoint)
         trainer.save_checkpoint = self._save  # type: ignore[method-assign]
 
@@ -167,7 +165,7 @@ class NVTXRanges(PhaseCallback):
         self._bucket_ranges.close()
         self._enter(None)
         others = [callback for callback in _callbacks(trainer) if callback not in (self, self._opener)]
-        trainer.callbacks = [*others[: self._place], self, *others[self._place :]]  # type: ignore[attr-defined]
+        trainer.callbacks = [*others[: self._index], self, *others[self._index :]]  # type: ignore[attr-defined]
         if trainer.__dict__.get("save_checkpoint") is self._save:
             del trainer.save_checkpoint
             if trainer.save_checkpoint != wrapped:
@@ -176,11 +174,7 @@ class NVTXRanges(PhaseCallback):
 
 
 class _BatchOpener(Callback):
-    """The last of all callbacks, which begins the range of the next batch when all others are done.
-
-    Args:
-        open_batch: called when the wait for a batch begins.
-    """
+    """The last of all callbacks, which begins the range of the next batch after all others have run."""
 
     def __init__(self, open_batch: Callable[[Trainer], None]) -> None:
         self._open_batch = open_batch

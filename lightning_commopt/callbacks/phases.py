@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 
 class PhaseCallback(Callback):
-    """A callback with hooks for the phases of a step, which subclasses implement.
+    """A callback whose subclasses are notified of the phases of a step, those of `measure.record.PHASES`.
 
-    The phases are those of `lightning_commopt.measure.record.PHASES`. A subclass that overrides one of the hooks here
-    calls it.
+    A subclass that overrides one of Lightning's hooks here must call it.
     """
 
     _between = "other"
@@ -27,22 +26,16 @@ class PhaseCallback(Callback):
 
     @abstractmethod
     def _enter(self, phase: str | None) -> None:
-        """A phase begins, and the one before it ends; with None, what follows belongs to no step."""
+        """A phase begins and the last one ends; with None, what follows belongs to no step."""
 
     def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """A batch is there; it comes before the phase "forward"."""
+        """A batch has arrived; called before the phase "forward"."""
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
-        """A batch is over; it comes before the next phase.
-
-        Args:
-            trainer: that trains.
-            batch: as the model got it.
-            has_stepped: whether an optimizer has stepped; several in one batch make one step.
-        """
+        """A batch has ended; called before the next phase. Several optimizers in one batch make one step."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the gradient sync of Lightning's own strategy observable, if that was asked for in ``setup``."""
+        """Makes the gradient sync of Lightning's own strategy observable, if ``setup`` requested it."""
         observe_wrapped(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,14 +105,14 @@ class PhaseCallback(Callback):
 
 
 def step_of_loggers(trainer: Trainer) -> int:
-    """Returns the step number that Lightning gives to loggers in this batch: steps before this one."""
+    """Returns the step number that Lightning passes to loggers in this batch: steps before this one."""
     return batches_that_stepped(trainer)
 
 
 def batch_follows(trainer: Trainer) -> bool:
-    """Returns whether the loop goes on to wait for a batch; for ``on_train_batch_end`` and ``on_validation_end``.
+    """Returns whether the loop waits for a batch next; for ``on_train_batch_end`` and ``on_validation_end``.
 
-    It does not where the epoch or the fit is over, or where a validation comes first.
+    It does not if the epoch or the fit has ended, or if a validation is next.
     """
     if trainer.fit_loop.epoch_loop.done:
         return False
@@ -132,5 +125,5 @@ def epoch_ends(trainer: Trainer) -> bool:
 
 
 def samples_in(trainer: Trainer, batch: Any) -> int | None:
-    """Returns how many samples a batch holds; None if it does not show that. Lightning skips a batch that is None."""
+    """Returns the number of samples in a batch; None if unknown. Lightning skips a batch that is None."""
     return 0 if batch is None else count_samples(trainer, batch)

@@ -1,4 +1,4 @@
-"""Where the metrics of `CommTimeMonitor` go: loggers, and ``trainer.callback_metrics``."""
+"""Publishes the metrics of `CommTimeMonitor` to loggers and ``trainer.callback_metrics``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGGED_BY_DEFAULT = (
     *("step_s", "data_s", "comm_s", "exposed_s", "exposed_share", "exposed_wait_s"),
     *("wire_bytes", "bus_bandwidth", "link_latency_s", "link_bandwidth", "samples_per_s", "straggler_rank"),
 )
-"""What goes to loggers with ``log="default"``."""
+"""The metrics for loggers with ``log="default"``."""
 
 
 class MetricPublisher:
@@ -27,7 +27,7 @@ class MetricPublisher:
 
     Args:
         publishes_all: publish every metric, else those in `LOGGED_BY_DEFAULT`.
-        is_shared: whether all ranks have the same metrics; callbacks must not see others.
+        is_shared: whether all ranks have the same metrics; callbacks get no others.
     """
 
     def __init__(self, *, publishes_all: bool, is_shared: bool) -> None:
@@ -36,7 +36,7 @@ class MetricPublisher:
         self._failed_loggers: list[Logger] = []
 
     def share(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Puts metrics where callbacks look for them."""
+        """Puts metrics into ``trainer.callback_metrics``."""
         if self._is_shared:
             prefixed = self._with_prefix(metrics)
             trainer.callback_metrics.update(
@@ -44,7 +44,7 @@ class MetricPublisher:
             )
 
     def log(self, trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
-        """Hands metrics to all loggers; one that fails gets no more of them."""
+        """Logs metrics with all loggers; one that fails is not used again."""
         for logger in trainer.loggers:
             if logger in self._failed_loggers:
                 continue

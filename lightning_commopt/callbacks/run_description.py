@@ -1,4 +1,4 @@
-"""What is known of a run before it trains: strategy, plan, device, model; for its record and its files of steps."""
+"""Describes a run before it trains: strategy, plan, device, model; for its record and its files of steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import comm_hook_of
-from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.channel import backends_of
 from lightning_commopt.compressors.registry import compressor_from_config, compressor_name, compressor_to_config
 from lightning_commopt.launch.nccl_variables import PREFIX, nccl_variables
@@ -29,20 +28,23 @@ _LOSSLESS_HOOK_OF_TORCH = "allreduce_hook"
 
 def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Returns the fields of the run's record that are known before the fit."""
-    plan = plan_of(trainer.strategy)
-    hook = None if plan is None else plan.comm_hook
-    return {
+    fields = {
         **_describe_ranks(trainer),
-        "sync_method": type(trainer.strategy).__name__ if plan is None else _name(hook),
-        "plan_name": None if plan is None else plan.name,
-        "plan": None if plan is None else tuple(flat(_plan_options(plan, is_short=True), "plan.")),
-        "is_lossy": None if plan is None else hook is not None and hook.is_lossy,
+        "sync_method": type(trainer.strategy).__name__,
         "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
+    plan = plan_of(trainer.strategy)
+    if plan is not None:
+        hook = plan.comm_hook
+        fields["sync_method"] = "none" if hook is None else compressor_name(hook)
+        fields["plan_name"] = plan.name
+        fields["plan"] = tuple(flat(_plan_options(plan, is_short=True), "plan."))
+        fields["is_lossy"] = hook is not None and hook.is_lossy
+    return fields
 
 
 def describe_rank(trainer: Trainer) -> dict[str, Any]:
-    """Returns what the first line of a rank's file of steps says of the run."""
+    """Returns the header of a rank's file of steps."""
     backend = dist.get_backend() if dist.is_available() and dist.is_initialized() else None
     return {
         "rank": trainer.global_rank,
@@ -53,7 +55,7 @@ def describe_rank(trainer: Trainer) -> dict[str, Any]:
 
 
 def describe_hook(strategy: Strategy) -> dict[str, Any]:
-    """Returns the name of what averages the gradients as ``comm_hook``, and whether it changes them as ``is_lossy``."""
+    """Returns ``comm_hook``, the name of what averages the gradients, and ``is_lossy``, whether it changes them."""
     plan = plan_of(strategy)
     if plan is not None and plan.comm_hook is not None:
         return {"comm_hook": compressor_name(plan.comm_hook), "is_lossy": plan.comm_hook.is_lossy}
@@ -67,7 +69,7 @@ def describe_hook(strategy: Strategy) -> dict[str, Any]:
 
 
 def nccl_settings() -> dict[str, str]:
-    """Returns NCCL's variables in the environment, by short name; empty where no rank uses NCCL."""
+    """Returns NCCL's variables in the environment, by short name; empty without NCCL."""
     if not dist.is_available() or not dist.is_initialized() or "nccl" not in backends_of().values():
         return {}
     variables = {name: value for name, value in os.environ.items() if name in nccl_variables()}
@@ -75,17 +77,15 @@ def nccl_settings() -> dict[str, str]:
 
 
 def plan_settings(strategy: Strategy) -> dict[str, Any]:
-    """Returns the options of a strategy's plan, flat, with their defaults; empty where there is no plan."""
+    """Returns the options of a strategy's plan, flat, with their defaults; empty without a plan."""
     plan = plan_of(strategy)
     return {} if plan is None else flat(_plan_options(plan), "plan.")
 
 
 def _plan_options(plan: CommPlan, *, is_short: bool = False) -> dict[str, Any]:
-    """Returns the options of a plan in types that JSON has; a compressor without a name by its repr.
+    """Returns the options of a plan in JSON types, an unnamed compressor by its repr.
 
-    Args:
-        plan: to be described.
-        is_short: without the options of the compressor that have their defaults.
+    With ``is_short``, options of the compressor that have their defaults are left out.
     """
     try:
         options = plan.to_dict()
@@ -117,7 +117,3 @@ def _describe_ranks(trainer: Trainer) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "strategy": type(trainer.strategy).__name__,
     }
-
-
-def _name(hook: Compressor | None) -> str:
-    return "none" if hook is None else compressor_name(hook)

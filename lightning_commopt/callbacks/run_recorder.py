@@ -36,17 +36,16 @@ class RunRecorder(Callback):
     """Writes ``run.json`` and ``loss.jsonl`` into the run's directory, which is what ``commopt report`` reads.
 
     ``run.json`` is a `RunRecord`: the plan, versions, hardware and git state from the start of the fit on, and at its
-    end the results of the callbacks `SpeedMonitor` and `CommTimeMonitor` where the Trainer has them, the metrics that
-    the model logged, and the peak memory. ``loss.jsonl`` is the loss against steps and seconds: of training, averaged
-    over the ranks that have one, and of validation. The device is never waited for in training; after the fit the ranks
-    average once.
+    end the results of the callbacks `SpeedMonitor` and `CommTimeMonitor`, if the Trainer has them, the metrics that the
+    model logged, and the peak memory. ``loss.jsonl`` is the loss against steps and seconds: of training, averaged over
+    the ranks that have one, and of validation. Training never waits for the device; the ranks average once after it.
 
     Args:
         dirpath: the run's directory; None for that of the Hydra run, else the Trainer's ``default_root_dir``.
-        val_loss: name of the metric that is the loss in validation; None for one that is called so, as `find_metric`
-            finds it: ``val_loss``, ``val/loss``, ``model/validation_loss``.
-        val_accuracy: the same of the accuracy in validation.
-        ends_run: the run is finished when the fit is; else somebody else has begun the record, and will finish it.
+        val_loss: name of the metric for the validation loss; None to find it by its name, see `find_metric`:
+            ``val_loss``, ``val/loss``, ``model/validation_loss``.
+        val_accuracy: the same for the validation accuracy.
+        ends_run: the run ends with the fit; else the caller has started the record and will finish it.
     """
 
     def __init__(
@@ -61,15 +60,18 @@ class RunRecorder(Callback):
             if name is not None and (not isinstance(name, str) or not name):
                 raise ValueError(f"{option} must be the name of a metric or None, got {name!r}")
         check_switch("ends_run", ends_run)
-        # Now, as a rank that is spawned later knows nothing of Hydra.
-        is_hydra = HydraConfig.initialized()
-        self._overrides = tuple(HydraConfig.get().overrides.task) if is_hydra else ()
+        self._dirpath = dirpath
+        self._overrides: tuple[str, ...] = ()
         self._settings: dict[str, Any] = {}
         self._chosen: tuple[str, ...] = ()
-        self._started_in = Path(get_original_cwd()) if is_hydra else Path.cwd()
-        self._dirpath = HydraConfig.get().runtime.output_dir if dirpath is None and is_hydra else dirpath
-        if is_hydra and ends_run:
-            self._settings, self._chosen = hydra_settings(Path(HydraConfig.get().runtime.output_dir))
+        self._started_in = Path.cwd()
+        if HydraConfig.initialized():  # which it is not in ranks that are spawned later
+            job = HydraConfig.get()
+            self._overrides = tuple(job.overrides.task)
+            self._started_in = Path(get_original_cwd())
+            self._dirpath = job.runtime.output_dir if dirpath is None else dirpath
+            if ends_run:
+                self._settings, self._chosen = hydra_settings(Path(job.runtime.output_dir))
         self._ends_run = ends_run
         self._names = {"val_loss": val_loss, "val_accuracy": val_accuracy}
         self._record: RunRecord | None = None
@@ -91,13 +93,13 @@ class RunRecorder(Callback):
         self._memory = PeakMemory(trainer.strategy.root_device)
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             known = describe_run(trainer, pl_module)
-            record = self._begun(self._folder(trainer), known["sync_method"])
+            record = self._start_record(self._folder(trainer), known["sync_method"])
             settings = record.settings | plan_settings(trainer.strategy) | nccl_settings()
             self._record = dataclasses.replace(record, **known, settings=settings)
             self._save(self._folder(trainer))
 
-    def _begun(self, folder: Path, sync_method: str) -> RunRecord:
-        """Returns the record to continue: the one that the caller has begun, or a new one."""
+    def _start_record(self, folder: Path, sync_method: str) -> RunRecord:
+        """Returns the record that the caller has started, or a new one."""
         if not self._ends_run:
             with suppress(OSError, ValueError):
                 record = RunRecord.load(folder)
@@ -119,7 +121,7 @@ class RunRecorder(Callback):
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            # Lightning has divided it by what it accumulates.
+            # Lightning has divided it by the number of accumulated batches.
             loss = loss * (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1)
         else:
             loss = None
@@ -142,19 +144,22 @@ class RunRecorder(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._memory is not None
         device = trainer.strategy.root_device
-        losses = self._curve.points(device, self._reduce_with(trainer))
+        reduce: Reduce | None = None
+        if trainer.world_size > 1:
+            reduce = lambda values, op: trainer.strategy.reduce(values, reduce_op=op)  # noqa: E731
+        losses = self._curve.points(device, reduce)
         num_bytes = torch.tensor(self._memory.num_bytes, dtype=torch.float64, device=device)
         num_bytes = trainer.strategy.reduce(num_bytes, reduce_op="max")
         if self._record is not None:
             results = self._results(trainer) | {"peak_memory_bytes": float(num_bytes)}
             self._record = dataclasses.replace(self._record, **results)
-            self._tell_loss(self._record)
+            self._log_loss_name(self._record)
             self._save(self._folder(trainer), losses)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         folder = self._folder(trainer)
         if self._record is not None:
-            with suppress(RuntimeError, OSError):  # the device or the disk may be what failed
+            with suppress(RuntimeError, OSError):  # the device or the disk may have failed
                 self._save_losses(folder, self._curve.points())
         if not getattr(trainer, "fast_dev_run", False):
             seconds = time.perf_counter() - self._created
@@ -177,19 +182,14 @@ class RunRecorder(Callback):
     def _folder(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir if self._dirpath is None else self._dirpath)
 
-    def _reduce_with(self, trainer: Trainer) -> Reduce | None:
-        if trainer.world_size == 1:
-            return None
-        return lambda values, op: trainer.strategy.reduce(values, reduce_op=op)
-
     def _training_s(self) -> float:
         return self._seconds + (0.0 if self._started is None else time.perf_counter() - self._started)
 
     def _metric_name(self, field: str, metrics: Collection[str]) -> str | None:
         return self._names[field] or find_metric(metrics, field)
 
-    def _tell_loss(self, record: RunRecord) -> None:
-        """Says which metric was taken for the final loss, unless that is obvious; or how to name it."""
+    def _log_loss_name(self, record: RunRecord) -> None:
+        """Logs which metric became the final loss, unless that is obvious; or how to name it."""
         name = record.metric_names.get("val_loss")
         if name is None and self._has_validated:
             hint = how_to_name_loss(record.metrics, record.settings.get("commopt_record"))

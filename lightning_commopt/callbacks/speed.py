@@ -18,18 +18,17 @@ if TYPE_CHECKING:
 class SpeedMonitor(StepClock, Callback):
     """Times the steps of a fit on this rank's clock.
 
-    The clock runs from the start of the first batch after the warm-up to the end of the last batch, and stands still
-    in validation and between epochs. The device is synchronized when it starts and when it stops, never between
-    steps, so that the host may run ahead as it does without this callback.
+    The clock runs from the start of the first batch after the warm-up to the end of the last batch, and pauses in
+    validation and between epochs. The device is synchronized only when it starts or stops, so that the host may run
+    ahead as it does without this callback.
 
     Args:
         num_warmup_steps: optimizer steps that are not timed.
 
     Attributes:
-        num_steps: timed optimizer steps; ``seconds``, ``steps_per_s`` and ``samples_per_s`` are of these, see
-            `StepClock`.
-        wire_bytes_per_step: payload that this rank handed to collectives for gradients; for strategies that do not
-            count it, the size of the gradients where DDP all-reduces them as they are, else None.
+        num_steps: timed optimizer steps; see `StepClock` for ``seconds``, ``steps_per_s`` and ``samples_per_s``.
+        wire_bytes_per_step: payload that this rank handed to collectives for gradients; if the strategy does not count
+            it, the size of the gradients if DDP all-reduces them unchanged, else None.
     """
 
     def __init__(self, *, num_warmup_steps: int = 10) -> None:
@@ -97,7 +96,7 @@ def _synchronize(module: LightningModule) -> None:
 
 
 def _gradient_bytes_of_ddp(trainer: Trainer) -> int | None:
-    """Returns the bytes that one gradient sync of Lightning's own DDP hands to collectives; None where not known."""
+    """Returns the bytes that one gradient sync of Lightning's own DDP hands to collectives; None if unknown."""
     if trainer.world_size == 1:
         return 0
     strategy = trainer.strategy

@@ -1,4 +1,4 @@
-"""How many steps and samples a fit makes in how many seconds, measured by the callbacks that report a speed."""
+"""Counts steps, samples and seconds of a fit, for callbacks that report a speed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class StepClock:
-    """Counts batches while it runs. Whoever starts and stops it synchronizes the device.
+    """Counts batches while it runs. The caller synchronizes the device before starting and stopping it.
 
     Attributes:
         num_steps: optimizer steps. Several optimizers that step in one batch make one step.
-        num_samples: of all ranks, if the others have as many as this one; None where batches do not show their size.
-        seconds: in which it ran, with waiting for data.
+        num_samples: of all ranks, assuming as many on each; None if the size of batches is unknown.
+        seconds: of running, with waiting for data.
     """
 
     def __init__(self) -> None:

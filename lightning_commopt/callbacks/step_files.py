@@ -1,4 +1,4 @@
-"""What `CommTimeMonitor` writes into the run's directory; a disk that fails does not end training."""
+"""Writes the files of `CommTimeMonitor`; a disk that fails does not end training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_commopt.text.validation import warn
 
 
 class StepFiles:
-    """Writes this rank's steps, and on rank 0 the link model. After a failure it warns, and writes that file no more.
+    """Writes this rank's steps, and on rank 0 the link model. After a failure it warns and stops writing that file.
 
     Args:
         folder: the run's directory.
-        header: what to say of the rank; see `StepWriter`.
+        header: of the rank; see `StepWriter`.
     """
 
     def __init__(self, folder: str | Path, header: Mapping[str, Any]) -> None:
@@ -37,7 +37,7 @@ class StepFiles:
             _warn("steps", error)
 
     def save_model(self, model: LinkModel) -> None:
-        """Writes the model in place of the one before."""
+        """Replaces the model."""
         if self._model_path is None:
             return
         try:
@@ -48,4 +48,4 @@ class StepFiles:
 
 
 def _warn(what: str, error: OSError) -> None:
-    warn(f"CommTimeMonitor: the {what} cannot be saved any more ({error}); training goes on.", on_every_rank=True)
+    warn(f"CommTimeMonitor: saving the {what} failed and stops ({error}); training goes on.", on_every_rank=True)

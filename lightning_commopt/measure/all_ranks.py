@@ -1,4 +1,4 @@
-"""What every rank measured, on every rank: one small message beside the training."""
+"""Gathers what every rank measured on every rank, in one small message beside the training."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class AllRanks:
 
     @property
     def is_free(self) -> bool:
-        """Whether a matrix can be sent: none is under way, and the last one was taken."""
+        """Whether a matrix can be sent: the last one has arrived and was taken."""
         return not self._gathered
 
     def send(self, rows: Tensor) -> None:
-        """Starts to gather; all ranks must call it, each in its own time.
+        """Starts to gather; all ranks must call it, at any time.
 
         Args:
             rows: ``(n, num_quantities)`` float64; with fewer rows than the shape has, the last ones count as missing.
@@ -46,10 +46,7 @@ class AllRanks:
         self._work = dist.all_gather(self._gathered, matrix, group=self._group, async_op=True)
 
     def take(self, limit_s: float = 0.0) -> Tensor | None:
-        """Returns what was gathered, once; None if it has not come.
-
-        Args:
-            limit_s: how long to wait for it.
+        """Returns the gathered matrices, once; None if they have not arrived within ``limit_s`` seconds.
 
         Returns:
             ``(world_size, n, num_quantities)`` float64, the rows that all ranks have.

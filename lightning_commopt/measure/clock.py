@@ -1,4 +1,4 @@
-"""Clocks: the host's for CPU, events in the streams for CUDA. Marking never waits for the device."""
+"""Clocks: the host's for CPU, CUDA events for a GPU. Marking never waits for the device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 class Clock(ABC):
-    """Makes marks, and says later when they were.
+    """Makes marks, whose times can be read later.
 
     Attributes:
         origin_unix_s: second 0 of this clock, in seconds since 1970 on this host's clock.
-        num_lag_steps: steps by which marks are left to age, so that waiting for them does not hold up the host.
+        num_lag_steps: age in steps from which reading a mark does not hold up the host.
     """
 
     origin_unix_s: float
@@ -22,7 +22,7 @@ class Clock(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """Returns a mark of now; with a device, of when it will have done what was enqueued so far."""
+        """Returns a mark of now; on a device, of the moment when it has done all that is enqueued so far."""
 
     @abstractmethod
     def has_passed(self, mark: Any) -> bool:
@@ -67,7 +67,7 @@ class CudaClock(Clock):
     # An event's distance comes in float32 milliseconds: 8 ms after an hour, hence a base that follows.
     _BASE_LIFE_S = 10.0
 
-    num_lag_steps = 20  # a host that is further ahead of its device gains nothing by going on
+    num_lag_steps = 20  # a host that runs further ahead of its device gains nothing
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

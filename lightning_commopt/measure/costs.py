@@ -1,4 +1,4 @@
-"""The numbers of a step that decide what is worth trying."""
+"""The costs of a step that decide what is worth trying."""
 
 from __future__ import annotations
 
@@ -14,25 +14,14 @@ _WORTH_IT = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one step costs, in seconds and bytes, mean over steps and ranks.
+    """What one step costs, in seconds and bytes: means over steps and ranks, by the names of `Steps.statistics`.
 
     Attributes:
-        step_s: of the whole step.
-        data_s: before its batches were there.
         backward_s: that backward computes, without waiting for communication.
-        comm_s: in which a bucket was ready and not yet averaged.
-        wire_s: the part of it in which a collective was under way.
-        compression_s: the part of it in which buckets were compressed, and no collective was under way.
-        wait_s: the part of ``wire_s`` in which a rank waits for a slower one.
-        exposed_s: the part of ``comm_s`` that the step waits for.
-        exposed_wait_s: the part of ``exposed_s`` in which a rank waits for a slower one.
-        gradient_bytes: that are synchronized.
-        compression_ratio: gradients over what travels.
         num_buckets: that the gradients travel in; 0 where none were observed.
-        comm_hook: the name of what averages them.
+        comm_hook: the name of what averages the gradients.
         is_lossy: whether it changes them.
-        straggler_rank: that the others wait for.
-        straggler_slowdown: its delay as a share of what they compute.
+        straggler_rank: that the others wait for; None if there is none.
     """
 
     step_s: float
@@ -54,11 +43,7 @@ class Costs:
 
     @classmethod
     def of(cls, metrics: Mapping[str, float], *, num_buckets: int, comm_hook: str, is_lossy: bool) -> Costs:
-        """Takes them from what `Steps.statistics` gives; unknown waits count as none.
-
-        Raises:
-            KeyError: a metric is missing.
-        """
+        """Takes the metrics of `Steps.statistics`; unknown waits count as none."""
         same = ("step_s", "data_s", "comm_s", "wire_s", "compression_s", "exposed_s", "gradient_bytes")
         rank = int(metrics["straggler_rank"])
         return cls(
@@ -87,14 +72,14 @@ class Costs:
         return min(self.sending_s, max(0.0, self.backward_s - (self.comm_s - self.exposed_s)))
 
     def is_worth(self, saved_s: float) -> bool:
-        """Returns whether a time is enough of a step to do something about it."""
+        """Returns whether saving a time is worth the effort."""
         return saved_s >= _WORTH_IT * self.step_s
 
     def share(self, seconds: float) -> str:
         return short_percent(share_of_step(seconds, self.step_s))
 
     def speedup_bound(self, saved_s: float) -> str:
-        """Returns how much faster training would be if steps were shorter by a time."""
+        """Returns in words how much faster training would be if steps were shorter by a time."""
         if not saved_s < self.step_s:
             return "faster by an unknown factor"
         return f"at most {self.step_s / (self.step_s - saved_s):.2f} times as fast"

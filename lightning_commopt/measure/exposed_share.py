@@ -14,13 +14,7 @@ from typing import NamedTuple
 
 
 class StepParts(NamedTuple):
-    """A step in parts that add up to it, in seconds.
-
-    Attributes:
-        computing_s: nothing is communicated.
-        hidden_s: communication, and computing at the same time.
-        exposed_s: communication, and nothing left to compute.
-    """
+    """A step in three parts: computing alone, computing while communicating, communicating alone."""
 
     computing_s: float
     hidden_s: float
@@ -28,7 +22,7 @@ class StepParts(NamedTuple):
 
 
 def exposed_share(runs: Sequence[Mapping[str, float]]) -> float:
-    """Returns the share of a step that waits for communication, 0 to 1; NaN if no run tells.
+    """Returns the share of a step that waits for communication, 0 to 1; NaN if no run has steps.
 
     >>> exposed_share([{"step_s": 0.1, "exposed_s": 0.02}, {"step_s": 0.4, "exposed_s": 0.04}])
     0.15
@@ -40,7 +34,7 @@ def exposed_share(runs: Sequence[Mapping[str, float]]) -> float:
 
 
 def step_parts(runs: Sequence[Mapping[str, float]]) -> StepParts:
-    """Cuts the median step of some runs by the medians of their shares; parts are NaN if no run tells.
+    """Splits the median step of some runs by the medians of their shares; parts are NaN if no run has steps.
 
     >>> step_parts([{"step_s": 0.5, "comm_s": 0.25, "exposed_s": 0.125}])
     StepParts(computing_s=0.25, hidden_s=0.125, exposed_s=0.125)

@@ -1,6 +1,6 @@
-"""The files of a run: every rank's steps as lines of JSON, which survive a process that is killed.
+"""Writes and reads every rank's steps as JSON lines, which survive a killed process.
 
-``<run_dir>/comm_time/rank_<rank>.jsonl`` holds, for each fit, a line of type "run" (who wrote it), a line of type
+``<run_dir>/comm_time/rank_<rank>.jsonl`` holds, for each fit, a line of type "run" (rank and settings), a line of type
 "layout" whenever the buckets changed, and a line of type "step" for every step: `StepRecord.to_json`.
 """
 
@@ -19,29 +19,25 @@ from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.text.formatting import count
 
 FOLDER = "comm_time"
-"""In the run's directory."""
+"""Name of the folder in the run's directory."""
 
 FORMAT = 1
-"""Of the files. A later version that changes what a line means raises it; new keys and types of lines do not."""
+"""Version of the files, raised when a line changes its meaning; new keys and types of lines keep it."""
 
 
 def rank_file(run_dir: str | Path, rank: int) -> Path:
-    """Returns where a rank's steps are."""
+    """Returns the path of a rank's steps."""
     return Path(run_dir) / FOLDER / f"rank_{rank}.jsonl"
 
 
 class StepWriter:
-    """Appends one rank's steps to its file, which is made by the first of them.
+    """Appends one rank's steps to its file, created with the first step.
 
-    The file is open only while it is written to: nothing has to be closed, and a fork inherits nothing.
+    The file is open only during writes: nothing has to be closed, and a fork inherits nothing.
 
     Args:
-        path: of the file, as `rank_file` gives it.
-        header: what to say of the rank, in values of JSON: "rank", "world_size", "origin_unix_s" of its clock, and
-            whatever else a reader may want to know.
-
-    Raises:
-        TypeError: the header has values that JSON does not know.
+        path: from `rank_file`.
+        header: of the rank, JSON-serializable: "rank", "world_size", "origin_unix_s" of its clock, and anything else.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -55,18 +51,19 @@ class StepWriter:
 
         Args:
             records: the steps, the oldest first; without any, nothing is written.
-            layout: their buckets by index; written if it is another than in the call before.
+            layout: their buckets by index; written if it changed since the last call.
 
         Raises:
-            OSError: the file cannot be written. It is then as it was before, unless the file system fails at that as
-                well, and the same call may be made again.
+            OSError: the file cannot be written. What was appended is removed again if possible; the call can be
+                repeated.
         """
         if not records:
             return
         buckets = tuple(layout[index] for index in sorted(layout))
         lines = [] if self._has_header else [self._header]
         if buckets != self._layout:
-            lines.append(_layout_to_json(buckets))
+            plain = [{"index": b.index, "gradient_bytes": b.gradient_bytes, "names": list(b.names)} for b in buckets]
+            lines.append(json.dumps({"type": "layout", "buckets": plain}))
         lines += [f'{{"type":"step",{record.to_json()[1:]}' for record in records]
         _append(self._path, "".join([f"{line}\n" for line in lines]).encode())
         self._has_header, self._layout = True, buckets
@@ -77,14 +74,14 @@ class RankRecords:
     """One rank's steps in one fit.
 
     Attributes:
-        path: of the file that they are from.
-        rank: who wrote it.
+        path: of the file.
+        rank: that wrote the file.
         world_size: number of ranks that trained.
         origin_unix_s: second 0 of the records' times, in seconds since 1970 on the rank's host; None if unknown.
         header: the whole first line.
         steps: in the order in which they were made.
-        layouts: for each of the steps, its buckets by index; empty where nobody saw any. `BucketInfo.is_last` is that
-            of the highest index.
+        layouts: for each of the steps, its buckets by index; empty where none were observed. The highest index counts
+            as `BucketInfo.is_last`.
         num_broken_lines: lines that could not be read, and are left out.
     """
 
@@ -98,24 +95,24 @@ class RankRecords:
     num_broken_lines: int
 
     def origin_shift_s(self, first: RankRecords) -> float | None:
-        """Returns what to add to the times to have them on the first rank's clock, as far as hosts' clocks agree."""
+        """Returns the offset to the first rank's clock, as exact as the hosts' clocks agree; None if unknown."""
         if self.origin_unix_s is None or first.origin_unix_s is None:
             return None
         return self.origin_unix_s - first.origin_unix_s
 
 
 def read_run(run_dir: str | Path, *, fit: int = -1) -> list[RankRecords]:
-    """Reads what the ranks of a run have written, whole or cut off.
+    """Reads the steps of all ranks of a run, complete or cut off.
 
-    A fit that was resumed in the same directory continues the files. If it had another number of ranks, files of ranks
-    that it lacks are left out.
+    A fit that was resumed in the same directory continues the files. If it had fewer ranks, the files of the others
+    are ignored.
 
     Args:
         run_dir: the directory that has ``comm_time``.
-        fit: which of the fits in the files, as an index: -1 is the last one, 0 the first.
+        fit: index of the fit in the files: -1 is the last one, 0 the first.
 
     Returns:
-        The ranks, in their order. `notices` says what is missing.
+        The ranks in order; `notices` lists what is missing.
 
     Raises:
         FileNotFoundError: there are no files.
@@ -140,7 +137,7 @@ def read_run(run_dir: str | Path, *, fit: int = -1) -> list[RankRecords]:
 
 
 def notices(ranks: Sequence[RankRecords]) -> list[str]:
-    """Returns what a reader of these records should know: lines and ranks that are missing."""
+    """Returns a line for each thing that these records lack: broken lines and ranks."""
     lines = [
         f"{records.path}: {count(records.num_broken_lines, 'broken line')} left out; a killed process cuts off its last"
         for records in ranks
@@ -155,7 +152,7 @@ def notices(ranks: Sequence[RankRecords]) -> list[str]:
 
 @dataclass
 class _Fit:
-    """What was read of a fit so far; without a header it is none."""
+    """The lines of one fit read so far; without a header it is not a fit."""
 
     header: Mapping[str, Any] | None = None
     layout: dict[int, BucketInfo] = field(default_factory=dict)
@@ -163,8 +160,8 @@ class _Fit:
     layouts: list[Mapping[int, BucketInfo]] = field(default_factory=list)
     num_broken_lines: int = 0
 
-    def take(self, values: Mapping[str, Any]) -> None:
-        """Takes in what a line says; lines of types from later versions are passed over."""
+    def add_line(self, values: Mapping[str, Any]) -> None:
+        """Adds the content of a line; types of later versions are ignored."""
         if values["type"] == "run":
             origin_unix_s = values.get("origin_unix_s")
             self.header = {
@@ -173,7 +170,12 @@ class _Fit:
                 "origin_unix_s": None if origin_unix_s is None else float(origin_unix_s),
             }
         elif values["type"] == "layout":
-            self.layout = _layout_from_plain(values["buckets"])
+            buckets = [
+                (int(bucket["index"]), int(bucket["gradient_bytes"]), tuple(map(str, bucket["names"])))
+                for bucket in values["buckets"]
+            ]
+            last = max((index for index, *_ in buckets), default=0)
+            self.layout = {bucket[0]: BucketInfo(*bucket, is_last=bucket[0] == last) for bucket in buckets}
         elif values["type"] == "step":
             record = StepRecord.from_dict(dict(values))
             if not record.phases:
@@ -190,28 +192,29 @@ def _read_fits(path: Path) -> list[RankRecords]:
                 values = json.loads(line) if line.strip() else {"type": "blank"}
                 if values["type"] == "run":
                     fits.append(_Fit())
-                fits[-1].take(values)
+                fits[-1].add_line(values)
             except (ValueError, KeyError, TypeError):
                 fits[-1].num_broken_lines += 1
-    return [_records(fit, fit.header, path) for fit in fits if fit.header is not None]
-
-
-def _records(fit: _Fit, header: Mapping[str, Any], path: Path) -> RankRecords:
-    if header["format"] > FORMAT:
-        raise ValueError(
-            f"{path} has format {header['format']}, and this version reads up to {FORMAT}: install a later"
-            " lightning_commopt"
+    found = []
+    for fit in fits:
+        if (header := fit.header) is None:
+            continue
+        if header["format"] > FORMAT:
+            raise ValueError(
+                f"{path} has format {header['format']}, and this version reads up to {FORMAT}: install a later"
+                " lightning_commopt"
+            )
+        found.append(
+            RankRecords(
+                path=path,
+                **{name: header[name] for name in ("rank", "world_size", "origin_unix_s")},
+                header=header,
+                steps=tuple(fit.steps),
+                layouts=tuple(fit.layouts),
+                num_broken_lines=fit.num_broken_lines,
+            )
         )
-    return RankRecords(
-        path=path,
-        rank=header["rank"],
-        world_size=header["world_size"],
-        origin_unix_s=header["origin_unix_s"],
-        header=header,
-        steps=tuple(fit.steps),
-        layouts=tuple(fit.layouts),
-        num_broken_lines=fit.num_broken_lines,
-    )
+    return found
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -231,24 +234,3 @@ def _append(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 file.truncate(size)
             raise
-
-
-def _layout_to_json(buckets: Sequence[BucketInfo]) -> str:
-    plain = [
-        {"index": bucket.index, "gradient_bytes": bucket.gradient_bytes, "names": list(bucket.names)}
-        for bucket in buckets
-    ]
-    return json.dumps({"type": "layout", "buckets": plain})
-
-
-def _layout_from_plain(buckets: Sequence[Mapping[str, Any]]) -> dict[int, BucketInfo]:
-    last = max((int(bucket["index"]) for bucket in buckets), default=0)
-    return {
-        int(bucket["index"]): BucketInfo(
-            index=int(bucket["index"]),
-            gradient_bytes=int(bucket["gradient_bytes"]),
-            names=tuple(map(str, bucket["names"])),
-            is_last=int(bucket["index"]) == last,
-        )
-        for bucket in buckets
-    }

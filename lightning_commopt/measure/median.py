@@ -12,13 +12,7 @@ CONFIDENCE = 0.95
 
 
 class Median(NamedTuple):
-    """A median and its interval.
-
-    Attributes:
-        median: of the values.
-        low: end of the interval.
-        high: the other end.
-    """
+    """A median and the ends of its interval."""
 
     median: float
     low: float
@@ -26,10 +20,10 @@ class Median(NamedTuple):
 
 
 def median_of(values: Sequence[float]) -> Median:
-    """Returns the median with an interval of 95 % by order statistics, which asks nothing of the distribution.
+    """Returns the median with a 95 % interval from order statistics, whatever the distribution.
 
-    Between the two intervals that are nearest to 95 % it is interpolated. Of fewer than six values it is their range,
-    which covers less: 75 % of three, 94 % of five.
+    It is interpolated between the two intervals nearest to 95 %. Of fewer than six values it is their range, which
+    covers less: 75 % of three, 94 % of five.
 
     Source: Hettmansperger and Sheather, "Confidence intervals based on interpolated order statistics", 1986.
 
@@ -39,7 +33,7 @@ def median_of(values: Sequence[float]) -> Median:
     [9.5, 5.24, 13.76]
     """
     ordered = sorted(values)
-    skipped, weight = _place(len(ordered))
+    skipped, weight = _interval_end(len(ordered))
     if not weight:
         return Median(statistics.median(ordered), ordered[skipped], ordered[-1 - skipped])
     low = (1 - weight) * ordered[skipped] + weight * ordered[skipped + 1]
@@ -48,8 +42,8 @@ def median_of(values: Sequence[float]) -> Median:
 
 
 @cache
-def _place(num_values: int) -> tuple[int, float]:
-    """Returns the most values at each end that leave at least 95 % between them, and the weight of the next value."""
+def _interval_end(num_values: int) -> tuple[int, float]:
+    """Returns how many values to skip at each end to cover at least 95 %, and the weight of the next value."""
     coverage, skipped = 1 - 2 / 2**num_values, 0
     if num_values < 2 or coverage < CONFIDENCE:
         return 0, 0.0

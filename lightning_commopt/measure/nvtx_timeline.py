@@ -1,4 +1,4 @@
-"""Ranges in one NVTX domain: nested ones of one thread, and those of buckets."""
+"""Ranges in one NVTX domain: nested ranges of one thread, and those of buckets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Timeline:
         colors: ARGB, by the names of the ranges.
 
     Attributes:
-        depth: how many are open.
+        depth: number of open ranges.
     """
 
     def __init__(self, domain: Any, colors: Mapping[str, int]) -> None:
@@ -38,11 +38,11 @@ class Timeline:
         self.depth = 0
 
     def push(self, name: str, number: int | None = None) -> None:
-        """Begins a range in those that are open.
+        """Opens a range within those that are open.
 
         Args:
-            name: one of those that have a colour.
-            number: to tell it from others of this name. nvtx keeps every text that it was ever given.
+            name: of a range that has a colour.
+            number: added to the name. nvtx keeps every text that it was ever given.
         """
         attributes = self._attributes[name]
         if number is not None:
@@ -51,19 +51,14 @@ class Timeline:
         self.depth += 1
 
     def pop_to(self, depth: int) -> None:
-        """Ends the innermost ranges, until so many are open at most."""
+        """Ends the innermost ranges until at most ``depth`` are open."""
         while self.depth > depth:
             self._domain.pop_range()
             self.depth -= 1
 
 
 class SyncRanges(SyncObserver):
-    """Makes a range of every bucket's sync, whichever threads it begins and ends on.
-
-    Args:
-        domain: from `profiled_domain`.
-        color: ARGB.
-    """
+    """Makes a range of every bucket's sync, on whichever threads it begins and ends; the color is ARGB."""
 
     def __init__(self, domain: Any, color: int) -> None:
         self._domain = domain
@@ -74,7 +69,7 @@ class SyncRanges(SyncObserver):
         self._is_closed = False
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        """Prepares the range ``bucket <index>``, which has the bytes of the gradients as its payload."""
+        """Prepares the range ``bucket <index>``, whose payload is the gradients' size in bytes."""
         key = bucket.index, bucket.gradient_bytes
         if key not in self._attributes:
             self._attributes[key] = self._domain.get_event_attributes(
@@ -92,14 +87,14 @@ class SyncRanges(SyncObserver):
             return range_id
 
     def end(self, range_id: int | None) -> None:
-        """Ends a range, unless `close` has."""
+        """Ends a range, unless `close` did."""
         with self._lock:
             if range_id in self._open:
                 self._open.remove(range_id)
                 self._domain.end_range(range_id)
 
     def close(self) -> None:
-        """Ends the ranges of syncs that failed, and begins no more."""
+        """Ends the ranges of syncs that failed; no further ones begin."""
         with self._lock:
             self._is_closed = True
             while self._open:
@@ -107,8 +102,6 @@ class SyncRanges(SyncObserver):
 
 
 class _SyncRange(BucketSync):
-    """The range of one bucket's sync."""
-
     def __init__(self, ranges: SyncRanges, attributes: Any) -> None:
         self._ranges = ranges
         self._attributes = attributes

@@ -1,4 +1,4 @@
-"""What a hook reports of its gradient sync, to recorders and NVTX ranges."""
+"""The events of gradient sync, as a hook reports them to recorders and NVTX ranges."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BucketInfo:
-    """A bucket of gradients as DDP hands it over.
-
-    Attributes:
-        index: of the bucket, from 0.
-        gradient_bytes: of its buffer.
-        names: of its parameters.
-        is_last: whether it is the last one of its backward.
-    """
+    """A bucket of gradients: its index from 0, its size, its parameters, and whether it is the last of a backward."""
 
     index: int
     gradient_bytes: int
@@ -25,17 +18,17 @@ class BucketInfo:
 
 
 class BucketSync(ABC):
-    """The sync of one bucket, as an observer sees it: the hook calls these methods in order, on any thread.
+    """Observes the sync of one bucket: the hook calls these methods in order, on any thread.
 
-    For CUDA tensors the current stream is the one in which it happens, and the host may be far ahead of it. Each
-    collective is a pair of `send` and `arrive`. After a failure no further method is called.
+    For CUDA tensors the current stream is the one of the sync, and the host may be far ahead of it. Each collective is
+    a pair of `send` and `arrive`. After a failure no further method is called.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def start(self) -> None:
-        """The bucket leaves the queue: it is being compressed, or sent."""
+        """The bucket leaves the queue, to be compressed or sent."""
 
     @abstractmethod
     def send(self) -> None:
@@ -59,15 +52,11 @@ class SyncObserver(ABC):
 
     @abstractmethod
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        """All gradients of a bucket are there; called in backward, bucket by bucket.
-
-        Returns:
-            The observer of this bucket's sync.
-        """
+        """All gradients of a bucket are ready; called in backward. Returns the observer of this bucket's sync."""
 
 
 class Observers(SyncObserver):
-    """Several observers as one; false while there is none."""
+    """Several observers as one; false if there is none."""
 
     def __init__(self) -> None:
         self._observers: list[SyncObserver] = []
@@ -93,11 +82,7 @@ class Observers(SyncObserver):
 
 
 class BucketSyncs(BucketSync):
-    """Several syncs as one: of several observers, or of several buckets that travel together.
-
-    Args:
-        syncs: that every call is passed on to.
-    """
+    """Several syncs as one: of several observers, or of several buckets that travel together."""
 
     def __init__(self, syncs: list[BucketSync]) -> None:
         self._syncs = syncs

@@ -16,13 +16,10 @@ _RESET_PEAK = "5"  # see proc(5), /proc/pid/clear_refs
 
 
 class PeakMemory:
-    """The peak of one device from now on.
+    """The peak of a rank's device from now on.
 
-    On CUDA it is what torch has allocated there, and ``torch.cuda``'s own peak is reset. Else it is what the process
-    holds; where the system does not let that peak be reset (Linux does), it is the peak since the process started.
-
-    Args:
-        device: of this rank.
+    On CUDA it is the memory that torch allocated, and ``torch.cuda``'s own peak is reset. Else it is the resident
+    memory of the process, since its start where the system cannot reset that peak (Linux can).
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""StepRecord: what one step cost on one rank, to JSON and back.
+"""StepRecord: the phases and buckets of one step on one rank, to JSON and back.
 
 All times are seconds on the rank's own clock, from the clock's origin.
 
@@ -27,18 +27,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
-"""What a step is made of: waiting for the batch; the model; backward with the exposed communication; the optimizer's
-step; and what is none of these (hooks, schedulers, logging)."""
+"""The parts of a step: waiting for the batch; the model; backward with the exposed communication; the optimizer's
+step; and everything else (hooks, schedulers, logging)."""
 
 
 class Phase(NamedTuple):
-    """A stretch of a step.
-
-    Attributes:
-        name: one of `PHASES`.
-        start_s: when it began.
-        end_s: when it ended.
-    """
+    """A part of a step; the name is one of `PHASES`."""
 
     name: str
     start_s: float
@@ -51,13 +45,13 @@ class BucketSpan:
 
     Attributes:
         index: of the bucket.
-        backward: which synchronized backward of the step it belongs to, from 0.
-        gradient_bytes: of its gradients.
+        backward: number of the synchronized backward in the step, from 0.
+        gradient_bytes: size of the gradients.
         wire_bytes: payload that this rank handed to collectives for it, in terms of an all-reduce.
-        ready_s: when its last gradient was there.
-        start_s: when its turn came.
-        end_s: when it held the average.
-        wire: begin and end of each of its collectives.
+        ready_s: its last gradient was computed.
+        start_s: it left the queue.
+        end_s: it held the average.
+        wire: start and end of each of its collectives.
     """
 
     index: int
@@ -74,14 +68,14 @@ class Totals(NamedTuple):
     """A step in single numbers. Parts are sums of different terms than the whole, and may round apart.
 
     Attributes:
-        step_s: sum of all phases; validation between two batches is none of them.
+        step_s: sum of all phases, without validation between two batches.
         data_s: in the phase of this name, as the next four.
-        comm_s: in which at least one bucket was ready and not yet averaged: the sum of the next three.
-        queue_s: in which buckets were ready, and none was being worked on.
-        compression_s: in which buckets were being worked on, and no collective was under way.
-        wire_s: in which at least one collective was under way. What a rank waits for its peers is in it.
+        comm_s: at least one bucket was ready and not yet averaged: the sum of the next three.
+        queue_s: buckets were ready, and none was being processed.
+        compression_s: buckets were being processed, and no collective was under way.
+        wire_s: at least one collective was under way, which includes waiting for other ranks.
         exposed_s: from a backward's last bucket being ready to all its buckets being averaged, summed over backwards.
-            Nothing is left to compute then: it is what the step waits for. A part of `comm_s`.
+            Backward has nothing left to compute then, so the step waits. A part of `comm_s`.
         gradient_bytes: of all gradients that were synchronized.
         wire_bytes: payload that this rank handed to collectives, in terms of an all-reduce.
     """
@@ -128,7 +122,7 @@ class StepRecord:
         step: optimizer steps before this one, as Lightning counts them for loggers.
         num_samples: of this rank.
         phases: in the order of time.
-        buckets: in the order in which they were ready; empty with one rank, or where nobody sees them.
+        buckets: in the order in which they were ready; empty with one rank, or where none are observed.
     """
 
     step: int
@@ -152,6 +146,10 @@ class StepRecord:
         comm_s = covered_s([(min(bucket.ready_s, bucket.start_s), bucket.end_s) for bucket in self.buckets])
         worked_s = covered_s([(bucket.start_s, bucket.end_s) for bucket in self.buckets])
         wire_s = covered_s([interval for bucket in self.buckets for interval in bucket.wire])
+        exposed_s = 0.0
+        for _, group in groupby(self.buckets, attrgetter("backward")):
+            buckets = list(group)
+            exposed_s += max([bucket.end_s for bucket in buckets]) - max([bucket.ready_s for bucket in buckets])
         return Totals(
             step_s=sum(seconds.values()),
             data_s=seconds["data"],
@@ -163,16 +161,15 @@ class StepRecord:
             queue_s=max(0.0, comm_s - worked_s),
             compression_s=max(0.0, worked_s - wire_s),
             wire_s=wire_s,
-            exposed_s=min(comm_s, _exposed_s(self.buckets)),
+            exposed_s=min(comm_s, exposed_s),
             gradient_bytes=sum([bucket.gradient_bytes for bucket in self.buckets]),
             wire_bytes=sum([bucket.wire_bytes for bucket in self.buckets]),
         )
 
     def to_json(self) -> str:
-        """Returns one line of JSON: phases and buckets, and in front of them what is derived.
+        """Returns one line of JSON: `totals`, then phases and buckets, times to a tenth of a microsecond.
 
-        Times are to a tenth of a microsecond. It is written while training runs, and takes a fraction of what
-        `json.dumps` of a dict does.
+        It is written while training runs, and takes a fraction of the time of `json.dumps`.
         """
         totals, share = self.totals, self.totals.overlapped_share
         return _STEP_JSON % (
@@ -183,23 +180,39 @@ class StepRecord:
             totals.gradient_bytes,
             totals.wire_bytes,
             ",".join([_PHASE_JSON % phase for phase in self.phases]),
-            ",".join([_bucket_to_json(bucket) for bucket in self.buckets]),
+            ",".join(
+                [
+                    _BUCKET_JSON
+                    % (
+                        *(b.index, b.backward, b.gradient_bytes, b.wire_bytes, b.ready_s, b.start_s, b.end_s),
+                        ",".join([_WIRE_JSON % interval for interval in b.wire]),
+                    )
+                    for b in self.buckets
+                ]
+            ),
         )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StepRecord:
-        """Makes a record from a line of `to_json`, read.
+        """Returns the record of a parsed line of `to_json`.
 
         Raises:
-            KeyError: something is missing.
-            TypeError: something is of another kind.
-            ValueError: something has another shape.
+            KeyError, TypeError, ValueError: something is missing, or has another type or shape.
         """
         return cls(
             step=int(values["step"]),
             num_samples=int(values["num_samples"]),
             phases=tuple(Phase(str(name), float(start_s), float(end_s)) for name, start_s, end_s in values["phases"]),
-            buckets=tuple(_bucket_from_dict(bucket) for bucket in values["buckets"]),
+            buckets=tuple(
+                BucketSpan(
+                    **{name: int(bucket[name]) for name in ("index", "backward", "gradient_bytes", "wire_bytes")},
+                    ready_s=float(bucket["ready_s"]),
+                    start_s=float(bucket["start_s"]),
+                    end_s=float(bucket["end_s"]),
+                    wire=tuple((float(start_s), float(end_s)) for start_s, end_s in bucket["wire"]),
+                )
+                for bucket in values["buckets"]
+            ),
         )
 
 
@@ -218,10 +231,10 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def clock_shift_s(steps: Sequence[StepRecord], first: Sequence[StepRecord]) -> float | None:
-    """Returns what to add to the times of a rank's steps to have them on the clock of another rank.
+    """Returns the offset from a rank's clock to that of another rank.
 
-    A bucket's last collective ends at nearly the same moment on all ranks, more nearly than hosts' clocks agree. It is
-    the median difference between these ends; None where the two have synchronized no bucket together.
+    A bucket's last collective ends at nearly the same moment on all ranks, more nearly than hosts' clocks agree. The
+    offset is the median difference between these ends; None where the two synchronized no bucket together.
 
     Args:
         steps: of a rank.
@@ -239,37 +252,3 @@ def _ends_s(steps: Sequence[StepRecord]) -> dict[tuple[int, int, int], float]:
         for bucket in record.buckets
         if bucket.wire
     }
-
-
-def _exposed_s(buckets: Iterable[BucketSpan]) -> float:
-    exposed = 0.0
-    for _, group in groupby(buckets, attrgetter("backward")):
-        of_backward = list(group)
-        exposed += max([bucket.end_s for bucket in of_backward]) - max([bucket.ready_s for bucket in of_backward])
-    return exposed
-
-
-def _bucket_to_json(bucket: BucketSpan) -> str:
-    return _BUCKET_JSON % (
-        bucket.index,
-        bucket.backward,
-        bucket.gradient_bytes,
-        bucket.wire_bytes,
-        bucket.ready_s,
-        bucket.start_s,
-        bucket.end_s,
-        ",".join([_WIRE_JSON % interval for interval in bucket.wire]),
-    )
-
-
-def _bucket_from_dict(values: dict[str, Any]) -> BucketSpan:
-    return BucketSpan(
-        index=int(values["index"]),
-        backward=int(values["backward"]),
-        gradient_bytes=int(values["gradient_bytes"]),
-        wire_bytes=int(values["wire_bytes"]),
-        ready_s=float(values["ready_s"]),
-        start_s=float(values["start_s"]),
-        end_s=float(values["end_s"]),
-        wire=tuple((float(start_s), float(end_s)) for start_s, end_s in values["wire"]),
-    )

@@ -1,4 +1,4 @@
-"""Marks of phases and buckets while a step runs, made into records when the device has passed them."""
+"""Marks phases and buckets while a step runs, and makes records of them when the device has passed the marks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,14 @@ from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 
 
 class RecordedStep(NamedTuple):
-    """A step and its buckets.
-
-    Attributes:
-        record: of the step.
-        layout: its buckets by index.
-    """
+    """A step, and the layout of its buckets by index."""
 
     record: StepRecord
     layout: dict[int, BucketInfo]
 
 
 class StepRecorder(SyncObserver):
-    """Records the steps of one rank. Marking never waits; `take` does the rest.
-
-    Args:
-        clock: of the device that trains.
-    """
+    """Records the steps of one rank, on the clock of its device. Only `take` waits for the device."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -41,11 +32,11 @@ class StepRecorder(SyncObserver):
 
     @property
     def origin_unix_s(self) -> float:
-        """Second 0 of all records, in seconds since 1970."""
+        """Unix time of second 0 of all records."""
         return self._clock.origin_unix_s
 
     def enter(self, phase: str | None) -> None:
-        """Ends the phase before, and begins another; None for what is not part of a step."""
+        """Ends the current phase and begins another; None for what is not part of a step."""
         self._phases.append((phase, self._mark()))
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
@@ -55,22 +46,17 @@ class StepRecorder(SyncObserver):
         return sync
 
     def end_step(self, step: int, num_samples: int) -> None:
-        """Ends a step; all marks since the one before are its own.
-
-        Args:
-            step: its number.
-            num_samples: that this rank trained on in it.
-        """
+        """Ends a step, which consists of all marks since the last one."""
         self.enter(None)
         self._pending.append(_Marks(step, num_samples, self._phases, self._syncs))
         self._phases, self._syncs, self._backward = [], [], 0
 
     def has(self, num_steps: int) -> bool:
-        """Returns whether so many steps are over, for the device as well. Never waits."""
+        """Returns whether this many steps have ended, on the device too. Never waits."""
         return len(self._pending) >= num_steps and self._clock.has_passed(self._pending[num_steps - 1].end)
 
     def take(self, num_steps: int) -> list[RecordedStep]:
-        """Returns at most so many steps, the oldest first; waits for the device if it has not passed them."""
+        """Returns at most this many steps, the oldest first; waits until the device has passed them."""
         if not self._pending:
             return []
         self._clock.wait_for(self._pending[min(num_steps, len(self._pending)) - 1].end)
@@ -81,12 +67,12 @@ class StepRecorder(SyncObserver):
 
     @property
     def num_lag_steps(self) -> int:
-        """Steps that had better stay pending, as the device may not have passed them."""
+        """Steps to leave pending, as the device may not have passed them."""
         return self._clock.num_lag_steps
 
     @property
     def num_pending(self) -> int:
-        """Steps that have ended and were not taken."""
+        """Steps that have ended and are not taken yet."""
         return len(self._pending)
 
     def _resolve(self, marks: _Marks) -> RecordedStep:
@@ -103,7 +89,7 @@ class StepRecorder(SyncObserver):
 
 
 class _Marks(NamedTuple):
-    """A step as it was marked: when each phase began, None for the end of the one before; and its buckets."""
+    """The marks of a step: the start of each phase, or of a pause (None), and those of its buckets."""
 
     step: int
     num_samples: int
@@ -116,7 +102,7 @@ class _Marks(NamedTuple):
 
 
 class _RecordedSync(BucketSync):
-    """Marks what happens to one bucket: ready, start, each send and arrival, end."""
+    """Marks the sync of one bucket: ready, start, send and arrival of each collective, end."""
 
     __slots__ = ("_backward", "_mark", "_marks", "_wire_bytes", "bucket")
 
@@ -138,11 +124,11 @@ class _RecordedSync(BucketSync):
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is a whole span; after a failure there is none."""
+        """Whether the span is complete; after a failure it is not."""
         return self._wire_bytes is not None
 
     def span(self, seconds: Callable[[Any], float]) -> BucketSpan:
-        """Returns the marks as seconds; it must have ended."""
+        """Returns the marks in seconds; the sync must have ended."""
         assert self._wire_bytes is not None
         ready_s, start_s, *wire_s, end_s = map(seconds, self._marks)
         return BucketSpan(

@@ -1,4 +1,4 @@
-"""What steps add up to over ranks and time, and the one definition of every number that is computed from it.
+"""Sums, maxima and samples of steps, and the one definition of every statistic.
 
 Plain numpy: `lightning_commopt.metrics` keeps these arrays in metrics, and `commopt summary` needs no torch.
 """
@@ -20,13 +20,13 @@ from lightning_commopt.measure.stragglers import find_straggler
 Array = NDArray[np.float64]
 
 QUANTITIES = (*Totals._fields, "num_samples")
-"""What is known of one step on one rank, in the order of `row`."""
+"""The numbers of one step on one rank, in the order of `row`."""
 
 TIMES = (
     *("step_s", "data_s", "forward_s", "backward_s", "optimizer_s"),
     *("comm_s", "queue_s", "compression_s", "wire_s", "wait_s", "exposed_s", "exposed_wait_s"),
 )
-"""Reported as a mean under their own names, and with ``_p50``, ``_p95`` and ``_max`` behind them."""
+"""Reported as a mean under their own names, and with the suffixes ``_p50``, ``_p95`` and ``_max``."""
 
 MAX_SAMPLED_VALUES = 2**20
 _MIN_SAMPLED_STEPS = 64
@@ -34,14 +34,14 @@ _SUFFIXES = ("", "_p50", "_p95", "_max")
 _WAITS = ("wait_s", "exposed_wait_s")
 
 COLUMNS = (*QUANTITIES, *_WAITS)
-"""`QUANTITIES`, and what of ``wire_s`` and ``exposed_s`` exceeds the least of all ranks in the same step."""
+"""`QUANTITIES`, and the excess of ``wire_s`` and ``exposed_s`` over the rank with the least in the same step."""
 
 SUMS = (*COLUMNS, "least_wire_s", "num_values", "num_steps")
-"""Sums over steps and ranks; over steps, of the least ``wire_s`` of all ranks; and how many there were of both."""
+"""Sums over steps and ranks; over steps, of the least ``wire_s`` of all ranks; and the counts of both."""
 
 _AT = {name: index for index, name in enumerate(COLUMNS)}
 _TIMES_AT = [_AT[name] for name in TIMES]
-_NAMES_OF_TIMES = [name + suffix for name in TIMES for suffix in _SUFFIXES]
+_TIME_NAMES = [name + suffix for name in TIMES for suffix in _SUFFIXES]
 
 
 def row(record: StepRecord) -> list[float]:
@@ -50,7 +50,7 @@ def row(record: StepRecord) -> list[float]:
 
 
 def all_reduce_bus_factor(world_size: int) -> float:
-    """Returns how often, at least, an all-reduce moves its message over each rank's link in each direction.
+    """Returns the least number of times that an all-reduce moves its message over each link in each direction.
 
     >>> [all_reduce_bus_factor(n) for n in (1, 2, 8)]
     [0.0, 1.0, 1.75]
@@ -61,21 +61,21 @@ def all_reduce_bus_factor(world_size: int) -> float:
 
 
 class Steps(NamedTuple):
-    """Some steps, and what they add up to.
+    """Sums and maxima of steps, and the steps or a sample of them.
 
     Attributes:
         sums: ``(19,)``, of `SUMS`.
         maxima: ``(16,)``, of `COLUMNS`; ``-inf`` without steps.
-        each: ``(num_steps, num_ranks, 16)``, `COLUMNS` of each step or of a sample of them.
+        values: ``(num_steps, num_ranks, 16)``, `COLUMNS` of each step or of a sample of them.
     """
 
     sums: Array
     maxima: Array
-    each: Array
+    values: Array
 
     @classmethod
     def of(cls, values: ArrayLike) -> Steps:
-        """Adds up steps.
+        """Sums up steps.
 
         Args:
             values: ``(num_ranks, num_steps, len(QUANTITIES))``, of the same steps on all ranks, by rank.
@@ -83,21 +83,21 @@ class Steps(NamedTuple):
         Raises:
             ValueError: another shape.
         """
-        values = np.asarray(values, dtype=np.float64)
-        if values.ndim != 3 or values.shape[0] < 1 or values.shape[2] != len(QUANTITIES):
+        given = np.asarray(values, dtype=np.float64)
+        if given.ndim != 3 or given.shape[0] < 1 or given.shape[2] != len(QUANTITIES):
             raise ValueError(
-                f"values must be (num_ranks, num_steps, {len(QUANTITIES)}) with at least one rank, got {values.shape}"
+                f"values must be (num_ranks, num_steps, {len(QUANTITIES)}) with at least one rank, got {given.shape}"
             )
-        num_ranks, num_steps, num_quantities = values.shape
-        each = np.empty((num_ranks, num_steps, len(COLUMNS)))
-        each[:, :, :num_quantities] = values
-        waiting = values[:, :, [_AT["wire_s"], _AT["exposed_s"]]]
+        num_ranks, num_steps, num_quantities = given.shape
+        columns = np.empty((num_ranks, num_steps, len(COLUMNS)))
+        columns[:, :, :num_quantities] = given
+        waiting = given[:, :, [_AT["wire_s"], _AT["exposed_s"]]]
         least = waiting.min(axis=0)
-        np.subtract(waiting, least, out=each[:, :, num_quantities:])
+        np.subtract(waiting, least, out=columns[:, :, num_quantities:])
         sums = np.empty(len(SUMS))
-        each.sum(axis=(0, 1), out=sums[: len(COLUMNS)])
+        columns.sum(axis=(0, 1), out=sums[: len(COLUMNS)])
         sums[len(COLUMNS) :] = least[:, 0].sum(), num_ranks * num_steps, num_steps
-        return cls(sums, each.max(axis=(0, 1), initial=-math.inf), each.swapaxes(0, 1))
+        return cls(sums, columns.max(axis=(0, 1), initial=-math.inf), columns.swapaxes(0, 1))
 
     @property
     def num_steps(self) -> int:
@@ -105,41 +105,40 @@ class Steps(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that each step is known of; 0 without steps."""
+        """Ranks of each step; 0 without steps."""
         return int(self.sums[-2]) // max(1, self.num_steps)
 
     def sampled(self) -> Steps:
-        """Returns the same with a sample of the steps where they are too many to keep."""
-        num_steps, num_ranks, _ = self.each.shape
+        """Returns the same with a sample of the steps if they are too many to keep."""
+        num_steps, num_ranks, _ = self.values.shape
         max_steps = max_sampled_steps(num_ranks)
-        return self._replace(each=sample([self.each], [num_steps], max_steps)) if num_steps > max_steps else self
+        return self._replace(values=sample([self.values], [num_steps], max_steps)) if num_steps > max_steps else self
 
     def statistics(self, world_size: int | None = None) -> dict[str, float]:
         """Returns all statistics, by the names that ``docs/comm_time.md`` defines.
 
         The names are always the same; an unknown value is NaN. Unknown are shares of communication, its ratio and its
-        bandwidths where there was none, the waits where only some of the ranks' steps have come, the samples where no
-        batch shows how many it holds, and all numbers before the first step.
+        bandwidths if there was none, the waits if steps of some ranks are missing, the samples if no batch shows how
+        many it holds, and everything before the first step.
 
         Args:
             world_size: number of ranks that train; None if these are the steps of all of them.
         """
         num_trained = max(1, world_size or self.num_ranks)
-        return {**self._of_times(num_trained), **self._of_sums(num_trained), **self._of_straggler()}
+        return {**self._times(num_trained), **self._ratios(num_trained), **self._straggler()}
 
-    def _of_times(self, num_trained: int) -> dict[str, float]:
+    def _times(self, num_trained: int) -> dict[str, float]:
         numbers = np.full((len(TIMES), len(_SUFFIXES)), math.nan)
         if self.num_steps:
             numbers[:, 0] = self.sums[_TIMES_AT] / self.sums[-2]
             numbers[:, 3] = self.maxima[_TIMES_AT]
-            if len(self.each):
-                each = self.each[:, :, _TIMES_AT].reshape(-1, len(TIMES))
-                numbers[:, 1:3] = _percentiles(each)
+            if len(self.values):
+                numbers[:, 1:3] = _percentiles(self.values[:, :, _TIMES_AT].reshape(-1, len(TIMES)))
             if num_trained > self.num_ranks:
                 numbers[[TIMES.index(name) for name in _WAITS]] = math.nan
-        return dict(zip(_NAMES_OF_TIMES, numbers.ravel().tolist(), strict=True))
+        return dict(zip(_TIME_NAMES, numbers.ravel().tolist(), strict=True))
 
-    def _of_sums(self, num_trained: int) -> dict[str, float]:
+    def _ratios(self, num_trained: int) -> dict[str, float]:
         total = dict(zip(SUMS, self.sums.tolist(), strict=True))
         num_values = total["num_values"]
         algorithm_bandwidth = _ratio(total["wire_bytes"], total["least_wire_s"] * self.num_ranks)
@@ -155,28 +154,29 @@ class Steps(NamedTuple):
             "samples_per_s": _ratio(total["num_samples"] * num_trained, total["step_s"]) or math.nan,  # unknown
         }
 
-    def _of_straggler(self) -> dict[str, float]:
-        wire_s, step_s, exposed_s = (self.each[:, :, _AT[name]].T for name in ("wire_s", "step_s", "exposed_s"))
-        straggler = find_straggler(wire_s=wire_s, step_s=step_s, exposed_s=exposed_s)
+    def _straggler(self) -> dict[str, float]:
+        straggler = find_straggler(
+            **{name: self.values[:, :, _AT[name]].T for name in ("wire_s", "step_s", "exposed_s")}
+        )
         rank, slowdown = (-1, 0.0) if straggler is None else (straggler.rank, straggler.slowdown)
         return {"straggler_rank": float(rank), "straggler_slowdown": slowdown}
 
 
 def max_sampled_steps(num_ranks: int, max_sampled_values: int = MAX_SAMPLED_VALUES) -> int:
-    """Returns how many steps of so many ranks are kept at most."""
+    """Returns how many steps are kept at most."""
     return max(_MIN_SAMPLED_STEPS, max_sampled_values // (num_ranks * len(COLUMNS)))
 
 
 def sample(blocks: Sequence[Array], counts: Sequence[int], max_steps: int, *, in_place: bool = False) -> Array:
-    """Draws steps uniformly, all ranks of a step together: a reservoir sample, continued where a block is one already.
+    """Draws steps uniformly, all ranks of a step together: a reservoir sample, which may continue another one.
 
-    Which steps are drawn depends on how many there are, and on nothing else. So all ranks draw the same.
+    The draw depends on the number of steps alone, so all ranks draw the same.
 
     Args:
-        blocks: ``(n, num_ranks, 16)`` each, in the order of time.
-        counts: of how many steps each block is a sample; ``n`` where it has all of them.
-        max_steps: most steps to keep.
-        in_place: let the first block become the result if it has ``max_steps``, which saves a copy.
+        blocks: each ``(n, num_ranks, 16)``, in the order of time.
+        counts: of how many steps each block is a sample; ``n`` if it has all of them.
+        max_steps: to keep.
+        in_place: reuse the first block for the result if it has ``max_steps``, which saves a copy.
 
     Returns:
         ``(min(sum(n), max_steps), num_ranks, 16)``; all steps, in their order, if they are no more than that.
@@ -194,14 +194,14 @@ def sample(blocks: Sequence[Array], counts: Sequence[int], max_steps: int, *, in
         for index in range(len(taken), len(block)):
             num_seen += weight
             random.seed(round(num_seen) - 1)
-            place = random.randrange(round(num_seen / weight))
-            if place < max_steps:
-                steps[place] = block[index]
+            replaced = random.randrange(round(num_seen / weight))
+            if replaced < max_steps:
+                steps[replaced] = block[index]
     return steps
 
 
 def _percentiles(values: Array) -> Array:
-    """Returns medians and 95th percentiles, ``(k, 2)`` of ``(n, k)``, the bits of `numpy.quantile`, faster."""
+    """Returns medians and 95th percentiles, ``(k, 2)`` of ``(n, k)``, bit for bit as `numpy.quantile`, but faster."""
     at = np.array([[0.5], [0.95]]) * (len(values) - 1)
     low = at[:, 0].astype(int)
     high = np.minimum(low + 1, len(values) - 1)

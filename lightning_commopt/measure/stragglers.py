@@ -1,6 +1,6 @@
-"""Which rank the others wait for, from how long each was in its collectives; no common clock is needed.
+"""Finds the rank that the others wait for, from the time that each spends in collectives; no common clock is needed.
 
-A collective ends for all ranks when the last one has come, so the rank that comes last is in it for the shortest time.
+A collective ends for all ranks soon after the last one has joined, so the last rank spends the least time in it.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class Straggler:
 def find_straggler(
     *, wire_s: NDArray[np.float64], step_s: NDArray[np.float64], exposed_s: NDArray[np.float64]
 ) -> Straggler | None:
-    """Says which rank makes the others wait, if one does.
+    """Finds the rank that makes the others wait.
 
-    The suspect is the rank that was least on the wire in most steps. The others' wait in a step is the median of their
-    time on the wire, less its own. It is named if
+    The suspect is the rank with the least time on the wire in most steps. The others' wait in a step is the median of
+    their time on the wire, less its own. It is named if
 
-    - they waited at least 5 % of the time that they compute in at least three steps of four: a rank that is late once
-      in a while, by however much, is none, and neither are two that take turns, as any two do in a quiet run; and
-    - its last gradient came 12 % of that time later than theirs, in the median over steps. The wire counts a delay
+    - they waited at least 5 % of their computing time in at least three steps of four: a rank that is late once in a
+      while, by however much, does not count, nor do two that are late alternately, as any two are in a quiet run; and
+    - its last gradient was ready 12 % of that time later than theirs, in the median over steps. The wire counts a delay
       once for every bucket that waits for it: with 20 buckets, a rank that is 1 % slower keeps the others on the wire
       for some 10 % longer. The exposed time counts it once.
 
-    The exposed time alone is not enough either: a rank may be slow in backward, and nobody wait for it, as the link is
-    behind anyway.
+    The exposed time alone is not enough either: a rank may be slow in backward while no other waits for it, because the
+    link is slower still.
 
     In a simulation (`tests/measure/simulated_steps.py`; 27 settings with 2, 4 and 8 ranks, 1, 5 and 20 buckets, links
     that take 0.05, 0.5 and 2 times as long as the computation; 2 % of a rank's steps up to 4 times as long, one rank
     always 3 % slower; 200 windows each) this happened in so many % of the windows, mean over the settings and worst of
     them. The wrong rank was never named.
 
-    | a rank's steps vary by | window | named, though none sleeps | not named, though one sleeps 20 % of a step |
+    | a rank's steps vary by | window | named, though none sleeps | missed, though one sleeps 20 % of a step |
     |---|---|---|---|
     | 2 % | 10 steps | 0 | 0.0, 0.5 |
     | 5 % | 10 steps | 0.0, 0.5 | 0.3, 3.5 |
@@ -64,8 +64,8 @@ def find_straggler(
     | 10 % | 20 steps | 0.3, 2.5 | 0.7, 5.0 |
     | 10 % | 50 steps | 0 | 0.2, 3.0 |
 
-    Up to 5 % it was none with 20 steps or more, but for one window in 5,400. A rank that shares its cores with another
-    program for most of a window is late, and it is named.
+    Up to 5 % there was no error with 20 steps or more, but for one window in 5,400. A rank that shares its cores with
+    another program for most of a window is late, and is named.
 
     Args:
         wire_s: ``(world_size, num_steps)``, seconds in which a rank had a collective under way.
@@ -73,7 +73,7 @@ def find_straggler(
         exposed_s: ``(world_size, num_steps)``, from the last gradient to the last bucket.
 
     Returns:
-        The rank; None for one rank, for fewer steps than `MIN_STEPS`, and where none stands out.
+        The rank; None with one rank, with fewer steps than `MIN_STEPS`, or if none stands out.
 
     Raises:
         ValueError: the shapes differ, or are not of two dimensions.

@@ -1,11 +1,10 @@
-"""What a fit cost: numbers, a verdict and a table, from statistics or from the files of a run."""
+"""The summary of a fit: statistics, verdict and table, from `Steps` or from the files of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group
 from rich.padding import Padding
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_commopt.measure.exposed_share import share_of_step
-from lightning_commopt.measure.files import RankRecords, notices, read_run
+from lightning_commopt.measure.files import notices, read_run
 from lightning_commopt.measure.statistics import Steps, row
 from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.text.formatting import count, number, percent
@@ -27,9 +26,9 @@ class FitSummary:
     """What a fit cost.
 
     Attributes:
-        metrics: what `Steps.statistics` gives.
-        verdict: on them.
-        scope: the steps and ranks that they are of, in words.
+        metrics: from `Steps.statistics`.
+        verdict: on the metrics.
+        scope: number of steps and ranks, in words.
     """
 
     metrics: Mapping[str, float]
@@ -51,21 +50,24 @@ class FitSummary:
         )
 
     def table(self) -> Group:
-        """Returns the numbers and the verdict, to be printed."""
+        """Returns a table for printing, or a list in a narrow terminal, with bandwidths and the verdict below.
+
+        Times are in milliseconds and shares of the step. An unknown number is a dash.
+        """
         return summary_table(self.metrics, self.verdict, scope=self.scope)
 
 
 def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> tuple[FitSummary, list[str]]:
-    """Summarizes the last fit of a run from ``comm_time/*.jsonl``, whether it has ended or not.
+    """Summarizes the last fit of a run from ``comm_time/*.jsonl``, also while it trains.
 
-    Only steps of which all ranks have written a record count.
+    Only steps that all ranks have recorded count.
 
     Args:
         run_dir: the directory that has ``comm_time``.
-        num_warmup_steps: first steps of the fit that are left out; None for as many as `CommTimeMonitor` leaves out.
+        num_warmup_steps: first steps of the fit to leave out; None for as many as `CommTimeMonitor` left out.
 
     Returns:
-        The summary, and what is missing in the files.
+        The summary, and a line for each thing that the files lack.
 
     Raises:
         FileNotFoundError: the run has no records.
@@ -80,23 +82,16 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
     if not steps:
         recorded = f"{run_dir} has {count(len(common), 'step')} that all ranks have recorded"
         raise ValueError(f"{recorded}, and num_warmup_steps={num_warmup_steps} are left out")
+    by_rank = [{record.step: record for record in records.steps} for records in ranks]
+    comm_hook = str(header.get("comm_hook", "none"))
     summary = FitSummary.of(
-        Steps.of([_rows(records, steps) for records in ranks]).sampled(),
+        Steps.of([[row(records[step]) for step in steps] for records in by_rank]).sampled(),
         world_size=ranks[0].world_size,
         num_buckets=len(ranks[0].layouts[-1]),
-        **_method(header),
+        comm_hook=comm_hook,
+        is_lossy=bool(header.get("is_lossy", comm_hook != "none")),
     )
     return summary, notices(ranks)
-
-
-def _rows(records: RankRecords, steps: Sequence[int]) -> list[list[float]]:
-    by_step = {record.step: record for record in records.steps}
-    return [row(by_step[step]) for step in steps]
-
-
-def _method(header: Mapping[str, Any]) -> dict[str, Any]:
-    comm_hook = str(header.get("comm_hook", "none"))
-    return {"comm_hook": comm_hook, "is_lossy": bool(header.get("is_lossy", comm_hook != "none"))}
 
 
 _PHASES = (
@@ -122,22 +117,19 @@ _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str = "steps and ranks") -> Group:
-    """Returns what a fit cost, to be printed: a table, or a list in a terminal that is too narrow for it.
-
-    Args:
-        metrics: what `Steps.statistics` gives.
-        verdict: on the same metrics.
-        scope: over what they were taken.
-
-    Returns:
-        Times in milliseconds and as shares of the step, bytes and bandwidths, and the verdict. An unknown
-        number is a dash.
-
-    Raises:
-        KeyError: a metric is missing.
-    """
+    """Returns what `FitSummary.table` does, for any metrics."""
     has_comm = metrics["comm_s"] > 0
-    lines = [_speed(metrics), *([_bytes(metrics), _bandwidth(metrics)] if has_comm else [])]
+    lines = [f"{number(metrics['steps_per_s'])} steps/s, {number(metrics['samples_per_s'])} samples/s over all ranks"]
+    if has_comm:
+        size = {
+            name: _size(metrics[name])
+            for name in ("gradient_bytes", "wire_bytes", "algorithm_bandwidth", "bus_bandwidth")
+        }
+        lines += [
+            f"{size['gradient_bytes']} of gradients a step and rank, {size['wire_bytes']} on the wire: ratio"
+            f" {number(metrics['compression_ratio'])}",
+            f"{size['algorithm_bandwidth']}/s algorithm bandwidth, {size['bus_bandwidth']}/s bus bandwidth",
+        ]
     recommendations = Table.grid(padding=(0, 1))
     for text in verdict.recommendations:
         recommendations.add_row("-", Text(text))
@@ -155,27 +147,11 @@ def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, 
     for rows in sections:
         for label, name in rows:
             times = [
-                number(1e3 * metrics[f"{name}{suffix}"], most_decimals=_MAX_DECIMALS) for suffix in _COLUMNS.values()
+                number(1e3 * metrics[f"{name}{suffix}"], max_decimals=_MAX_DECIMALS) for suffix in _COLUMNS.values()
             ]
             table.add_row(label, *times, percent(share_of_step(metrics[name], metrics["step_s"])))
         table.add_section()
     return table
-
-
-def _speed(metrics: Mapping[str, float]) -> str:
-    return f"{number(metrics['steps_per_s'])} steps/s, {number(metrics['samples_per_s'])} samples/s over all ranks"
-
-
-def _bytes(metrics: Mapping[str, float]) -> str:
-    return (
-        f"{_size(metrics['gradient_bytes'])} of gradients a step and rank, {_size(metrics['wire_bytes'])} on the wire:"
-        f" ratio {number(metrics['compression_ratio'])}"
-    )
-
-
-def _bandwidth(metrics: Mapping[str, float]) -> str:
-    algorithm, bus = (_size(metrics[f"{kind}_bandwidth"]) for kind in ("algorithm", "bus"))
-    return f"{algorithm}/s algorithm bandwidth, {bus}/s bus bandwidth"
 
 
 def _size(num_bytes: float) -> str:

@@ -1,7 +1,7 @@
 """A trace of a run's steps in Chrome's Trace Event Format, for https://ui.perfetto.dev and chrome://tracing.
 
 Every rank is a process with these rows: its steps, their phases, the buckets of gradients from being ready to holding
-the average, and what was on the wire. Rows hold slices that do not overlap: where buckets do, there are several rows.
+the average, and their collectives. Slices of a row do not overlap: overlapping buckets get several rows.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -22,7 +22,7 @@ DEFAULT_NUM_STEPS = 100
 _NAMES_SHOWN = 8
 
 # Viewers compute in binary fractions and draw a slice that ends after the next begins as its parent: eighths of a
-# microsecond are exact, so what adjoins in the records adjoins on the screen.
+# microsecond are exact, so adjoining slices stay adjoining.
 _TICKS_PER_US = 8
 
 # The same thread number in two processes is one thread to Perfetto.
@@ -31,23 +31,14 @@ _ROWS_PER_RANK = 10_000
 _ALIGNMENT = (
     "Each rank's times are put on the clock of the first rank. Where both synchronized the same buckets, by the median"
     " difference between the ends of each bucket's last collective, which nearly coincide on all ranks; elsewhere by"
-    " origin_unix_s of the files, as good as the hosts' clocks agree. clock_corrections_us says what the former adds to"
-    " the latter."
+    " origin_unix_s of the files, as good as the hosts' clocks agree. clock_corrections_us is the difference between"
+    " the two."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenTrace:
-    """A trace that was written, and from what.
-
-    Attributes:
-        path: of the file.
-        num_ranks: in it.
-        first_step: in it.
-        last_step: in it.
-        num_steps_recorded: of any rank, whether in it or not.
-        notices: lines and ranks that are missing.
-    """
+    """A written trace: its file, ranks and steps; the steps recorded in all; and lines and ranks that are missing."""
 
     path: Path
     num_ranks: int
@@ -68,8 +59,8 @@ def write_trace(
     Args:
         run_dir: the directory that has ``comm_time``.
         output: the file; None for ``trace.json`` in ``comm_time``.
-        first_step: where to begin; None for the first that was recorded.
-        num_steps: how many step numbers from there on.
+        first_step: None for the first that was recorded.
+        num_steps: length of the window, in step numbers.
 
     Raises:
         FileNotFoundError: the run has no records.
@@ -116,16 +107,21 @@ def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:
 
     Returns:
         Complete events ("X") in rows that nest, counters ("C"), and metadata ("M"); times in microseconds from the
-        first thing that is shown. "otherData" says how the clocks of the ranks were aligned.
+        first event. "otherData" describes how the clocks of the ranks were aligned.
     """
-    chosen = [_Chosen.of(records, steps) for records in ranks]
-    shifts_s = [_shift_s(chosen[0], rank) for rank in chosen]
-    rows = [_rows(rank, shift_s) for rank, shift_s in zip(chosen, shifts_s, strict=True)]
+    shown = [
+        [pair for pair in zip(records.steps, records.layouts, strict=True) if pair[0].step in steps]
+        for records in ranks
+    ]
+    origins_s = [records.origin_shift_s(ranks[0]) or 0.0 for records in ranks]
+    by_buckets_s = [clock_shift_s([record for record, _ in own], [record for record, _ in shown[0]]) for own in shown]
+    shifts_s = [origin if shift is None else shift for shift, origin in zip(by_buckets_s, origins_s, strict=True)]
+    rows = [_rows(own, shift_s) for own, shift_s in zip(shown, shifts_s, strict=True)]
     origin = min((piece.start for rank in rows for row in rank for piece in row.slices), default=0)
-    events = [event for rank, its_rows in zip(chosen, rows, strict=True) for event in _events(rank, its_rows, origin)]
+    events = [event for records, own in zip(ranks, rows, strict=True) for event in _events(records, own, origin)]
     corrections_us = {
-        str(rank.records.rank): round((shift_s - _origin_shift_s(chosen[0], rank)) * 1e6, 3)
-        for rank, shift_s in zip(chosen, shifts_s, strict=True)
+        str(records.rank): round((shift_s - origin_s) * 1e6, 3)
+        for records, shift_s, origin_s in zip(ranks, shifts_s, origins_s, strict=True)
     }
     return {
         "traceEvents": events,
@@ -140,7 +136,7 @@ def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:
 
 
 class _Slice(NamedTuple):
-    """A stretch of a row, in ticks."""
+    """A slice of a row; times in ticks."""
 
     name: str
     start: int
@@ -153,49 +149,26 @@ class _Row(NamedTuple):
     slices: list[_Slice]
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """A rank, and its steps that are to be shown."""
-
-    records: RankRecords
-    steps: list[tuple[StepRecord, Mapping[int, BucketInfo]]]
-
-    @classmethod
-    def of(cls, records: RankRecords, steps: range) -> _Chosen:
-        pairs = zip(records.steps, records.layouts, strict=True)
-        return cls(records, [(record, layout) for record, layout in pairs if record.step in steps])
-
-
-def _shift_s(first: _Chosen, rank: _Chosen) -> float:
-    """Returns what to add to a rank's times to have them on the first rank's clock."""
-    shift_s = clock_shift_s(*([record for record, _ in each.steps] for each in (rank, first)))
-    return _origin_shift_s(first, rank) if shift_s is None else shift_s
-
-
-def _origin_shift_s(first: _Chosen, rank: _Chosen) -> float:
-    return rank.records.origin_shift_s(first.records) or 0.0
-
-
-def _rows(rank: _Chosen, shift_s: float) -> list[_Row]:
-    """Returns the slices of a rank, row by row from the top."""
+def _rows(steps: Sequence[tuple[StepRecord, Mapping[int, BucketInfo]]], shift_s: float) -> list[_Row]:
+    """Returns the slices of a rank's steps and layouts, row by row from the top."""
 
     def piece(name: str, start_s: float, end_s: float, **args: Any) -> _Slice:
         start, end = (round((at_s + shift_s) * 1e6 * _TICKS_PER_US) for at_s in (start_s, end_s))
         return _Slice(name, start, max(start, end), args)
 
-    steps = [piece(f"step {r.step}", r.start_s, r.end_s, **_step_args(r)) for r, _ in rank.steps]
-    phases = [piece(phase.name, phase.start_s, phase.end_s, step=r.step) for r, _ in rank.steps for phase in r.phases]
+    whole = [piece(f"step {r.step}", r.start_s, r.end_s, **_step_args(r)) for r, _ in steps]
+    phases = [piece(phase.name, phase.start_s, phase.end_s, step=r.step) for r, _ in steps for phase in r.phases]
     buckets, wire = [], []
-    for record, layout in rank.steps:
+    for record, layout in steps:
         for bucket in record.buckets:
             args = _bucket_args(record, bucket, layout)
             waits = piece(f"bucket {bucket.index} waits", min(bucket.ready_s, bucket.start_s), bucket.start_s, **args)
             travels = piece(f"bucket {bucket.index}", bucket.start_s, bucket.end_s, **args)
             buckets.append([waits, travels] if waits.end > waits.start else [travels])
-            for round_, (start_s, end_s) in enumerate(bucket.wire):
-                args = {"step": record.step, "bucket": bucket.index, "collective": round_}
+            for number, (start_s, end_s) in enumerate(bucket.wire):
+                args = {"step": record.step, "bucket": bucket.index, "collective": number}
                 wire.append([piece(f"bucket {bucket.index} on the wire", start_s, end_s, **args)])
-    return [_Row("steps", steps), _Row("phases", phases), *_lanes("buckets", buckets), *_lanes("wire", wire)]
+    return [_Row("steps", whole), _Row("phases", phases), *_lanes("buckets", buckets), *_lanes("wire", wire)]
 
 
 def _step_args(record: StepRecord) -> dict[str, Any]:
@@ -227,7 +200,7 @@ def _bucket_args(record: StepRecord, bucket: BucketSpan, layout: Mapping[int, Bu
 
 
 def _lanes(name: str, groups: Iterable[list[_Slice]]) -> list[_Row]:
-    """Spreads groups of adjoining slices over as many rows as it takes for none to overlap."""
+    """Spreads groups of adjoining slices over as few rows as keep them apart."""
     rows: list[_Row] = []
     for group in sorted(groups, key=lambda slices: slices[0].start):
         free = next((row for row in rows if row.slices[-1].end <= group[0].start), None)
@@ -238,10 +211,10 @@ def _lanes(name: str, groups: Iterable[list[_Slice]]) -> list[_Row]:
     return rows
 
 
-def _events(rank: _Chosen, rows: Sequence[_Row], origin: int) -> list[dict[str, Any]]:
-    """Returns the events of a rank, counted from the origin."""
-    pid = rank.records.rank
-    label = ",".join(str(rank.records.header[key]) for key in ("device", "backend") if rank.records.header.get(key))
+def _events(records: RankRecords, rows: Sequence[_Row], origin: int) -> list[dict[str, Any]]:
+    """Returns the events of a rank, with times since the origin."""
+    pid = records.rank
+    label = ",".join(str(records.header[key]) for key in ("device", "backend") if records.header.get(key))
     about = {"process_name": {"name": f"rank {pid}"}, "process_sort_index": {"sort_index": pid}}
     if label:
         about["process_labels"] = {"labels": label}
@@ -253,7 +226,7 @@ def _events(rank: _Chosen, rows: Sequence[_Row], origin: int) -> list[dict[str, 
         for name, key, value in (("thread_name", "name", row.name), ("thread_sort_index", "sort_index", tid)):
             events.append({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {key: value}})
         for piece in row.slices:
-            times = {"ts": _us(piece.start - origin), "dur": _us(piece.end - piece.start)}
+            times = {"ts": (piece.start - origin) / _TICKS_PER_US, "dur": (piece.end - piece.start) / _TICKS_PER_US}
             category = row.name.split()[0]
             named = {"name": piece.name, "cat": category, "ph": "X", "pid": pid, "tid": tid}
             events.append({**named, **times, "args": dict(piece.args)})
@@ -261,9 +234,5 @@ def _events(rank: _Chosen, rows: Sequence[_Row], origin: int) -> list[dict[str, 
     exposed = [(piece.start, piece.args["exposed_ms"]) for piece in steps]
     for at, exposed_ms in [*exposed, *[(piece.end, 0) for piece in steps[-1:]]]:
         counter = {"name": "exposed communication", "cat": "steps", "ph": "C", "pid": pid, "tid": first_tid}
-        events.append({**counter, "ts": _us(at - origin), "args": {"ms": exposed_ms}})
+        events.append({**counter, "ts": (at - origin) / _TICKS_PER_US, "args": {"ms": exposed_ms}})
     return events
-
-
-def _us(ticks: int) -> float:
-    return ticks / _TICKS_PER_US

@@ -1,1 +1,1 @@
-"""Reads the records of runs and says what came out: in words, tables and charts. Never measures, never trains."""
+"""Reports the records of runs in words, tables and charts. Never measures or trains."""

@@ -1,4 +1,4 @@
-"""Which setting of a group the others are compared with, and how."""
+"""Chooses the baseline of a group, and compares settings with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from lightning_commopt.report.intervals import Comparison, bucket_cap, compare, exposed_share_of, throughput
 from lightning_commopt.report.model import Setting
 from lightning_commopt.report.names import OFF, canonical, is_of_plan, is_ranks
-from lightning_commopt.report.settings import turn
+from lightning_commopt.report.settings import repetition_key
 
 _UNCOMPRESSED_DDP = ("none", "DDPStrategy")
 _FIRST_VARIANT = "one_bucket"
@@ -17,16 +17,10 @@ _NEUTRAL = {"strategy": ("ddp", "commopt"), "trainer.accumulate_grad_batches": (
 
 
 def choose_baseline(settings: Sequence[Setting], name: str | None = None) -> Setting:
-    """Returns the setting that a group's others are compared with.
+    """Returns the setting of the given name, if a group has it, or the natural baseline.
 
-    Args:
-        settings: of the group, at least one.
-        name: of the one to take; where the group has none of this name, the choice is ours.
-
-    Returns:
-        One process, where methods of using more of them are compared, or nothing but their number. Else DDP without
-        compression on the most ranks, with the fewest options, as near to DDP's own size of buckets as there is. Else
-        the first.
+    That is one process, if ways to use several are compared, or only their number. Else DDP without compression on the
+    most ranks, with the fewest options and the bucket size nearest to DDP's default. Else the first.
     """
     named = [setting for setting in settings if name is not None and setting.name.lower() == name.lower()]
     if named:
@@ -42,29 +36,32 @@ def choose_baseline(settings: Sequence[Setting], name: str | None = None) -> Set
 
 
 def compare_settings(setting: Setting, other: Setting) -> Comparison | None:
-    """Compares the throughput of two settings, in pairs of those runs that were made in the same repetitions.
+    """Compares the throughput of two settings, in pairs of runs of the same repetition.
 
-    Without pairs if these are less than two, unless they are all runs of one of the settings.
+    Without pairs if there are less than two, unless they are all runs of one of the settings.
 
     Returns:
-        The ratio of ``setting`` over ``other``; None where one of the two has no throughput.
+        The ratio of ``setting`` over ``other``; None if one of the two has no throughput.
     """
-    ours, theirs = _rates(setting), _rates(other)
+    samples = [
+        [(repetition_key(run), rate) for run in compared.runs if (rate := throughput(run)) is not None]
+        for compared in (setting, other)
+    ]
+    ours, theirs = map(dict, samples)
     if not ours or not theirs:
         return None
-    by_turn, their_by_turn = dict(ours), dict(theirs)
-    shared = [key for key in by_turn if key in their_by_turn]
-    is_unique = len(by_turn) == len(ours) and len(their_by_turn) == len(theirs)
+    shared = [key for key in ours if key in theirs]
+    is_unique = [len(ours), len(theirs)] == [len(sample) for sample in samples]
     if is_unique and len(shared) >= min(2, len(ours), len(theirs)):
-        return compare([by_turn[key] for key in shared], [their_by_turn[key] for key in shared], is_paired=True)
-    return compare([rate for _, rate in ours], [rate for _, rate in theirs], is_paired=False)
+        return compare([ours[key] for key in shared], [theirs[key] for key in shared], is_paired=True)
+    return compare(*([rate for _, rate in sample] for sample in samples), is_paired=False)
 
 
 def speedup_limit(setting: Setting, baseline: Setting) -> float | None:
-    """Returns the most that another plan can bring: a step of the baseline that waits for no communication.
+    """Returns the largest speed-up that another plan can give: steps of the baseline without exposed communication.
 
-    The run of the baseline that waited most counts. None where the two differ in more than the plan, or the exposed
-    communication of the baseline is not known.
+    The run of the baseline that waited most counts. None if the two differ in more than the plan, or the exposed
+    communication of the baseline is unknown.
     """
     shares = [share for run in baseline.runs if (share := exposed_share_of(run.record)) is not None]
     is_known = baseline.exposed_share is not None and setting.world_size == baseline.world_size > 1
@@ -74,23 +71,19 @@ def speedup_limit(setting: Setting, baseline: Setting) -> float | None:
 
 
 def differ_in_plan(setting: Setting, other: Setting) -> bool:
-    """Returns whether two settings differ in nothing but the plan and the number of ranks."""
+    """Returns whether two settings differ only in the plan and the number of ranks."""
     options = setting.plan_options | other.plan_options
     names = setting.values.keys() | other.values.keys()
     return all(is_of_plan(name, options) for name in names if setting.values.get(name) != other.values.get(name))
 
 
 def without_ranks(values: Mapping[str, str]) -> dict[str, str]:
-    """Returns what overrides say apart from the number of ranks and of nodes."""
+    """Returns the values of overrides without the number of ranks and of nodes."""
     return {
         name: value
         for name, value in values.items()
         if not is_ranks(name) and name not in ("trainer.num_nodes", "hosts")
     }
-
-
-def _rates(setting: Setting) -> list[tuple[tuple[str, str, str], float]]:
-    return [(turn(run), rate) for run in setting.runs if (rate := throughput(run)) is not None]
 
 
 def _compares_numbers_of_ranks(settings: Sequence[Setting]) -> bool:

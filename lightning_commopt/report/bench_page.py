@@ -1,4 +1,4 @@
-"""The page of a bench: charts, what comes of it, and all numbers, in one file that opens offline."""
+"""Renders the page of a bench: charts, conclusions and all numbers in one file that opens offline."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from lightning_commopt.text.formatting import number
 
 
 def write_bench_page(result: BenchResult, path: Path) -> None:
-    """Writes the page.
-
-    Args:
-        result: what it shows.
-        path: of the file; its folder is there.
-    """
+    """Writes the page of a result into an existing folder."""
     model = LinkModel.fit(result) if result.measured else None
     charts = bench_charts(result, model)
     where = result.where
@@ -32,15 +27,7 @@ def write_bench_page(result: BenchResult, path: Path) -> None:
         charts=charts,
         rows=[(row, _cells(row)) for row in sorted(result.rows, key=lambda row: row.case.label)],
         columns=[
-            "size (B)",
-            "count",
-            "type",
-            "redop",
-            "time (µs)",
-            "interval",
-            "algbw (GB/s)",
-            "busbw (GB/s)",
-            "#wrong",
+            *("size (B)", "count", "type", "redop", "time (µs)", "interval", "algbw (GB/s)", "busbw (GB/s)", "#wrong"),
         ],
         curves=[] if model is None else [curve.text for curve in model.curves],
         peers=peer_lines(result),
@@ -50,7 +37,7 @@ def write_bench_page(result: BenchResult, path: Path) -> None:
 
 
 def _cells(row: Row) -> list[tuple[str, object]]:
-    """Returns the text of each cell, and what to sort it by."""
+    """Returns the text of each cell, and the value to sort by."""
     case = row.case
     sizes: list[tuple[str, object]] = [
         (f"{case.size_bytes:,}".replace(",", "\N{NO-BREAK SPACE}"), case.size_bytes),

@@ -1,8 +1,8 @@
-"""The result of a bench on a terminal, in nccl-tests' columns."""
+"""Prints the result of a bench in nccl-tests' columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -18,12 +18,13 @@ _SIZE = "{:>12}  {:>12}  {:>8}  {:>6}"
 _TIMES = "  {:>10}  {:>6}  {:>7}  {:>7}  {:>6}"
 _PLACES = {"out": "out of place", "in": "in place"}
 _PEERS = "copies between GPUs, GB/s (row: from, column: to)"
+_MISSING = ["-"] * 5
 
 
 def print_bench(result: BenchResult, console: Console) -> None:
-    """Prints where it was measured, a table for each series, and what comes of it.
+    """Prints conditions, a table for each series, and conclusions.
 
-    Tables are in nccl-tests' columns, which scripts read, unless a terminal is too narrow for them.
+    Tables are in nccl-tests' columns, which scripts parse, unless a terminal is too narrow for them.
     """
     for part in _parts(result):
         is_narrow = console.is_terminal and max(map(len, part.lines)) > console.width
@@ -39,7 +40,7 @@ def bench_lines(result: BenchResult) -> list[str]:
 
 
 class _Part(NamedTuple):
-    """Lines of the output, and tables that show the same in a narrow terminal, if they need any."""
+    """Lines of the output, and tables that replace them in a narrow terminal."""
 
     lines: list[str]
     tables: list[TextTable]
@@ -56,16 +57,16 @@ def _parts(result: BenchResult) -> Iterator[_Part]:
 
 
 def where_lines(result: BenchResult) -> list[str]:
-    """Returns where and when the result was measured."""
-    lines = place_lines(result.where)
+    """Returns the conditions of a result."""
+    lines = condition_lines(result.where)
     if "run" not in result.where:
         repetitions = count(result.settings["num_repetitions"], "repetition")
-        lines[-1] += f"; {repetitions} in turns: medians with their interval"
+        lines[-1] += f"; {repetitions}, interleaved: medians with their interval"
     return lines
 
 
-def place_lines(where: Mapping[str, Any]) -> list[str]:
-    """Returns what `BenchResult.where` says, or the same of a link model."""
+def condition_lines(where: Mapping[str, Any]) -> list[str]:
+    """Returns ``where`` of a result or a link model in words."""
     if "run" in where:
         return [f"run {where['run']}: buckets of {count(where['world_size'], 'rank')}, up to step {where['last_step']}"]
     ranks = f"{count(where['world_size'], 'rank')} on {count(where['num_nodes'], 'host')}"
@@ -78,8 +79,8 @@ def place_lines(where: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _tables(result: BenchResult) -> Iterable[tuple[str, list[Row]]]:
-    """Gives the rows of each table: both places of a series are in one."""
+def _tables(result: BenchResult) -> Iterator[tuple[str, list[Row]]]:
+    """Yields title and rows of each table, in and out of place together."""
     found: dict[tuple[object, ...], list[Row]] = {}
     for row in result.rows:
         case = row.case
@@ -97,25 +98,24 @@ def _table(rows: list[Row]) -> list[str]:
     for row in rows:
         by_size.setdefault(row.case.size_bytes, {})[row.case.place] = row
     heading = _SIZE.format("size", "count", "type", "redop")
-    units = _SIZE.format("(B)", "(elements)", "", "")
-    width = len(_TIMES.format(*[""] * 5))
-    above = " " * len(heading)
-    for place in places:
-        above += _PLACES[place].center(width)
-        heading += _TIMES.format("time", "±", "algbw", "busbw", "#wrong")
-        units += _TIMES.format("(us)", "(%)", "(GB/s)", "(GB/s)", "")
-    lines = [f"#{each[1:]}" for each in (above.rstrip(), heading, units)]
+    times = _TIMES.format("time", "±", "algbw", "busbw", "#wrong")
+    units = _TIMES.format("(us)", "(%)", "(GB/s)", "(GB/s)", "")
+    above = " " * len(heading) + "".join(_PLACES[place].center(len(times)) for place in places)
+    headings = (
+        above.rstrip(),
+        heading + times * len(places),
+        _SIZE.format("(B)", "(elements)", "", "") + units * len(places),
+    )
+    lines = [f"#{line[1:]}" for line in headings]
     for size_bytes, by_place in by_size.items():
         case = next(iter(by_place.values())).case
-        line = _SIZE.format(size_bytes, case.count, case.dtype, case.redop)
-        for place in places:
-            line += _cells(by_place.get(place))
-        lines.append(line)
+        cells = [_cells(by_place.get(place)) for place in places]
+        lines.append(_SIZE.format(size_bytes, case.count, case.dtype, case.redop) + "".join(cells))
     return lines
 
 
 def _narrow_tables(rows: list[Row]) -> list[TextTable]:
-    """Returns a table for each place, with what has failed below it."""
+    """Returns a table each for in and out of place, with failures below."""
     headings = "size\n(B)", "count", "type", "redop", "time\n(us)", "±\n(%)", "algbw\n(GB/s)", "busbw\n(GB/s)", "#wrong"
     tables = []
     for place in _places(rows):
@@ -123,7 +123,7 @@ def _narrow_tables(rows: list[Row]) -> list[TextTable]:
         failed = [f"{row.case.size_bytes} B failed: {row.error}" for row in shown if row.error is not None]
         table = TextTable(*headings, numbers=headings, title=_PLACES[place], caption="\n".join(failed))
         for row in shown:
-            case, times = row.case, ["-"] * 5 if row.error is not None else _times(row)
+            case, times = row.case, _MISSING if row.error is not None else _times(row)
             table.add_row(str(case.size_bytes), str(case.count), case.dtype, case.redop, *times)
         tables.append(table)
     return tables
@@ -136,7 +136,7 @@ def _places(rows: list[Row]) -> list[str]:
 def _cells(row: Row | None) -> str:
     if row is not None and row.error is not None:
         return f"  failed: {row.error}"
-    return _TIMES.format(*(["-"] * 5 if row is None else _times(row)))
+    return _TIMES.format(*(_MISSING if row is None else _times(row)))
 
 
 def _times(row: Row) -> list[str]:
@@ -167,7 +167,7 @@ def _closing_lines(result: BenchResult) -> list[str]:
 
 
 def against_link(result: BenchResult) -> list[str]:
-    """Returns a line that compares the largest messages with the link's rate, where that is known."""
+    """Returns a line that compares the largest messages with the link's rate; empty if that is unknown."""
     rate = result.link_bytes_per_s
     if rate is None:
         return []
@@ -181,14 +181,10 @@ def against_link(result: BenchResult) -> list[str]:
 
 
 def peer_lines(result: BenchResult) -> list[str]:
-    """Returns the rates between all pairs of GPUs as a matrix; nothing without GPUs."""
+    """Returns the rates between all pairs of GPUs as a matrix; empty without GPUs."""
     if not result.peer_copies:
         return []
-    num_gpus = len(result.peer_copies)
-    lines = [
-        _PEERS,
-        "     " + "".join(f"{to:>8}" for to in range(num_gpus)),
-    ]
+    lines = [_PEERS, "     " + "".join(f"{to:>8}" for to in range(len(result.peer_copies)))]
     for source, rates in enumerate(result.peer_copies):
         lines.append(f"{source:>4} " + "".join(f"{cell:>8}" for cell in _peer_cells(rates)))
     return lines
@@ -207,7 +203,7 @@ def _peer_cells(rates: Sequence[float | None]) -> list[str]:
 
 
 def predictions(model: LinkModel, sizes_bytes: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns what each curve predicts for each size, in types that JSON has."""
+    """Returns the prediction of each curve for each size, in JSON types."""
     return [
         {"series": curve.case.label, "size_bytes": size, **vars(curve.predict(size))}
         for curve in model.curves
@@ -222,12 +218,12 @@ def model_lines(model: LinkModel, sizes_bytes: Sequence[int]) -> list[str]:
         lines.append(f"#   {curve.text}")
         for size in sizes_bytes:
             found = curve.predict(size)
-            beyond = "; beyond what was measured" if found.is_extrapolated else ""
+            beyond = "; extrapolated" if found.is_extrapolated else ""
             ends = f"{number(1e3 * found.low_s)} to {number(1e3 * found.high_s)}"
             lines.append(f"#     {size_text(size)}: {number(1e3 * found.time_s)} ms ({ends}){beyond}")
     return lines
 
 
 def kept_model_lines(model: LinkModel, sizes_bytes: Sequence[int]) -> list[str]:
-    """Returns where a model was measured, and its `model_lines`."""
-    return [*(f"# {line}" for line in place_lines(model.where)), *model_lines(model, sizes_bytes)]
+    """Returns the conditions of a saved model, and its `model_lines`."""
+    return [*(f"# {line}" for line in condition_lines(model.where)), *model_lines(model, sizes_bytes)]

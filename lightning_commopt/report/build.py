@@ -1,9 +1,10 @@
-"""From directories to a `Report`: reads, sorts, compares."""
+"""Builds a `Report` from directories: reads, sorts and compares runs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from lightning_commopt.report.answer import answer_for
@@ -14,23 +15,23 @@ from lightning_commopt.report.model import Group, Report, Setting
 from lightning_commopt.report.published import published_figures
 from lightning_commopt.report.runs import read_runs
 from lightning_commopt.report.scaling import find_scalings, one_process_for
-from lightning_commopt.report.settings import RunsOfGroup, group_runs
+from lightning_commopt.report.settings import GroupRuns, group_runs
 
 
 def build_report(folders: Sequence[Path], *, baseline: str | None = None) -> Report:
-    """Makes the report of everything below some directories.
+    """Builds the report of all runs below some directories.
 
     Args:
-        folders: each a sweep's directory, or that of a run.
-        baseline: name of the setting that the speed-ups are over, in every group that has it; None for a choice as
-            `choose_baseline` makes it.
+        folders: directories of sweeps or runs.
+        baseline: name of the setting that the speed-ups are over, in every group that has it; None for
+            `choose_baseline`'s choice.
 
     Raises:
         ValueError: there is nothing to report, or no group has a setting of that name.
     """
     found = read_runs(folders)
-    of_groups = group_runs(found)
-    with_results = [group for group in of_groups if group.settings]
+    all_groups = group_runs(found)
+    with_results = [group for group in all_groups if group.settings]
     names = [setting.name for group in with_results for setting in group.settings]
     if baseline is not None and baseline.lower() not in [name.lower() for name in names]:
         allowed = "; ".join(dict.fromkeys(names)) or "none, as no run has finished"
@@ -39,21 +40,24 @@ def build_report(folders: Sequence[Path], *, baseline: str | None = None) -> Rep
     return Report(
         title=title_of(found, folders),
         groups=groups,
-        failed=tuple(run for group in of_groups for run in group.failed),
+        failed=tuple(run for group in all_groups for run in group.failed),
         problems=(*found.problems, *find_mixed_conditions(groups)),
         conditions=conditions_of(found),
     )
 
 
-def _group(found: RunsOfGroup, baseline_name: str | None) -> Group:
+def _group(found: GroupRuns, baseline_name: str | None) -> Group:
     measured = [measure_setting(setting) for setting in found.settings]
     timed = [setting for setting in measured if setting.samples_per_s is not None]
     baseline = choose_baseline(measured if baseline_name or not timed else timed, baseline_name)
     settings = tuple(_compare_setting(setting, baseline, measured) for setting in measured)
-    by_name = {setting.name: setting for setting in settings}
-    baseline = by_name[baseline.name]
-    timed = [each for each in settings if each.samples_per_s is not None and not each.is_beyond_limit]
-    fastest = max(timed, key=_median_throughput) if timed else baseline
+    baseline = {setting.name: setting for setting in settings}[baseline.name]
+    rates = [
+        (setting.samples_per_s.median, setting)
+        for setting in settings
+        if setting.samples_per_s is not None and not setting.is_beyond_limit
+    ]
+    _, fastest = max(rates, key=itemgetter(0), default=(0.0, baseline))
     answer = answer_for(settings, baseline)
     return Group(
         name=found.name,
@@ -67,7 +71,7 @@ def _group(found: RunsOfGroup, baseline_name: str | None) -> Group:
 
 
 def _compare_setting(setting: Setting, baseline: Setting, settings: Sequence[Setting]) -> Setting:
-    """Returns the setting with what others make of it."""
+    """Returns the setting with its comparisons with others."""
     comparison = None if setting is baseline else compare_settings(setting, baseline)
     one_process = one_process_for(setting, settings)
     over_one = None if one_process is None else compare_settings(setting, one_process)
@@ -79,8 +83,3 @@ def _compare_setting(setting: Setting, baseline: Setting, settings: Sequence[Set
         efficiency=None if over_one is None else over_one.ratio.median / setting.world_size,
         published=published_figures(setting.runs[0].settings, setting.world_size, baseline.runs[0].settings),
     )
-
-
-def _median_throughput(setting: Setting) -> float:
-    assert setting.samples_per_s is not None
-    return setting.samples_per_s.median

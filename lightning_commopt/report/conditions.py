@@ -1,10 +1,9 @@
-"""Under what conditions runs were made, and whether they were the same for what is compared."""
+"""The conditions of runs, and where they differ between compared runs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 from lightning_commopt.measure.runs.record import RunRecord
@@ -17,7 +16,7 @@ _NUM_COMMIT_DIGITS = 10
 
 
 def title_of(found: FoundRuns, folders: Sequence[Path]) -> str:
-    """Returns the experiments' names, or where there are none that of the directories."""
+    """Returns the names of the experiments, or else of the directories."""
     names = dict.fromkeys(run.settings.get("experiment") for run in (*found.finished, *found.failed))
     named = [display_name(name) for name in names if isinstance(name, str)]
     return ", ".join(named or dict.fromkeys(folder.resolve().name for folder in folders))
@@ -26,30 +25,36 @@ def title_of(found: FoundRuns, folders: Sequence[Path]) -> str:
 def conditions_of(found: FoundRuns) -> dict[str, str]:
     """Returns what a reader must know to judge the numbers, name to value."""
     runs = [*found.finished, *found.failed]
+    days = sorted({run.record.started_at[:10] for run in runs if run.record.started_at})
     conditions = {
-        "runs": _num_runs(found),
+        "runs": f"{len(found.finished)} finished" + (f", {len(found.failed)} failed" if found.failed else ""),
         "hardware": _all(runs, lambda run: _hardware(run.record)),
         "trained on": _all(runs, lambda run: run.record.device),
         "ranks": _all(runs, lambda run: str(run.record.world_size or "")),
         "link": _all(runs, link_of),
         "parameters": _all(runs, lambda run: _num_parameters(run.record)),
-        "samples a rank and batch": _all(runs, _batch_size),
+        "samples a rank and batch": _all(runs, lambda run: _setting_text(run, "data.batch_size")),
         "timed steps": _all(runs, lambda run: str(run.record.num_timed_steps or "")),
         "versions": _all(runs, lambda run: ", ".join(f"{name} {v}" for name, v in run.record.versions.items())),
         "git": _all(runs, lambda run: _commit(run.record)),
-        "date": _dates(runs),
+        "date": " to ".join(dict.fromkeys([*days[:1], *days[-1:]])),
     }
     return {name: value for name, value in conditions.items() if value}
 
 
 def link_of(run: Run) -> str | None:
-    """Returns the rate of the links between the hosts of a run, in words; None where it had none."""
-    link = run.settings.get("link")
-    return None if link is None else setting_name({"link": text_of(link)})[0] or None
+    """Returns the rate of the links between the hosts of a run, in words; None without such links."""
+    link = _setting_text(run, "link")
+    return None if link is None else setting_name({"link": link}) or None
+
+
+def _setting_text(run: Run, name: str) -> str | None:
+    value = run.settings.get(name)
+    return None if value is None else text_of(value)
 
 
 def find_mixed_conditions(groups: Iterable[Group]) -> list[str]:
-    """Returns a line for each condition that was not the same for all runs of a group."""
+    """Returns a line for each condition that differs between runs of a group."""
     lines: dict[str, list[str]] = {}
     groups = list(groups)
     for group in groups:
@@ -60,33 +65,25 @@ def find_mixed_conditions(groups: Iterable[Group]) -> list[str]:
 
 
 def _find_mixed(runs: Sequence[Run]) -> list[str]:
-    packages = dict.fromkeys(name for run in runs for name in run.record.versions)
-    readers: dict[str, Callable[[Run], str | None]] = {
-        **{f"versions of {name}": partial(_version, name=name) for name in packages},
-        "hardware": lambda run: _hardware(run.record),
-        "devices": lambda run: run.record.device,
-        "git commits": lambda run: _commit(run.record),
-        "numbers of parameters": lambda run: _num_parameters(run.record),
+    records = [run.record for run in runs]
+    packages = dict.fromkeys(name for record in records for name in record.versions)
+    found: dict[str, list[str | None]] = {
+        **{f"versions of {name}": [record.versions.get(name) for record in records] for name in packages},
+        "hardware": list(map(_hardware, records)),
+        "devices": [record.device for record in records],
+        "git commits": list(map(_commit, records)),
+        "numbers of parameters": list(map(_num_parameters, records)),
     }
-    found = {what: [value for run in runs if (value := read(run))] for what, read in readers.items()}
+    distinct = {what: dict.fromkeys(value for value in values if value) for what, values in found.items()}
     return [
-        f"runs with different {what} are compared: {' and '.join(dict.fromkeys(values))}"
-        for what, values in found.items()
-        if len(set(values)) > 1
+        f"runs with different {what} are compared: {' and '.join(values)}"
+        for what, values in distinct.items()
+        if len(values) > 1
     ]
-
-
-def _version(run: Run, *, name: str) -> str | None:
-    return run.record.versions.get(name)
 
 
 def _all(runs: Iterable[Run], read: Callable[[Run], str | None]) -> str:
     return "; ".join(dict.fromkeys(value for run in runs if (value := read(run))))
-
-
-def _num_runs(found: FoundRuns) -> str:
-    failed = f", {len(found.failed)} failed" if found.failed else ""
-    return f"{len(found.finished)} finished{failed}"
 
 
 def _hardware(record: RunRecord) -> str:
@@ -102,18 +99,8 @@ def _num_parameters(record: RunRecord) -> str | None:
     return None if record.num_parameters is None else f"{record.num_parameters / 1e6:.3g} M"
 
 
-def _batch_size(run: Run) -> str | None:
-    size = run.settings.get("data.batch_size")
-    return None if size is None else text_of(size)
-
-
 def _commit(record: RunRecord) -> str | None:
     commit = (record.git or {}).get("commit")
     if not isinstance(commit, str):
         return None
     return commit[:_NUM_COMMIT_DIGITS] + (" with changes" if (record.git or {}).get("has_changes") else "")
-
-
-def _dates(runs: Iterable[Run]) -> str:
-    days = sorted({run.record.started_at[:10] for run in runs if run.record.started_at})
-    return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else ""

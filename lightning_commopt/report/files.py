@@ -1,4 +1,4 @@
-"""The files of a report: the page and the table, in the sweep's directory."""
+"""Writes a report's page and table into the sweep's directory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ from lightning_commopt.report.terminal import print_report
 
 
 def write_files(report: Report, output: Path, table: Path | None = None) -> tuple[Path, Path]:
-    """Writes the page, and a table for other programs.
+    """Writes the page, and a CSV table for other programs.
 
     Args:
-        report: what they say.
+        report: to show.
         output: a folder, which is made; or, with the suffix ``.html``, the page.
-        table: where the table goes; None for ``report.csv`` beside the page, or the page's name with ``.csv``.
+        table: path of the table; None for ``report.csv`` beside the page, or the page's name with ``.csv``.
 
     Returns:
-        The page and the table.
-
-    Raises:
-        OSError: one of them cannot be written.
+        The paths of the page and the table.
     """
     from lightning_commopt.report.page import write_page  # with plotly and jinja2
 
@@ -43,12 +40,7 @@ def write_files(report: Report, output: Path, table: Path | None = None) -> tupl
 
 
 def report_sweep(folder: Path, console: Console) -> None:
-    """Prints the report of a sweep that has ended, and writes it; whatever goes wrong is a line and no error.
-
-    Args:
-        folder: of the sweep.
-        console: to print on.
-    """
+    """Prints and writes the report of a sweep that has ended; errors become a printed warning."""
     try:
         report = build_report([folder])
         print_report(report, console)

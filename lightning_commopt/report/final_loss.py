@@ -1,9 +1,9 @@
-"""Whether the loss at the end of the runs speaks against a setting."""
+"""Judges settings by their final losses."""
 
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from typing import Literal
 
 from lightning_commopt.measure.runs.metric_names import how_to_name_loss
 from lightning_commopt.report.baseline import differ_in_plan
@@ -17,10 +17,10 @@ _DIGITS = 4
 
 
 def is_lossless(setting: Setting, baseline: Setting) -> bool:
-    """Returns whether what is known of a setting says that it trains as the baseline does, but for rounding.
+    """Returns whether a setting certainly trains as the baseline does, but for rounding.
 
-    That is where it has a `CommPlan` whose compressor changes no gradients, and differs from the baseline in nothing
-    but the plan and the number of ranks. Of precision, batch size and others' hooks nothing is known.
+    So it does with a `CommPlan` whose compressor changes no gradients, if it differs from the baseline only in the plan
+    and the number of ranks. Of precision, batch size and others' hooks nothing is known.
     """
     has_plan = all(run.record.plan is not None for run in setting.runs)
     return has_plan and not setting.is_lossy and differ_in_plan(setting, baseline)
@@ -31,7 +31,7 @@ def loss_verdict(setting: Setting, baseline: Setting) -> LossVerdict:
 
     Returns:
         "worse" if a run diverged, or the median is above by more than 0.1 % and all losses are above all of the
-        baseline's. "unknown" if one of them has no loss, or the loss of a single run is above, unless the setting is
+        baseline's. "unknown" without losses of both, or if the loss of a single run is above, unless the setting is
         lossless. Else "fine".
     """
     if setting.num_diverged:
@@ -46,39 +46,36 @@ def loss_verdict(setting: Setting, baseline: Setting) -> LossVerdict:
 
 
 def loss_sentence(setting: Setting, baseline: Setting) -> list[str]:
-    """Returns what to say of a setting's final loss; nothing where a lossless plan has none."""
-    if setting.num_diverged:
-        return [_sentence("", "", "diverged", num=setting.num_diverged, of=len(setting.runs))]
+    """Returns a sentence on a setting's final loss; nothing if a lossless plan has none."""
     kind = "It is lossy" if setting.is_lossy else "It is lossless" if is_lossless(setting, baseline) else ""
-    if setting.val_loss is None or baseline.val_loss is None:
+    between = "; "
+    if setting.num_diverged:
+        kind = ""
+        text = f"in {setting.num_diverged} of its {len(setting.runs)} runs the loss became NaN; do not use it"
+    elif setting.val_loss is None or baseline.val_loss is None:
         if kind == "It is lossless":
             return []
-        has_none = setting.val_loss is baseline.val_loss
-        return [_sentence(kind, ", and ", "not recorded" if has_none else "one missing", why=_why(setting))]
-    ours, theirs = setting.val_loss.median, baseline.val_loss.median
+        between, text = ", and ", "one of the losses is missing: compare the loss before you use it"
+        if setting.val_loss is baseline.val_loss:
+            run, why = setting.runs[0], ""
+            if any("val" in name for name in run.record.metrics):
+                why = f" ({how_to_name_loss(run.record.metrics, run.settings.get('commopt_record'))})"
+            text = f"no final loss was recorded{why}: compare the loss before you use it"
+    else:
+        text = _loss_difference(setting, baseline, setting.val_loss.median, baseline.val_loss.median)
+    return [f"{kind}{between}{text}." if kind else f"{text[0].upper()}{text[1:]}."]
+
+
+def _loss_difference(setting: Setting, baseline: Setting, ours: float, theirs: float) -> str:
     if abs(ours - theirs) <= _SAME * abs(theirs):
-        return [_sentence(kind, "; ", "same", loss=number(ours, _DIGITS))]
+        return f"the final loss is the same, {number(ours, _DIGITS)}"
     by = short_percent((ours - theirs) / abs(theirs)) if theirs else number(abs(ours - theirs))
-    says = {
-        "both": f"{number(ours, _DIGITS)} against {number(theirs, _DIGITS)}",
-        "by": f"{by} {'above' if ours > theirs else 'below'}",
-    }
+    both = f"{number(ours, _DIGITS)} against {number(theirs, _DIGITS)}"
+    text = f"the final loss is {both}, {by} {'above' if ours > theirs else 'below'}"
     if _is_single(setting, baseline):
-        return [_sentence(kind, "; ", "single", **says)]
+        return f"{text}, of single runs, whose spread is unknown"
     overlap = max(min(_losses(setting)), min(_losses(baseline))) <= min(max(_losses(setting)), max(_losses(baseline)))
-    return [_sentence(kind, "; ", "within" if overlap else "beyond", **says)]
-
-
-def _sentence(kind: str, between: str, text: str, **values: object) -> str:
-    sentence = LOSSES[text].format(**values)
-    return f"{kind}{between}{sentence}." if kind else f"{sentence[0].upper()}{sentence[1:]}."
-
-
-def _why(setting: Setting) -> str:
-    run = setting.runs[0]
-    if not any("val" in name for name in run.record.metrics):
-        return ""
-    return f" ({how_to_name_loss(run.record.metrics, run.settings.get('commopt_record'))})"
+    return f"{text} and {'within' if overlap else 'beyond'} the spread over repetitions"
 
 
 def _losses(setting: Setting) -> list[float]:
@@ -88,14 +85,3 @@ def _losses(setting: Setting) -> list[float]:
 
 def _is_single(setting: Setting, baseline: Setting) -> bool:
     return min(len(_losses(setting)), len(_losses(baseline))) == 1
-
-
-LOSSES: Final = {
-    "diverged": "in {num} of its {of} runs the loss became NaN; do not use it",
-    "not recorded": "no final loss was recorded{why}: compare the loss before you use it",
-    "one missing": "one of the losses is missing: compare the loss before you use it",
-    "same": "the final loss is the same, {loss}",
-    "single": "the final loss is {both}, {by}, of single runs, whose spread is unknown",
-    "within": "the final loss is {both}, {by} and within the spread over repetitions",
-    "beyond": "the final loss is {both}, {by} and beyond the spread over repetitions",
-}

@@ -1,10 +1,10 @@
-"""How far medians of a few repetitions can be trusted; numpy and scipy are imported when a question needs them."""
+"""Intervals and comparisons of medians of a few repetitions; numpy and scipy are imported when needed."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lightning_commopt.measure.exposed_share import exposed_share
@@ -12,37 +12,28 @@ from lightning_commopt.measure.median import CONFIDENCE, median_of
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.config_lines import config_lines
 from lightning_commopt.report.model import Difference, Interval, Run, Setting
-from lightning_commopt.report.settings import RunsOfSetting
+from lightning_commopt.report.settings import SettingRuns
 
 _NUM_RESAMPLES = 9999
 _ROUNDING = 1e-12
 
 MIN_VALUES_OF_AN_INTERVAL = 6
-"""With fewer values the interval of a median is their range, and covers less than it should."""
+"""With fewer values the interval of a median is their range, and covers less than 95 %."""
 
 
 class Comparison(NamedTuple):
-    """The comparison of two samples.
-
-    Attributes:
-        ratio: of the medians, or the median of the ratios of pairs.
-        difference: whether the ratio is 1, beyond noise.
-    """
+    """The ratio of two medians, or the median of the ratios of pairs; and whether it differs from 1 beyond noise."""
 
     ratio: Interval
     difference: Difference
 
 
-def median_interval(values: Sequence[float]) -> Interval | None:
-    """Returns the median and its interval.
+def median_interval(values: Iterable[float | None]) -> Interval | None:
+    """Returns the median over repetitions and its interval, see `median_of`; a single value has no ends.
 
-    Args:
-        values: one for each repetition; those that are not finite are left out.
-
-    Returns:
-        See `median_of`. None without a value; without ends for a single one.
+    Values that are None or not finite are left out; without any other the result is None.
     """
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [value for value in values if value is not None and math.isfinite(value)]
     if not finite:
         return None
     if len(finite) == 1:
@@ -55,13 +46,13 @@ def compare(values: Sequence[float], baseline: Sequence[float], *, is_paired: bo
     """Compares two samples of positive numbers, such as throughputs.
 
     With fewer than six values the interval is no wider than their range, and two equal settings of three pairs would
-    be called different in a quarter of all cases. There, a t-test of the logarithms at 5 % must agree that there is a
-    difference, else it is unknown.
+    differ in a quarter of all cases. There, a t-test of the logarithms at 5 % must agree that there is a difference,
+    else it is unknown.
 
     Args:
         values: one for each repetition.
-        baseline: the same of what it is compared with.
-        is_paired: the two of a place were measured in the same repetition, and share what the machine did then.
+        baseline: the same, to compare with.
+        is_paired: values at the same index are of the same repetition, and so share the state of the machine.
 
     Returns:
         The ratio of ``values`` over ``baseline``, and whether it differs from 1; "no difference" if 1 is in the
@@ -124,71 +115,53 @@ def _t_test_sees_a_difference(ours: Sequence[float], theirs: Sequence[float], is
 
 
 def throughput(run: Run) -> float | None:
-    """Returns the samples per second of a run over all ranks; None where there is no sensible number."""
+    """Returns the samples per second of a run over all ranks; None without a positive finite number."""
     rate = run.record.samples_per_s
     return rate if rate is not None and math.isfinite(rate) and rate > 0 else None
 
 
-def measure_setting(found: RunsOfSetting) -> Setting:
+def measure_setting(found: SettingRuns) -> Setting:
     """Returns a setting with the numbers of its own runs, before any comparison with others."""
     records = [run.record for run in found.runs]
-    first = records[0]
-    seen = [record for record in records if _is_sync_seen(record)]
-    rates = [rate for run in found.runs if (rate := throughput(run)) is not None]
+    first, cap = records[0], bucket_cap(found.runs[0])
+    # CommTimeMonitor observes no gradient sync of FSDP, DeepSpeed and others.
+    observed = [
+        record
+        for record in records
+        if (record.world_size or 1) == 1 or record.comm_time.get("comm_s") != 0 or record.wire_bytes_per_step
+    ]
+    wire_bytes = median_interval(record.wire_bytes_per_step for record in observed)
+    peak_memory_bytes = median_interval(record.peak_memory_bytes for record in records)
     return Setting(
         name=found.name,
         values=found.values,
         sync_method=first.sync_method,
         world_size=first.world_size or 1,
-        bucket_cap_mb=_bucket_cap_mb(found.runs[0]),
+        bucket_cap_mb=float(cap) if isinstance(cap, (int, float)) and not isinstance(cap, bool) else None,
         config_lines=config_lines(found.runs[0], found.values),
         runs=found.runs,
-        samples_per_s=median_interval(rates),
-        steps_per_s=_interval(records, lambda record: record.steps_per_s),
-        step_s=_interval(records, lambda record: record.comm_time.get("step_s")),
-        comm_s=_interval(seen, lambda record: record.comm_time.get("comm_s")),
-        exposed_s=_interval(seen, lambda record: record.comm_time.get("exposed_s")),
-        exposed_share=_interval(seen, exposed_share_of),
-        wire_bytes=_median(seen, lambda record: record.wire_bytes_per_step),
-        peak_memory_bytes=_median(records, lambda record: record.peak_memory_bytes),
-        val_loss=_interval(records, lambda record: record.val_loss),
-        val_accuracy=_interval(records, lambda record: record.val_accuracy),
+        samples_per_s=median_interval(map(throughput, found.runs)),
+        steps_per_s=median_interval(record.steps_per_s for record in records),
+        step_s=median_interval(record.comm_time.get("step_s") for record in records),
+        comm_s=median_interval(record.comm_time.get("comm_s") for record in observed),
+        exposed_s=median_interval(record.comm_time.get("exposed_s") for record in observed),
+        exposed_share=median_interval(map(exposed_share_of, observed)),
+        wire_bytes=None if wire_bytes is None else wire_bytes.median,
+        peak_memory_bytes=None if peak_memory_bytes is None else peak_memory_bytes.median,
+        val_loss=median_interval(record.val_loss for record in records),
+        val_accuracy=median_interval(record.val_accuracy for record in records),
         is_lossy=bool(first.is_lossy),
         num_diverged=sum(record.val_loss is not None and not math.isfinite(record.val_loss) for record in records),
     )
 
 
-def _is_sync_seen(record: RunRecord) -> bool:
-    """Returns whether `CommTimeMonitor` saw the gradient sync: of FSDP, DeepSpeed and others it sees nothing."""
-    is_alone = (record.world_size or 1) == 1
-    return is_alone or record.comm_time.get("comm_s") != 0 or bool(record.wire_bytes_per_step)
-
-
 def exposed_share_of(record: RunRecord) -> float | None:
-    """Returns what part of a run's steps waits for communication, 0 to 1; None where that was not measured."""
+    """Returns the share of a run's steps that waits for communication, 0 to 1; None if not measured."""
     return exposed_share([record.comm_time]) if {"step_s", "exposed_s"} <= record.comm_time.keys() else None
 
 
-def _values(records: Sequence[RunRecord], read: Callable[[RunRecord], float | None]) -> list[float]:
-    return [value for record in records if (value := read(record)) is not None and math.isfinite(value)]
-
-
-def _interval(records: Sequence[RunRecord], read: Callable[[RunRecord], float | None]) -> Interval | None:
-    return median_interval(_values(records, read))
-
-
-def _median(records: Sequence[RunRecord], read: Callable[[RunRecord], float | None]) -> float | None:
-    values = _values(records, read)
-    return statistics.median(values) if values else None
-
-
 def bucket_cap(run: Run) -> Any:
-    """Returns the size of buckets as the run's strategy has it: a number, several, or None for the default."""
-    places = ("plan",) if run.record.plan is not None else ("strategy", "trainer.strategy")
-    caps = (run.settings.get(f"{place}.bucket_cap_mb") for place in places)
+    """Returns ``bucket_cap_mb`` of the run's strategy: a number, several, or None for the default."""
+    nodes = ("plan",) if run.record.plan is not None else ("strategy", "trainer.strategy")
+    caps = (run.settings.get(f"{node}.bucket_cap_mb") for node in nodes)
     return next((cap for cap in caps if cap is not None), None)
-
-
-def _bucket_cap_mb(run: Run) -> float | None:
-    cap = bucket_cap(run)
-    return float(cap) if isinstance(cap, (int, float)) and not isinstance(cap, bool) else None

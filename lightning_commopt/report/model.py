@@ -1,4 +1,4 @@
-"""What a report is made of. Terminal, JSON, CSV and page show these objects; none of them computes anything."""
+"""The data of a report, which terminal, JSON, CSV and page show."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.measure.runs.record import RunRecord
 
 Difference = Literal["faster", "slower", "no difference", "unknown"]
-"""Of a throughput from the baseline's; unknown where runs are single, or too few to tell a difference from noise."""
+"""From the baseline's throughput; unknown with a single run, or too few to separate it from noise."""
 
 _LIMIT_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A finished run as its directory has it.
+    """A run that has ended.
 
     Attributes:
-        folder: the directory.
-        record: what it was, and what came out.
+        folder: its directory.
+        record: from the directory.
         repetition: counted from 0 among the runs of a setting.
-        losses: the curve; empty where there is none.
-        name: of the directory, for people: relative to the one that was asked for.
-        root: the directory that was asked for.
-        group: name of the group that it belongs to.
-        setting: name of the setting that it belongs to; a failed run may be the only one of its name.
-        has_steps: there are records of its steps, and not more than can be read in seconds.
+        losses: the curve; may be empty.
+        name: of the directory, relative to ``root``.
+        root: the directory that the user named.
+        group: name of its group.
+        setting: name of its setting; a failed run may be the only one of its name.
+        has_steps: its steps are recorded, and few enough to be read in seconds.
     """
 
     folder: Path
@@ -44,20 +44,15 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Everything that was configured: dotted names to values."""
+        """The resolved configuration: dotted names to values."""
         return self.record.settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The median of a number over the repetitions of a run, and where it may lie.
+    """The median of a number over repetitions, and its 95 % interval, which is the range of less than six values.
 
-    Attributes:
-        median: over repetitions.
-        low: lower end of the 95 % interval of the median, which is the range of less than six values; None
-            with a single one, and for what others are divided by.
-        high: upper end; None as well.
-        num_values: repetitions.
+    The ends are None with a single value, and for the base of ratios.
     """
 
     median: float
@@ -68,12 +63,12 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A figure of somebody else's, to stand beside ours.
+    """A figure of others to compare with.
 
     Attributes:
-        label: what it says, with its unit: "8.91 steps/s on 8x L40S (PCIe)".
-        source: where it is from.
-        speedup: over the same baseline as ours; None where it says something else.
+        label: with its unit: "8.91 steps/s on 8x L40S (PCIe)".
+        source: publication.
+        speedup: over the same baseline as ours; None for other figures.
     """
 
     label: str
@@ -83,34 +78,34 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The runs that differ in nothing but repetition and seed.
+    """Runs that differ only in repetition and seed.
 
     Attributes:
         name: short, and unique in its group: "bf16, 100 MB buckets, 4 ranks".
-        values: what the sweep varied, name to value.
-        sync_method: short name of how the gradients travel.
-        world_size: ranks.
+        values: that the sweep varied, by name.
+        sync_method: see `RunRecord`.
+        world_size: number of ranks.
         bucket_cap_mb: MiB in a bucket; None for DDP's default or several sizes.
-        config_lines: YAML to paste: what makes `commopt-train`, or ``CommOptDDP``, do the same.
+        config_lines: YAML to paste, which makes `commopt-train`, or ``CommOptDDP``, do the same.
         runs: the finished ones, by repetition.
-        samples_per_s: over all ranks; what settings are compared by.
+        samples_per_s: over all ranks; settings are compared by it.
         steps_per_s: optimizer steps.
         speedup: of samples_per_s over the baseline of the group, from pairs of the same repetition; None for the
             baseline itself.
-        difference: what `speedup` says beyond noise; None for the baseline itself.
-        speedup_limit: what hiding all communication of the baseline could give; None where nobody measured that, or
-            the setting differs in more than the plan.
+        difference: of `speedup` from 1, beyond noise; None for the baseline itself.
+        speedup_limit: the speed-up if all communication of the baseline were hidden; None if not measured, or the
+            setting differs in more than the plan.
         efficiency: speed-up over one rank, divided by the ranks; None without runs on one rank in the group.
-        step_s: seconds of a step, as all of the following from `CommTimeMonitor`; None where it was not there.
-        comm_s: of a step, communication; None as the next two where nobody sees the gradient sync of several ranks.
-        exposed_s: of a step, communication that nothing hides.
+        step_s: duration of a step, as all of the following from `CommTimeMonitor`; None without it.
+        comm_s: communication in a step; None as the next two if the gradient sync was not observed.
+        exposed_s: exposed communication in a step.
         exposed_share: of the step, 0 to 1.
-        wire_bytes: payload a step and rank.
+        wire_bytes: payload of a step and rank.
         peak_memory_bytes: of the rank that needed most.
         val_loss: at the end, of the runs that have a finite one.
         val_accuracy: at the end, 0 to 1.
         published: figures of others for the same setting.
-        is_lossy: the gradients that arrive are not those that were sent.
+        is_lossy: the compressor changes gradients.
         num_diverged: runs whose loss became NaN or infinite.
     """
 
@@ -158,11 +153,11 @@ class Scaling:
     """Throughput of one plan against ranks.
 
     Attributes:
-        sync_method: of the settings, or what else they have in common.
+        sync_method: of the settings, or other values that they share.
         num_ranks: in rising order, each once.
-        speedups: over the first of them, which is one rank where there are such runs.
-        serial_share: f of Amdahl's law, 1 / speed-up = f + (1 - f) / ranks, by least squares; None with less than two
-            points beyond one rank, and without that.
+        speedups: over the first of them, which is one rank if there are such runs.
+        serial_share: f of Amdahl's law, 1 / speed-up = f + (1 - f) / ranks, by least squares; None without one rank, or
+            with less than two points beyond.
     """
 
     sync_method: str
@@ -173,16 +168,16 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Settings that can be compared: the same model, data and link.
+    """Comparable settings: of the same model, data and link.
 
     Attributes:
-        name: what distinguishes it from the other groups; empty if it is the only one.
+        name: distinguishes it from other groups; empty if it is the only one.
         settings: in the order of the sweep.
-        baseline: one of them, which the speed-ups are over.
+        baseline: the setting that speed-ups are over.
         fastest: by median throughput.
-        scalings: one for each plan that was run on several numbers of ranks; with those on one rank, if there are any.
-        answer: sentences: the fastest plan, by how much, at what loss; or that there is no difference.
-        recommended: what the answer says to use; None where it cannot say.
+        scalings: one for each plan that ran on several numbers of ranks; with those on one rank, if there are any.
+        answer: sentences: the fastest plan, its speed-up and loss; or that there is no difference.
+        recommended: the setting that the answer recommends, if any.
     """
 
     name: str
@@ -196,13 +191,13 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that a report says.
+    """The whole report.
 
     Attributes:
         title: of the page.
         groups: in the order of the sweeps.
-        failed: runs without a result; their records say why.
-        problems: what could not be read or should be known, a line each.
+        failed: runs that failed; their records have the errors.
+        problems: warnings, a line each.
         conditions: hardware, versions, link, dates: name to value.
     """
 

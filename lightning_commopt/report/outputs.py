@@ -14,65 +14,64 @@ from lightning_commopt.report.model import Group, Interval, Report, Run, Setting
 from lightning_commopt.report.settings import chosen_settings
 
 FORMAT = 1
-"""Of the JSON. A later version that changes what a key means raises it; new keys do not."""
+"""Version of the JSON, raised when a key changes its meaning; new keys keep it."""
 
-_OF_RUN = (
+_RUN_FIELDS = (
     *("samples_per_s", "steps_per_s", "seconds", "exposed_share", "wire_bytes_per_step", "peak_memory_bytes"),
     *("val_loss", "val_accuracy"),
 )
-_OF_SETTING = (
-    "sync_method",
-    "world_size",
-    "bucket_cap_mb",
-    "is_lossy",
-    "num_diverged",
-    "difference",
-    "is_beyond_limit",
+_SETTING_FIELDS = (
+    *("sync_method", "world_size", "bucket_cap_mb", "is_lossy", "num_diverged", "difference", "is_beyond_limit"),
 )
+_INTERVALS = [field.name for field in dataclasses.fields(Setting) if "Interval" in str(field.type)]
 
 
 def to_plain(report: Report) -> dict[str, Any]:
-    """Returns a report in types that JSON has; what is not finite is None."""
+    """Returns a report in JSON types, with None for numbers that are not finite."""
     plain = {
         "format": FORMAT,
         "title": report.title,
         "conditions": dict(report.conditions),
         "problems": list(report.problems),
-        "groups": [_plain_group(group) for group in report.groups],
+        "groups": [
+            {
+                "name": group.name,
+                "baseline": group.baseline.name,
+                "fastest": group.fastest.name,
+                "recommended": None if group.recommended is None else group.recommended.name,
+                "answer": list(group.answer),
+                "settings": [_plain_setting(setting) for setting in group.settings],
+                "scalings": [dataclasses.asdict(scaling) for scaling in group.scalings],
+            }
+            for group in report.groups
+        ],
         "failed": [{**_plain_run(run), "error": run.record.error} for run in report.failed],
     }
     return {name: finite(value) for name, value in plain.items()}
 
 
 def write_csv(report: Report, path: Path) -> None:
-    """Writes a row for each setting: names as in the JSON, ``_low`` and ``_high`` behind those of intervals' ends."""
+    """Writes a row for each setting: names as in the JSON, with ``_low`` and ``_high`` for the ends of intervals."""
     rows = [_row(group, setting) for group in report.groups for setting in group.settings]
-    columns = list(dict.fromkeys(name for place in (0, 1) for row in rows for name in row[place]))
+    columns = dict.fromkeys([*(name for numbers, _ in rows for name in numbers), *(n for _, own in rows for n in own)])
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
+        writer = csv.DictWriter(file, list(columns), restval="")
         writer.writeheader()
         writer.writerows({**numbers, **values} for numbers, values in rows)
 
 
-def _plain_group(group: Group) -> dict[str, Any]:
-    return {
-        "name": group.name,
-        "baseline": group.baseline.name,
-        "fastest": group.fastest.name,
-        "recommended": None if group.recommended is None else group.recommended.name,
-        "answer": list(group.answer),
-        "settings": [_plain_setting(setting) for setting in group.settings],
-        "scalings": [dataclasses.asdict(scaling) for scaling in group.scalings],
-    }
-
-
 def _plain_setting(setting: Setting) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [dataclasses.asdict(figure) for figure in value]
+        return dataclasses.asdict(value) if isinstance(value, Interval) else value
+
     return {
         "name": setting.name,
         "values": dict(setting.values),
         "settings": chosen_settings(setting.runs[0]),
-        **{name: getattr(setting, name) for name in _OF_SETTING},
-        **{column.key: _plain_value(getattr(setting, column.key)) for column in COLUMNS},
+        **{name: getattr(setting, name) for name in _SETTING_FIELDS},
+        **{column.key: plain(getattr(setting, column.key)) for column in COLUMNS},
         "config_lines": list(setting.config_lines),
         "runs": [_plain_run(run) for run in setting.runs],
     }
@@ -88,18 +87,12 @@ def _plain_run(run: Run) -> dict[str, Any]:
         "repetition": run.repetition,
         "settings": chosen_settings(run),
         "overrides": list(run.record.overrides),
-        **{name: getattr(run.record, name) for name in _OF_RUN},
+        **{name: getattr(run.record, name) for name in _RUN_FIELDS},
     }
 
 
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [dataclasses.asdict(each) for each in value]
-    return dataclasses.asdict(value) if isinstance(value, Interval) else value
-
-
 def finite(value: Any) -> Any:
-    """Returns a value with None for each number that JSON does not know."""
+    """Returns a value with None for each number that is not finite, which JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -110,23 +103,18 @@ def finite(value: Any) -> Any:
 
 
 def _row(group: Group, setting: Setting) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns what is known of a setting, and what it was set to, by the names of the columns."""
+    """Returns the results and the values of a setting, by the names of the columns."""
     row: dict[str, Any] = {"group": group.name, "setting": setting.name, "repetitions": len(setting.runs)}
-    row |= {name: getattr(setting, name) for name in _OF_SETTING}
+    row |= {name: getattr(setting, name) for name in _SETTING_FIELDS}
     row["difference"] = "baseline" if setting is group.baseline else setting.difference
     for column in COLUMNS:
-        row |= _named_values(column.key, getattr(setting, column.key), column.key in _INTERVALS)
+        value = getattr(setting, column.key)
+        if isinstance(value, tuple):
+            value = "; ".join(f"{figure.label} ({figure.source})" for figure in value)
+        if column.key in _INTERVALS:
+            for suffix, end in (("", "median"), ("_low", "low"), ("_high", "high")):
+                row[f"{column.key}{suffix}"] = None if value is None else getattr(value, end)
+        else:
+            row[column.key] = value
     values = {name if name not in row else f"setting {name}": value for name, value in setting.values.items()}
     return row, values
-
-
-def _named_values(key: str, value: Any, is_interval: bool) -> dict[str, Any]:
-    if isinstance(value, tuple):
-        return {key: "; ".join(f"{each.label} ({each.source})" for each in value)}
-    if not is_interval:
-        return {key: value}
-    ends = (None, None, None) if value is None else (value.median, value.low, value.high)
-    return {f"{key}{end}": each for end, each in zip(("", "_low", "_high"), ends, strict=True)}
-
-
-_INTERVALS = [field.name for field in dataclasses.fields(Setting) if "Interval" in str(field.type)]

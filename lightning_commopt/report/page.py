@@ -1,4 +1,4 @@
-"""report.html: one file with everything in it, which opens offline and asks no server for anything."""
+"""Renders report.html: one self-contained file, which opens offline."""
 
 from __future__ import annotations
 
@@ -13,31 +13,22 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from lightning_commopt.report.columns import Cell, Column, columns_of, difference_in_words
+from lightning_commopt.report.columns import Cell, Column, columns_of, speedup_cell
 from lightning_commopt.report.figures.chart import Chart, Key
 from lightning_commopt.report.figures.loss import loss_curves
-from lightning_commopt.report.figures.scaling import efficiency, speedup
+from lightning_commopt.report.figures.scaling import scaling_charts
 from lightning_commopt.report.figures.step_time import overlap, step_parts
 from lightning_commopt.report.figures.style import PlanStyle, plan_styles
 from lightning_commopt.report.figures.throughput import bucket_sizes, peak_memory, throughput
 from lightning_commopt.report.figures.timeline import KEYS, timelines
 from lightning_commopt.report.model import Group, Report, Setting
 from lightning_commopt.report.phrases import TIMES, kinds_of_intervals
-from lightning_commopt.text.formatting import number
 
 _PACKAGE = "lightning_commopt.report"
 
 
 class Section(NamedTuple):
-    """Charts that answer one question.
-
-    Attributes:
-        title: of the section.
-        charts: at least one.
-        note: what holds for all of them.
-        keys: the same.
-        is_wide: whether each chart gets the whole width.
-    """
+    """Charts with a common title, note and legend; wide ones take the whole width each."""
 
     title: str
     charts: list[Chart]
@@ -47,25 +38,21 @@ class Section(NamedTuple):
 
 
 def write_page(report: Report, path: Path) -> None:
-    """Writes the page.
-
-    Args:
-        report: what it says.
-        path: of the file; its folder is there.
-    """
-    groups = [(group, settings_table(group), sections(group, _styles(report))) for group in report.groups]
-    has_charts = any(of_group[2] for of_group in groups)
+    """Writes the page of a report into an existing folder."""
+    styles = plan_styles(setting.sync_method for group in report.groups for setting in group.settings)
+    groups = [(group, settings_table(group), sections(group, styles)) for group in report.groups]
+    has_charts = any(charts for _, _, charts in groups)
     values = {"report": report, "groups": groups, "glance": glance(report.groups)}
     path.write_text(render("report.html", has_charts=has_charts, **values), encoding="utf-8")
 
 
 def render(template: str, *, has_charts: bool, **values: Any) -> str:
-    """Returns a page that holds everything it needs.
+    """Returns a self-contained page.
 
     Args:
         template: name of the file.
-        has_charts: whether it needs the library that draws them.
-        **values: what the template names, other than style sheet and scripts.
+        has_charts: include plotly's script.
+        **values: variables of the template, other than style sheet and scripts.
     """
     environment = Environment(
         loader=PackageLoader(_PACKAGE, "templates"),
@@ -85,39 +72,30 @@ def render(template: str, *, has_charts: bool, **values: Any) -> str:
 
 def sections(group: Group, styles: Mapping[str, PlanStyle]) -> list[Section]:
     """Returns the charts that a group has numbers for."""
+    charts: dict[str, list[Chart | None]] = {
+        "Speed": [throughput(group, styles), bucket_sizes(group, styles)],
+        "More ranks": [*scaling_charts(group, styles)],
+        "Communication": [step_parts(group), overlap(group, styles)],
+        "Loss": [*loss_curves(group, styles)],
+        "Memory": [peak_memory(group, styles)],
+    }
+    found = [Section(title, [chart for chart in own if chart is not None]) for title, own in charts.items()]
     steps = timelines(group)
-    found = [
-        Section("Speed", _without_none(throughput(group, styles), bucket_sizes(group, styles))),
-        Section("More ranks", _without_none(speedup(group, styles), efficiency(group, styles))),
-        Section("Communication", _without_none(step_parts(group), overlap(group, styles))),
-        Section("Loss", loss_curves(group, styles)),
-        Section("Memory", _without_none(peak_memory(group, styles))),
-        Section("One step of each plan" if len(steps) > 1 else "One step", steps, _TIMELINE_NOTE, KEYS, is_wide=True),
-    ]
-    return [section for section in found if section.charts]
-
-
-_TIMELINE_NOTE = "One time axis for all. Below the phases of each rank is a row for each of its buckets."
+    title = "One step of each plan" if len(steps) > 1 else "One step"
+    note = "One time axis for all. Below the phases of each rank is a row for each of its buckets."
+    return [section for section in (*found, Section(title, steps, note, KEYS, is_wide=True)) if section.charts]
 
 
 def chart_json(chart: Chart) -> Markup:
-    """Returns a figure to stand in a script element, whatever the texts in it."""
+    """Returns a figure as JSON for a script element, with markup escaped."""
     assert chart.figure is not None
     figure: dict[str, Any] = json.loads(chart.figure.to_json(engine="json"))
     text = json.dumps(figure, separators=(",", ":"), ensure_ascii=False)
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
-def _styles(report: Report) -> dict[str, PlanStyle]:
-    return plan_styles(setting.sync_method for group in report.groups for setting in group.settings)
-
-
-def _without_none(*charts: Chart | None) -> list[Chart]:
-    return [chart for chart in charts if chart is not None]
-
-
 def template_text(name: str) -> str:
-    """Returns a template, style sheet or script as it is."""
+    """Returns the text of a template, style sheet or script."""
     return (files(_PACKAGE) / "templates" / name).read_text(encoding="utf-8")
 
 
@@ -125,10 +103,10 @@ class Table(NamedTuple):
     """A table of settings.
 
     Attributes:
-        columns: those that have a value in some row.
-        rows: a setting, and its cells.
-        sources: where figures of others are from.
-        intervals: what the ends of those of the throughputs are; empty where they have none.
+        columns: with a value in some row.
+        rows: settings with their cells.
+        sources: of published figures.
+        intervals: kind of the throughputs' intervals; may be empty.
     """
 
     columns: list[Column]
@@ -138,12 +116,7 @@ class Table(NamedTuple):
 
 
 class Glance(NamedTuple):
-    """The speed-ups of several groups with the same settings, on one screen.
-
-    Attributes:
-        names: of the settings, a column each.
-        rows: a group, and its cells.
-    """
+    """The speed-ups of several groups with the same settings: a column for each setting, a row for each group."""
 
     names: list[str]
     rows: list[tuple[Group, list[Cell]]]
@@ -162,7 +135,7 @@ def settings_table(group: Group) -> Table:
 
 
 def glance(groups: Sequence[Group]) -> Glance | None:
-    """Returns the settings that all groups have; None with a single group, or with less than two such settings."""
+    """Returns the settings that all groups share; None with a single group, or with less than two such settings."""
     by_name = [{setting.name: setting for setting in group.settings} for group in groups]
     names = [name for name in by_name[0] if all(name in of_group for of_group in by_name)] if by_name else []
     if len(groups) < 2 or len(names) < 2:
@@ -175,10 +148,6 @@ def glance(groups: Sequence[Group]) -> Glance | None:
 
 
 def _at_a_glance(setting: Setting, group: Group) -> Cell:
-    if setting is group.baseline:
-        return Cell("baseline")
     theirs = [figure.speedup for figure in setting.published if figure.speedup is not None]
-    published = f"published: {theirs[0]:g}{TIMES}" if theirs else ""
-    if setting.speedup is None:
-        return Cell("-", published)
-    return Cell(f"{number(setting.speedup.median)}{TIMES} {difference_in_words(setting)}".rstrip(), published)
+    published = f"published: {theirs[0]:g}{TIMES}" if theirs and setting is not group.baseline else ""
+    return Cell(speedup_cell(setting.speedup, setting, group).text or "-", published)

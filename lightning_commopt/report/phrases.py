@@ -1,4 +1,4 @@
-"""Numbers as people read them, with as many digits as their noise leaves."""
+"""Numbers in words, with as many digits as their noise leaves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MAX_NAMES = 3
 
 
 def in_quotes(name: str) -> str:
-    """Returns a setting's name as a sentence can hold it, commas and all."""
+    """Returns a setting's name for a sentence, as it may have commas."""
     return f'"{name}"'
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Returns the first few of some names, and how many more there are.
+    """Returns the first few names, and the number of the others.
 
     >>> join_names(["a", "b"]), join_names(["a", "b", "c", "d", "e"])
     ('"a" and "b"', '"a", "b" and 3 more')
@@ -41,22 +41,16 @@ def speedup_in_words(ratio: Interval, than: str) -> str:
     if ratio.median >= _TIMES_FROM:
         return f"{ratio.median:.1f} times as fast as {than}{_ends(ratio, lambda value: f'{value:.1f}')}"
     is_faster = ratio.median >= 1
-    decimals = _decimals(ratio)
+    if ratio.low is None or ratio.high is None:
+        decimals = 0 if abs(ratio.median - 1) > 0.0995 else 1
+    else:
+        decimals = 0 if ratio.high - ratio.low >= 0.02 else 1
 
     def percent(value: float) -> str:
         change = 100 * (value - 1) if is_faster else 100 * (1 - value)
         return f"{round(change, decimals) + 0.0:.{decimals}f}"  # 0.0 turns -0 into 0
 
     return f"{percent(ratio.median)} % {'faster' if is_faster else 'slower'} than {than}{_ends(ratio, percent, ' %')}"
-
-
-def times(factor: float) -> str:
-    """Returns a factor in words.
-
-    >>> times(1.136)
-    '1.14 times'
-    """
-    return f"{number(factor)} times"
 
 
 def kind_of_interval(interval: Interval) -> str:
@@ -70,8 +64,8 @@ def kind_of_interval(interval: Interval) -> str:
 
 
 def kinds_of_intervals(intervals: Iterable[Interval | None]) -> str:
-    """Returns what the ends of several intervals are; nothing where none has ends."""
-    counts = [each.num_values for each in intervals if each is not None and each.low is not None]
+    """Returns what the ends of several intervals are; empty if none has ends."""
+    counts = [interval.num_values for interval in intervals if interval is not None and interval.low is not None]
     if not counts or min(counts) >= MIN_VALUES_OF_AN_INTERVAL:
         return "95 % intervals" if counts else ""
     ranges = f"ranges of {min(counts)}" if min(counts) == max(counts) else f"ranges of {min(counts)} to {max(counts)}"
@@ -81,7 +75,7 @@ def kinds_of_intervals(intervals: Iterable[Interval | None]) -> str:
 
 
 def spread_text(interval: Interval, scale: float = 1.0, digits: int = 3) -> str:
-    """Returns the ends of an interval, or nothing where there is none.
+    """Returns the ends of an interval; empty if it has none.
 
     >>> spread_text(Interval(median=2, low=1.5, high=2.25, num_values=5))
     '1.50 to 2.25'
@@ -89,12 +83,6 @@ def spread_text(interval: Interval, scale: float = 1.0, digits: int = 3) -> str:
     if interval.low is None or interval.high is None:
         return ""
     return f"{number(interval.low * scale, digits)} to {number(interval.high * scale, digits)}"
-
-
-def _decimals(ratio: Interval) -> int:
-    if ratio.low is None or ratio.high is None:
-        return 0 if abs(ratio.median - 1) > 0.0995 else 1
-    return 0 if ratio.high - ratio.low >= 0.02 else 1
 
 
 def _ends(ratio: Interval, shown: Callable[[float], str], unit: str = "") -> str:

@@ -1,38 +1,38 @@
-"""Compares a report with an earlier one: what has become slower beyond noise."""
+"""Compares a report with an earlier one: which settings became slower beyond noise."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_commopt.report.build import build_report
-from lightning_commopt.report.intervals import Comparison, compare
-from lightning_commopt.report.model import Difference, Interval
+from lightning_commopt.report.intervals import compare
+from lightning_commopt.report.model import Interval
 from lightning_commopt.report.outputs import FORMAT, to_plain
 
 Outcome = Literal["slower", "failed", "unknown", "missing", "faster", "new", "no difference"]
-"""Of a setting: "failed" where runs failed and none did before, or all do and some had worked; "unknown" where runs are
-too few to tell."""
+"""Of a setting: "failed" if runs failed and none did before, or all do and some had worked; "unknown" with too few
+runs."""
 
 DEFAULT_TOLERANCE = 0.05
-"""Share of the throughput by which a machine is another one at another time, whatever the runs of one sweep say."""
+"""Share of the throughput by which a machine varies between days, whatever the runs of one sweep show."""
 
 _CONDITIONS = ("hardware", "trained on", "ranks", "link", "parameters", "samples a rank and batch", "versions")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What has become of a setting.
+    """How a setting changed.
 
     Attributes:
         group: name of its group.
         setting: its name.
-        outcome: what happened.
-        ratio: of the throughput now over that before; None where one of them is not there.
+        outcome: of the comparison.
+        ratio: of the throughput now over that before; None if one of them is missing.
         before: samples per second.
         now: samples per second.
         error: of the first failed run.
@@ -52,10 +52,10 @@ class Regressions:
     """All changes from one report to another.
 
     Attributes:
-        other: what the earlier one is called.
-        changes: of all settings of both.
-        conditions: a line for each condition that is not what it was.
+        other: name of the earlier report.
         tolerance: share of the throughput that a setting may lose.
+        changes: of all settings of both.
+        conditions: a line for each condition that changed.
     """
 
     other: str
@@ -65,23 +65,46 @@ class Regressions:
 
     @property
     def is_worse(self) -> bool:
-        """Whether something became slower beyond noise and tolerance, or failed that had worked."""
+        """Whether a setting became slower beyond noise and tolerance, or failed that had worked."""
         return any(change.outcome in ("slower", "failed") for change in self.changes)
 
     def to_plain(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "is_worse": self.is_worse}
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Entry:
+    """A setting in a report's JSON; without runs if all of them failed."""
+
+    group: str
+    name: str
+    sync_method: str
+    settings: Mapping[str, str]
+    runs: list[dict[str, Any]]
+    samples_per_s: float | None
+    errors: list[str]
+
+    @property
+    def rates(self) -> list[float]:
+        rates = [run["samples_per_s"] for run in self.runs]
+        return [float(rate) for rate in rates if rate is not None and rate > 0]
+
+    def differing_from(self, other: _Entry) -> str:
+        """Returns the choices that another setting does not have."""
+        own = self.settings.items()
+        return " ".join(f"{name}={value}" for name, value in own if other.settings.get(name) != value) or "unset"
+
+
 def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float = DEFAULT_TOLERANCE) -> Regressions:
     """Compares a report with an earlier one.
 
-    Settings are the same if everything that was chosen is, or else group and name. Throughputs are compared without
-    pairs: the two were measured at different times.
+    Settings are the same if all choices are, or else group and name. Throughputs are compared without pairs, as they
+    were measured at different times.
 
     Args:
-        report: as `to_plain` makes it.
-        other: a sweep's directory, or a file with what ``commopt report --json`` printed.
-        tolerance: "slower" is only what is slower by more than this share with its whole interval.
+        report: from `to_plain`.
+        other: a sweep's directory, or a file with the output of ``commopt report --json``.
+        tolerance: a setting is "slower" only if it lost more than this share with its whole interval.
 
     Raises:
         OSError: the file cannot be read.
@@ -91,15 +114,26 @@ def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float
         raise ValueError(f"tolerance must be a share, from 0 to below 1, got {tolerance!r}")
     before = _load(other)
     try:
-        pairs = _pairs(report, before)
-        changes = [_change(now, then, report, before, tolerance) for now, then in pairs]
+        pairs = _pairs(_entries(report), _entries(before))
+        changes = tuple(_change(now, then, tolerance) for now, then in pairs)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{other} is not what commopt report --json prints: {type(error).__name__} {error}") from error
-    if not any(now is not None and then is not None for now, then in pairs):
+    in_both = [(now, then) for now, then in pairs if now is not None and then is not None]
+    if not in_both:
         raise ValueError(f"{other} has no setting in common with this report: nothing can be compared")
-    conditions = (*_conditions(report, before), *_other_settings(pairs))
+    conditions, earlier = report.get("conditions", {}), before.get("conditions", {})
+    lines = [
+        f"{name}: {conditions.get(name, 'unknown')}; before: {earlier.get(name, 'unknown')}"
+        for name in _CONDITIONS
+        if conditions.get(name) != earlier.get(name)
+    ]
+    lines += [
+        f"{now.name}: {now.differing_from(then)}; before: {then.differing_from(now)}"
+        for now, then in in_both
+        if now.settings != then.settings
+    ]
     shown = other.resolve().name if other.is_absolute() else str(other)
-    return Regressions(other=shown, tolerance=tolerance, changes=tuple(changes), conditions=conditions)
+    return Regressions(other=shown, tolerance=tolerance, changes=changes, conditions=tuple(lines))
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -116,121 +150,59 @@ def _load(path: Path) -> dict[str, Any]:
     return report
 
 
-class _Place(dict[str, Any]):
-    """A setting of a report's JSON, which knows its group."""
-
-    def __init__(self, group: str, setting: Mapping[str, Any]) -> None:
-        super().__init__(setting)
-        self.group = group
-
-
-def _settings(report: Mapping[str, Any]) -> Iterator[_Place]:
-    """Yields the settings, and those of which all runs failed."""
-    known = set()
-    for group in report["groups"]:
-        for setting in group["settings"]:
-            known.add((group["name"], setting["name"]))
-            yield _Place(group["name"], setting)
+def _entries(report: Mapping[str, Any]) -> list[_Entry]:
+    errors: dict[tuple[str, str], list[str]] = {}
     for run in report["failed"]:
-        name = (run["group"], run["setting"])
-        if name not in known:
-            known.add(name)
-            of_run = {"sync_method": run["sync_method"], "settings": run["settings"], "runs": []}
-            yield _Place(run["group"], {"name": run["setting"], **of_run})
+        errors.setdefault((run["group"], run["setting"]), []).append(str(run["error"]))
+    found = [(group["name"], setting) for group in report["groups"] for setting in group["settings"]]
+    found += [(run["group"], {**run, "name": run["setting"], "runs": []}) for run in report["failed"]]
+    entries: dict[tuple[str, str], _Entry] = {}
+    for group, setting in found:
+        key = group, setting["name"]
+        median = setting["samples_per_s"]["median"] if setting["runs"] and setting["samples_per_s"] else None
+        known = {name: setting[name] for name in ("name", "sync_method", "settings", "runs")}
+        entries.setdefault(key, _Entry(group=group, **known, samples_per_s=median, errors=errors.get(key, [])))
+    return list(entries.values())
 
 
-def _pairs(report: Mapping[str, Any], before: Mapping[str, Any]) -> list[tuple[_Place | None, _Place | None]]:
-    """Returns the settings of both reports side by side, those of the report first."""
-    ours, theirs = list(_settings(report)), list(_settings(before))
-    found: dict[int, _Place] = {}
-    for is_same in (_has_settings_of, _has_name_of, _has_plan_of):
-        for index, setting in enumerate(ours):
-            left = [each for each in theirs if not any(each is other for other in found.values())]
-            same = [each for each in left if is_same(each, setting)]
-            if same and index not in found:
-                # Equal choices with other names: a part of a sweep. With several names: not made by Hydra.
-                found[index] = next((each for each in same if _has_name_of(each, setting)), same[0])
-    missing = [each for each in theirs if not any(each is other for other in found.values())]
-    return [*((setting, found.get(index)) for index, setting in enumerate(ours)), *((None, each) for each in missing)]
+def _pairs(ours: list[_Entry], theirs: list[_Entry]) -> list[tuple[_Entry | None, _Entry | None]]:
+    """Returns the settings of both reports in pairs, those of the first report first."""
+    found: dict[_Entry, _Entry] = {}
+    for is_same in (_has_same_choices, _has_same_name, _has_same_plan):
+        for setting in ours:
+            same = [other for other in theirs if other not in found.values() and is_same(other, setting)]
+            if same and setting not in found:
+                # Equal choices under another name: part of a sweep. Under several names: not made by Hydra.
+                found[setting] = next((other for other in same if _has_same_name(other, setting)), same[0])
+    missing = [other for other in theirs if other not in found.values()]
+    return [*((setting, found.get(setting)) for setting in ours), *((None, other) for other in missing)]
 
 
-def _has_settings_of(setting: _Place, other: _Place) -> bool:
-    return bool(setting["settings"]) and setting["settings"] == other["settings"]
+def _has_same_choices(setting: _Entry, other: _Entry) -> bool:
+    return bool(setting.settings) and setting.settings == other.settings
 
 
-def _has_name_of(setting: _Place, other: _Place) -> bool:
-    return (setting.group, setting["name"]) == (other.group, other["name"])
+def _has_same_name(setting: _Entry, other: _Entry) -> bool:
+    return (setting.group, setting.name) == (other.group, other.name)
 
 
-def _has_plan_of(setting: _Place, other: _Place) -> bool:
-    """Returns whether a setting is that of failed runs, of which little more than the plan is known."""
-    is_known = other["runs"] or setting["settings"] or other["settings"]
-    return not is_known and (setting.group, setting["sync_method"]) == (other.group, other["sync_method"])
+def _has_same_plan(setting: _Entry, other: _Entry) -> bool:
+    """Returns whether failed runs, of which little more than the plan is known, belong to another setting."""
+    is_known = other.runs or setting.settings or other.settings
+    return not is_known and (setting.group, setting.sync_method) == (other.group, other.sync_method)
 
 
-def _change(
-    now: _Place | None, then: _Place | None, report: Mapping[str, Any], before: Mapping[str, Any], tolerance: float
-) -> Change:
+def _change(now: _Entry | None, then: _Entry | None, tolerance: float) -> Change:
     shown = now or then
     assert shown is not None
-    change = Change(group=shown.group, setting=shown["name"], outcome="no difference")
-    errors = [] if now is None else _errors(now, report)
-    all_fail = now is not None and not now["runs"]
-    had_worked = then is not None and bool(then["runs"]) and (all_fail or not _errors(then, before))
-    if errors and had_worked:
-        return dataclasses.replace(change, outcome="failed", error=errors[0])
-    rates, earlier = _rates(now), _rates(then)
-    if not rates or not earlier:
+    change = Change(group=shown.group, setting=shown.name, outcome="no difference")
+    if now is not None and now.errors and then is not None and then.runs and not (now.runs and then.errors):
+        return dataclasses.replace(change, outcome="failed", error=now.errors[0])
+    rates, earlier = ([] if entry is None else entry.rates for entry in (now, then))
+    if now is None or then is None or not rates or not earlier:
         outcome: Outcome = "new" if rates else "missing" if earlier else "unknown"
         return dataclasses.replace(change, outcome=outcome)
-    comparison = compare(rates, earlier, is_paired=False)
-    assert now is not None
-    assert then is not None
-    return dataclasses.replace(
-        change,
-        outcome=_difference(comparison, tolerance),
-        ratio=comparison.ratio,
-        before=then["samples_per_s"]["median"],
-        now=now["samples_per_s"]["median"],
-    )
-
-
-def _difference(comparison: Comparison, tolerance: float) -> Difference:
-    high = comparison.ratio.high
-    if comparison.difference == "slower" and (high is None or high >= 1 - tolerance):
-        return "no difference"
-    return comparison.difference
-
-
-def _rates(setting: _Place | None) -> list[float]:
-    rates = [] if setting is None else [run["samples_per_s"] for run in setting["runs"]]
-    return [float(rate) for rate in rates if rate is not None and rate > 0]
-
-
-def _errors(setting: _Place, report: Mapping[str, Any]) -> list[str]:
-    name = (setting.group, setting["name"])
-    return [str(run["error"]) for run in report["failed"] if (run["group"], run["setting"]) == name]
-
-
-def _conditions(report: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, ...]:
-    now, then = report.get("conditions", {}), before.get("conditions", {})
-    return tuple(
-        f"{name}: {now.get(name, 'unknown')}; before: {then.get(name, 'unknown')}"
-        for name in _CONDITIONS
-        if now.get(name) != then.get(name)
-    )
-
-
-def _other_settings(pairs: Sequence[tuple[_Place | None, _Place | None]]) -> list[str]:
-    """Returns a line for each setting that has its name in common with an earlier one, and other choices."""
-    return [
-        f"{now['name']}: {_differing(now, then)}; before: {_differing(then, now)}"
-        for now, then in pairs
-        if now is not None and then is not None and now["settings"] != then["settings"]
-    ]
-
-
-def _differing(setting: _Place, other: _Place) -> str:
-    """Returns the choices that another setting does not have."""
-    own, others = setting["settings"], other["settings"]
-    return " ".join(f"{name}={value}" for name, value in own.items() if others.get(name) != value) or "unset"
+    ratio, outcome = compare(rates, earlier, is_paired=False)
+    if outcome == "slower" and (ratio.high is None or ratio.high >= 1 - tolerance):
+        outcome = "no difference"
+    return dataclasses.replace(change, outcome=outcome, ratio=ratio, before=then.samples_per_s, now=now.samples_per_s)

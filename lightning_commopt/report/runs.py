@@ -1,4 +1,4 @@
-"""Finds the runs below directories and reads what they left; what cannot be read becomes a line, not an end."""
+"""Finds and reads the runs below directories; what cannot be read becomes a warning."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ _MAX_STEPS_BYTES = 200_000_000  # parsing takes seconds and 5x the memory; per r
 
 @dataclass(frozen=True, kw_only=True)
 class FoundRuns:
-    """What lies below some directories.
-
-    Attributes:
-        finished: in the order of the directories, and of the numbers in their names.
-        failed: the same.
-        problems: a line each.
-    """
+    """The runs below some directories, in natural order of their names, and a line for each problem."""
 
     finished: tuple[Run, ...]
     failed: tuple[Run, ...]
@@ -37,20 +31,16 @@ class FoundRuns:
 
 
 def read_runs(folders: Sequence[Path]) -> FoundRuns:
-    """Reads all runs below some directories.
-
-    Args:
-        folders: each a sweep's directory, with runs at any depth down to six, or a run's own.
+    """Reads all runs in some directories, at any depth down to six.
 
     Raises:
-        ValueError: there is neither a finished run nor a failed one; the message has the directories as they were
-            given.
+        ValueError: there is neither a finished run nor a failed one.
     """
-    reader = _read(_names_to_show(folders))
+    reader = _read(_short_names(folders))
     if not reader.finished and not reader.failed:
-        # An error is read where it was asked for, not in a page that is shared: it has the whole paths.
-        as_asked = _read({folder: str(folder) for folder in folders})
-        raise ValueError(f"no run could be read: {'; '.join(as_asked.all_problems()) or 'no directory was given'}")
+        # Unlike a page, an error is not shared with others: it has the whole paths.
+        with_paths = _read({folder: str(folder) for folder in folders})
+        raise ValueError(f"no run could be read: {'; '.join(with_paths.all_problems()) or 'no directory was given'}")
     return FoundRuns(
         finished=tuple(reader.finished), failed=tuple(reader.failed), problems=tuple(reader.all_problems())
     )
@@ -58,7 +48,7 @@ def read_runs(folders: Sequence[Path]) -> FoundRuns:
 
 @dataclass
 class _Reader:
-    """Collects runs, and what is wrong with them."""
+    """Collects runs, and problems with them."""
 
     finished: list[Run] = field(default_factory=list)
     failed: list[Run] = field(default_factory=list)
@@ -77,14 +67,14 @@ class _Reader:
             called = shown or folder.resolve().name
             self.problems.append(f"{called} is not a sweep: there is no {RUN_FILE} in it or its subdirectories")
         for run_folder in run_folders:
-            if run_folder.resolve() in self.seen:  # one directory was asked for within another
+            if run_folder.resolve() in self.seen:  # the user named a directory and one within it
                 continue
             self.seen.add(run_folder.resolve())
             name = (Path(shown) / run_folder.relative_to(folder)).as_posix()
             self._read_run(run_folder, folder, folder.resolve().name if name == "." else name)
 
     def all_problems(self) -> list[str]:
-        """Returns a line for everything that is wrong, at last for what runs lack, with their names."""
+        """Returns a line for each problem, then for each thing that runs lack, with their names."""
         return [*self.problems, *(f"{what}: {list_some(names)}" for what, names in self.lacking.items())]
 
     def _read_run(self, folder: Path, root: Path, name: str) -> None:
@@ -100,13 +90,13 @@ class _Reader:
             return
         run = Run(folder=folder, record=record, name=name, root=root)
         if record.status == "failed":
-            shown = None if record.error is None else _without_places(record.error, folder, root)
+            shown = None if record.error is None else _without_paths(record.error, folder, root)
             self.failed.append(dataclasses.replace(run, record=dataclasses.replace(record, error=shown)))
             return
         losses, has_steps = self._losses(run), self._has_steps(run)
         if record.samples_per_s is None or not math.isfinite(record.samples_per_s) or record.samples_per_s <= 0:
             is_short = record.num_timed_steps == 0
-            why = "no steps came after the warm-up" if is_short else "SpeedMonitor was not among the callbacks"
+            why = "no steps followed the warm-up" if is_short else "SpeedMonitor was not among the callbacks"
             self._lacks(f"no throughput, as {why}", name)
         self.finished.append(dataclasses.replace(run, losses=losses, has_steps=has_steps))
 
@@ -121,7 +111,7 @@ class _Reader:
         return losses
 
     def _has_steps(self, run: Run) -> bool:
-        """Reads the steps of all ranks for what is wrong with them, unless they are too many."""
+        """Checks the steps of all ranks, unless they are too many."""
         try:
             sizes = [path.stat().st_size for path in (run.folder / FOLDER).glob("*.jsonl")]
             if not sizes:
@@ -153,25 +143,22 @@ def _read(shown_names: Mapping[Path, str]) -> _Reader:
     return reader
 
 
-def _names_to_show(folders: Sequence[Path]) -> dict[Path, str]:
-    """Returns how to call each directory: not at all if it is the only one, else by as much as tells it apart."""
-    distinct = list(dict.fromkeys(folders))
-    if len(distinct) == 1:
-        return {distinct[0]: ""}
-    parts = {folder: folder.resolve().parts for folder in distinct}
-    return {folder: _shortest_tail(own, list(parts.values())) for folder, own in parts.items()}
-
-
-def _shortest_tail(own: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
-    """Returns the end of a path that no other one of some paths has."""
-    lengths = range(1, len(own))
-    alike = [other for other in others if other != own]
-    length = next((n for n in lengths if all(other[-n:] != own[-n:] for other in alike)), len(own))
-    return "/".join(own[-length:])
+def _short_names(folders: Sequence[Path]) -> dict[Path, str]:
+    """Returns the shortest unique end of each directory's path; empty for a single directory."""
+    parts = {folder: folder.resolve().parts for folder in folders}
+    if len(parts) == 1:
+        return dict.fromkeys(parts, "")
+    names = {}
+    for folder, own in parts.items():
+        others = [other for other in parts.values() if other != own]
+        lengths = range(1, len(own))
+        length = next((n for n in lengths if all(other[-n:] != own[-n:] for other in others)), len(own))
+        names[folder] = "/".join(own[-length:])
+    return names
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
-    """Yields the directories with a record, nearest first; nothing below one of them is looked at."""
+    """Yields the directories with a record, nearest first, and none below them."""
     for here, inner, files in os.walk(folder):
         depth = len(Path(here).relative_to(folder).parts)
         if RUN_FILE in files:
@@ -183,7 +170,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sorts "2" before "10"."""
+    """Returns a key that sorts "2" before "10"."""
     parts = re.split(r"(\d+)", name)
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part]
 
@@ -193,15 +180,13 @@ def _in_a_line(error: Exception, folder: Path) -> str:
 
 
 def _relative(text: str, folder: Path) -> str:
-    """Returns text without the way to a run's directory, which the reader need not see twice."""
+    """Returns text without the path of a run's directory, which precedes it."""
     return text.replace(f"{folder}{os.sep}", "")
 
 
-def _without_places(text: str, folder: Path, root: Path) -> str:
-    """Returns text without the paths that say where its author keeps a sweep: pages are shared."""
-    places = {
-        str(place) for each in (folder, root, Path("~").expanduser()) for place in (each.absolute(), each.resolve())
-    }
-    for place in sorted(places - {os.sep}, key=len, reverse=True):
-        text = text.replace(place, "…")
+def _without_paths(text: str, folder: Path, root: Path) -> str:
+    """Returns text without private paths, as pages are shared."""
+    paths = {str(path) for known in (folder, root, Path.home()) for path in (known.absolute(), known.resolve())}
+    for path in sorted(paths - {os.sep}, key=len, reverse=True):
+        text = text.replace(path, "…")
     return text

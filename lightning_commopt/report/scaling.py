@@ -1,4 +1,4 @@
-"""Throughput against ranks, and what Amdahl's law makes of it."""
+"""Throughput against ranks, and the fit of Amdahl's law."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning_commopt.report.names import distinct_name, is_of_plan
 def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
     """Returns a curve for each plan of a group that ran on several numbers of ranks.
 
-    One process is a point of every curve: that of the same plan if there is one, else that of another. Without any, the
-    speed-ups are over the fewest ranks of the plan.
+    Every curve includes one process, of the same plan if possible. Without one process, speed-ups are over the fewest
+    ranks of the plan.
     """
     curves = []
     for series in _series(settings):
@@ -26,28 +26,16 @@ def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
                 points.append((setting.world_size, comparison.ratio))
         if len(points) < 2:
             continue
-        num_ranks = tuple(ranks for ranks, _ in points)
-        speedups = tuple(speedup for _, speedup in points)
+        num_ranks, speedups = zip(*points, strict=True)
         medians = [speedup.median for speedup in speedups]
         serial_share = amdahl_serial_share(num_ranks, medians) if base.world_size == 1 else None
-        curves.append(
-            Scaling(
-                sync_method=scaling_name(series[0], settings),
-                num_ranks=num_ranks,
-                speedups=speedups,
-                serial_share=serial_share,
-            )
-        )
+        name = scaling_name(series[0], settings)
+        curves.append(Scaling(sync_method=name, num_ranks=num_ranks, speedups=speedups, serial_share=serial_share))
     return tuple(curves)
 
 
 def scaling_name(setting: Setting, settings: Sequence[Setting]) -> str:
-    """Returns what tells a plan, on any number of ranks, from the others of its group.
-
-    Args:
-        setting: of the plan.
-        settings: of the group.
-    """
+    """Returns a name for a setting's plan on any number of ranks, which no other plan of its group has."""
     return distinct_name(without_ranks(setting.values), [other.values for other in settings], setting.sync_method)
 
 
@@ -55,11 +43,11 @@ def amdahl_serial_share(num_ranks: Sequence[int], speedups: Sequence[float]) -> 
     """Fits f of Amdahl's law, 1 / speed-up = f + (1 - f) / ranks, by least squares of 1 / speed-up.
 
     Args:
-        num_ranks: of each point; those of one rank say nothing and are left out.
+        num_ranks: of each point; points of one rank do not count.
         speedups: over one rank, of the same points.
 
     Returns:
-        f as it comes out: below 0 where the speed-up is better than linear. None with less than two points.
+        f, which is below 0 if the speed-up is better than linear. None with less than two points.
 
     >>> round(amdahl_serial_share([1, 2, 4], [1, 1 / 0.55, 1 / 0.325]), 6)
     0.1
@@ -72,14 +60,14 @@ def amdahl_serial_share(num_ranks: Sequence[int], speedups: Sequence[float]) -> 
 
 
 def one_process_for(setting: Setting, settings: Sequence[Setting]) -> Setting | None:
-    """Returns the setting on one rank that a setting's speed-up is over.
+    """Returns the setting on one rank that a setting's efficiency refers to.
 
-    That is the one of the same plan, else the first that differs in nothing but how gradients travel. None where all
-    others differ in more, such as the batch size.
+    That is the one of the same plan, else the first that differs only in how gradients travel. None if all others
+    differ in more, such as the batch size.
     """
-    on_one = [each for each in settings if each.world_size == 1 and each.samples_per_s is not None]
-    alike = [each for each in on_one if _without_plan(each) == _without_plan(setting)]
-    same = [each for each in alike if without_ranks(each.values) == without_ranks(setting.values)]
+    on_one = [other for other in settings if other.world_size == 1 and other.samples_per_s is not None]
+    alike = [other for other in on_one if _without_plan(other) == _without_plan(setting)]
+    same = [other for other in alike if without_ranks(other.values) == without_ranks(setting.values)]
     return next(iter([*same, *alike] if setting.world_size > 1 else alike), None)
 
 
@@ -93,25 +81,23 @@ def _without_plan(setting: Setting) -> dict[str, str]:
 
 
 def _series(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Returns the settings that differ in nothing but the number of ranks, for each plan with several numbers.
+    """Returns the settings that differ only in the number of ranks, in its order, for each plan with several numbers.
 
-    They are in the order of their ranks. Of several layouts of as many ranks it is that on the fewest nodes.
+    Of several layouts of as many ranks it is that on the fewest nodes.
     """
-    alike: dict[str, list[Setting]] = {_key(setting): [] for setting in settings}
-    for setting in sorted(settings, key=lambda each: (each.world_size, _num_nodes(each))):
-        of_plan = alike[_key(setting)]
-        if setting.samples_per_s is not None and setting.world_size not in [each.world_size for each in of_plan]:
-            of_plan.append(setting)
-    # Methods are there to be compared with one process, also on a single other number of ranks.
+    alike: dict[str, dict[int, Setting]] = {}
+    for setting in settings:
+        alike.setdefault(json.dumps(without_ranks(setting.values), sort_keys=True), {})
+    for setting in sorted(settings, key=lambda other: (other.world_size, _num_nodes(other))):
+        if setting.samples_per_s is not None:
+            key = json.dumps(without_ranks(setting.values), sort_keys=True)
+            alike[key].setdefault(setting.world_size, setting)
+    # Methods are compared with one process, also on a single other number of ranks.
     return [
         series
-        for series in alike.values()
+        for series in (list(by_ranks.values()) for by_ranks in alike.values())
         if len(series) > 1 or (series and "method" in series[0].values and series[0].world_size > 1)
     ]
-
-
-def _key(setting: Setting) -> str:
-    return json.dumps(without_ranks(setting.values), sort_keys=True)
 
 
 def _num_nodes(setting: Setting) -> int:

@@ -1,4 +1,4 @@
-"""A report on the terminal: tables that lose no digit where it is narrow, and the answer below each."""
+"""Prints a report: tables that keep all digits in a narrow terminal, and the answer below each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from lightning_commopt.report.regressions import Change, Outcome, Regressions
 from lightning_commopt.text.formatting import number
 from lightning_commopt.text.terminal import TextTable, print_heading, print_text
 
-_WITH_ENDS = ("samples_per_s", "speedup")
 _HEADINGS: dict[Outcome, str] = {
     "slower": "slower",
     "failed": "failed, worked before",
-    "unknown": "unknown: it takes at least 3 repetitions on both sides",
+    "unknown": "unknown: needs at least 3 repetitions on both sides",
     "missing": "missing here",
     "faster": "faster",
-    "new": "not there before",
+    "new": "new",
     "no difference": "no difference beyond noise, or slower by no more than the tolerance",
 }
 
@@ -49,7 +48,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def print_regressions(found: Regressions, console: Console) -> None:
-    """Prints what has changed, the worst first."""
+    """Prints the changes, the worst first."""
     print_text(f"compared with {found.other}, with a tolerance of {100 * found.tolerance:g} %:", console)
     for outcome, heading in _HEADINGS.items():
         changes = [change for change in found.changes if change.outcome == outcome]
@@ -63,8 +62,12 @@ def print_regressions(found: Regressions, console: Console) -> None:
 
 
 def settings_table(group: Group) -> TextTable:
-    """Returns a row for each setting, with the columns for which there are numbers."""
-    columns = _columns(group)
+    """Returns a row for each setting, with the columns that have numbers."""
+    columns = {
+        column.heading: [_lines(cell, column.key in ("samples_per_s", "speedup")) for cell in cells]
+        for column, cells in columns_of(group)
+        if column.heading
+    }
     headings = [name.replace(" ", "\n", 1) for name in columns]
     link = link_of(group.baseline.runs[0])
     table = TextTable("setting", *headings, numbers=headings, caption=f"hosts with {link} between them" if link else "")
@@ -72,15 +75,6 @@ def settings_table(group: Group) -> TextTable:
         style = "bold" if setting is group.fastest else ""
         table.add_row(setting.name, *("\n".join(cells[index]) for cells in columns.values()), style=style)
     return table
-
-
-def _columns(group: Group) -> dict[str, list[list[str]]]:
-    """Returns the cells of each column that has any, each as its lines."""
-    return {
-        column.heading: [_lines(cell, column.key in _WITH_ENDS) for cell in cells]
-        for column, cells in columns_of(group)
-        if column.heading
-    }
 
 
 def _lines(cell: Cell, has_ends: bool) -> list[str]:

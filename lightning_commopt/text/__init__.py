@@ -1,1 +1,1 @@
-"""Numbers, tables, lists and checks of options: what every room writes and reads alike."""
+"""Numbers, tables, lists, findings and checks of options, for all packages."""

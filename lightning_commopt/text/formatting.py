@@ -1,4 +1,4 @@
-"""Numbers as people read them: three or four digits that mean something, and a unit."""
+"""Formats numbers with a few significant digits and a unit, and lists of numbers and names."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """A unit to show values in.
-
-    Attributes:
-        name: behind the number.
-        size: of one, in seconds or bytes.
-    """
+    """A unit of a size in seconds or bytes."""
 
     name: str
     size: float
 
     def text(self, value: float) -> str:
-        """Returns a number with the unit behind it.
+        """Returns a value with its unit.
 
         >>> Unit("ms", 1e-3).text(0.01234)
         '12.3 ms'
@@ -28,25 +23,25 @@ class Unit(NamedTuple):
         return f"{number(value / self.size)} {self.name}"
 
 
-def number(value: float, digits: int = 3, most_decimals: int = 99) -> str:
-    """Returns a number with so many significant digits; those before its point are all kept.
+def number(value: float, digits: int = 3, max_decimals: int = 99) -> str:
+    """Returns a number with significant digits, and all digits before the point; a dash if it is not finite.
 
     Args:
-        value: a dash stands for what is not finite.
-        digits: that mean something.
-        most_decimals: behind the point; what is nothing but zeros then is "0".
+        value: to format.
+        digits: significant ones.
+        max_decimals: after the point; "0" if all of them are zeros.
 
     >>> [number(value) for value in (1234.5, 12.345, 0.9996, 0.012345, 0.0, math.nan)]
     ['1234', '12.3', '1.00', '0.0123', '0', '-']
-    >>> [number(value, most_decimals=4) for value in (0.012345, 0.0012345, 0.00001)]
+    >>> [number(value, max_decimals=4) for value in (0.012345, 0.0012345, 0.00001)]
     ['0.0123', '0.0012', '0']
     """
     if not math.isfinite(value):
         return "-"
-    if abs(value) < 0.5 * 10**-most_decimals:
+    if abs(value) < 0.5 * 10**-max_decimals:
         return "0"
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    return f"{value:.{min(most_decimals, max(0, digits - 1 - exponent))}f}"
+    return f"{value:.{min(max_decimals, max(0, digits - 1 - exponent))}f}"
 
 
 def percent(share: float) -> str:
@@ -59,12 +54,12 @@ def percent(share: float) -> str:
 
 
 def short_percent(share: float) -> str:
-    """Returns a share, or a relative change without its sign, with two digits that mean something.
+    """Returns a share, or a relative change without its sign, as a percentage with two significant digits.
 
     >>> short_percent(0.4286), short_percent(-0.0123), short_percent(0.00012)
     ('43 %', '1.2 %', '0.01 %')
     """
-    return f"{number(100 * abs(share), digits=2, most_decimals=2)} %"
+    return f"{number(100 * abs(share), digits=2, max_decimals=2)} %"
 
 
 def count(num: int, thing: str) -> str:
@@ -77,7 +72,7 @@ def count(num: int, thing: str) -> str:
 
 
 def list_some(things: Collection[object], num_shown: int = 4) -> str:
-    """Returns the first of some things, and how many more there are.
+    """Returns the first of some things, and the number of the others.
 
     >>> list_some("ab"), list_some(range(6), 3)
     ('a, b', '0, 1, 2 and 3 more')
@@ -88,7 +83,7 @@ def list_some(things: Collection[object], num_shown: int = 4) -> str:
 
 
 def runs_of(numbers: Iterable[int]) -> list[list[int]]:
-    """Returns numbers in order, those without a gap together.
+    """Returns sorted numbers, grouped into runs without a gap.
 
     >>> runs_of([7, 0, 1, 2, 3])
     [[0, 1, 2, 3], [7]]
@@ -98,7 +93,7 @@ def runs_of(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def numbers_text(numbers: Iterable[int], num_shown: int = 8) -> str:
-    """Returns numbers, three or more in a row as a range, and how many more there are.
+    """Returns numbers, three or more in a row as a range, and the number of those not shown.
 
     >>> numbers_text([0, 1, 2, 3, 7]), numbers_text([0, 2, 4, 5, 6], 2)
     ('0-3, 7', '0, 2 and 3 more')
@@ -110,7 +105,7 @@ def numbers_text(numbers: Iterable[int], num_shown: int = 8) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Returns ranks as people write them.
+    """Returns a list of ranks in words.
 
     >>> ranks_text([3]), ranks_text([0, 1, 2, 3, 7])
     ('rank 3', 'ranks 0-3, 7')
@@ -120,7 +115,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def megabytes(num_bytes: float) -> str:
-    """Returns a number of MB.
+    """Returns bytes in MB, without the unit.
 
     >>> megabytes(1.75e6)
     '1.75'
@@ -132,10 +127,10 @@ MILLISECONDS = Unit("ms", 1e-3)
 
 
 def time_unit(longest_s: float) -> Unit:
-    """Returns seconds or milliseconds, whichever suits the longest of some times."""
+    """Returns seconds or milliseconds, whichever suits the longest time."""
     return Unit("s", 1.0) if longest_s >= 2 else MILLISECONDS
 
 
-def byte_unit(most_bytes: float) -> Unit:
-    """Returns GB or MB, whichever suits the most of some bytes."""
-    return Unit("GB", 1e9) if most_bytes >= 2e9 else Unit("MB", 1e6)
+def byte_unit(max_bytes: float) -> Unit:
+    """Returns GB or MB, whichever suits the largest size."""
+    return Unit("GB", 1e9) if max_bytes >= 2e9 else Unit("MB", 1e6)

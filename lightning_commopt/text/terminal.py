@@ -1,4 +1,4 @@
-"""What every command prints with: tables that keep numbers whole in a narrow terminal, and text in any encoding."""
+"""Prints tables that keep numbers whole in a narrow terminal, and text in any encoding."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _ASCII = str.maketrans(
 class TextTable:
     """A table for `Console.print` that breaks no word and no number, however narrow the console is.
 
-    In a narrow console columns move closer, then text wraps between words. Where the longest words do not fit side by
-    side, it becomes a list: a line for each row's first cell, and below it the other cells behind their headings.
+    In a narrow console columns move closer, then text wraps between words. If the longest words do not fit side by
+    side, it becomes a list: a line for each row's first cell, and below it the other cells after their headings.
 
     Args:
         headings: of the columns; may have several lines.
@@ -49,12 +49,7 @@ class TextTable:
     """
 
     def __init__(
-        self,
-        *headings: str,
-        numbers: Collection[str] = (),
-        title: str = "",
-        caption: str = "",
-        has_rules: bool = True,
+        self, *headings: str, numbers: Collection[str] = (), title: str = "", caption: str = "", has_rules: bool = True
     ) -> None:
         self._headings = headings
         self._numbers = numbers
@@ -73,7 +68,7 @@ class TextTable:
         self._ends_of_sections.add(len(self._rows) - 1)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Yields the table, or the list where the table would have to break words."""
+        """Yields the table, or the list if the table would have to break words."""
         for wraps in (False, True):
             for padding in (_ROOMY, _TIGHT):
                 widths = self._widths(console, options, padding, wraps)
@@ -101,21 +96,18 @@ class TextTable:
     def _widths(
         self, console: Console, options: ConsoleOptions, padding: tuple[int, int, int, int], wraps: bool
     ) -> list[int] | None:
-        """Returns the widths of columns, of their longest words if text wraps; None if they do not fit."""
-        anything = options.update(max_width=_ANY_WIDTH)
+        """Returns the widths of columns, at least of their longest words if text wraps; None if they do not fit."""
+        unlimited = options.update(max_width=_ANY_WIDTH)
         columns = [
             [Text(heading), *(cells[index] for cells, _ in self._rows)] for index, heading in enumerate(self._headings)
         ]
-        measured = [[Measurement.get(console, anything, cell) for cell in column] for column in columns]
-        full = [max(each.maximum for each in column) for column in measured]
+        measured = [[Measurement.get(console, unlimited, cell) for cell in column] for column in columns]
+        full = [max(cell.maximum for cell in column) for column in measured]
         least = [
-            max(
-                each.maximum if name in self._numbers and each is not heading else each.minimum
-                for each in (heading, *cells)
-            )
+            max([heading.minimum, *(cell.maximum if name in self._numbers else cell.minimum for cell in cells)])
             for name, (heading, *cells) in zip(self._headings, measured, strict=True)
         ]
-        between = Measurement.get(console, anything, self._table(full, padding)).maximum - sum(full)
+        between = Measurement.get(console, unlimited, self._table(full, padding)).maximum - sum(full)
         left, wanted = options.max_width - between - sum(least), sum(full) - sum(least)
         if left < (0 if wraps else wanted):
             return None
@@ -145,12 +137,12 @@ class TextTable:
 
 
 def print_text(text: str | Text, console: Console, style: str = "") -> None:
-    """Prints a text, never as markup: wrapped between words on a terminal, else in one line."""
+    """Prints a text literally: wrapped between words on a terminal, else in one line."""
     console.print(Text(text, style=style) if isinstance(text, str) else text, soft_wrap=not console.is_terminal)
 
 
 def print_heading(text: str, console: Console) -> None:
-    """Prints a line across the console with a text in it, or the text alone where they do not fit side by side."""
+    """Prints a text within a line across the console, or the text alone if it is too long."""
     if len(text) + 4 <= console.width:
         console.rule(Text(text), align="left")
     else:
@@ -158,10 +150,7 @@ def print_heading(text: str, console: Console) -> None:
 
 
 def print_in_any_encoding() -> None:
-    """Lets this process print what its terminal's encoding lacks: as ASCII that reads the same, or escaped.
-
-    For commands only: standard output and standard error belong to the program otherwise.
-    """
+    """Replaces characters that the terminal's encoding lacks, by similar ASCII or escapes; for commands only."""
     codecs.register_error("commopt", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         # In the C locale errors are "surrogateescape", which fails as "strict" does.

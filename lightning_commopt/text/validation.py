@@ -1,4 +1,4 @@
-"""Checks of settings, hints at what was probably meant, and warnings that point at the user's line."""
+"""Checks of settings, hints at misspelled names, and warnings that point at the user's line."""
 
 from __future__ import annotations
 
@@ -16,72 +16,45 @@ _SKIPPED_PACKAGES = frozenset(
         *("torch", "hydra", "omegaconf", "jsonargparse", "contextlib", "functools", "threading"),
     }
 )
-"""Packages whose frames a warning leaves behind, to point at the line of the user that led there."""
+"""Packages whose frames a warning skips, to point at the user's line."""
 
 _warned: set[str] = set()
 
 
 def check_integer(name: str, value: Any, at_least: int) -> None:
-    """Checks a whole number.
-
-    Raises:
-        ValueError: it is no integer, or too small.
-    """
+    """Raises a ValueError unless a value is an integer of at least ``at_least``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Checks a finite number above 0.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Raises a ValueError unless a value is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Checks a boolean.
-
-    Raises:
-        ValueError: it is something else, such as the string "false".
-    """
+    """Raises a ValueError unless a value is a bool; the string "false" is none."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Checks one of several values.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Raises a ValueError with a hint unless a value is one of those allowed."""
     if value not in allowed:
-        hint = did_you_mean(value, [each for each in allowed if isinstance(each, str)])
+        hint = did_you_mean(value, [choice for choice in allowed if isinstance(choice, str)])
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 
 def check_power_of_two(name: str, value: Any, at_least: int, at_most: int) -> None:
-    """Checks a power of two.
-
-    Raises:
-        ValueError: it is no integer, none that is a power of two, or out of range.
-    """
+    """Raises a ValueError unless a value is a power of two within a range."""
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or not at_least <= value <= at_most or value & (value - 1):
         raise ValueError(f"{name} must be a power of two from {at_least} to {at_most}, got {value!r}")
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """Returns the end of an error message that names what was probably meant.
-
-    Args:
-        name: what the user wrote.
-        known: the names that there are.
-
-    Returns:
-        ``"; did you mean 'x'?"``, or nothing where no name is near.
+    """Returns the end of an error message, ``"; did you mean 'x'?"``, or "" if no known name is similar.
 
     >>> did_you_mean("bucket_cap", ["bucket_cap_mb", "static_graph"])
     "; did you mean 'bucket_cap_mb'?"
@@ -92,19 +65,17 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """
     if not isinstance(name, str):
         return ""
-    by_folded = {fold(each): each for each in known}
-    near = difflib.get_close_matches(fold(name), by_folded, n=1)
-    if not near:  # too short or too long to be alike: a part of one name, or a name with something around it
-        near = [each for each in by_folded if min(len(each), len(fold(name))) >= 4 and _one_has_the_other(name, each)]
+    folded, by_folded = fold(name), {fold(choice): choice for choice in known}
+    near = difflib.get_close_matches(folded, by_folded, n=1)
+    if not near:  # too different in length to be similar: one of the two may contain the other
+        near = [
+            other for other in by_folded if min(len(other), len(folded)) >= 4 and (folded in other or other in folded)
+        ]
     return f"; did you mean {by_folded[near[0]]!r}?" if len(near) == 1 else ""
 
 
-def _one_has_the_other(name: str, folded: str) -> bool:
-    return fold(name) in folded or folded in fold(name)
-
-
 def fold(name: str) -> str:
-    """Returns a name without what people spell differently: case, hyphens, underscores.
+    """Returns a name without case, hyphens, underscores and blanks, which users spell differently.
 
     >>> fold("PowerSGD") == fold("power_sgd") == fold("power-SGD")
     True
@@ -113,18 +84,13 @@ def fold(name: str) -> str:
 
 
 def warn(message: str, *, on_every_rank: bool = False) -> None:
-    """Warns on rank 0; the warning points at the line outside of this package, Lightning and torch that led here.
-
-    Args:
-        message: what to say.
-        on_every_rank: warn on the other ranks too, where each may have another reason.
-    """
+    """Warns on rank 0, or on every rank; the warning points at the user's line, outside of Lightning and us."""
     if on_every_rank or _is_rank_0():
         warnings.warn(message, stacklevel=_users_stacklevel())
 
 
 def warn_once(message: str) -> None:
-    """Warns as `warn` does, once for each message."""
+    """Calls `warn` once for each message."""
     if message not in _warned:
         _warned.add(message)
         warn(message)
@@ -147,11 +113,11 @@ def _is_rank_0() -> bool:
 def _users_stacklevel() -> int:
     """Returns the ``stacklevel`` with which the caller of this function warns at the user's line.
 
-    Python 3.12 has ``skip_file_prefixes`` for this. That takes files, and a dataclass's ``__init__`` has none.
+    Python 3.12's ``skip_file_prefixes`` does not suffice: a dataclass's ``__init__`` has no file.
     """
     level, frame = 1, sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _SKIPPED_PACKAGES:
             return level
         level, frame = level + 1, frame.f_back  # type: ignore[assignment]
-    return 2  # a thread of ours, with no line of the user's: at least the line that warns
+    return 2  # in a thread of ours, which has no line of the user: the line that warns

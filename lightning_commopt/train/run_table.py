@@ -1,9 +1,8 @@
-"""The results of a single run, for the terminal."""
+"""The table of a single run's results, for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import math
 
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.text.formatting import megabytes, number, percent
@@ -11,20 +10,20 @@ from lightning_commopt.text.terminal import TextTable
 
 
 def run_table(record: RunRecord) -> TextTable:
-    """Returns one row with what was measured, and a dash for what was not."""
+    """Returns one row; a dash for what was not measured."""
+
+    def known(value: float | None) -> float:
+        return math.nan if value is None else value
+
     cells = {
         "plan": record.plan_name or record.sync_method,
         "ranks": str(record.world_size or "-"),
-        "steps/s": _text(record.steps_per_s, number),
-        "samples/s": _text(record.samples_per_s, number),
-        "MB on the wire\nper step": _text(record.wire_bytes_per_step, megabytes),
-        "exposed": _text(record.exposed_share, percent),
-        "final\nvalidation loss": _text(record.val_loss, partial(number, digits=4)),
+        "steps/s": number(known(record.steps_per_s)),
+        "samples/s": number(known(record.samples_per_s)),
+        "MB on the wire\nper step": megabytes(known(record.wire_bytes_per_step)),
+        "exposed": percent(known(record.exposed_share)),
+        "final\nvalidation loss": number(known(record.val_loss), digits=4),
     }
     table = TextTable(*cells, numbers=list(cells)[1:])
     table.add_row(*cells.values())
     return table
-
-
-def _text(value: float | None, show: Callable[[float], str]) -> str:
-    return "-" if value is None else show(value)

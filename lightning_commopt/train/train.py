@@ -1,4 +1,4 @@
-"""The Hydra application ``commopt-train``: trains what a configuration says, and records how fast and how well."""
+"""The Hydra application ``commopt-train``: trains a configuration, and records speed and loss."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from lightning_commopt.train.sweep.launcher import register_launcher
 from lightning_commopt.train.sweep.resolvers import register_resolvers
 
 _NOISE = (
-    # The workloads make a batch in less time than another process would take to send it.
+    # The workloads make a batch faster than another process could send it.
     ".*does not have many workers.*",
-    # Lightning's own business with torch.
+    # Raised by Lightning's own calls of torch.
     ".*LeafSpec.* is deprecated.*",
     # At most one sample a rank counts twice.
     ".*Using `DistributedSampler` with the dataloaders.*",
@@ -63,11 +63,13 @@ def main() -> None:
             status, was_interrupted = 128 + interrupted.signal, True
         except SystemExit as stop:
             status = stop.code
-            # Hydra prints an error and exits while it handles it.
+            # Hydra prints an error and exits while handling it.
             if question := hint(stop.__context__, conf_dir()):
                 print(question, file=sys.stderr)
-    if display.results:
-        _report(display, console)
+    if display.results and display.sweep_dir is not None:
+        from lightning_commopt.report.files import report_sweep  # with plotly, which no rank needs
+
+        report_sweep(display.sweep_dir, console)
         num_failed = sum(result.record.status != "finished" for result in display.results)
         status = status or min(num_failed, 1)
     if was_interrupted and display.sweep_dir is not None:
@@ -76,26 +78,15 @@ def main() -> None:
     sys.exit(status)
 
 
-def _report(display: SweepDisplay, console: Console) -> None:
-    from lightning_commopt.report.files import report_sweep  # with what draws charts, which no rank needs
-
-    assert display.sweep_dir is not None
-    report_sweep(display.sweep_dir, console)
-
-
 def register_with_hydra(observer: SweepObserver) -> None:
-    """Makes our launcher and resolvers known to Hydra; the configuration cannot be composed without.
-
-    Args:
-        observer: notified of each event of a sweep.
-    """
+    """Registers our launcher, with an observer of sweeps, and our resolvers, which the configuration needs."""
     register_resolvers()
     command = (sys.executable, "-m", "lightning_commopt.train.train", *config_flags())
     register_launcher(SweepSettings(command=command, observer=observer))
 
 
 def _train_or_explain(config: DictConfig) -> float | None:
-    """Trains; a single run that cannot begin ends with the reason alone: Hydra 1.4 would print a traceback."""
+    """Trains; prints only the reason if a single run cannot begin, where Hydra 1.4 would print a traceback."""
     try:
         return train(config)
     except ConfigError as error:
@@ -106,10 +97,10 @@ def _train_or_explain(config: DictConfig) -> float | None:
 
 
 def train(config: DictConfig) -> float | None:
-    """Makes one run: fits, validates, and leaves ``config.yaml`` and ``run.json`` in the run's directory.
+    """Runs a configuration: fits, validates, and writes ``config.yaml`` and ``run.json`` into the run's directory.
 
     Args:
-        config: as composed from the group ``train``.
+        config: composed from ``train.yaml``.
 
     Returns:
         The final validation loss, if the model logs a ``val_loss``.
@@ -140,18 +131,16 @@ def train(config: DictConfig) -> float | None:
     if not is_first:
         return metrics.get("val_loss")
     record = finish_record(folder, metrics, seconds=time.perf_counter() - started)
-    if not is_in_sweep:  # else all jobs are in one table
+    if not is_in_sweep:  # a sweep has one table of all jobs
         Console().print(run_table(record))
     return record.val_loss
 
 
 def flags_first(arguments: list[str]) -> list[str]:
-    """Returns command-line arguments with Hydra's flags before the overrides.
+    """Returns command-line arguments, without the program's name, with Hydra's flags before the overrides.
 
-    Lightning appends overrides when it starts further ranks, and argparse takes none after a flag that follows others.
-
-    Args:
-        arguments: without the program's name.
+    Lightning appends overrides when it starts further ranks, and argparse accepts none after a flag that follows
+    others.
 
     >>> flags_first(["seed=1", "--config-name", "train", "seed=2"])
     ['--config-name', 'train', 'seed=1', 'seed=2']
@@ -164,7 +153,7 @@ def flags_first(arguments: list[str]) -> list[str]:
 
 
 def _fit(config: DictConfig, folder: Path) -> dict[str, float]:
-    """Trains, leaves a record, and returns the metrics of a validation afterwards."""
+    """Trains, records the run, and returns the metrics of a final validation."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
     seed_everything(config.seed + config.repetition, workers=True, verbose=False)
@@ -179,15 +168,10 @@ def _fit(config: DictConfig, folder: Path) -> dict[str, float]:
         default_root_dir=str(folder),
     )
     trainer.fit(model, datamodule=data)
-    return _validate(trainer, model, data)
-
-
-def _validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    has_validation = trainer.limit_val_batches != 0 and is_overridden("validation_step", model)
-    if not has_validation:
+    if trainer.limit_val_batches == 0 or not is_overridden("validation_step", model):
         return {}
-    of_each_loader = trainer.validate(model, datamodule=data, verbose=False)
-    return {name: float(value) for metrics in of_each_loader for name, value in metrics.items()}
+    by_loader = trainer.validate(model, datamodule=data, verbose=False)
+    return {name: float(value) for metrics in by_loader for name, value in metrics.items()}
 
 
 if __name__ == "__main__":

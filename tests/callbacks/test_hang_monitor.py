@@ -31,7 +31,9 @@ def test_the_rank_that_is_waited_for_is_named(faults: list[tuple[str, str]], tmp
     assert reports == same
     for (fault, strategy), report in zip(faults, reports, strict=True):
         check(fault, report)
-        snapshots = {each.rank: each for each in read_hang_report(tmp_path / f"{fault}-{strategy}").snapshots}
+        snapshots = {
+            snapshot.rank: snapshot for snapshot in read_hang_report(tmp_path / f"{fault}-{strategy}").snapshots
+        }
         assert any("hanging_fits.py" in frame for frame in frames_of(snapshots[1])) == (fault != "stopped")
 
 
@@ -168,10 +170,10 @@ def test_a_missing_monitor_is_waited_for_once() -> None:
     monitor._watched = watched  # type: ignore[assignment]
     trainer: Any = SimpleNamespace(training=False, validating=False, sanity_checking=False)
     with pytest.warns(UserWarning, match="not all ranks' monitors have started within a minute"):
-        monitor.on_validation_start(trainer, None)  # type: ignore[arg-type]
+        monitor.on_validation_start(trainer, None)
     for _ in range(3):  # a warning is an error in tests
         monitor.on_validation_epoch_end(trainer, None)
-        monitor.on_validation_start(trainer, None)  # type: ignore[arg-type]
+        monitor.on_validation_start(trainer, None)
     assert watched.num_waits == 1
 
 

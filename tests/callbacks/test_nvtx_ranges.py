@@ -303,8 +303,8 @@ def test_our_colours_are_those_of_nvtx():
         ({"colors": {"forward": True}}, "got True"),
         ({"colors": {"forward": None}}, "got None"),
         ({"colors": "red"}, "colors must be a mapping .*got 'red'"),
-        ({"domain": ""}, "domain must be a text that is not empty, got ''"),
-        ({"domain": None}, "domain must be a text that is not empty, got None"),
+        ({"domain": ""}, "domain must be a non-empty string, got ''"),
+        ({"domain": None}, "domain must be a non-empty string, got None"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):

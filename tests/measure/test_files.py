@@ -25,7 +25,7 @@ def _assert_same(found: StepRecord, written: StepRecord) -> None:
         assert one[1:] == pytest.approx(other[1:], abs=1e-7)
     for bucket, other_bucket in zip(found.buckets, written.buckets, strict=True):
         for field in fields(bucket):
-            values = [getattr(each, field.name) for each in (bucket, other_bucket)]
+            values = [getattr(info, field.name) for info in (bucket, other_bucket)]
             if field.name == "wire":
                 values = [[at_s for interval in wire for at_s in interval] for wire in values]
             assert values[0] == pytest.approx(values[1], abs=1e-7)

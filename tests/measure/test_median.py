@@ -15,4 +15,4 @@ def test_the_interval_holds_the_median_in_95_per_cent_of_all_samples(num_values:
     """If it fails, intervals are narrower than they say, or wider than they need be."""
     source = random.Random(num_values)
     samples = [median_of([source.gauss(0, 1) for _ in range(num_values)]) for _ in range(4000)]
-    assert sum(each.low <= 0 <= each.high for each in samples) / 4000 == pytest.approx(0.95, abs=0.01)
+    assert sum(sample.low <= 0 <= sample.high for sample in samples) / 4000 == pytest.approx(0.95, abs=0.01)

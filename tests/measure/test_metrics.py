@@ -66,7 +66,7 @@ def test_the_sample_is_that_of_a_plain_reservoir(sizes: list[int]) -> None:
     metric = StepStatistics(max_sampled_values=100 * 2 * 16)
     for start, size in zip(np.cumsum([0, *sizes[:-1]]), sizes, strict=True):
         metric.update(values[:, start : start + size])
-    assert np.array_equal(metric.steps.each[:, :, : len(QUANTITIES)], plain)
+    assert np.array_equal(metric.steps.values[:, :, : len(QUANTITIES)], plain)
 
 
 def test_forward_gives_the_batch_and_accumulates() -> None:
@@ -88,14 +88,14 @@ def test_merged_samples_have_a_share_for_each_step() -> None:
         values[:, :, 0] = step_s
         for _ in range(num_windows):
             metric.update(values)
-    before = long.steps.each.copy()
+    before = long.steps.values.copy()
     short.merge_state(long)
     for _ in range(5):
         short.update(np.ones((2, 50, len(QUANTITIES))))
     assert short.steps.num_steps == 12_750
-    assert len(short.steps.each) == 1000
-    assert np.mean(short.steps.each[:, 0, 0] == 2) == pytest.approx(2500 / 12_750, abs=0.04)  # always the same draw
-    assert np.array_equal(long.steps.each, before)
+    assert len(short.steps.values) == 1000
+    assert np.mean(short.steps.values[:, 0, 0] == 2) == pytest.approx(2500 / 12_750, abs=0.04)  # always the same draw
+    assert np.array_equal(long.steps.values, before)
 
 
 def test_reset_copy_and_pickle() -> None:

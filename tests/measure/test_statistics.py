@@ -148,7 +148,7 @@ def test_memory_is_bounded_and_means_stay_exact() -> None:
     for values in all_values:
         statistics.update(values)
         assert sum(map(len, statistics.sample)) <= 500 * 65 / 64 + 70
-        assert len(statistics.steps.each) <= 500
+        assert len(statistics.steps.values) <= 500
     metrics = statistics.steps.statistics()
     values = np.concatenate(all_values, axis=1)
     assert statistics.steps.num_steps == 7000
@@ -166,7 +166,7 @@ def test_the_sample_is_even() -> None:
     values[:, :, 0] = np.arange(20_000)
     for start in range(0, 20_000, 50):
         statistics.update(values[:, start : start + 50])
-    kept = statistics.steps.each[:, :, 0].T
+    kept = statistics.steps.values[:, :, 0].T
     assert kept.shape == (2, 64)
     assert np.array_equal(kept[0], kept[1])
     assert len(np.unique(kept[0])) == 64
@@ -179,7 +179,7 @@ def test_all_is_kept_as_long_as_it_fits() -> None:
     values = random_steps(2, 100)
     statistics.update(values[:, :60])
     statistics.update(values[:, 60:])
-    assert np.array_equal(statistics.steps.each[:, :, : len(QUANTITIES)].swapaxes(0, 1), values)
+    assert np.array_equal(statistics.steps.values[:, :, : len(QUANTITIES)].swapaxes(0, 1), values)
 
 
 def test_what_was_handed_in_is_left_alone() -> None:

@@ -147,7 +147,7 @@ def test_a_loss_under_another_name_names_the_override(tmp_path):
         overrides = (f"+commopt={hook}", "+commopt_record=callbacks")
         _save(tmp_path, *overrides, rates=rates, losses=[None] * 3, **options)
     (group,) = build_report([tmp_path]).groups
-    (sentence,) = [each for each in group.answer if "no final loss" in each]
+    (sentence,) = [text for text in group.answer if "no final loss" in text]
     assert "val/nll" in sentence
     assert "callbacks.commopt_run.val_loss=NAME" in sentence
 
@@ -198,7 +198,7 @@ def test_single_runs_say_that_the_noise_is_unknown(tmp_path):
 def test_how_to_repeat_fits_where_the_sweep_ran(tmp_path, overrides, config, advice):
     """If it fails, a project that has no key ``repeat`` is told to set it."""
     for hook, rate in (("none", 100), ("bf16", 150)):
-        own = [each.replace("bf16", hook) for each in overrides]
+        own = [override.replace("bf16", hook) for override in overrides]
         known = {"sync_method": hook, "plan": {"comm_hook": hook}, "samples_per_s": rate}
         save_run(tmp_path / hook, *own, config=config, **known)
     (group,) = build_report([tmp_path]).groups

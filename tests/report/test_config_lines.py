@@ -84,7 +84,7 @@ def test_ranks_are_pasted_where_they_were_set(tmp_path):
     save_run(tmp_path / "0", "trainer.devices=2", plan=None, world_size=2)
     save_run(tmp_path / "1", "trainer.devices=4", plan=None, world_size=4)
     lines = [setting.config_lines for setting in build_report([tmp_path]).groups[0].settings]
-    assert [yaml.safe_load("\n".join(each)) for each in lines] == [{"trainer": {"devices": n}} for n in (2, 4)]
+    assert [yaml.safe_load("\n".join(own)) for own in lines] == [{"trainer": {"devices": n}} for n in (2, 4)]
 
 
 @pytest.mark.parametrize(

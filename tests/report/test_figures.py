@@ -17,7 +17,7 @@ from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.figures.chart import Chart
 from lightning_commopt.report.figures.loss import MAX_CURVES, loss_curves
-from lightning_commopt.report.figures.scaling import efficiency, speedup
+from lightning_commopt.report.figures.scaling import scaling_charts
 from lightning_commopt.report.figures.step_time import overlap, step_parts
 from lightning_commopt.report.figures.steps import MAX_SETTINGS, typical_steps
 from lightning_commopt.report.figures.style import PlanStyle, plan_styles, series_of, typical_run
@@ -71,10 +71,10 @@ def test_bars_have_the_medians_and_intervals(sweep: Report) -> None:
     chart = throughput(group, _styles(sweep))
     assert chart is not None
     intervals = [setting.samples_per_s for setting in group.settings if setting.samples_per_s is not None]
-    most = max(each.high or 0 for each in intervals)
-    assert [bar.parts[0].end for bar in chart.bars] == pytest.approx([each.median / most for each in intervals])
+    most = max(interval.high or 0 for interval in intervals)
+    assert [bar.parts[0].end for bar in chart.bars] == pytest.approx([interval.median / most for interval in intervals])
     assert [bar.interval for bar in chart.bars] == [
-        pytest.approx(((each.low or 0) / most, (each.high or 0) / most)) for each in intervals
+        pytest.approx(((interval.low or 0) / most, (interval.high or 0) / most)) for interval in intervals
     ]
     assert _names(chart) == [setting.name for setting in group.settings]
 
@@ -100,7 +100,7 @@ def test_a_bucket_size_of_none_has_no_place_on_the_axis(tmp_path: Path) -> None:
 def test_a_plan_looks_the_same_everywhere(four_methods: Report) -> None:
     """If it fails, a reader takes one plan for another from chart to chart."""
     group, styles = four_methods.groups[0], _styles(four_methods)
-    lines = [line for line in _drawn(speedup(group, styles))["data"] if line["mode"] == "lines+markers"]
+    lines = [line for line in _drawn(scaling_charts(group, styles)[0])["data"] if line["mode"] == "lines+markers"]
     of_scaling = {
         scaling.sync_method: line["line"]["color"] for scaling, line in zip(group.scalings, lines, strict=True)
     }
@@ -115,22 +115,21 @@ def test_lines_of_a_plan_differ_in_more_than_the_colour() -> None:
     style = plan_styles(["none"])["none"]
     looks = {(style.variant(number).dash, style.variant(number).symbol) for number in range(8)}
     assert len(looks) == 8
-    assert len({each.color for each in plan_styles(map(str, range(8))).values()}) == 8
-    assert len({each.dash for each in plan_styles(map(str, range(7))).values()}) == 7
+    assert len({style.color for style in plan_styles(map(str, range(8))).values()}) == 8
+    assert len({style.dash for style in plan_styles(map(str, range(7))).values()}) == 7
 
 
 def test_speedups_have_the_ideal_and_amdahls_curve(four_methods: Report) -> None:
     group = four_methods.groups[0]
-    chart = speedup(group, _styles(four_methods))
+    chart = scaling_charts(group, _styles(four_methods))[0]
     ideal, *lines = _drawn(chart)["data"]
     assert (ideal["x"], ideal["y"]) == ([1, 4], [1, 4])
     for scaling, (fit, points) in zip(group.scalings, zip(lines[::2], lines[1::2], strict=True), strict=True):
         share = scaling.serial_share
         assert share is not None
         assert fit["y"][-1] == pytest.approx(1 / (share + (1 - share) / 4))
-        assert points["y"] == pytest.approx([each.median for each in scaling.speedups])
+        assert points["y"] == pytest.approx([interval.median for interval in scaling.speedups])
     assert any(label.startswith("interleaved") and "f" in label for label in _names(chart))
-    assert chart is not None
     assert "naive" in chart.note
 
 
@@ -138,26 +137,24 @@ def test_a_scaling_without_one_rank_is_drawn_over_the_fewest(tmp_path: Path) -> 
     for ranks in (2, 4, 8):
         save_run(tmp_path / str(ranks), f"ranks={ranks}", world_size=ranks, samples_per_s=10.0 * ranks)
     report = build_report([tmp_path])
-    chart = speedup(report.groups[0], _styles(report))
+    chart = scaling_charts(report.groups[0], _styles(report))[0]
     ideal, points = _drawn(chart)["data"]
     assert ideal["y"] == points["y"][::2] == [1, 4]
-    assert chart is not None
     assert chart.y_title == "speed-up over 2 ranks (times)"
-    assert _drawn(efficiency(report.groups[0], _styles(report)))["data"][1]["y"] == [100, 100, 100]
+    assert _drawn(scaling_charts(report.groups[0], _styles(report))[1])["data"][1]["y"] == [100, 100, 100]
 
 
 def test_efficiency_is_speedup_over_ranks(four_methods: Report) -> None:
     group = four_methods.groups[0]
-    _, *lines = _drawn(efficiency(group, _styles(four_methods)))["data"]
+    _, *lines = _drawn(scaling_charts(group, _styles(four_methods))[1])["data"]
     for scaling, line in zip(group.scalings, lines, strict=True):
-        shares = [100 * each.median / n for n, each in zip(scaling.num_ranks, scaling.speedups, strict=True)]
+        shares = [100 * interval.median / n for n, interval in zip(scaling.num_ranks, scaling.speedups, strict=True)]
         assert line["y"] == pytest.approx(shares)
 
 
 def test_a_scaling_that_makes_it_slower_is_named(four_methods: Report) -> None:
     slow = replace(four_methods.groups[0].scalings[0], serial_share=5.0)
-    chart = speedup(replace(four_methods.groups[0], scalings=(slow,)), _styles(four_methods))
-    assert chart is not None
+    chart = scaling_charts(replace(four_methods.groups[0], scalings=(slow,)), _styles(four_methods))[0]
     assert "more ranks are slower than one" in chart.note
 
 
@@ -165,7 +162,7 @@ def test_the_parts_of_a_step_add_up(sweep: Report) -> None:
     group = sweep.groups[0]
     chart = step_parts(group)
     assert chart is not None
-    steps_s = [each.step_s.median for each in group.settings if each.step_s is not None]
+    steps_s = [setting.step_s.median for setting in group.settings if setting.step_s is not None]
     lengths = [bar.parts[-1].end for bar in chart.bars]
     assert sorted(lengths) == pytest.approx(sorted(step_s / max(steps_s) for step_s in steps_s))
     assert all(a.end == pytest.approx(b.start) for bar in chart.bars for a, b in pairwise(bar.parts))
@@ -178,7 +175,9 @@ def test_bars_and_table_have_the_same_exposed_share(sweep: Report) -> None:
     group = sweep.groups[0]
     chart = step_parts(group)
     assert chart is not None
-    shares = {each.name: each.exposed_share.median for each in group.settings if each.exposed_share is not None}
+    shares = {
+        setting.name: setting.exposed_share.median for setting in group.settings if setting.exposed_share is not None
+    }
     for bar in chart.bars:
         exposed = bar.parts[-1]
         assert (exposed.end - exposed.start) / exposed.end == pytest.approx(shares[bar.name])
@@ -191,9 +190,9 @@ def test_overlap_never_saves_more_than_its_bound(sweep: Report) -> None:
     bounds, saved = zip(*((bar.parts[0].end, bar.parts[1].end) for bar in chart.bars), strict=True)
     assert all(saving <= bound + 1e-9 for saving, bound in zip(saved, bounds, strict=True))
     expected = [
-        min(each.step_s.median * (1 - each.exposed_share.median), each.comm_s.median)
-        for each in sweep.groups[0].settings
-        if each.step_s and each.exposed_share and each.comm_s
+        min(setting.step_s.median * (1 - setting.exposed_share.median), setting.comm_s.median)
+        for setting in sweep.groups[0].settings
+        if setting.step_s and setting.exposed_share and setting.comm_s
     ]
     assert sorted(bounds) == pytest.approx(sorted(length / max(expected) for length in expected))
 
@@ -374,5 +373,5 @@ def test_the_typical_run_is_that_of_median_throughput(sweep: Report) -> None:
     setting = sweep.groups[0].settings[0]
     run = typical_run(setting)
     assert run is not None
-    rates = sorted(each.record.samples_per_s or 0.0 for each in setting.runs)
+    rates = sorted(run.record.samples_per_s or 0.0 for run in setting.runs)
     assert run.record.samples_per_s == rates[1]

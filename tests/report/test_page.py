@@ -82,7 +82,7 @@ def test_has_everything_in_it(ladder: Report, tmp_path: Path) -> None:
     assert page.count("plotly.js v") == 1
     sources = [attributes.get("src") or attributes.get("href") or "" for _, attributes in elements.elements]
     assert [source for source in sources if source and not source.startswith(("#", "data:"))] == []
-    policy = next(each["content"] for _, each in elements.elements if each.get("http-equiv"))
+    policy = next(element["content"] for _, element in elements.elements if element.get("http-equiv"))
     assert policy is not None
     assert "default-src 'none'" in policy
     assert elements.elements[0] == ("html", {"lang": "en"})
@@ -222,4 +222,4 @@ def _strings(value: object) -> list[str]:
     if isinstance(value, str):
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for each in inner for text in _strings(each)]
+    return [text for element in inner for text in _strings(element)]

@@ -119,7 +119,7 @@ def test_no_label_covers_another_or_leaves_its_chart(page: OpenPage) -> None:
     for chart in charts:
         labels = chart["labels"]
         assert labels
-        outside = [each["text"] for each in labels if not _is_inside(each, chart["plot"])]
+        outside = [label["text"] for label in labels if not _is_inside(label, chart["plot"])]
         assert outside == []
         covered = [(a["text"], b["text"]) for at, a in enumerate(labels) for b in labels[:at] if _do_overlap(a, b)]
         assert covered == []
@@ -144,7 +144,7 @@ def test_bars_are_as_long_as_their_numbers(sweep: OpenPage, reports: dict[str, R
             return bars.map(bar => bar.querySelector(".part").getBoundingClientRect().width);
         })()"""
     )
-    rates = [each.samples_per_s.median for each in reports["sweep"].groups[0].settings if each.samples_per_s]
+    rates = [setting.samples_per_s.median for setting in reports["sweep"].groups[0].settings if setting.samples_per_s]
     for width, rate in zip(found, rates, strict=True):
         assert width / max(found) == pytest.approx(rate / max(rates), abs=0.01)
 
@@ -157,7 +157,9 @@ def test_headings_are_in_order(page: OpenPage) -> None:
 
 def test_a_click_sorts_the_table_as_the_numbers_say(sweep: OpenPage, reports: dict[str, Report]) -> None:
     settings = reports["sweep"].groups[0].settings
-    by_throughput = sorted(settings, key=lambda each: -(each.samples_per_s.median if each.samples_per_s else math.nan))
+    by_throughput = sorted(
+        settings, key=lambda setting: -(setting.samples_per_s.median if setting.samples_per_s else math.nan)
+    )
     header = sweep.page.locator("thead th", has_text="samples/s")
     header.locator("button").click()
     assert header.get_attribute("aria-sort") == "descending"
@@ -175,7 +177,7 @@ def test_the_keyboard_sorts_the_table(sweep: OpenPage, reports: dict[str, Report
     button = sweep.page.locator("thead th", has_text="exposed").locator("button")
     button.focus()
     sweep.page.keyboard.press("Enter")
-    shares = {each.name: each.exposed_share.median if each.exposed_share else math.nan for each in settings}
+    shares = {setting.name: setting.exposed_share.median if setting.exposed_share else math.nan for setting in settings}
     assert _names(sweep) == sorted(shares, key=lambda name: shares[name])
     assert sweep.page.locator("[aria-sort=ascending], [aria-sort=descending]").count() == 1
 

@@ -142,7 +142,7 @@ def test_a_run_without_throughput_is_named(tmp_path, rate):
 
 def test_a_run_shorter_than_its_warm_up_is_called_so(tmp_path):
     save_run(tmp_path / "0", num_timed_steps=0)
-    assert "no throughput, as no steps came after the warm-up: 0" in read_runs([tmp_path]).problems
+    assert "no throughput, as no steps followed the warm-up: 0" in read_runs([tmp_path]).problems
 
 
 def test_a_run_that_still_runs_is_named(sweep):

@@ -5,18 +5,18 @@ import pytest
 
 from lightning_commopt.report.names import setting_name
 from lightning_commopt.report.runs import read_runs
-from lightning_commopt.report.settings import RunsOfGroup, group_runs, turn
+from lightning_commopt.report.settings import GroupRuns, group_runs, repetition_key
 from support.sample_runs import save_run
 
 
-def _groups(folder: Path, *jobs: str, **fields: Any) -> list[RunsOfGroup]:
+def _groups(folder: Path, *jobs: str, **fields: Any) -> list[GroupRuns]:
     """Sorts runs with these overrides, each written with spaces between."""
     for number, overrides in enumerate(jobs):
         save_run(folder / str(number), *overrides.split(), **fields)
     return group_runs(read_runs([folder]))
 
 
-def _names(groups: list[RunsOfGroup]) -> dict[str, list[str]]:
+def _names(groups: list[GroupRuns]) -> dict[str, list[str]]:
     return {group.name: [setting.name for setting in group.settings] for group in groups}
 
 
@@ -49,7 +49,7 @@ def _names(groups: list[RunsOfGroup]) -> dict[str, list[str]]:
     ],
 )
 def test_names(overrides, name):
-    assert setting_name(dict(text.split("=", 1) for text in overrides.split()))[0] == name
+    assert setting_name(dict(text.split("=", 1) for text in overrides.split())) == name
 
 
 def test_settings_differ_in_what_the_sweep_varies(tmp_path):
@@ -81,7 +81,7 @@ def test_a_seed_of_another_name_is_a_repetition_too(tmp_path, name):
         tmp_path, *(f"variant={variant} {name}={seed}" for variant in ("bf16", "powersgd") for seed in (2, 1))
     )
     assert [len(setting.runs) for setting in group.settings] == [2, 2]
-    first, second = ({turn(run) for run in setting.runs} for setting in group.settings)
+    first, second = ({repetition_key(run) for run in setting.runs} for setting in group.settings)
     assert first == second
     assert len(first) == 2
 
@@ -91,14 +91,14 @@ def test_runs_are_in_the_order_of_their_repetitions(tmp_path):
     assert [run.name for run in group.settings[0].runs] == ["1", "2", "0"]
 
 
-def test_settings_of_one_repetition_share_a_turn(tmp_path):
+def test_settings_of_one_repetition_share_a_key(tmp_path):
     for sweep in ("a", "b"):
         for hook in ("none", "bf16"):
             save_run(tmp_path / sweep / hook, f"strategy/comm_hook={hook}", "repetition=0")
     (group,) = group_runs(read_runs([tmp_path]))
-    turns = [[turn(run) for run in setting.runs] for setting in group.settings]
-    assert turns[0] == turns[1]
-    assert turns[0][0] != turns[0][1]
+    keys = [[repetition_key(run) for run in setting.runs] for setting in group.settings]
+    assert keys[0] == keys[1]
+    assert keys[0][0] != keys[0][1]
 
 
 def test_another_model_or_link_is_another_group(tmp_path):

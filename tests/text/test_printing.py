@@ -182,8 +182,8 @@ def test_commands_print_in_ascii(variables: dict[str, str], tmp_path: Path) -> N
     logs = SLOW.write(tmp_path / "log")
     (tmp_path / "topo.txt").write_text(next(iter(DOCUMENTED.values())).tabbed(), encoding="utf-8")
     result_of(sample(lambda size: 1e-3 + size / 1e9)).save(tmp_path / "bench.json")
-    for each in SNAPSHOTS:
-        Records(tmp_path / "hangs", each.rank).keep(each, [])
+    for snapshot in SNAPSHOTS:
+        Records(tmp_path / "hangs", snapshot.rank).keep(snapshot, [])
     commands = [
         ["report", str(runs)],
         ["summary", str(tmp_path / "run"), "--num-warmup-steps=0"],

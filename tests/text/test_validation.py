@@ -38,7 +38,7 @@ def test_settings_without_effect_point_at_their_line() -> None:
     with pytest.warns(UserWarning, match="epsilon") as caught:
         CommPlan.from_dict({"comm_hook": {"name": "powersgd", "matrix_rank": 2, "epsilon": 0.1}})
     line = sys._getframe().f_lineno - 1
-    assert [(each.filename, each.lineno) for each in caught] == [(__file__, line)]
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
 
 
 def test_frames_of_torch_and_lightning_are_left_behind() -> None:
@@ -50,7 +50,7 @@ def test_frames_of_torch_and_lightning_are_left_behind() -> None:
     with pytest.warns(UserWarning, match="from within") as caught:
         call()
     line = sys._getframe().f_lineno - 1
-    assert [(each.filename, each.lineno) for each in caught] == [(__file__, line)]
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
 
 
 def test_a_thread_of_ours_can_warn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_a_thread_of_ours_can_warn(monkeypatch: pytest.MonkeyPatch) -> None:
         thread = threading.Thread(target=warn, args=("from a thread",))
         thread.start()
         thread.join()
-    assert [str(each.message) for each in caught] == ["from a thread"]
+    assert [str(warning.message) for warning in caught] == ["from a thread"]
 
 
 def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("always")
         warn("for all of them")
         warn("of this rank", on_every_rank=True)
-    assert [str(each.message) for each in caught] == ["of this rank"]
+    assert [str(warning.message) for warning in caught] == ["of this rank"]
 
 
 def test_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""The link model: how long a message takes, from what was measured."""
+"""The link model: predicts how long a message takes from measured times."""

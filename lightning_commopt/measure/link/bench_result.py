@@ -1,35 +1,32 @@
-"""The result of a bench: a row for each case, to JSON and back, and to CSV."""
+"""BenchResult: a row for each measured case, to JSON and back, and to CSV."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_commopt.measure.median import Median, median_of
 
 FORMAT = 1
-"""Of the JSON. A later version that changes what a key means raises it; new keys do not."""
+"""Version of the JSON, raised when a key changes its meaning; new keys keep it."""
 
+_T = TypeVar("_T")
 _KIND = "commopt bench"
 _SCOPE_WORDS = {"node": "within a node", "across": "across nodes"}
 _ONLY_OUT_OF_PLACE = ("all_to_all", "send_recv")
 
 
 def bus_factor(operation: str, num_ranks: int) -> float:
-    """Returns what the algorithm bandwidth is multiplied by, to compare it with a link's rate.
+    """Returns the factor from algorithm to bus bandwidth, which is comparable with a link's rate.
 
-    Args:
-        operation: a collective, or "comm_hook".
-        num_ranks: that take part.
-
-    Source: nccl-tests, doc/PERFORMANCE.md. Compound ways to reduce, and comm hooks, count as the all-reduce that they
-    stand for; the tests say nothing of those.
+    Source: nccl-tests, doc/PERFORMANCE.md. Compound reductions and comm hooks, which it does not cover, count as the
+    all-reduce that they replace.
     """
     if operation in ("all_reduce", "reduce_broadcast", "reduce_scatter_all_gather", "comm_hook"):
         return 2 * (num_ranks - 1) / num_ranks
@@ -40,16 +37,16 @@ def bus_factor(operation: str, num_ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing to measure.
+    """One operation to measure.
 
     Attributes:
         operation: a collective, or "comm_hook".
-        size_bytes: of the message; whole elements, of all ranks where it is divided.
-        count: elements as nccl-tests counts them: for a message that is divided, those of one rank.
+        size_bytes: of the message; a message that is divided counts whole.
+        count: elements as nccl-tests counts them: of a message that is divided, those of one rank.
         dtype: of the elements.
-        redop: how they are reduced; "none" where they are not.
+        redop: reduction; "none" for other collectives.
         place: "in" or "out" of place.
-        comm_hook: the compressor, as a configuration writes it; None for a collective.
+        comm_hook: the compressor as in a configuration; None for a collective.
         load: "idle" or "compute".
         scope: "all", "node" or "across".
         num_ranks: in one group.
@@ -77,12 +74,12 @@ class Case:
 
     @property
     def series(self) -> tuple[Any, ...]:
-        """What all cases have in common that differ in their size only."""
+        """The attributes that cases which differ in size alone share."""
         return self.name, self.dtype, self.redop, self.place, self.load, self.scope, self.num_ranks
 
     @property
     def label(self) -> str:
-        """The series in few words; what is usual is left out."""
+        """The series in few words, without defaults."""
         words = [self.name]
         words += [self.dtype] if self.dtype != "float32" else []
         words += [self.redop] if self.redop not in ("none", "sum", "mean") else []
@@ -94,15 +91,14 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was measured of one case.
+    """The measurement of one case.
 
     Attributes:
-        case: what it is.
-        times_s: of one call, one for each repetition: the mean of its calls on the slowest rank.
+        case: that was measured.
+        times_s: of one call, for each repetition: the mean of its calls on the slowest rank.
         num_iters: calls in a repetition.
-        num_wrong: elements that are not what they must be, on all ranks; of a comm hook, that differ between ranks.
-            None where nothing was checked.
-        error: why there are no times, in a line; None where there are.
+        num_wrong: wrong elements on all ranks; of a comm hook, elements that differ between ranks. None if unchecked.
+        error: why there are no times, in a line.
     """
 
     case: Case
@@ -118,24 +114,24 @@ class Row:
 
     @property
     def algbw(self) -> float:
-        """Bytes of the message in a second."""
+        """Message bytes per second."""
         return self.case.size_bytes / self.time_s.median
 
     @property
     def busbw(self) -> float:
-        """What a link carries in a second, in bytes; see `bus_factor`."""
+        """Bytes per second on a link; see `bus_factor`."""
         return self.algbw * bus_factor(self.case.operation, self.case.num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """All that was measured, with where and when.
+    """All measurements, with their conditions.
 
     Attributes:
         rows: in the order of cases.
-        where: "hosts", "devices", "backend", "world_size", "num_nodes", "link" and what else there is to know.
+        where: "hosts", "devices", "backend", "world_size", "num_nodes", "link" and other conditions.
         settings: see `BenchSettings.to_dict`.
-        peer_copies: bytes a second from each GPU (row) to each other one (column); empty without two GPUs.
+        peer_copies: bytes per second from each GPU (row) to each other one (column); empty without two GPUs.
     """
 
     rows: tuple[Row, ...]
@@ -153,7 +149,7 @@ class BenchResult:
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """The rate that the link was limited to, each way; None if it was not."""
+        """The limit of the link's rate in each direction; None without a limit."""
         bits = self.where.get("link_bits_per_s")
         return None if bits is None else bits / 8
 
@@ -165,7 +161,7 @@ class BenchResult:
         return {series: sorted(rows, key=lambda row: row.case.size_bytes) for series, rows in found.items()}
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns everything in types that JSON has; bandwidths in bytes a second."""
+        """Returns everything in JSON types; bandwidths in bytes per second."""
         return {
             "kind": _KIND,
             "format": FORMAT,
@@ -180,18 +176,13 @@ class BenchResult:
 
     @classmethod
     def load(cls, path: Path) -> BenchResult:
-        """Reads what `save` has written.
+        """Reads a file of `save`; for errors see `load_json`."""
 
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: it is not such a file, or it is cut.
-        """
-        plain = load_json(path, _KIND, FORMAT)
-        try:
-            rows = tuple(_row_of(each) for each in plain["rows"])
-            return cls(rows=rows, where=plain["where"], settings=plain["settings"], peer_copies=plain["peer_copies"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        def read(plain: dict[str, Any]) -> BenchResult:
+            rows = tuple(map(_read_row, plain.pop("rows")))
+            return cls(rows=rows, **{name: plain[name] for name in ("where", "settings", "peer_copies")})
+
+        return load_json(path, _KIND, FORMAT, read)
 
     def write_csv(self, path: Path) -> None:
         """Writes a row for each case; see `to_plain`."""
@@ -203,11 +194,7 @@ class BenchResult:
 
 
 def kind_of(path: Path) -> object:
-    """Returns what a JSON file of ours says it is; None of any other file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Returns the kind of a JSON file of ours; None of any other file."""
     try:
         plain = json.loads(path.read_bytes())
     except ValueError:
@@ -215,17 +202,18 @@ def kind_of(path: Path) -> object:
     return plain.get("kind") if isinstance(plain, dict) else None
 
 
-def load_json(path: Path, kind: str, newest_format: int) -> dict[str, Any]:
-    """Reads a JSON object that a command of ours has written.
+def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[str, Any]], _T]) -> _T:
+    """Reads a JSON file of our commands.
 
     Args:
         path: of the file.
-        kind: that it says it is.
-        newest_format: that we can read.
+        kind: expected in it.
+        newest_format: that this version supports.
+        read: makes the result from the JSON object.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else, or a part.
+        ValueError: it holds something else, or is incomplete.
     """
     try:
         plain = json.loads(path.read_bytes())
@@ -236,7 +224,15 @@ def load_json(path: Path, kind: str, newest_format: int) -> dict[str, Any]:
         raise ValueError(f"{path} is no result of {kind}")
     if not isinstance(plain.get("format"), int) or plain["format"] > newest_format:
         raise ValueError(f"{path} has format {plain.get('format')!r}; this version reads up to {newest_format}")
-    return plain
+    try:
+        return read(plain)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+
+
+def read_case(plain: Mapping[str, Any]) -> Case:
+    """Returns the case in an object that has its fields, and perhaps others."""
+    return Case(**{field.name: plain[field.name] for field in dataclasses.fields(Case)})
 
 
 def _plain_row(row: Row) -> dict[str, Any]:
@@ -255,8 +251,8 @@ def _plain_row(row: Row) -> dict[str, Any]:
     return {**plain, **numbers, "times_s": list(row.times_s)}
 
 
-def _row_of(plain: Mapping[str, Any]) -> Row:
-    case = Case(**{each.name: plain[each.name] for each in dataclasses.fields(Case)})
+def _read_row(plain: Mapping[str, Any]) -> Row:
+    case = read_case(plain)
     if plain.get("error") is not None:
         return Row(case=case, error=str(plain["error"]))
     times_s = [float(time_s) for time_s in plain["times_s"]]

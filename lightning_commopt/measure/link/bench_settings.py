@@ -1,4 +1,4 @@
-"""What to measure: `BenchSettings`, validated once, here."""
+"""BenchSettings: the options of a bench, validated."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing import Any
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch
 
 SINGLE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send_recv")
-"""One collective each; send_recv is a ring, in which each rank sends to the next one."""
+"""Single collectives; send_recv is a ring, in which each rank sends to the next one."""
 
 COMPOUND = ("reduce_broadcast", "reduce_scatter_all_gather")
-"""Two other ways to what all_reduce does."""
+"""Pairs of collectives that are equivalent to all_reduce."""
 
 COLLECTIVES = (*SINGLE, *COMPOUND)
-
-EQUAL_WAYS = ("all_reduce", *COMPOUND)
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
 REDOPS = ("sum", "min", "max")
@@ -45,17 +43,17 @@ class BenchSettings:
         collectives: among `COLLECTIVES`.
         sizes_bytes: of messages, as nccl-tests counts them: what all_gather receives and reduce_scatter sends.
         dtypes: of elements, among `DTYPES`.
-        redops: how to reduce, among `REDOPS`.
-        places: "in" for in place and "out" for out of place. A collective that knows one of them only takes that.
-        comm_hooks: compressors to measure beside, as `lightning_commopt.compressors.compressor_from_config` takes them.
-        loads: "idle", and "compute" for with matrix products on the device or core meanwhile.
+        redops: reductions, among `REDOPS`.
+        places: "in" for in place and "out" for out of place. A collective that supports one of them uses that.
+        comm_hooks: compressors to measure too, in the form for `lightning_commopt.compressors.compressor_from_config`.
+        loads: "idle", and "compute" for running matrix products on the device or core meanwhile.
         scopes: "all" ranks, the ranks of each "node" among themselves, or "across" nodes, one rank of each.
         root: of broadcast and reduce.
         num_iters: calls in a repetition; None for as many as last ``block_s``.
-        num_warmups: calls before the first repetition, behind the one that is checked.
-        num_repetitions: of every case; all cases take turns.
-        block_s: seconds that a repetition should last at least, unless ``num_iters`` is given.
-        is_checked: compare results with what they must be.
+        num_warmups: calls before the first repetition, after the one that is checked.
+        num_repetitions: of every case; repetitions of all cases are interleaved.
+        block_s: least duration of a repetition in seconds, unless ``num_iters`` is given.
+        is_checked: verify results.
 
     Raises:
         ValueError: a value is unknown, or out of range.

@@ -1,7 +1,7 @@
-"""Latency and bandwidth fitted to times by size, in as many pieces as the data ask for.
+"""Fits latency and bandwidth to times by size, piecewise where the data require it.
 
-A message of ``S`` bytes takes ``latency_s + S * s_per_byte``, with values of its own in each range of sizes. Errors are
-relative, and weigh by how exactly a size was measured.
+A message of ``S`` bytes takes ``latency_s + S * s_per_byte``, with other values in each range of sizes. Errors are
+relative, weighted by the precision of the measurement.
 """
 
 from __future__ import annotations
@@ -14,18 +14,11 @@ from typing import NamedTuple
 _MAX_SEGMENTS = 4
 _MIN_POINTS = 3
 _FLOOR = 0.01
-"""A line through real times is expected to be off by as much, however exactly they were measured."""
+"""Expected relative error of a line through real times, however exactly they were measured."""
 
 
 class Segment(NamedTuple):
-    """A range of sizes with one latency and one bandwidth.
-
-    Attributes:
-        first_bytes: the smallest size measured in it.
-        last_bytes: the largest.
-        latency_s: of a message without content; at least 0.
-        s_per_byte: the inverse of the bandwidth; at least 0.
-    """
+    """A range of measured sizes with one latency and one inverse bandwidth, neither below 0."""
 
     first_bytes: int
     last_bytes: int
@@ -37,13 +30,7 @@ class Segment(NamedTuple):
 
 
 class Point(NamedTuple):
-    """What was measured of one size.
-
-    Attributes:
-        size_bytes: of the message.
-        time_s: the median.
-        noise: how far that may be off, relative.
-    """
+    """The median time of one size, and its relative error."""
 
     size_bytes: int
     time_s: float
@@ -56,13 +43,10 @@ class Point(NamedTuple):
 
 
 def fit_segments(points: Sequence[Point]) -> tuple[Segment, ...]:
-    """Returns the segments with the least Bayesian information criterion.
-
-    Args:
-        points: one for each size, in the order of sizes; at least one.
+    """Returns the segments with the least Bayesian information criterion, for points in the order of sizes.
 
     >>> points = [Point(size, 1e-3 + size / 1e8) for size in (10**3, 10**4, 10**5, 10**6)]
-    >>> [(f"{each.latency_s:.2g}", f"{1 / each.s_per_byte:.2g}") for each in fit_segments(points)]
+    >>> [(f"{segment.latency_s:.2g}", f"{1 / segment.s_per_byte:.2g}") for segment in fit_segments(points)]
     [('0.001', '1e+08')]
     """
     fits = _fits(points)
@@ -77,12 +61,7 @@ def fit_segments(points: Sequence[Point]) -> tuple[Segment, ...]:
 
 
 def time_at(segments: Sequence[Segment], size_bytes: float) -> float:
-    """Returns the time of a message; between two segments, what lies between their ends.
-
-    Args:
-        segments: in the order of sizes.
-        size_bytes: of the message, which may lie beyond them.
-    """
+    """Returns the time of a message of any size; between two segments, interpolated between their ends."""
     for segment, following in pairwise(segments):
         if size_bytes <= segment.last_bytes:
             return segment.time_s(size_bytes)
@@ -94,28 +73,27 @@ def time_at(segments: Sequence[Segment], size_bytes: float) -> float:
 
 
 def errors_left_out(points: Sequence[Point], segments: Sequence[Segment]) -> list[float]:
-    """Returns for each point its time over the prediction by a fit without it, in the same segments, minus 1.
+    """Returns the cross-validation error of each point: its time over the prediction of a fit without it, minus 1.
 
-    Args:
-        points: that ``segments`` were fitted to.
-        segments: their ends stay as they are.
+    The fit without a point has the same segments as the fit to all.
     """
     errors = []
     for point in points:
         own = next(segment for segment in segments if point.size_bytes <= segment.last_bytes)
-        inside = [each for each in points if own.first_bytes <= each.size_bytes <= own.last_bytes]
-        others = [each for each in inside if each is not point]
-        without = [_fit(others)] if others else []
+        inside = [other for other in points if own.first_bytes <= other.size_bytes <= own.last_bytes]
+        others = [other for other in inside if other is not point]
+        sums = _Sums()
+        for other in others:
+            sums.add(other)
+        without = [Segment(others[0].size_bytes, others[-1].size_bytes, *sums.line())] if others else []
         refitted = [fitted for segment in segments for fitted in (without if segment is own else [segment])]
         errors.append(point.time_s / time_at(refitted, point.size_bytes) - 1 if refitted else 0.0)
     return errors
 
 
 class _Fitted(NamedTuple):
-    """A segment and the sum of its points' weighted squared relative errors."""
-
     segment: Segment
-    squares: float
+    squares: float  # sum of its points' weighted squared relative errors
 
 
 def _fits(points: Sequence[Point]) -> dict[tuple[int, int], _Fitted]:
@@ -134,7 +112,7 @@ def _fits(points: Sequence[Point]) -> dict[tuple[int, int], _Fitted]:
 def _best_split(
     fits: dict[tuple[int, int], _Fitted], num_points: int, num_segments: int
 ) -> tuple[float, tuple[Segment, ...]]:
-    """Returns the least sum of squares of so many segments, and these; by dynamic programming over where they begin."""
+    """Returns the segments with the least sum of squares, after it; dynamic programming over where they begin."""
     best: dict[int, tuple[float, tuple[Segment, ...]]] = {0: (0.0, ())}
     for _ in range(num_segments):
         longer: dict[int, tuple[float, tuple[Segment, ...]]] = {}
@@ -145,15 +123,8 @@ def _best_split(
     return best[num_points]
 
 
-def _fit(points: Sequence[Point]) -> Segment:
-    sums = _Sums()
-    for point in points:
-        sums.add(point)
-    return Segment(points[0].size_bytes, points[-1].size_bytes, *sums.line())
-
-
 class _Sums:
-    """What the line of least relative squares needs of its points: latency * inverse + s_per_byte * rate is near 1."""
+    """The sums behind the line of least relative squares: latency * inverse + s_per_byte * rate is near 1."""
 
     __slots__ = ("inverses", "inverses_rates", "rates", "squared_inverses", "squared_rates", "weights")
 
@@ -172,7 +143,7 @@ class _Sums:
         self.squared_rates += weight * rate * rate
 
     def line(self) -> tuple[float, float]:
-        """Returns the latency and the seconds of a byte, neither of them below 0."""
+        """Returns the latency and the seconds per byte, neither of them below 0."""
         aa, ab, bb = self.squared_inverses, self.inverses_rates, self.squared_rates
         a1, b1 = self.inverses, self.rates
         determinant = aa * bb - ab * ab

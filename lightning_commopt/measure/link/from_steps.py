@@ -1,4 +1,4 @@
-"""What a training run tells of its link, without any probe: the marks of its buckets, as a bench would have them."""
+"""Measures a link from a training run without any probe: the times of its buckets as a bench result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_commopt.measure.link.message_times import MIN_TIMES, NUM_LAST_STE
 
 
 def result_of_run(run_dir: Path, *, num_last_steps: int = NUM_LAST_STEPS) -> BenchResult:
-    """Returns the times of a run's buckets by size, under the load that its backward is; see `MessageTimes`.
+    """Returns the times of a run's buckets by size, under the load of its backward; see `MessageTimes`.
 
-    Ranks append to their files while they train: reading them again refreshes what they tell.
+    Ranks append to their files while they train: read them again for newer steps.
 
     Args:
         run_dir: the directory that has ``comm_time``, where `CommTimeMonitor` saved steps.
-        num_last_steps: that count, of those that all ranks have saved.
+        num_last_steps: to use, of those that all ranks have saved.
 
     Raises:
         FileNotFoundError: there are no files.
@@ -28,28 +28,22 @@ def result_of_run(run_dir: Path, *, num_last_steps: int = NUM_LAST_STEPS) -> Ben
     ranks = read_run(run_dir)
     header, world_size = ranks[0].header, ranks[0].world_size
     times = MessageTimes(num_last_steps)
-    steps_of_ranks = [{record.step: record for record in records.steps} for records in ranks]
-    common = sorted(set.intersection(*map(set, steps_of_ranks))) if len(ranks) == world_size else []
+    by_rank = [{record.step: record for record in records.steps} for records in ranks]
+    common = sorted(set.intersection(*map(set, by_rank))) if len(ranks) == world_size else []
     for step in common[-num_last_steps:]:
-        of_ranks = [bucket_times(steps[step]) for steps in steps_of_ranks]
-        sizes_bytes = [message.size_bytes for message in of_ranks[0]]
-        if all([message.size_bytes for message in messages] == sizes_bytes for messages in of_ranks):
-            times.add(min(messages, key=attrgetter("time_s")) for messages in zip(*of_ranks, strict=True))
+        messages = [bucket_times(steps[step]) for steps in by_rank]
+        sizes_bytes = [message.size_bytes for message in messages[0]]
+        if all([message.size_bytes for message in own] == sizes_bytes for own in messages):
+            times.add(min(pair, key=attrgetter("time_s")) for pair in zip(*messages, strict=True))
     where = where_of_run(run_dir, header, last_step=common[-1] if common else -1)
     result = times.result(comm_hook=str(header.get("comm_hook", "none")), where=where)
     if not result.rows:
-        raise ValueError(f"{run_dir}: no bucket of its steps was seen {MIN_TIMES} times on all ranks")
+        raise ValueError(f"{run_dir}: no bucket of its steps was recorded {MIN_TIMES} times on all ranks")
     return result
 
 
 def where_of_run(run_dir: Path, header: Mapping[str, Any], *, last_step: int) -> dict[str, Any]:
-    """Returns what a result or a model says of the run that it is from.
-
-    Args:
-        run_dir: its directory, whose name is the run's.
-        header: what a rank's file of steps says of the run.
-        last_step: that counted.
-    """
+    """Returns ``where`` of a result: name and header of its run, and the last step that counts."""
     return {
         "run": Path(run_dir).name,
         "world_size": header["world_size"],

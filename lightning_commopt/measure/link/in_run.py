@@ -1,4 +1,4 @@
-"""LinkTracker: the link model of a run that trains, refreshed from the steps that just ended."""
+"""LinkTracker: keeps the link model of a running fit up to date with its last steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_commopt.measure.link.bench_result import bus_factor
 from lightning_commopt.measure.link.from_steps import where_of_run
-from lightning_commopt.measure.link.message_times import BucketTime, MessageTimes, bucket_times, of_most_sizes
+from lightning_commopt.measure.link.message_times import BucketTime, MessageTimes, bucket_times, spread_sizes
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import StepRecord
 
@@ -21,13 +21,11 @@ NUM_MESSAGES = 8
 (``benchmarks/link_refresh.py``)."""
 
 _SIZES_RATIO = 2
-"""Between the largest and the smallest message, at least, to tell latency from bandwidth: the relative error of the
+"""Least ratio of the largest to the smallest message that separates latency from bandwidth: the relative error of the
 bandwidth is then at most sqrt(1 + 2**2) / (2 - 1) = 2.2 times that of a time, and grows without limit towards 1."""
 
 
-class _Step(NamedTuple):
-    """A step of this rank, whose times the other ranks have as well."""
-
+class _SentStep(NamedTuple):
     number: int
     sizes_bytes: tuple[int, ...]
 
@@ -35,16 +33,15 @@ class _Step(NamedTuple):
 class LinkTracker:
     """Keeps the link model of a run up to date.
 
-    Each rank calls `rows` with its steps and hands the numbers to the others with whatever else the ranks gather;
-    `update` takes those of all ranks. It needs no communication of its own. Alone a rank cannot tell what the link
-    takes from what it waits for the others: without their times there is no model.
+    Each rank calls `rows` with its steps; the caller gathers the numbers from all ranks and passes them to `update`.
+    One rank alone cannot separate the link's time from waiting for others, so without their times there is no model.
 
     Args:
-        run_dir: of the run, whose name the model bears.
-        header: what a rank's file of steps says of the run; it has "world_size".
+        run_dir: of the run; the model has its name.
+        header: of the rank's file of steps, with "world_size".
 
     Attributes:
-        model: of the last 200 steps; None until a size was seen three times.
+        model: of the last 200 steps; None until a size was measured three times.
     """
 
     def __init__(self, run_dir: Path, header: Mapping[str, Any]) -> None:
@@ -52,19 +49,19 @@ class LinkTracker:
         self._run_dir = run_dir
         self._header = header
         self._comm_hook: str | None = None
-        self._sent: list[_Step] = []
+        self._sent: list[_SentStep] = []
         self._times = MessageTimes()
 
     def rows(self, records: Sequence[StepRecord], comm_hook: str) -> list[list[float]]:
-        """Returns how long the buckets of some steps took, for all ranks to know.
+        """Returns how long the buckets of some steps took, to be gathered from all ranks.
 
         Args:
-            records: the steps, which replace those of the call before.
-            comm_hook: what averages the gradients now. Where it changed since the last call, all times before that
-                count no more, and neither do these steps, which may be of both.
+            records: the steps, which replace those of the last call.
+            comm_hook: name of what averages the gradients now. A change since the last call discards all earlier times
+                and these steps, which may mix both.
 
         Returns:
-            `NUM_MESSAGES` numbers for each step, in seconds; NaN where it has fewer buckets.
+            `NUM_MESSAGES` seconds for each step, padded with NaN.
         """
         is_changed = self._comm_hook not in (None, comm_hook)
         self._comm_hook = comm_hook
@@ -73,20 +70,16 @@ class LinkTracker:
             self.model = None
         self._sent, rows = [], []
         for record in records:
-            messages = [] if is_changed else of_most_sizes(bucket_times(record), NUM_MESSAGES)
-            self._sent.append(_Step(record.step, tuple(message.size_bytes for message in messages)))
+            messages = [] if is_changed else spread_sizes(bucket_times(record), NUM_MESSAGES)
+            self._sent.append(_SentStep(record.step, tuple(message.size_bytes for message in messages)))
             rows.append([message.time_s for message in messages] + [math.nan] * (NUM_MESSAGES - len(messages)))
         return rows
 
     def update(self, times_s: NDArray[np.float64]) -> LinkModel | None:
-        """Refreshes the model.
+        """Refreshes the model and returns it; None if these times are not enough for one.
 
         Args:
-            times_s: ``(num_ranks, num_steps, NUM_MESSAGES)``, what `rows` gave on each rank for the first steps of its
-                last call.
-
-        Returns:
-            The new model; None where these times make none.
+            times_s: ``(num_ranks, num_steps, NUM_MESSAGES)``, of all ranks, for the first steps of the last `rows`.
         """
         world_size = self._header["world_size"]
         if len(times_s) < world_size or not times_s.shape[1]:
@@ -104,17 +97,16 @@ class LinkTracker:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The model in two numbers, see `link_metrics`; both NaN while there is none."""
+        """The two numbers of `link_metrics`; NaN without a model."""
         return link_metrics(self.model)
 
 
 def link_metrics(model: LinkModel | None) -> dict[str, float]:
     """Returns the two numbers of a run's link model.
 
-    Returns:
-        ``link_latency_s`` of a small message, and ``link_bandwidth``, the bus bandwidth of a large one in bytes a
-        second: of the first and the last segment of the model. With a comm hook bytes are those before compression,
-        and times include it. NaN where the sizes of messages do not differ enough to tell the two apart.
+    ``link_latency_s`` is that of the model's first segment, ``link_bandwidth`` the bus bandwidth of its last in bytes
+    per second. With a comm hook bytes are those before compression, and times include it. Both are NaN if the sizes of
+    messages differ too little to separate them.
     """
     latency_s = bandwidth = math.nan
     if model is not None:

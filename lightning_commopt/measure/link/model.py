@@ -1,4 +1,4 @@
-"""LinkModel: predicts how long collectives take on a link that was measured, with an interval; to JSON and back."""
+"""LinkModel: predicts how long collectives take on a measured link, with an interval; to JSON and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row, load_json
+from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row, load_json, read_case
 from lightning_commopt.measure.link.fit import Point, Segment, errors_left_out, fit_segments, time_at
 from lightning_commopt.measure.link.sizes import size_text
 from lightning_commopt.measure.median import CONFIDENCE
@@ -19,24 +19,17 @@ from lightning_commopt.measure.runs.record import write_json
 from lightning_commopt.text.formatting import count, number, short_percent
 
 FORMAT = 1
-"""Of the JSON. A later version that changes what a key means raises it; new keys do not."""
+"""Version of the JSON, raised when a key changes its meaning; new keys keep it."""
 
 MODEL_KIND = "commopt link model"
-"""What the JSON says it is."""
+"""``kind`` in the JSON."""
 
 _MIN_SIZES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """How long a message takes.
-
-    Attributes:
-        time_s: the median to expect.
-        low_s: below it are 2.5 % of repetitions, judging by those that were measured.
-        high_s: above it are 2.5 %.
-        is_extrapolated: the size is outside of those that were measured.
-    """
+    """The expected median time of a message, a 95 % interval of repetitions, and whether the size is unmeasured."""
 
     time_s: float
     low_s: float
@@ -45,13 +38,7 @@ class Prediction:
 
 
 class Spread(NamedTuple):
-    """The interval of predictions near a size.
-
-    Attributes:
-        size_bytes: that was measured.
-        low_ratio: lower end over the prediction.
-        high_ratio: upper end over the prediction.
-    """
+    """The interval near a measured size, its ends over the prediction."""
 
     size_bytes: int
     low_ratio: float
@@ -63,12 +50,11 @@ class Curve:
     """Time against size for one series of cases.
 
     Attributes:
-        case: the series; its size and count say nothing.
+        case: of the series; its size and count mean nothing.
         segments: in the order of sizes.
-        median_error: of predictions of sizes that the fit had not seen, relative, each left out in turn; None where
-            there are fewer than three sizes.
-        max_error: the largest of them.
-        spreads: intervals over the prediction, by size.
+        median_error: relative, in leave-one-out cross-validation; None with fewer than three sizes.
+        max_error: the largest of these errors.
+        spreads: by size.
     """
 
     case: Case
@@ -81,10 +67,14 @@ class Curve:
     def fit(cls, rows: Sequence[Row]) -> Curve:
         """Fits a curve to the rows of one series, in the order of sizes.
 
-        An interval is made of the repetitions of a size and its two neighbours: their times over the prediction by a
-        fit without their size.
+        An interval is that of the repetitions of a size and its two neighbours: their times over the prediction by a
+        fit without their size. A point's noise is half the interval of its median.
         """
-        points = [Point(row.case.size_bytes, row.time_s.median, _noise(row)) for row in rows]
+        points = [
+            Point(row.case.size_bytes, time_s, (high - low) / 2 / time_s)
+            for row in rows
+            for time_s, low, high in [row.time_s]
+        ]
         segments = fit_segments(points)
         errors = errors_left_out(points, segments)
         ratios = [
@@ -105,15 +95,11 @@ class Curve:
         )
 
     def predict(self, size_bytes: float) -> Prediction:
-        """Returns how long a message takes.
-
-        Raises:
-            ValueError: the size is below 1 byte.
-        """
+        """Predicts the time of a message of at least 1 byte."""
         if not size_bytes >= 1:
             raise ValueError(f"size_bytes must be at least 1, got {size_bytes!r}")
         time_s = time_at(self.segments, size_bytes)
-        spread = min(self.spreads, key=lambda each: abs(math.log(each.size_bytes / size_bytes)))
+        spread = min(self.spreads, key=lambda near: abs(math.log(near.size_bytes / size_bytes)))
         is_inside = self.segments[0].first_bytes <= size_bytes <= self.segments[-1].last_bytes
         return Prediction(
             time_s=time_s,
@@ -138,11 +124,11 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkModel:
-    """Predicts collectives and comm hooks on a link that was measured.
+    """Predicts collectives and comm hooks on a measured link.
 
     Attributes:
         curves: one for each series: collective, dtype, place, load, scope and number of ranks.
-        where: where and when it was measured, as in `BenchResult.where`.
+        where: conditions, as in `BenchResult.where`.
     """
 
     curves: tuple[Curve, ...]
@@ -150,11 +136,7 @@ class LinkModel:
 
     @classmethod
     def fit(cls, result: BenchResult) -> LinkModel:
-        """Fits a curve to every series of a result.
-
-        Raises:
-            ValueError: nothing was measured.
-        """
+        """Fits a curve to every series of a result that has measured rows."""
         if not result.measured:
             raise ValueError("there is nothing to fit a link model to: no case was measured")
         curves = tuple(Curve.fit(rows) for rows in result.by_series().values())
@@ -165,10 +147,10 @@ class LinkModel:
 
         Args:
             name: of the collective, or of the comm hook with its options, as `Case.name`.
-            **wanted: further attributes of `Case` that it must have, such as ``load="compute"``.
+            **wanted: further attributes of the `Case`, such as ``load="compute"``.
 
         Raises:
-            KeyError: there is none; the message names those that there are.
+            KeyError: no curve matches; the message lists all.
         """
         for curve in self.curves:
             if curve.case.name == name and all(getattr(curve.case, key) == value for key, value in wanted.items()):
@@ -177,15 +159,11 @@ class LinkModel:
         raise KeyError(f"no curve of {name!r}{f' with {wanted}' if wanted else ''}; there are: {known}")
 
     def predict(self, name: str, size_bytes: float, **wanted: Any) -> Prediction:
-        """Returns how long a message takes; see `curve` for the arguments."""
+        """Predicts the time of a message; see `curve` for the arguments."""
         return self.curve(name, **wanted).predict(size_bytes)
 
     def predict_hierarchical(self, size_bytes: float, **wanted: Any) -> Prediction:
-        """Returns how long a hierarchical all-reduce takes: within the node, across nodes with a part each, within.
-
-        Args:
-            size_bytes: of the whole message.
-            **wanted: see `curve`.
+        """Predicts a hierarchical all-reduce: reduce_scatter in nodes, all_reduce across with parts, all_gather.
 
         Raises:
             KeyError: the model lacks reduce_scatter and all_gather of scope "node", or all_reduce of scope "across".
@@ -195,9 +173,7 @@ class LinkModel:
         gather = self.predict("all_gather", size_bytes, scope="node", **wanted)
         parts = scatter.predict(size_bytes), across, gather
         return Prediction(
-            time_s=sum(part.time_s for part in parts),
-            low_s=sum(part.low_s for part in parts),
-            high_s=sum(part.high_s for part in parts),
+            **{name: sum(getattr(part, name) for part in parts) for name in ("time_s", "low_s", "high_s")},
             is_extrapolated=any(part.is_extrapolated for part in parts),
         )
 
@@ -211,43 +187,27 @@ class LinkModel:
         return {"kind": MODEL_KIND, "format": FORMAT, "where": dict(self.where), "curves": curves}
 
     def save(self, path: Path) -> None:
-        """Writes the model as JSON; who reads it meanwhile finds the old one or the new, never a part."""
+        """Writes the model as JSON, atomically."""
         write_json(path, self.to_plain())
 
     @classmethod
     def load(cls, path: Path) -> LinkModel:
-        """Reads what `save` has written.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: it is not such a file, or it is cut.
-        """
-        plain = load_json(path, MODEL_KIND, FORMAT)
-        try:
-            curves = tuple(_curve_of(each) for each in plain["curves"])
-            return cls(curves=curves, where=plain["where"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        """Reads a file of `save`; for errors see `load_json`."""
+        return load_json(
+            path,
+            MODEL_KIND,
+            FORMAT,
+            lambda plain: cls(curves=tuple(map(_read_curve, plain["curves"])), where=plain["where"]),
+        )
 
 
-def _curve_of(plain: Mapping[str, Any]) -> Curve:
-    case = Case(**{each.name: plain["case"][each.name] for each in dataclasses.fields(Case)})
-    segments = tuple(Segment(**each) for each in plain["segments"])
-    spreads = tuple(Spread(**each) for each in plain["spreads"])
+def _read_curve(plain: Mapping[str, Any]) -> Curve:
+    segments = tuple(Segment(**segment) for segment in plain["segments"])
+    spreads = tuple(Spread(**spread) for spread in plain["spreads"])
     if not segments or not spreads:
         raise ValueError("a curve has no segments, or no spreads")
-    return Curve(
-        case=case,
-        segments=segments,
-        spreads=spreads,
-        median_error=plain["median_error"],
-        max_error=plain["max_error"],
-    )
-
-
-def _noise(row: Row) -> float:
-    """Returns how far the median of a row may be off, relative: half of its interval."""
-    return (row.time_s.high - row.time_s.low) / 2 / row.time_s.median
+    errors = {name: plain[name] for name in ("median_error", "max_error")}
+    return Curve(case=read_case(plain["case"]), segments=segments, spreads=spreads, **errors)
 
 
 def _spread(size_bytes: int, ratios: Iterable[float]) -> Spread:

@@ -1,10 +1,11 @@
-"""From which size on a comm hook is faster than an all-reduce on this link, in a sentence."""
+"""Finds the size from which a comm hook is faster than an all-reduce on a link."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from lightning_commopt.measure.link.bench_result import BenchResult, Row
+from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row
 from lightning_commopt.measure.link.sizes import size_text
 from lightning_commopt.text.formatting import number
 
@@ -15,9 +16,8 @@ class Payoff:
 
     Attributes:
         name: of the series.
-        from_bytes: the smallest size measured from which on it is faster beyond noise at every size; None if there is
-            none.
-        ratio_at_largest: how many times as fast it is at the largest size.
+        from_bytes: the smallest measured size from which on it is faster beyond noise; None if there is none.
+        ratio_at_largest: speed-up at the largest size.
         text: the same as a sentence.
     """
 
@@ -28,16 +28,14 @@ class Payoff:
 
 
 def payoffs(result: BenchResult) -> list[Payoff]:
-    """Compares each comm hook with the all-reduce of the same dtype, load and sizes, as far as both were measured."""
+    """Compares each comm hook with the all-reduce of the same dtype, load and sizes, where both were measured."""
     series = result.by_series()
     found = []
     for rows in series.values():
         case = rows[0].case
         if case.operation != "comm_hook":
             continue
-        exact = next((others for others in series.values() if _is_rival(others[0], rows[0])), None)
-        if exact is None:
-            continue
+        exact = next(filter(partial(_is_reference, hook=case), series.values()), [])
         by_size = {row.case.size_bytes: row for row in exact}
         pairs = [(row, by_size[row.case.size_bytes]) for row in rows if row.case.size_bytes in by_size]
         if pairs:
@@ -45,10 +43,10 @@ def payoffs(result: BenchResult) -> list[Payoff]:
     return found
 
 
-def _is_rival(row: Row, hook: Row) -> bool:
-    ours, theirs = row.case, hook.case
-    same = (ours.dtype, ours.load, ours.scope) == (theirs.dtype, theirs.load, theirs.scope)
-    return ours.operation == "all_reduce" and ours.place == "in" and ours.redop == "sum" and same
+def _is_reference(rows: list[Row], hook: Case) -> bool:
+    case = rows[0].case
+    is_plain = (case.operation, case.place, case.redop) == ("all_reduce", "in", "sum")
+    return is_plain and (case.dtype, case.load, case.scope) == (hook.dtype, hook.load, hook.scope)
 
 
 def _payoff(name: str, pairs: list[tuple[Row, Row]]) -> Payoff:

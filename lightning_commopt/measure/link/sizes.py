@@ -1,4 +1,4 @@
-"""Message sizes as nccl-tests writes them: a number of bytes, or of K, M or G, which are powers of 1024."""
+"""Message sizes in the notation of nccl-tests: a number of bytes, or of K, M or G, which are powers of 1024."""
 
 from __future__ import annotations
 
@@ -10,17 +10,7 @@ _MAX_SIZES = 200
 
 
 def parse_size(name: str, text: str) -> int:
-    """Reads a size.
-
-    Args:
-        name: of the option, for the error.
-        text: such as "8", "64K" or "1.5G"; upper or lower case.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        ValueError: it is no size, or more than 1024G.
+    """Returns the bytes of a size such as "8", "64K" or "1.5g"; errors name the option.
 
     >>> parse_size("-b", "8"), parse_size("-e", "1.5k")
     (8, 1536)
@@ -33,13 +23,7 @@ def parse_size(name: str, text: str) -> int:
 
 
 def sizes_between(first_bytes: int, last_bytes: int, *, factor: float = 2, step_bytes: int | None = None) -> list[int]:
-    """Returns sizes as nccl-tests goes through them.
-
-    Args:
-        first_bytes: where to begin.
-        last_bytes: where to end; the last size is not above it.
-        factor: from one size to the next.
-        step_bytes: what to add to a size for the next one, instead of multiplying it.
+    """Returns sizes as nccl-tests does: each the last one times ``factor``, or plus ``step_bytes``.
 
     Raises:
         ValueError: the sizes do not grow, or are too many.

@@ -1,4 +1,4 @@
-"""Collects the loss of a fit as it goes on; `losses` is the file that comes of it."""
+"""Collects the loss of a fit while it trains; `losses` writes it to a file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]
 class LossCurve:
     """Collects the losses of batches without ever waiting for the device.
 
-    A point stands for as many consecutive batches as its neighbours do. When ``max_points`` are full, neighbours are
-    merged and each point stands for twice as many batches, so that memory is bounded however long the fit is.
-
-    Args:
-        max_points: an even number.
+    Every point is the mean of equally many consecutive batches. With ``max_points`` (an even number) full, neighbours
+    are merged and points hold twice as many batches, so memory is bounded.
     """
 
     def __init__(self, max_points: int = 512) -> None:
@@ -30,19 +27,13 @@ class LossCurve:
         self._max_points = max_points
         self._batches_per_point = 1
         self._num_batches = 0
-        # By point: the last batch's step and seconds, the sum of the losses, and how many there were.
+        # By point: the last batch's step and seconds, the sum of the losses, and their number.
         self._marks: list[tuple[int, float]] = []
         self._sums: list[Tensor | float] = []
         self._counts: list[int] = []
 
     def add(self, loss: Tensor | None, step: int, seconds: float) -> None:
-        """Adds one batch.
-
-        Args:
-            loss: one number, on any device; only read. None for a batch without a loss.
-            step: optimizer steps made so far.
-            seconds: of training so far.
-        """
+        """Adds one batch, with its loss on any device, or None, and the steps and seconds of training so far."""
         if self._num_batches == self._max_points * self._batches_per_point:
             self._marks, self._sums, self._counts = self._merged(2)
             self._batches_per_point *= 2
@@ -57,14 +48,14 @@ class LossCurve:
             self._counts[-1] += 1
 
     def points(self, device: torch.device | None = None, reduce: Reduce | None = None) -> list[LossPoint]:
-        """Returns the mean loss of every point in which there was a loss.
+        """Returns the mean loss of every point that has a loss.
 
         With ``reduce`` the n-th batches of all ranks make one point, whose loss is the mean over the ranks that have
         one; its step and seconds are those of the rank that is ahead. Ranks may have different numbers of batches and
         of losses. All ranks must then call it.
 
         Args:
-            device: whose tensors ``reduce`` takes; None for the CPU.
+            device: of the tensors for ``reduce``; None for the CPU.
             reduce: None for the losses of this rank alone.
         """
         device = device or torch.device("cpu")
@@ -78,7 +69,7 @@ class LossCurve:
             totals[1:, : len(sums)] = torch.tensor([counts, *zip(*marks, strict=True)], dtype=torch.float64)
         if reduce is not None and num_points:
             totals = torch.cat([reduce(totals[:2].clone(), "sum"), reduce(totals[2:].clone(), "max")])
-        totals[3] = totals[3].cummax(0).values  # where the rank that was ahead has ended, another's clock is behind
+        totals[3] = totals[3].cummax(0).values  # after the rank that was ahead has ended, another's clock may be behind
         return [
             LossPoint(kind="train", step=int(step), seconds=seconds, loss=total / count)
             for total, count, step, seconds in totals.T.tolist()
@@ -86,7 +77,7 @@ class LossCurve:
         ]
 
     def _merged(self, num: int) -> tuple[list[tuple[int, float]], list[Tensor | float], list[int]]:
-        """Returns the points with ``num`` neighbours in one."""
+        """Returns the points with ``num`` neighbours merged into one."""
         starts = range(0, len(self._counts), num)
         marks = [self._marks[start : start + num][-1] for start in starts]
         sums = [sum(self._sums[start : start + num]) for start in starts]

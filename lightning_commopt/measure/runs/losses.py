@@ -16,10 +16,10 @@ class LossPoint:
     """One point of the curve.
 
     Attributes:
-        kind: "train" for the mean of the batches since the point before, "val" for a validation.
-        step: optimizer steps made so far.
-        seconds: of training so far; validation is not in it.
-        loss: nats, or whatever the model's loss is.
+        kind: "train" for the mean of the batches since the last point, "val" for a validation.
+        step: optimizer steps so far.
+        seconds: of training so far, without validation.
+        loss: in the model's unit.
     """
 
     kind: Literal["train", "val"]
@@ -35,10 +35,7 @@ def write_losses(folder: Path, points: Sequence[LossPoint]) -> None:
 
 
 def read_losses(folder: Path) -> list[LossPoint]:
-    """Reads the curve of a run.
-
-    Returns:
-        The points in the order of time; none where there is no file.
+    """Reads the curve of a run, in the order of time; empty without a file.
 
     Raises:
         ValueError: a line is not a point.
@@ -47,12 +44,15 @@ def read_losses(folder: Path) -> list[LossPoint]:
     if not path.is_file():
         return []
     try:
-        return [_point(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [
+            LossPoint(
+                kind="val" if line["kind"] == "val" else "train",
+                step=int(line["step"]),
+                seconds=float(line["seconds"]),
+                loss=float(line["loss"]),
+            )
+            for line in lines
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: a line is not a point of a loss curve ({type(error).__name__}: {error})") from error
-
-
-def _point(line: str) -> LossPoint:
-    values = json.loads(line)
-    kind: Literal["train", "val"] = "val" if values["kind"] == "val" else "train"
-    return LossPoint(kind=kind, step=int(values["step"]), seconds=float(values["seconds"]), loss=float(values["loss"]))

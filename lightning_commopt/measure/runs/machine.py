@@ -1,4 +1,4 @@
-"""What a run runs on: versions of packages, and devices."""
+"""The machine of a run: versions of packages, and devices."""
 
 import os
 import platform
@@ -25,7 +25,7 @@ class Device:
 
     Attributes:
         kind: "cpu" or "cuda".
-        name: the maker's name of it.
+        name: the vendor's name.
         memory_bytes: its own memory; of a CPU the machine's.
         num_cores: cores that this process may use, or streaming multiprocessors.
     """
@@ -37,7 +37,7 @@ class Device:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, of this package and of those that it stands on, as far as they are installed.
+    """Returns the versions of Python, of this package and of its main dependencies, if installed.
 
     >>> list(versions())
     ['python', 'lightning_commopt', 'torch', 'lightning', 'pytorch_lightning', 'hydra']
@@ -46,13 +46,16 @@ def versions() -> dict[str, str]:
     for name, distribution in _DISTRIBUTIONS.items():
         with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(distribution)
-    # torch's own string has the build in it, as in 2.6.0+cpu; the metadata of some builds lacks that.
+    # torch's own string includes the build, as in 2.6.0+cpu; the metadata of some builds lacks it.
     return {"python": platform.python_version(), **installed, "torch": str(torch.__version__)}
 
 
 def devices() -> list[Device]:
     """Returns the CPU and every CUDA device that this process sees."""
-    cpu = Device(kind="cpu", name=_cpu_name(), memory_bytes=_memory_bytes(), num_cores=_num_cpu_cores())
+    # Linux only; knows of taskset and of a scheduler's limits
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cpu = Device(kind="cpu", name=_cpu_name(), memory_bytes=memory_bytes, num_cores=num_cores)
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     gpus = [
         Device(kind="cuda", name=gpu.name, memory_bytes=gpu.total_memory, num_cores=gpu.multi_processor_count)
@@ -62,7 +65,7 @@ def devices() -> list[Device]:
 
 
 def nccl_version() -> str | None:
-    """Returns the version of the NCCL that this torch was built with, such as "2.21.5"; None without NCCL."""
+    """Returns the version of torch's NCCL, such as "2.21.5"; None without NCCL."""
     if not dist.is_nccl_available():
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())
@@ -76,13 +79,3 @@ def _cpu_name() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def _num_cpu_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # Linux only; knows of taskset and of a scheduler's limits
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

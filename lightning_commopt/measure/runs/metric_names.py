@@ -1,4 +1,4 @@
-"""Which of a model's metrics is the validation's loss, or its accuracy, whatever separators it is written with."""
+"""Finds the validation loss and accuracy among a model's metrics, whatever separators their names have."""
 
 from __future__ import annotations
 
@@ -11,21 +11,14 @@ _OPTIONS = {
 }
 _VALIDATION = ("val", "valid", "validation")
 ENDINGS = {"val_loss": ("loss",), "val_accuracy": ("accuracy", "acc")}
-"""For each field of a `RunRecord`, how its metric may be called after "val", "valid" or "validation"."""
+"""For each field of a `RunRecord`, the words that may follow "val", "valid" or "validation"."""
 
 
 def find_metric(names: Iterable[str], field: str) -> str | None:
-    """Returns the metric that a field of the record stands for.
+    """Returns the name of the metric for a field of the record, one of `ENDINGS`; None if no name matches.
 
     A name matches if it is, or ends in, ``val_loss``, ``valid_loss`` or ``validation_loss``, in any case and with any
-    of ``/ _ . -`` and blanks between the words. Of several the shortest is taken, and of those the alphabet's first.
-
-    Args:
-        names: of the metrics that the model logged.
-        field: one of `ENDINGS`.
-
-    Returns:
-        The name; None where none matches.
+    of ``/ _ . -`` and blanks between the words. The shortest one wins, then the alphabetically first.
 
     >>> find_metric(["train/loss", "val/loss", "val/acc"], "val_loss")
     'val/loss'
@@ -40,11 +33,11 @@ def find_metric(names: Iterable[str], field: str) -> str | None:
 
 
 def how_to_name_loss(metrics: Iterable[str], callbacks_choice: str | None) -> str:
-    """Returns what to do where no metric was taken for the final loss.
+    """Returns how to name the final loss if no metric matched.
 
     Args:
         metrics: that the model logged.
-        callbacks_choice: of the Hydra group ``commopt_record``; None where it was not used.
+        callbacks_choice: of the Hydra group ``commopt_record``; None if it was not used.
     """
     option = _OPTIONS.get(callbacks_choice or "", "RunRecorder(val_loss=NAME)")
     logged = ", ".join(sorted(metrics)) or "nothing"

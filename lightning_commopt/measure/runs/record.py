@@ -18,35 +18,30 @@ Status = Literal["running", "finished", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run. None stands for what is not known.
+    """One run. None means unknown.
 
     Attributes:
         status: "running" until the end; a run that was killed keeps it.
-        sync_method: what averages the gradients: the name of the compressor, "none" for DDP itself, or the class of
-            another strategy.
+        sync_method: name of the compressor, "none" for DDP's own all-reduce, or the class of another strategy.
         plan_name: the plan in few words, with all that differs from the defaults.
-        settings: everything that was configured, resolved: dotted names to values; all options of the `CommPlan`, if
-            there is one, begin with ``plan.``.
-        overrides: what the user set on Hydra's command line, as it was written.
-        chosen: for each override, the name in `settings` of what it set.
+        settings: the resolved configuration: dotted names to values; options of the `CommPlan` begin with ``plan.``.
+        overrides: of Hydra's command line, as written.
+        chosen: for each override, the name in `settings` that it set.
         strategy: class of the Lightning strategy.
-        device: that rank 0 trained on: the GPU's name, or "cpu".
+        device: of rank 0: the GPU's name, or "cpu".
         plan: names in `settings` of the options of the `CommPlan` that differ from their defaults; None without a plan.
-        is_lossy: the compressor of the plan changes gradients; None where there is no plan.
+        is_lossy: the compressor changes gradients; None without a plan.
         world_size: number of ranks that trained.
         started_at: local time with its offset, ISO 8601.
-        seconds: from the start to the end of the run, with set-up and validation.
+        seconds: of the whole run, with set-up and validation.
         steps_per_s: optimizer steps after the warm-up steps, without validation.
-        samples_per_s: over all ranks.
-        num_timed_steps: how many steps the two are taken from.
+        samples_per_s: the same in samples, over all ranks.
+        num_timed_steps: number of steps behind the two rates.
         wire_bytes_per_step: payload that one rank hands to collectives for its gradients.
-        comm_time: the summary of `CommTimeMonitor`, by its names; empty where there was none.
-        peak_memory_bytes: of the rank that needed most: on a GPU what was allocated, else what the process held.
-        num_parameters: of the model.
-        val_loss: at the end.
-        val_accuracy: at the end.
-        metrics: whatever the model logged, as it was at the end.
-        metric_names: of ``val_loss`` and ``val_accuracy``, the metrics that they were taken from.
+        comm_time: the summary of `CommTimeMonitor`, by its names; empty without one.
+        peak_memory_bytes: of the rank that needed most: allocated on a GPU, else resident in the process.
+        metrics: last values of all metrics that the model logged.
+        metric_names: the metrics behind ``val_loss`` and ``val_accuracy``.
         versions: of Python and packages.
         hardware: the CPU and the GPUs, with names, memory and cores.
         git: commit, and whether files differed from it.
@@ -84,11 +79,11 @@ class RunRecord:
 
     @property
     def exposed_share(self) -> float | None:
-        """Share of a step that communication takes and nothing hides, 0 to 1; None without `CommTimeMonitor`."""
+        """Share of a step that waits for communication, 0 to 1; None without `CommTimeMonitor`."""
         return self.comm_time.get("exposed_share")
 
     def save(self, folder: Path) -> None:
-        """Writes the record into the folder of its run, whole or not at all."""
+        """Writes the record into the folder of its run, atomically."""
         write_json(folder / RUN_FILE, dataclasses.asdict(self))
 
     @classmethod
@@ -103,7 +98,7 @@ class RunRecord:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or not {"status", "sync_method"} <= values.keys():
             raise ValueError(f"{path} is not the record of a run")
-        if isinstance(plan := values.get("plan"), dict):  # before the plan stood in the settings alone
+        if isinstance(plan := values.get("plan"), dict):  # older records keep the plan outside of the settings
             options = flat(plan, "plan.")
             values |= {"settings": options | values.get("settings", {}), "plan": list(options)}
         types = get_type_hints(cls)
@@ -124,18 +119,18 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _is_a(value: Any, type_hint: Any) -> bool:
-    """Returns whether a value is what an annotation says; int is accepted for float, bool is not."""
+    """Returns whether a value matches an annotation; int is accepted for float, bool is not."""
     origin, inner = get_origin(type_hint), get_args(type_hint)
     if type_hint is Any:
         return True
     if origin is Literal:
         return value in inner
     if origin in (Union, UnionType):
-        return any(_is_a(value, each) for each in inner)
+        return any(_is_a(value, allowed) for allowed in inner)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_is_a(each, inner[0]) for each in value)
+        return isinstance(value, tuple) and all(_is_a(element, inner[0]) for element in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_is_a(each, inner[1]) for each in value.values())
+        return isinstance(value, dict) and all(_is_a(element, inner[1]) for element in value.values())
     if type_hint in (int, float) and isinstance(value, bool):
         return False
     return isinstance(value, (int, float) if type_hint is float else type_hint)

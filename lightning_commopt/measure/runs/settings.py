@@ -1,4 +1,4 @@
-"""What a run was set to, flat: dotted names and values in types that JSON has, and which of them somebody chose."""
+"""The settings of a run, flat: dotted names and JSON values, and the names that overrides set."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-_OWN_GROUPS = ("commopt", "commopt_record")  # whatever package a project puts them at
-_HERE = "."
+_OWN_GROUPS = ("commopt", "commopt_record")  # at whatever package a project puts them
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -29,15 +28,15 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the settings of the Hydra job that this process is at, and the names that its command line set.
+    """Returns the settings of this process's Hydra job, and the names that its command line set.
 
     Args:
-        folder: of the run, whose path becomes "." in values: it says nothing of how a run trains.
-        config: resolved, in plain types; None for what Hydra has saved in the job's directory.
+        folder: of the run, whose path becomes "." in values, as it does not affect training.
+        config: resolved, in plain types; None for the one that Hydra saved in the job's directory.
 
     Returns:
-        The leaves of the configuration and, under the names of config groups, which of their options were chosen; and
-        for each override of the command line, what it set.
+        The leaves of the configuration and, under the names of config groups, the chosen options; and the name that
+        each override set.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -50,14 +49,7 @@ def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> tup
 def settings_of(
     folder: Path, config: Mapping[str, Any], overrides: Sequence[str], choices: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns what `hydra_settings` does, for any Hydra job.
-
-    Args:
-        folder: of the run.
-        config: resolved, in plain types.
-        overrides: of the job's command line.
-        choices: of config groups, as Hydra has them; None for those in the overrides.
-    """
+    """Returns what `hydra_settings` does, for any Hydra job; without choices of config groups, from its overrides."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parsed = OverridesParser.create().parse_overrides(list(overrides))
@@ -66,14 +58,15 @@ def settings_of(
         for group, option in (choices or {}).items()
         if not group.startswith("hydra/")
     }
-    settings = {name: _without_place(value, folder) for name, value in {**groups, **flat(config)}.items()}
-    for override in parsed:
-        settings.setdefault(_name_of(override), _value_of(override))
-    return settings, tuple(map(_name_of, parsed))
+    settings = {name: _relative(value, folder) for name, value in {**groups, **flat(config)}.items()}
+    chosen = tuple(_name(override.key_or_group, override.package or "") for override in parsed)
+    for name, override in zip(chosen, parsed, strict=True):
+        settings.setdefault(name, _value_of(override))
+    return settings, chosen
 
 
 def text_of(value: Any) -> str:
-    """Returns a setting's value as a command line has it.
+    """Returns a setting's value as written on a command line.
 
     >>> [text_of(value) for value in (None, True, 25.0, [1, 25], "bf16")]
     ['null', 'true', '25', '[1,25]', 'bf16']
@@ -91,12 +84,8 @@ def _name(group: str, package: str) -> str:
     return group if not package or group in _OWN_GROUPS else f"{group}@{package}"
 
 
-def _name_of(override: Override) -> str:
-    return _name(override.key_or_group, override.package or "")
-
-
 def _value_of(override: Override) -> Any:
-    """Returns the value of an override that the configuration has under another name, or not at all."""
+    """Returns the value of an override that the configuration has under another name, or lacks."""
     if override.is_delete():
         return None
     value = override.value()
@@ -111,16 +100,17 @@ def _saved_config(output_dir: Path) -> dict[str, Any]:
         config = OmegaConf.load(output_dir / ".hydra" / "config.yaml")
         try:
             plain = OmegaConf.to_container(config, resolve=True)
-        except OmegaConfBaseException:  # something in it cannot be resolved outside of the application
+        except OmegaConfBaseException:  # some values resolve only within the application
             plain = OmegaConf.to_container(config, resolve=False)
     except (OSError, ValueError):
         return {}
     return {str(name): value for name, value in plain.items()} if isinstance(plain, dict) else {}
 
 
-def _without_place(value: Any, folder: Path) -> Any:
+def _relative(value: Any, folder: Path) -> Any:
+    """Returns a value in types that JSON has, with "." for the folder."""
     if isinstance(value, str):
-        return value.replace(str(folder.resolve()), _HERE).replace(str(folder), _HERE)
+        return value.replace(str(folder.resolve()), ".").replace(str(folder), ".")
     if isinstance(value, (list, tuple)):
-        return [_without_place(each, folder) for each in value]
+        return [_relative(element, folder) for element in value]
     return value if isinstance(value, (int, float, bool, type(None))) else str(value)

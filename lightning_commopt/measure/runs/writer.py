@@ -1,4 +1,4 @@
-"""Writes ``run.json``: the only place that does, from the beginning of a run to its end."""
+"""Writes ``run.json`` from the beginning of a run to its end; no other module does."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def new_record(
     """Returns the record of a run that begins now, on this machine.
 
     Args:
-        sync_method: see `RunRecord`.
-        started_in: within the repository that the run is made from, if there is one.
-        settings: see `RunRecord`, as the next two.
+        sync_method: see `RunRecord`, as for the others.
+        started_in: a folder of the repository with the run's code, if there is one.
+        settings: resolved.
         overrides: of Hydra's command line.
-        chosen: what they set.
+        chosen: names that they set.
     """
     from lightning_commopt.measure.runs.machine import devices, versions  # with torch, which no reader needs
 
@@ -49,32 +49,14 @@ def new_record(
 
 
 def write_record(folder: Path, record: RunRecord, **fields: Any) -> RunRecord:
-    """Writes the record of a run.
-
-    Args:
-        folder: of the run.
-        record: what is known of it.
-        **fields: of the record, that are now something else.
-
-    Returns:
-        What was written.
-
-    Raises:
-        OSError: it cannot be written; what was there is left.
-    """
+    """Writes the record of a run with some changed fields, and returns it; an OSError leaves the old file."""
     record = dataclasses.replace(record, **fields)
     record.save(folder)
     return record
 
 
 def finish_record(folder: Path, metrics: Mapping[str, float], *, seconds: float) -> RunRecord:
-    """Writes that a run has finished, with the metrics of a validation after the fit.
-
-    Args:
-        folder: of the run.
-        metrics: that the validation logged; they replace those of the fit.
-        seconds: that the run took.
-    """
+    """Records that a run has finished after some seconds; metrics of its last validation replace those of the fit."""
     record = RunRecord.load(folder)
     names, values = dict(record.metric_names), dict[str, float]()
     for field in ("val_loss", "val_accuracy"):
@@ -95,22 +77,19 @@ def fail_record(
     seconds: float | None = None,
     is_final: bool = False,
 ) -> RunRecord | None:
-    """Writes why a run has failed, unless there is a reason already.
+    """Records why a run failed, unless there is a reason already.
 
     The first reason is the cause: when a rank has failed, the others follow with errors of their connections.
 
     Args:
         folder: of the run.
-        reason: for which it has failed.
-        unfinished: what to take where the run has no record; None to write nothing then.
-        seconds: for which it ran; None if nobody knows.
+        reason: of the failure.
+        unfinished: used if the run has no record; None to write nothing then.
+        seconds: that it ran; None if unknown.
         is_final: replace an earlier reason.
 
     Returns:
-        What was written, or was there; None without a record.
-
-    Raises:
-        OSError: it cannot be written.
+        The record, new or unchanged; None without one.
     """
     try:
         record = RunRecord.load(folder)
@@ -125,25 +104,14 @@ def fail_record(
 
 
 def fail_rank(folder: Path, error: BaseException, *, rank: int, seconds: float) -> None:
-    """Writes that an error has ended a rank, and by that the run; never raises, as that would hide the error.
-
-    Args:
-        folder: of the run; without a record in it nothing is written.
-        error: that has ended the rank.
-        rank: its number.
-        seconds: for which it ran.
-    """
+    """Records that an error ended a rank, and so the run, if it has a record; never raises, as that would hide it."""
     reason = f"{type(error).__name__}: {error}"
     with suppress(OSError):
         fail_record(folder, reason if rank == 0 else f"rank {rank}: {reason}", seconds=seconds)
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns the commit that is checked out and whether files differ from it; None where there is no repository.
-
-    Args:
-        folder: any folder within the repository.
-    """
+    """Returns the commit of the repository around a folder and whether files differ; None without a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "has_changes": bool(changes)}

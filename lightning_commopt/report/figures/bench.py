@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from plotly import graph_objects as go
 
 from lightning_commopt.measure.link.bench_result import BenchResult, Row
-from lightning_commopt.measure.link.bench_settings import EQUAL_WAYS, SINGLE
+from lightning_commopt.measure.link.bench_settings import COMPOUND, SINGLE
 from lightning_commopt.measure.link.model import Curve, LinkModel
 from lightning_commopt.measure.link.sizes import size_text
 from lightning_commopt.report.figures.chart import Chart, Line, plain
@@ -22,19 +22,17 @@ Series = Sequence[Row]
 
 
 def bench_charts(result: BenchResult, model: LinkModel | None) -> list[Chart]:
-    """Returns the charts that a result has numbers for.
-
-    Args:
-        result: of a bench.
-        model: fitted to it; None to draw none.
-    """
+    """Returns the charts that a result has numbers for, with its link model, if there is one."""
     idle = [rows for rows in result.by_series().values() if _is_plain(rows)]
     single = [rows for rows in idle if rows[0].case.operation in SINGLE]
-    ways = [rows for rows in idle if rows[0].case.operation in EQUAL_WAYS]
+    ways = [rows for rows in idle if rows[0].case.operation in ("all_reduce", *COMPOUND)]
     hooks = [rows for rows in idle if rows[0].case.operation == "comm_hook"]
     exact = [rows for rows in idle if rows[0].case.operation == "all_reduce"]
     scopes = [rows for rows in result.by_series().values() if _is_plain(rows, scope=None)]
-    loaded = _pairs_under_compute(result)
+    by_load = {
+        (dataclasses.replace(rows[0].case, load="idle").series, rows[0].case.load): rows
+        for rows in result.by_series().values()
+    }
     found = [_bandwidth("Bus bandwidth", single, result)] if single else []
     if single and model is not None:
         found.append(_times("Time, and the link model", single, model))
@@ -42,36 +40,28 @@ def bench_charts(result: BenchResult, model: LinkModel | None) -> list[Chart]:
         found.append(_bandwidth("Three equal ways to reduce", ways, result))
     if hooks:
         found.append(_bandwidth("Comm hooks: effective bandwidth", [*exact, *hooks], result))
-    for alone, under_compute in loaded:
-        name = alone[0].case.label
-        found.append(_bandwidth(f"{name}: alone, and while the device computes", [alone, under_compute], result))
+    for (key, load), rows in by_load.items():
+        if load == "idle" and (key, "compute") in by_load:
+            title = f"{rows[0].case.label}: alone, and while the device computes"
+            found.append(_bandwidth(title, [rows, by_load[key, "compute"]], result))
     if len(scopes) > len(idle):
         found.append(_bandwidth("Within and across nodes", scopes, result))
     return found
 
 
 def _is_plain(rows: Series, scope: str | None = "all") -> bool:
-    """Returns whether a series is alone on the device and, where it knows both, in place."""
+    """Returns whether a series was measured on an idle device and, if it supports that, in place."""
     case = rows[0].case
     is_usual_place = case.place == "in" or case.operation in ("all_to_all", "send_recv")
     return case.load == "idle" and is_usual_place and scope in (None, case.scope)
 
 
-def _pairs_under_compute(result: BenchResult) -> list[tuple[Series, Series]]:
-    """Returns each series alone and with its like under compute."""
-    series = {(dataclasses.replace(rows[0].case, load="idle").series, rows[0].case.load): rows
-              for rows in result.by_series().values()}  # fmt: skip
-    return [(rows, series[key, "compute"]) for (key, load), rows in series.items()
-            if load == "idle" and (key, "compute") in series]  # fmt: skip
-
-
 def _bandwidth(title: str, series: Sequence[Series], result: BenchResult) -> Chart:
-    factor: Callable[[Row], float] = lambda row: row.busbw / row.algbw  # noqa: E731
     figure, lines = _figure(
         series,
         value=lambda row: row.busbw / 1e9,
         ends=lambda row: tuple(
-            row.case.size_bytes * factor(row) / time_s / 1e9 for time_s in (row.time_s.high, row.time_s.low)
+            row.case.size_bytes * (row.busbw / row.algbw) / time_s / 1e9 for time_s in (row.time_s.high, row.time_s.low)
         ),
     )
     rate = result.link_bytes_per_s
@@ -107,7 +97,7 @@ def _times(title: str, series: Sequence[Series], model: LinkModel) -> Chart:
     figure.update_yaxes(type="log", exponentformat="none", dtick=1)
     return Chart(
         title=title,
-        note="Markers are medians; lines are latency + size / bandwidth, in as many pieces as the data ask for.",
+        note="Markers are medians; lines are latency + size / bandwidth, fitted piecewise.",
         x_title="size of the message (bytes; K, M, G are powers of 1024)",
         y_title="time of a call (ms)",
         figure=figure,

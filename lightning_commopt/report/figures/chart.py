@@ -1,7 +1,7 @@
-"""What the page draws: bars, which are HTML, and plots, with the words that belong to them.
+"""The charts of the page: bars, which are HTML, and plots.
 
-Names, titles and legends are HTML, which the browser wraps in whatever font the reader has: nothing here knows how wide
-a text is, and plots hold no text but the numbers at their axes.
+Names, titles and legends are HTML, which the browser wraps in any font; plots have no text but the numbers at their
+axes. So no code here needs the width of a text.
 """
 
 from __future__ import annotations
@@ -18,39 +18,21 @@ Swatch = Literal["computing", "hidden", "exposed", "bound", "waiting", "compress
 
 
 class Key(NamedTuple):
-    """What one of the shades of a chart means.
-
-    Attributes:
-        swatch: which shade.
-        text: what it means.
-    """
+    """The meaning of a shade."""
 
     swatch: Swatch
     text: str
 
 
 class Line(NamedTuple):
-    """A line of a plot, for its legend.
-
-    Attributes:
-        name: of the line.
-        style: its look; None for the dotted grey of what is ideal.
-    """
+    """A line of a plot, for its legend; without a style it is the dotted grey of an ideal."""
 
     name: str
     style: PlanStyle | None
 
 
 class Part(NamedTuple):
-    """A stretch of a bar.
-
-    Attributes:
-        start: where it begins, as a share of the axis.
-        end: where it ends.
-        hover: what to say of it.
-        swatch: its shade; None for a colour.
-        color: where there is no shade.
-    """
+    """A part of a bar in a shade or a colour; its ends are shares of the axis."""
 
     start: float
     end: float
@@ -60,14 +42,7 @@ class Part(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar below its name and its number.
-
-    Attributes:
-        name: of the setting.
-        value: the number, with its unit.
-        parts: from the back to the front.
-        interval: ends of an error bar, as shares of the axis; None without.
-    """
+    """A bar below its name and its number, with parts from back to front; its interval is in shares of the axis."""
 
     name: str
     value: str
@@ -80,14 +55,14 @@ class Chart:
     """One chart: bars, or a plot.
 
     Attributes:
-        title: what it shows.
+        title: plain text.
         note: how to read it; a sentence or two, plain text.
         x_title: name and unit of the horizontal axis.
-        y_title: the same of the vertical axis; empty where its rows name themselves.
+        y_title: name and unit of the vertical axis; empty if its rows are named.
         bars: from the top; their axis begins at 0.
         figure: for plotly; None for bars.
-        lines: of the plot, where they are not named otherwise.
-        keys: shades that the chart itself does not name.
+        lines: of the plot's legend.
+        keys: of the shades.
     """
 
     title: str
@@ -101,5 +76,5 @@ class Chart:
 
 
 def plain(text: str) -> str:
-    """Returns a text that plotly shows as it is, whatever the user wrote."""
+    """Returns a text that plotly shows literally."""
     return html.escape(text, quote=False)

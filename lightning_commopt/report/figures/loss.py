@@ -1,10 +1,10 @@
-"""The loss against steps, which shows what compression costs, and against seconds, which shows what it gains."""
+"""The loss against steps, which shows the price of compression, and against seconds, which shows its gain."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from plotly import graph_objects as go
@@ -27,7 +27,7 @@ _Axis = Literal["step", "seconds"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Curve:
-    """What is drawn of a setting: all before its first loss that is not finite, at this step."""
+    """The points of a setting before its first loss that is not finite, and the step of that."""
 
     setting: Setting
     train: tuple[LossPoint, ...]
@@ -36,20 +36,23 @@ class _Curve:
 
     @property
     def last(self) -> LossPoint:
-        """The last point, a validation's if there is one at the end."""
+        """The last point, preferably of a validation."""
         return max([*self.train[-1:], *self.val[-1:]], key=lambda point: (point.step, point.kind == "val"))
 
 
 def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
-    """Returns the loss against steps and against seconds; nothing without curves."""
+    """Returns the loss against steps and against seconds; empty without curves."""
     all_curves = [curve for setting in group.settings if (curve := _curve(setting)) is not None]
     if not all_curves:
         return []
-    first = [each.name for each in (group.baseline, group.recommended, group.fastest) if each is not None]
-    distinct = _distinct(
-        sorted(all_curves, key=lambda curve: (curve.setting.name not in first, -_samples_per_s(curve.setting)))
-    )
-    curves = [curve for curve in all_curves if any(curve is each for each in distinct[:MAX_CURVES])]
+    first = [setting.name for setting in (group.baseline, group.recommended, group.fastest) if setting is not None]
+
+    def priority(curve: _Curve) -> tuple[bool, float]:
+        rate = curve.setting.samples_per_s
+        return curve.setting.name not in first, -rate.median if rate else 0.0
+
+    distinct = _distinct(sorted(all_curves, key=priority))
+    curves = [curve for curve in all_curves if any(curve is shown for shown in distinct[:MAX_CURVES])]
     looks = line_styles([curve.setting.sync_method for curve in curves], styles)
     note = "Lines: training, smoothed. Markers: validation."
     if len(distinct) < len(all_curves):
@@ -59,7 +62,7 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
     if any(len(curve.setting.runs) > 1 for curve in curves):
         note += " Of repetitions, the run of median throughput."
     drawn = [curve.setting.name for curve in all_curves]
-    never = [each.name for each in group.settings if each.name not in drawn and any(run.losses for run in each.runs)]
+    never = [s.name for s in group.settings if s.name not in drawn and any(run.losses for run in s.runs)]
     if never:
         note += f" Never finite: the loss of {join_names(never)}."
     for curve in curves:
@@ -100,7 +103,7 @@ def _curve(setting: Setting) -> _Curve | None:
 
 
 def _distinct(curves: Sequence[_Curve]) -> list[_Curve]:
-    """Returns the first of those of a plan that end at the same loss; sizes of buckets do not change it."""
+    """Returns the first curve of each plan and final loss; the size of buckets does not change the loss."""
     kept: list[_Curve] = []
     for curve in curves:
         is_new = all(
@@ -118,21 +121,15 @@ def _final(curve: _Curve) -> float:
     return curve.setting.val_loss.median if curve.setting.val_loss else curve.last.loss
 
 
-def _samples_per_s(setting: Setting) -> float:
-    return setting.samples_per_s.median if setting.samples_per_s else 0.0
-
-
 def _smooth(points: Sequence[LossPoint]) -> tuple[LossPoint, ...]:
-    """Returns each point with the mean loss of those around it, and not more points than a screen can show."""
+    """Returns moving averages of the loss, at as many points as a screen can show."""
     reach = round(len(points) * _SMOOTHED_SHARE)
     stride = max(1, math.ceil(len(points) / _MAX_POINTS))
-    kept = sorted({*range(0, len(points), stride), len(points) - 1} if points else ())
     found = []
-    for at in kept:
+    for at in sorted({*range(0, len(points), stride), len(points) - 1} if points else ()):
         near = min(reach, at, len(points) - 1 - at)
         around = points[at - near : at + near + 1]
-        loss = sum(point.loss for point in around) / len(around)
-        found.append(LossPoint(kind="train", step=points[at].step, seconds=points[at].seconds, loss=loss))
+        found.append(replace(points[at], loss=sum(point.loss for point in around) / len(around)))
     return tuple(found)
 
 
@@ -156,12 +153,7 @@ def _draw(figure: go.Figure, curve: _Curve, style: PlanStyle, axis: _Axis) -> No
             x=[round(getattr(point, axis), 4) for point in points],
             y=[float(f"{point.loss:.5g}") for point in points],
             line={"color": style.color, "dash": style.dash, "width": 1.6} if is_line else None,
-            marker={
-                "color": style.color,
-                "symbol": style.symbol,
-                "size": 8,
-                "line": {"color": "#ffffff", "width": 1},
-            },
+            marker=style.marker(8) | {"line": {"color": "#ffffff", "width": 1}},
             hovertext=[
                 f"<b>{plain(curve.setting.name)}</b><br>{kind} loss {number(point.loss, 4)}<br>"
                 f"step {point.step:,}, {number(point.seconds)} s"

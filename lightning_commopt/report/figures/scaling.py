@@ -1,4 +1,4 @@
-"""What more ranks bring: speed-up and efficiency beside the ideal, and Amdahl's law fitted to them."""
+"""Speed-up and efficiency against ranks, beside the ideal, and Amdahl's law fitted to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plotly import graph_objects as go
 from lightning_commopt.report.figures.chart import Chart, Line, plain
 from lightning_commopt.report.figures.style import QUIET, PlanStyle, line_styles, line_trace, new_figure
 from lightning_commopt.report.figures.throughput import error_bars
-from lightning_commopt.report.model import Group, Interval, Scaling
+from lightning_commopt.report.model import Group, Scaling
 from lightning_commopt.report.phrases import TIMES, kind_of_interval, spread_text
 from lightning_commopt.report.scaling import scaling_name
 from lightning_commopt.text.formatting import number, percent
@@ -22,13 +22,13 @@ _SPACE = "\N{NO-BREAK SPACE}"
 
 @dataclass(frozen=True, kw_only=True)
 class _Axis:
-    """What is shown of the speed-ups.
+    """A way to show speed-ups.
 
     Attributes:
         title: name and unit.
-        unit: behind a number.
+        unit: after a number.
         base: ranks that the speed-ups are over.
-        factor: what to show the speed-up on so many ranks times.
+        factor: to multiply the speed-up by, from the number of ranks.
         has_law: whether Amdahl's curves are drawn.
     """
 
@@ -39,59 +39,41 @@ class _Axis:
     has_law: bool = False
 
 
-def speedup(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns speed-up against ranks; None where no plan was run on several numbers of ranks."""
-    scalings, base = _common_scalings(group)
-    if not scalings:
-        return None
-    over = "one rank" if base == 1 else f"{base} ranks"
-    axis = _Axis(
-        title=f"speed-up over {over} (times)",
-        unit=f"{TIMES} {over}",
-        base=base,
-        factor=lambda ranks: 1.0,
-        has_law=True,
-    )
-    return _chart("Speed-up against ranks", _amdahl_in_words(scalings, base), group, styles, axis)
+def scaling_charts(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
+    """Returns speed-up and efficiency against ranks; empty if no plan ran on several numbers of ranks.
 
-
-def efficiency(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns what of the ideal speed-up is reached; None where no plan was run on several numbers of ranks."""
-    scalings, base = _common_scalings(group)
-    if not scalings:
-        return None
-    times = "ranks" if base == 1 else f"ranks / {base}"
-    axis = _Axis(
-        title=f"efficiency: speed-up divided by {times} (%)",
-        unit="% of the ideal speed-up",
-        base=base,
-        factor=lambda ranks: 100 * base / ranks,
-    )
-    note = "100 % would be twice the throughput on twice the ranks."
-    return _chart("Efficiency against ranks", note, group, styles, axis)
-
-
-def _common_scalings(group: Group) -> tuple[list[Scaling], int]:
-    """Returns the scalings over the fewest ranks, as one axis is over one number of ranks; and that number."""
+    They show the scalings over the fewest ranks, which share an axis.
+    """
     base = min((scaling.num_ranks[0] for scaling in group.scalings), default=1)
-    return [each for each in group.scalings if each.num_ranks[0] == base and len(each.num_ranks) > 1], base
-
-
-def _chart(title: str, note: str, group: Group, styles: Mapping[str, PlanStyle], axis: _Axis) -> Chart:
-    scalings, _ = _common_scalings(group)
+    scalings = [found for found in group.scalings if found.num_ranks[0] == base and len(found.num_ranks) > 1]
+    if not scalings:
+        return []
+    over, divisor = ("one rank", "ranks") if base == 1 else (f"{base} ranks", f"ranks / {base}")
+    title, unit = f"speed-up over {over} (times)", f"{TIMES} {over}"
+    speedup = _Axis(title=title, unit=unit, base=base, factor=lambda ranks: 1.0, has_law=True)
+    title, unit = f"efficiency: speed-up divided by {divisor} (%)", "% of the ideal speed-up"
+    efficiency = _Axis(title=title, unit=unit, base=base, factor=lambda ranks: 100 * base / ranks)
+    note = "100 % would be twice the throughput on twice the ranks."
+    charts = {
+        "Speed-up against ranks": (speedup, _amdahl_in_words(scalings, base)),
+        "Efficiency against ranks": (efficiency, note),
+    }
     sync_methods = {scaling_name(setting, group.settings): setting.sync_method for setting in group.settings}
     looks = line_styles([sync_methods[scaling.sync_method] for scaling in scalings], styles)
-    return Chart(
-        title=title,
-        note=note,
-        x_title="ranks (number of processes)",
-        y_title=axis.title,
-        figure=_figure(scalings, looks, axis),
-        lines=(
-            *(Line(_name(scaling, axis), style) for scaling, style in zip(scalings, looks, strict=True)),
-            Line("ideal", None),
-        ),
-    )
+    return [
+        Chart(
+            title=chart_title,
+            note=chart_note,
+            x_title="ranks (number of processes)",
+            y_title=axis.title,
+            figure=_figure(scalings, looks, axis),
+            lines=(
+                *(Line(_name(scaling, axis), style) for scaling, style in zip(scalings, looks, strict=True)),
+                Line("ideal", None),
+            ),
+        )
+        for chart_title, (axis, chart_note) in charts.items()
+    ]
 
 
 def _figure(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], axis: _Axis) -> go.Figure:
@@ -130,21 +112,20 @@ def _draw(figure: go.Figure, scaling: Scaling, style: PlanStyle, axis: _Axis) ->
             error_y={**error_bars(scaling.speedups, factors), "color": style.color},
             hovertext=[
                 f"<b>{plain(scaling.sync_method)}, {ranks} rank{'s' * (ranks > 1)}</b><br>"
-                f"{number(interval.median * factor)} {axis.unit}{_ends(interval, factor)}"
+                f"{number(interval.median * factor)} {axis.unit}"
+                + (
+                    f"<br>{kind_of_interval(interval)}: {spread_text(interval, factor)}"
+                    if interval.low is not None
+                    else ""
+                )
                 for ranks, interval, factor in points
             ],
         )
     )
 
 
-def _ends(interval: Interval, factor: float) -> str:
-    if interval.low is None:
-        return ""
-    return f"<br>{kind_of_interval(interval)}: {spread_text(interval, factor)}"
-
-
-def _draw_amdahl(figure: go.Figure, serial_share: float, most_ranks: int, style: PlanStyle) -> None:
-    ranks = [1 + (most_ranks - 1) * at / _CURVE_POINTS for at in range(_CURVE_POINTS + 1)]
+def _draw_amdahl(figure: go.Figure, serial_share: float, max_ranks: int, style: PlanStyle) -> None:
+    ranks = [1 + (max_ranks - 1) * at / _CURVE_POINTS for at in range(_CURVE_POINTS + 1)]
     times = {n: serial_share + (1 - serial_share) / n for n in ranks}  # below 0 for a wild fit to few points
     figure.add_scatter(
         mode="lines",
@@ -156,7 +137,7 @@ def _draw_amdahl(figure: go.Figure, serial_share: float, most_ranks: int, style:
 
 
 def _amdahl_in_words(scalings: Sequence[Scaling], base: int) -> str:
-    known = [(each.sync_method, each.serial_share) for each in scalings if each.serial_share is not None]
+    known = [(found.sync_method, found.serial_share) for found in scalings if found.serial_share is not None]
     if not known:
         ideal = "N times the throughput" if base == 1 else f"N / {base} times the throughput of {base}"
         return f"The dotted straight line is the ideal: N ranks, {ideal}."

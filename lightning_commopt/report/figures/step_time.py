@@ -1,4 +1,4 @@
-"""What a step is spent on: computing, and waiting for gradients; what overlap hides, and what it could."""
+"""The parts of a step: computing and waiting for gradients; and the time that overlap saves, or could save."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIN_SHARE = 1e-6  # of a step; less is what rounding left
 
 
 class _Step(NamedTuple):
-    """A setting's step, cut into parts that add up to it."""
+    """A setting's step in parts."""
 
     setting: Setting
     parts: StepParts
@@ -35,44 +35,44 @@ class _Step(NamedTuple):
 
     @property
     def bound_s(self) -> float:
-        """The most that overlap could hide."""
+        """The most that overlap can hide."""
         return max(self.parts.hidden_s, min(self.step_s - self.parts.exposed_s, self.comm_s))
 
 
 def step_parts(group: Group) -> Chart | None:
-    """Returns a stacked bar for each setting, those that wait most first; None without any records of steps."""
+    """Returns a stacked bar for each setting, those that wait most first; None without records of steps."""
     steps = sorted(_steps(group), key=lambda step: -step.share)
     if not steps:
         return None
-    most_s = max(step.step_s for step in steps)
-    unit = time_unit(most_s)
+    max_s = max(step.step_s for step in steps)
+    unit = time_unit(max_s)
     return Chart(
         title="Exposed communication",
         note="Where the time of a step goes: the mean over steps and ranks. The settings that wait most come first.",
         x_title=f"time of a step ({unit.name})",
         bars=tuple(
-            Bar(step.setting.name, f"{percent(step.share)} exposed", _parts(step, most_s, unit)) for step in steps
+            Bar(step.setting.name, f"{percent(step.share)} exposed", _parts(step, max_s, unit)) for step in steps
         ),
         keys=_PARTS,
     )
 
 
-def _parts(step: _Step, most_s: float, unit: Unit) -> tuple[Part, ...]:
+def _parts(step: _Step, max_s: float, unit: Unit) -> tuple[Part, ...]:
     parts, start_s = [], 0.0
     for key, part_s in zip(_PARTS, step.parts, strict=True):
         hover = f"{step.setting.name}: {key.text}, {unit.text(part_s)} of {unit.text(step.step_s)}"
-        parts.append(Part(start_s / most_s, (start_s + part_s) / most_s, hover, key.swatch))
+        parts.append(Part(start_s / max_s, (start_s + part_s) / max_s, hover, key.swatch))
         start_s += part_s
     return tuple(parts)
 
 
 def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns what overlap saves beside its bound; None without communication."""
+    """Returns the time that overlap saves beside its bound; None without communication."""
     steps = sorted((step for step in _steps(group) if step.comm_s > 0), key=lambda step: -step.parts.hidden_s)
     if not steps:
         return None
-    most_s = max(step.bound_s for step in steps)
-    unit = time_unit(most_s)
+    max_s = max(step.bound_s for step in steps)
+    unit = time_unit(max_s)
     bars = []
     for step in steps:
         saved = f"{unit.text(step.parts.hidden_s)} of {unit.text(step.bound_s)}"
@@ -81,8 +81,8 @@ def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
             f" saved by overlap {saved}"
         )
         parts = (
-            Part(0, step.bound_s / most_s, hover, "bound"),
-            Part(0, step.parts.hidden_s / most_s, hover, color=styles[step.setting.sync_method].color),
+            Part(0, step.bound_s / max_s, hover, "bound"),
+            Part(0, step.parts.hidden_s / max_s, hover, color=styles[step.setting.sync_method].color),
         )
         bars.append(Bar(step.setting.name, saved, parts))
     return Chart(
@@ -95,7 +95,7 @@ def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 
 def _steps(group: Group) -> list[_Step]:
-    """Returns the steps of the settings whose communication was seen."""
+    """Returns the steps of the settings whose communication was observed."""
     found = []
     for setting in group.settings:
         runs = [run.record.comm_time for run in setting.runs if run.record.comm_time.keys() >= _MEASURED]

@@ -1,4 +1,4 @@
-"""Which steps to show of which settings: one of typical length for each plan and size of buckets."""
+"""Chooses the steps to show: one of typical length for each plan and size of buckets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_commopt.measure.files import RankRecords, read_run
-from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord, clock_shift_s
+from lightning_commopt.measure.record import Phase, StepRecord, clock_shift_s
 from lightning_commopt.report.baseline import without_ranks
 from lightning_commopt.report.figures.style import typical_run
 from lightning_commopt.report.model import Group, Run, Setting
@@ -17,15 +17,7 @@ _WARM_UP_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class TypicalStep:
-    """A step on all ranks, on the clock of the first.
-
-    Attributes:
-        setting: that it is of.
-        number: of the step.
-        rank_numbers: of those that have records, in rising order.
-        ranks: the step on each of them.
-        choice: how it was chosen.
-    """
+    """A step on all ranks that have records, in rising order, on the clock of the first; and how it was chosen."""
 
     setting: Setting
     number: int
@@ -35,7 +27,7 @@ class TypicalStep:
 
     @property
     def origin_s(self) -> float:
-        """When it began on the first rank to begin."""
+        """Its start on the first rank to begin it."""
         return min(record.start_s for record in self.ranks)
 
 
@@ -54,10 +46,7 @@ def typical_steps(group: Group) -> list[TypicalStep]:
 
 
 def _by_urgency(group: Group) -> list[Setting]:
-    """Returns one setting, of most ranks, for each plan and bucket size.
-
-    Of each plan the fastest comes first, then the slowest.
-    """
+    """Returns the setting on most ranks for each plan and bucket size: of each plan fastest, slowest, others."""
     several = [setting for setting in group.settings if setting.world_size > 1]
     kept: dict[tuple[object, ...], Setting] = {}
     for setting in several or group.settings:
@@ -65,15 +54,11 @@ def _by_urgency(group: Group) -> list[Setting]:
         if key not in kept or setting.world_size > kept[key].world_size:
             kept[key] = setting
     by_plan: dict[str, list[Setting]] = {}
-    for setting in sorted(kept.values(), key=_step_s):
+    for setting in sorted(kept.values(), key=lambda own: own.step_s.median if own.step_s else float("inf")):
         by_plan.setdefault(setting.sync_method, []).append(setting)
     fastest = [of_plan[0] for of_plan in by_plan.values()]
     slowest = [of_plan[-1] for of_plan in by_plan.values() if len(of_plan) > 1]
     return [*fastest, *slowest, *(setting for of_plan in by_plan.values() for setting in of_plan[1:-1])]
-
-
-def _step_s(setting: Setting) -> float:
-    return setting.step_s.median if setting.step_s else float("inf")
 
 
 def _typical_step(setting: Setting, run: Run) -> TypicalStep | None:
@@ -82,7 +67,7 @@ def _typical_step(setting: Setting, run: Run) -> TypicalStep | None:
     try:
         ranks = read_run(run.folder)
     except (OSError, ValueError):
-        return None  # the reader of the sweep has said what is wrong with the records
+        return None  # the reader of the sweep has reported it
     steps = [{record.step: record for record in records.steps} for records in ranks]
     common = sorted(set.intersection(*(set(of_rank) for of_rank in steps)))
     timed = common[-(run.record.num_timed_steps or 0) :] if run.record.num_timed_steps else common
@@ -111,18 +96,15 @@ def _align(records: Sequence[StepRecord], ranks: Sequence[RankRecords]) -> tuple
 
 
 def _shift(record: StepRecord, shift_s: float) -> StepRecord:
-    return replace(
-        record,
-        phases=tuple(Phase(name, start_s + shift_s, end_s + shift_s) for name, start_s, end_s in record.phases),
-        buckets=tuple(_shift_bucket(bucket, shift_s) for bucket in record.buckets),
-    )
-
-
-def _shift_bucket(bucket: BucketSpan, shift_s: float) -> BucketSpan:
-    return replace(
-        bucket,
-        ready_s=bucket.ready_s + shift_s,
-        start_s=bucket.start_s + shift_s,
-        end_s=bucket.end_s + shift_s,
-        wire=tuple((start_s + shift_s, end_s + shift_s) for start_s, end_s in bucket.wire),
-    )
+    buckets = [
+        replace(
+            bucket,
+            ready_s=bucket.ready_s + shift_s,
+            start_s=bucket.start_s + shift_s,
+            end_s=bucket.end_s + shift_s,
+            wire=tuple((start_s + shift_s, end_s + shift_s) for start_s, end_s in bucket.wire),
+        )
+        for bucket in record.buckets
+    ]
+    phases = [Phase(name, start_s + shift_s, end_s + shift_s) for name, start_s, end_s in record.phases]
+    return replace(record, phases=tuple(phases), buckets=tuple(buckets))

@@ -1,4 +1,4 @@
-"""What all charts have in common: colours, dashes, symbols, axes."""
+"""The style of all charts: colours, dashes, symbols, axes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ QUIET = "#5b6876"
 GRID = "#e3e8ed"
 
 EXPOSED = "#b34a00"
-"""Of a step: waiting for gradients."""
+"""Waiting for gradients, in a step."""
 
-PLOT_HEIGHT = 320
-"""Of plots with lines, in pixels."""
-
-# Okabe and Ito's colours, told apart by the colour-blind, in an order of alternating lightness; yellow is left out, as
-# it cannot be seen on white.
+# Okabe and Ito's colours, which the colour-blind can distinguish, in alternating lightness; without yellow, which is
+# invisible on white.
 _COLORS = ("#3d4a57", "#0072b2", "#d55e00", "#009e73", "#e69f00", "#aa4499", "#56b4e9", "#882255")
 _DASHES = (
     *("solid", "8px,5px", "8px,4px,2px,4px", "14px,5px", "4px,3px", "14px,4px,2px,4px"),
@@ -45,13 +42,7 @@ _SYMBOLS = {  # plotly's name, and the outline in a square from -5 to 5
 
 @dataclass(frozen=True, kw_only=True)
 class PlanStyle:
-    """How a plan looks in every chart; any two differ in more than the colour.
-
-    Attributes:
-        color: of lines, bars and markers.
-        dash: of lines, as plotly takes it.
-        symbol: of markers, the same.
-    """
+    """The look of a plan in every chart: a colour, and plotly's dash and symbol; any two plans differ in all."""
 
     color: str
     dash: str
@@ -59,7 +50,7 @@ class PlanStyle:
 
     @property
     def dash_array(self) -> str:
-        """The dash as SVG takes it."""
+        """The dash in SVG's notation."""
         return "none" if self.dash == "solid" else self.dash.replace("px", "")
 
     @property
@@ -68,20 +59,19 @@ class PlanStyle:
         return _SYMBOLS[self.symbol]
 
     def variant(self, number: int) -> PlanStyle:
-        """Returns the look of another line of the plan in the same chart, in the same colour.
-
-        Args:
-            number: 0 for the plan's own look, and so on.
-        """
+        """Returns the look of the plan's n-th line in a chart, in the same colour; 0 is the plan's own look."""
         return replace(
             self,
             dash=_DASHES[(_DASHES.index(self.dash) + number) % len(_DASHES)],
             symbol=list(_SYMBOLS)[(list(_SYMBOLS).index(self.symbol) + number) % len(_SYMBOLS)],
         )
 
+    def marker(self, size: int) -> dict[str, object]:
+        return {"color": self.color, "symbol": self.symbol, "size": size}
+
 
 def plan_styles(sync_methods: Iterable[str]) -> dict[str, PlanStyle]:
-    """Returns a style for each plan, in the order in which they come."""
+    """Returns a style for each plan, in the order given."""
     first = PlanStyle(color="", dash=_DASHES[0], symbol=next(iter(_SYMBOLS)))
     return {
         name: replace(first.variant(at), color=_COLORS[at % len(_COLORS)])
@@ -90,16 +80,12 @@ def plan_styles(sync_methods: Iterable[str]) -> dict[str, PlanStyle]:
 
 
 def line_styles(sync_methods: Sequence[str], styles: Mapping[str, PlanStyle]) -> list[PlanStyle]:
-    """Returns how each line of a chart looks: like its plan, and unlike the other lines of the plan."""
+    """Returns the style of each line of a chart: that of its plan, varied between lines of one plan."""
     return [styles[name].variant(sync_methods[:at].count(name)) for at, name in enumerate(sync_methods)]
 
 
-def new_figure(plot_height: float = PLOT_HEIGHT) -> go.Figure:
-    """Returns an empty figure: as wide as the page lets it be, with margins that plotly fits to the numbers there.
-
-    Args:
-        plot_height: of the figure, in pixels.
-    """
+def new_figure(plot_height: float = 320) -> go.Figure:
+    """Returns an empty figure of a height in pixels, as wide as the page, with automatic margins."""
     axis = {
         "showgrid": True,
         "gridcolor": GRID,
@@ -132,11 +118,11 @@ def new_figure(plot_height: float = PLOT_HEIGHT) -> go.Figure:
 
 
 def line_trace(style: PlanStyle, **values: Any) -> go.Scatter:
-    """Returns a line with markers in the look of a plan, which tells only its hover texts."""
+    """Returns a line with markers in the look of a plan, with hover texts only."""
     return go.Scatter(
         mode="lines+markers",
         line={"color": style.color, "dash": style.dash, "width": 2.2},
-        marker={"color": style.color, "symbol": style.symbol, "size": 9},
+        marker=style.marker(9),
         hoverinfo="text",
         **values,
     )
@@ -144,13 +130,7 @@ def line_trace(style: PlanStyle, **values: Any) -> go.Scatter:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Settings that differ in nothing but the size of their buckets.
-
-    Attributes:
-        name: unique among those it was found with.
-        sync_method: of the settings.
-        settings: in the order of their bucket sizes; those without one come first.
-    """
+    """Settings that differ only in the size of their buckets, in its order; those without one first."""
 
     name: str
     sync_method: str
@@ -158,7 +138,7 @@ class Series:
 
 
 def series_of(settings: Sequence[Setting]) -> list[Series]:
-    """Returns the series that the settings make, in the order in which they come."""
+    """Returns the series among some settings, with unique names."""
     found: dict[tuple[object, ...], list[Setting]] = {}
     for setting in settings:
         key = setting.sync_method, setting.world_size, *sorted(_without_bucket_size(setting).items())
@@ -175,7 +155,7 @@ def series_of(settings: Sequence[Setting]) -> list[Series]:
 
 
 def typical_run(setting: Setting) -> Run | None:
-    """Returns the run of median throughput, or the first where that is not known."""
+    """Returns the run of median throughput, or the first one without throughputs."""
     known = [run for run in setting.runs if run.record.samples_per_s is not None]
     known.sort(key=lambda run: run.record.samples_per_s or 0.0)
     return known[(len(known) - 1) // 2] if known else next(iter(setting.runs), None)

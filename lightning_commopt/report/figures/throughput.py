@@ -1,8 +1,9 @@
-"""How fast the settings are, and what the size of their buckets does to it."""
+"""Throughput and peak memory of all settings, and throughput against bucket size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_commopt.report.figures.chart import Bar, Chart, Line, Part, plain
@@ -14,16 +15,17 @@ from lightning_commopt.text.formatting import byte_unit, number
 
 def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     """Returns a bar for each setting; None with fewer than two."""
-    found = [(each, each.samples_per_s) for each in group.settings if each.samples_per_s is not None]
+    found = [(setting, rate) for setting in group.settings if (rate := setting.samples_per_s) is not None]
     if len(found) < 2:
         return None
-    most = max(_top(interval) for _, interval in found)
+    most = max(interval.median if interval.high is None else interval.high for _, interval in found)
     bars = []
     for setting, interval in found:
         part = Part(0, interval.median / most, _hover(setting, interval), color=styles[setting.sync_method].color)
         has_ends = interval.low is not None and interval.high is not None
         ends = ((interval.low or 0.0) / most, (interval.high or 0.0) / most) if has_ends else None
-        bars.append(Bar(setting.name, _words(setting, interval), (part,), ends))
+        times = f", {number(setting.speedup.median)}{TIMES}" if setting.speedup else ""
+        bars.append(Bar(setting.name, f"{number(interval.median)}/s{times}", (part,), ends))
     kinds = kinds_of_intervals(interval for _, interval in found)
     note = f"Medians over repetitions; error bars are {kinds}." if kinds else "A single run of each."
     return Chart(
@@ -35,25 +37,25 @@ def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 
 def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns throughput against the size of buckets, a line for each plan; None where no plan has two sizes."""
-    series = [line for each in series_of(group.settings) if len((line := _known(each)).settings) > 1]
+    """Returns throughput against the size of buckets, a line for each plan; None if no plan has two sizes."""
+    series = [known for line in series_of(group.settings) if len((known := _known(line)).settings) > 1]
     if not series:
         return None
-    looks = line_styles([each.sync_method for each in series], styles)
+    looks = line_styles([line.sync_method for line in series], styles)
     figure = new_figure()
-    for each, style in zip(series, looks, strict=True):
-        intervals = [setting.samples_per_s for setting in each.settings if setting.samples_per_s is not None]
-        hover = [_hover(setting, interval) for setting, interval in zip(each.settings, intervals, strict=True)]
+    for line, style in zip(series, looks, strict=True):
+        intervals = [setting.samples_per_s for setting in line.settings if setting.samples_per_s is not None]
+        hover = [_hover(setting, interval) for setting, interval in zip(line.settings, intervals, strict=True)]
         figure.add_trace(
             line_trace(
                 style,
-                x=[_label(setting) for setting in each.settings],
+                x=[f"{setting.bucket_cap_mb:g}" for setting in line.settings],
                 y=[interval.median for interval in intervals],
                 error_y={**error_bars(intervals), "color": style.color},
                 hovertext=list(map(plain, hover)),
             )
         )
-    sizes = sorted({setting.bucket_cap_mb or 0.0 for each in series for setting in each.settings})
+    sizes = sorted({setting.bucket_cap_mb or 0.0 for line in series for setting in line.settings})
     figure.update_xaxes(type="category", categoryorder="array", categoryarray=[f"{size:g}" for size in sizes])
     figure.update_yaxes(rangemode="tozero")
     return Chart(
@@ -62,24 +64,19 @@ def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         x_title="bucket size, bucket_cap_mb (MiB)",
         y_title="throughput over all ranks (samples/s)",
         figure=figure,
-        lines=tuple(Line(each.name, style) for each, style in zip(series, looks, strict=True)),
+        lines=tuple(Line(line.name, style) for line, style in zip(series, looks, strict=True)),
     )
 
 
 def error_bars(intervals: Sequence[Interval], factors: Sequence[float] | None = None) -> dict[str, Any]:
-    """Returns plotly's error bars of intervals; of those without ends, none.
-
-    Args:
-        intervals: of the points.
-        factors: what each point is shown times; None for 1.
-    """
+    """Returns plotly's error bars for the ends of intervals, multiplied by factors."""
     pairs = list(zip(intervals, factors or [1.0] * len(intervals), strict=True))
     return {
         "type": "data",
         "symmetric": False,
-        "array": [(each.high - each.median) * factor if each.high is not None else 0.0 for each, factor in pairs],
-        "arrayminus": [(each.median - each.low) * factor if each.low is not None else 0.0 for each, factor in pairs],
-        "visible": any(each.low is not None for each in intervals),
+        "array": [(point.high - point.median) * by if point.high is not None else 0.0 for point, by in pairs],
+        "arrayminus": [(point.median - point.low) * by if point.low is not None else 0.0 for point, by in pairs],
+        "visible": any(point.low is not None for point in intervals),
         "thickness": 1.4,
         "width": 4,
     }
@@ -88,20 +85,7 @@ def error_bars(intervals: Sequence[Interval], factors: Sequence[float] | None = 
 def _known(series: Series) -> Series:
     """Returns the settings whose size of buckets is a number above 0."""
     kept = {s.bucket_cap_mb: s for s in series.settings if (s.bucket_cap_mb or 0) > 0 and s.samples_per_s is not None}
-    return Series(name=series.name, sync_method=series.sync_method, settings=tuple(kept.values()))
-
-
-def _label(setting: Setting) -> str:
-    return f"{setting.bucket_cap_mb:g}"
-
-
-def _top(interval: Interval) -> float:
-    return interval.median if interval.high is None else interval.high
-
-
-def _words(setting: Setting, interval: Interval) -> str:
-    times = f", {number(setting.speedup.median)}{TIMES}" if setting.speedup else ""
-    return f"{number(interval.median)}/s{times}"
+    return replace(series, settings=tuple(kept.values()))
 
 
 def _hover(setting: Setting, interval: Interval) -> str:
@@ -114,7 +98,7 @@ def _hover(setting: Setting, interval: Interval) -> str:
 
 def peak_memory(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     """Returns a bar for each setting; None with fewer than two."""
-    found = [(each, each.peak_memory_bytes) for each in group.settings if each.peak_memory_bytes is not None]
+    found = [(setting, peak) for setting in group.settings if (peak := setting.peak_memory_bytes) is not None]
     if len(found) < 2:
         return None
     most = max(peak_bytes for _, peak_bytes in found)

@@ -1,4 +1,4 @@
-"""One step of each plan as it happened: what every rank did, and its buckets below it."""
+"""The timeline of one step of each plan: the phases of every rank, with its buckets below."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_commopt.report.model import Group
 from lightning_commopt.text.formatting import Unit, byte_unit, number, time_unit
 
 KEYS = (
-    Key("waiting", "a bucket is ready and waits for its turn"),
+    Key("waiting", "a bucket is ready and waits in the queue"),
     Key("compressing", "it is being compressed or decompressed"),
     Key("wire", "it is on the wire"),
     Key("stalled", "exposed: backward has nothing left to compute"),
@@ -39,7 +39,7 @@ _CLEAR = "rgba(0,0,0,0)"
 
 
 class _Span(NamedTuple):
-    """A bar: from when to when, in the row around which height, and what to say of it."""
+    """A bar: its times, the center and height of its row, and its hover text."""
 
     kind: str
     start_s: float
@@ -80,17 +80,15 @@ def _chart(step: TypicalStep, longest_s: float) -> Chart:
     for kind in dict.fromkeys(span.kind for span in spans):
         _draw(figure, [span for span in spans if span.kind == kind], unit)
     _name_phases(figure, spans, unit)
+    note = f"Step {step.number:,} of the run, {unit.text(step.ranks[0].totals.step_s)}: {step.choice}."
+    if num_ranks < len(step.ranks):
+        note += f" {num_ranks} of {len(step.ranks)} ranks."
     return Chart(
         title=step.setting.name,
-        note=_note(step, num_ranks, unit),
+        note=note,
         x_title=f"time since the step began ({unit.name})",
         figure=figure,
     )
-
-
-def _note(step: TypicalStep, num_ranks: int, unit: Unit) -> str:
-    text = f"Step {step.number:,} of the run, {unit.text(step.ranks[0].totals.step_s)}: {step.choice}."
-    return text if num_ranks == len(step.ranks) else f"{text} {num_ranks} of {len(step.ranks)} ranks."
 
 
 def _phases(record: StepRecord, origin_s: float, center: float, unit: Unit) -> list[_Span]:
@@ -100,7 +98,7 @@ def _phases(record: StepRecord, origin_s: float, center: float, unit: Unit) -> l
     ]
     for backward in dict.fromkeys(bucket.backward for bucket in record.buckets):
         buckets = [bucket for bucket in record.buckets if bucket.backward == backward]
-        start_s, end_s = max(each.ready_s for each in buckets), max(each.end_s for each in buckets)
+        start_s, end_s = max(bucket.ready_s for bucket in buckets), max(bucket.end_s for bucket in buckets)
         hover = f"exposed communication: {unit.text(end_s - start_s)}"
         spans.append(_Span("exposed", start_s - origin_s, end_s - origin_s, center, _PHASE, hover))
     return spans
@@ -125,7 +123,7 @@ def _buckets(record: StepRecord, origin_s: float, top: float, height: float, uni
     return spans
 
 
-_VERBS = {"waiting": "waits for its turn:", "compressing": "from its turn to the average:", "wire": "on the wire:"}
+_VERBS = {"waiting": "waits in the queue:", "compressing": "from the queue to the average:", "wire": "on the wire:"}
 
 
 def _draw(figure: go.Figure, spans: Sequence[_Span], unit: Unit) -> None:
@@ -137,7 +135,7 @@ def _draw(figure: go.Figure, spans: Sequence[_Span], unit: Unit) -> None:
     if kind == "waiting":
         marker["line"] = {"width": 0.7, "color": "#9aa7b4"}
     figure.add_bar(
-        **_places(spans, unit),
+        **_positions(spans, unit),
         name=kind,
         marker=marker,
         hovertext=[
@@ -148,10 +146,10 @@ def _draw(figure: go.Figure, spans: Sequence[_Span], unit: Unit) -> None:
 
 
 def _name_phases(figure: go.Figure, spans: Sequence[_Span], unit: Unit) -> None:
-    """Writes the names of phases into their bars, above whatever else is drawn there."""
+    """Writes the names of phases into their bars, above everything else."""
     named = [span for span in spans if span.kind in ("forward", "backward", "optimizer")]
     figure.add_bar(
-        **_places(named, unit),
+        **_positions(named, unit),
         name="names",
         marker={"color": _CLEAR},
         text=[span.kind for span in named],
@@ -164,8 +162,8 @@ def _name_phases(figure: go.Figure, spans: Sequence[_Span], unit: Unit) -> None:
     figure.update_layout(uniformtext={"mode": "hide", "minsize": 11})
 
 
-def _places(spans: Sequence[_Span], unit: Unit) -> dict[str, object]:
-    """Returns where bars are, to six digits."""
+def _positions(spans: Sequence[_Span], unit: Unit) -> dict[str, object]:
+    """Returns the positions of bars, to six digits."""
     return {
         "orientation": "h",
         "base": [float(f"{span.start_s / unit.size:.6g}") for span in spans],

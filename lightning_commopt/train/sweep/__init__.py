@@ -1,1 +1,1 @@
-"""Runs jobs one after another, each in fresh processes, and collects what they recorded."""
+"""Runs jobs one after another, each in fresh processes, and collects their records."""

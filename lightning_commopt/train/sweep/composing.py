@@ -1,4 +1,4 @@
-"""A job of a sweep, made from its overrides: the checked configuration and the command that runs it."""
+"""Composes the jobs of a sweep from their overrides: checked configurations and commands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,13 @@ from lightning_commopt.train.sweep.config import (
 )
 from lightning_commopt.train.sweep.job import Job, SweepObserver
 
-# What they say to a run is in trainer.devices and trainer.num_nodes as well.
+# Their effect on training is in trainer.devices and trainer.num_nodes.
 _NOT_TRAINED = ("ranks", "hosts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSettings:
-    """What a sweep needs to know about the program that it runs.
-
-    Attributes:
-        command: starts one run; the overrides follow it.
-        observer: notified of each event of the sweep.
-    """
+    """The command that starts one run, before its overrides; and an observer of the sweep."""
 
     command: tuple[str, ...]
     observer: SweepObserver
@@ -48,40 +44,34 @@ class SweepSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class JobComposer:
-    """Makes the jobs of one sweep.
-
-    Attributes:
-        settings: of the program.
-        context: that Hydra gave the launcher.
-        sweep_config: the same.
-    """
+    """Makes the jobs of one sweep, with the context and configuration that Hydra passes to the launcher."""
 
     settings: SweepSettings
     context: HydraContext
     sweep_config: DictConfig
 
     def rounds(self, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[list[Job]]:
-        """Composes and checks what one call of the sweeper asks for.
+        """Composes and checks the jobs of one call of the sweeper.
 
         Args:
             job_overrides: the overrides of each job.
             first_number: the sweeper's number for the first one.
 
         Returns:
-            For each repetition the jobs, in the order in which they were given.
+            For each repetition the jobs, in the given order.
 
         Raises:
-            ConfigError: a job cannot be run, or not as often as others.
+            ConfigError: a job cannot be run, or has another ``repeat`` than the others.
         """
         configs = [self._compose(list(own)) for own in job_overrides]
         repeat = _repeat(configs)
-        num_jobs = len(configs)
+        numbers = count(first_number * repeat)
         return [
             [
-                self._job(list(own), config, (first_number * repeat) + round_number * num_jobs + place, repetition)
-                for place, (own, config) in enumerate(zip(job_overrides, configs, strict=True))
+                self._job(list(own), config, next(numbers), repetition)
+                for own, config in zip(job_overrides, configs, strict=True)
             ]
-            for round_number, repetition in enumerate(range(repeat) if repeat > 1 else [None])
+            for repetition in (range(repeat) if repeat > 1 else [None])
         ]
 
     def _compose(self, overrides: list[str]) -> DictConfig:
@@ -93,14 +83,14 @@ class JobComposer:
             others = (o for o in overrides if not o.startswith(("repeat=", "repetition=")))
             overrides = [*others, f"repetition={repetition}"]
             config = self._compose(overrides)
-            if config.repeat != 1:  # a file says so
+            if config.repeat != 1:  # set by a file
                 config.repeat, further = 1, ["repeat=1"]
         run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         with _as_job(config, number, folder=None) as folder:
             check_config(run_config)
             name, note = sync_method(run_config), link_note(run_config)
             config_yaml = OmegaConf.to_yaml(spread_over_hosts(run_config), resolve=True)
-        with _as_job(config, 0, folder=Path("/")):  # equal in all jobs
+        with _as_job(config, 0, folder=Path("/")):  # the same for all jobs
             content = _content(run_config)
         as_single_run = [
             *(o for o in self.sweep_config.hydra.overrides.hydra if not o.startswith("hydra.mode=")),
@@ -159,12 +149,12 @@ def _content(run_config: DictConfig) -> str:
 
 @contextmanager
 def _as_job(config: DictConfig, number: int, folder: Path | None) -> Iterator[Path]:
-    """Makes ``${hydra:...}`` say in a job's configuration what it will say in the job.
+    """Resolves ``${hydra:...}`` in a job's configuration as in the job itself, and yields the job's folder.
 
     Args:
         config: with the ``hydra`` node, which is completed.
         number: of the job.
-        folder: of the job; None for the one that the configuration says, which is given back.
+        folder: of the job; None for the configured one.
     """
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.job.id = str(number)
@@ -181,11 +171,11 @@ def _as_job(config: DictConfig, number: int, folder: Path | None) -> Iterator[Pa
 
 
 _SWEEP_DIR = "hydra.sweep.dir="
-_PLAIN_PATH = re.compile(r"[\w./-]+", re.ASCII)  # without quotes the same to a shell and to Hydra
+_PLAIN_PATH = re.compile(r"[\w./-]+", re.ASCII)  # needs no quotes in a shell or in Hydra
 
 
 def find_finished_run(job: Job) -> RunRecord | None:
-    """Returns the record of a finished run in a job's folder that is the one the job would make; None without."""
+    """Returns the record of a finished run of the same configuration in a job's folder; None without one."""
     try:
         record = RunRecord.load(job.folder)
     except (FileNotFoundError, ValueError):
@@ -195,10 +185,7 @@ def find_finished_run(job: Job) -> RunRecord | None:
 
 
 def find_changed_keys(job: Job) -> list[str]:
-    """Returns where the configuration of the run in a job's folder differs from the job's, in dotted keys.
-
-    Empty if they are the same, or there is no run.
-    """
+    """Returns the dotted keys in which the configuration of the run in a job's folder differs; empty without a run."""
     path = job.folder / CONFIG_FILE
     try:
         before = _flat(OmegaConf.to_container(OmegaConf.load(path)))
@@ -212,14 +199,10 @@ def find_changed_keys(job: Job) -> list[str]:
 
 
 def set_aside(folder: Path, sweep_dir: Path) -> Path | None:
-    """Moves a run out of a job's folder, so that files of two runs do not mix there and none is lost.
-
-    Args:
-        folder: of the job.
-        sweep_dir: of its sweep.
+    """Moves an earlier run out of a job's folder, so that files of two runs do not mix and none is lost.
 
     Returns:
-        Where the run is now; None if there was none, or the folder is not one within the sweep's.
+        Its new folder; None if there was none, or the job's folder is outside of the sweep's.
     """
     if not (folder / RUN_FILE).exists() or sweep_dir not in folder.parents:
         return None
@@ -232,12 +215,7 @@ def set_aside(folder: Path, sweep_dir: Path) -> Path | None:
 
 
 def continue_command(arguments: Sequence[str], sweep_dir: Path) -> str:
-    """Returns the line for a shell that continues a sweep.
-
-    Args:
-        arguments: with which it was started, without the program's name.
-        sweep_dir: its directory.
-    """
+    """Returns the shell command that continues a sweep, from the arguments that started it."""
     here = Path.cwd()
     shown = sweep_dir.relative_to(here) if sweep_dir.is_relative_to(here) else sweep_dir
     others = [argument for argument in arguments if not argument.startswith(_SWEEP_DIR)]

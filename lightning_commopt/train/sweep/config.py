@@ -1,4 +1,4 @@
-"""What a run's configuration says, checked before anything is started."""
+"""Checks a run's configuration before anything is started."""
 
 from __future__ import annotations
 
@@ -34,25 +34,20 @@ class ConfigError(CompactHydraException):
 
 @dataclass(frozen=True, kw_only=True)
 class LabShape:
-    """How the ranks of a run are spread over the hosts of the network lab.
-
-    Attributes:
-        num_hosts: how many there are.
-        ranks_per_host: the same on all of them.
-    """
+    """The number of hosts in the network lab, and of ranks on each."""
 
     num_hosts: int
     ranks_per_host: int
 
 
 def check_config(config: DictConfig) -> None:
-    """Checks the part of a run's configuration that says how gradients travel, and that all values resolve.
+    """Checks that all values resolve, and strategy, link, warm-up and repetition.
 
     Args:
         config: of one run, without the ``hydra`` node.
 
     Raises:
-        ConfigError: it cannot be run; the message says why.
+        ConfigError: it cannot be run.
     """
     try:
         OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -71,8 +66,8 @@ def _check_repetition(config: DictConfig) -> None:
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
             repetitions = ",".join(map(str, range(repeat)))
             raise ConfigError(
-                f"repeat={repeat} belongs to hydra/launcher=fresh_processes; with other launchers repetition="
-                f"{repetitions} does the same"
+                f"repeat={repeat} needs hydra/launcher=fresh_processes; with other launchers repetition={repetitions}"
+                " does the same"
             )
         raise ConfigError(f"repeat is for sweeps: add -m, or leave out repeat={repeat}")
     check_integer("repetition", config.repetition, at_least=0)
@@ -87,8 +82,8 @@ def _check_warmup(config: DictConfig) -> None:
     max_steps = OmegaConf.select(config, "trainer.max_steps")
     if isinstance(max_steps, int) and 0 < max_steps <= num_warmup_steps:
         raise ConfigError(
-            f"steps after the first num_warmup_steps are timed, and none would be left of trainer.max_steps="
-            f"{max_steps}: num_warmup_steps must be from 0 to {max_steps - 1}, got {num_warmup_steps}"
+            f"num_warmup_steps must be from 0 to {max_steps - 1} with trainer.max_steps={max_steps}, as only later"
+            f" steps are timed, got {num_warmup_steps}"
         )
 
 
@@ -113,27 +108,23 @@ def _shards_itself(model: str) -> bool:
     try:
         found = get_object(model)
     except (ValueError, ImportError):
-        return True  # the error comes when the model is made
+        return True  # instantiating the model raises the error
     configure_model = getattr(found, "configure_model", None)
     return configure_model is None or not configure_model.__module__.startswith(PACKAGES)
 
 
 def num_repetitions(config: DictConfig) -> int:
-    """Returns how many times a sweep runs a job.
-
-    Raises:
-        ConfigError: ``repeat`` is not a number above 0.
-    """
+    """Returns how many times a sweep runs a job."""
     with _as_config_error():
         check_integer("repeat", config.repeat, at_least=1)
     return int(config.repeat)
 
 
 def lab_shape(config: DictConfig) -> LabShape:
-    """Returns the hosts of a run with a link, and their ranks; one rank has one host, whatever ``hosts`` says.
+    """Returns the hosts of a run with a link, and their ranks; a single rank has one host, whatever ``hosts`` is.
 
     Raises:
-        ConfigError: the ranks cannot be spread so.
+        ConfigError: the ranks cannot be distributed evenly.
     """
     sizes = []
     for name in ("devices", "num_nodes"):
@@ -155,14 +146,9 @@ def lab_shape(config: DictConfig) -> LabShape:
 
 
 def link_note(config: DictConfig) -> str | None:
-    """Returns the note on a link that the configuration leaves to the machine, as the quickstart does.
+    """Returns a note on a link that depends on the machine, as in the quickstart: its rate, or why there is none.
 
-    Args:
-        config: checked.
-
-    Returns:
-        The link that there is, or why there is none; None if the user has set it, or it is not for CPU ranks that we
-        start.
+    None if the user has set the link, or it is not for CPU ranks that we start.
     """
     if not OmegaConf.is_interpolation(config, "link") or config.trainer.accelerator != "cpu" or is_lab_rank():
         return None
@@ -177,11 +163,7 @@ def link_note(config: DictConfig) -> str | None:
 
 
 def spread_over_hosts(config: DictConfig) -> DictConfig:
-    """Returns the configuration that the ranks train with: with a link the hosts are the Trainer's nodes.
-
-    Args:
-        config: checked; left as it is.
-    """
+    """Returns a checked configuration for the ranks, a copy with hosts as the Trainer's nodes if there is a link."""
     if config.link is None:
         return config
     shape = lab_shape(config)
@@ -192,7 +174,7 @@ def spread_over_hosts(config: DictConfig) -> DictConfig:
 
 
 def sync_method(config: DictConfig) -> str:
-    """Returns a short name for how the gradients travel: the comm hook's, or the class of another strategy."""
+    """Returns the name of the comm hook, or the class of another strategy."""
     if not _is_commopt(config):
         return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
     comm_hook = config.strategy.get("comm_hook")
@@ -200,12 +182,7 @@ def sync_method(config: DictConfig) -> str:
 
 
 def start_record(config: DictConfig, folder: Path) -> RunRecord:
-    """Returns a new record for the Hydra job that this process runs.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-    """
+    """Returns a new record for the Hydra job of this process."""
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     settings, chosen = hydra_settings(folder, {str(name): value for name, value in plain.items()})

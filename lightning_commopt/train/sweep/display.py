@@ -11,15 +11,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from lightning_commopt.text.terminal import print_heading
@@ -32,7 +24,7 @@ class SweepDisplay(SweepObserver):
 
     Attributes:
         results: of the jobs that have ended, in this order.
-        sweep_dir: the directory of the sweep; None before there is one.
+        sweep_dir: the directory of the sweep, once it is known.
     """
 
     def __init__(self, console: Console) -> None:
@@ -42,21 +34,15 @@ class SweepDisplay(SweepObserver):
         self._num_jobs = 0
         self._seconds_of_jobs: list[float] = []
         self._started_at = 0.0
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            _Remaining(self),
-            console=console,
-        )
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self._bar = Progress(*columns, _Remaining(self), console=console)
         self._task = self._bar.add_task("jobs", total=None)
         self._line = Text()
         self._live = Live(self._picture(), console=console, refresh_per_second=4, redirect_stdout=False, transient=True)
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds that the jobs left will take if they take as long as those that ran so far; None without any."""
+        """Seconds for the remaining jobs if they take as long as those that ran so far; None before the first."""
         if not self._seconds_of_jobs:
             return None
         mean_s = sum(self._seconds_of_jobs) / len(self._seconds_of_jobs)
@@ -88,7 +74,7 @@ class SweepDisplay(SweepObserver):
         print_heading(title, self._console)
 
     def on_output(self, text: str, is_final: bool) -> None:
-        """Prints a line that stays; shows another one above the bar."""
+        """Prints a final line; shows another one above the bar."""
         self._line = Text("" if is_final else text, no_wrap=True, overflow="ellipsis")
         if is_final:
             self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
@@ -112,7 +98,7 @@ class SweepDisplay(SweepObserver):
 
 
 class _Remaining(ProgressColumn):
-    """Time left; rich's own column takes kept jobs for fast ones, and knows nothing before the second job."""
+    """Remaining time; rich's own column counts kept jobs as fast ones, and needs two jobs."""
 
     def __init__(self, display: SweepDisplay) -> None:
         super().__init__()
@@ -132,14 +118,14 @@ def _overrides_text(job: Job) -> str:
 
 
 def hint(error: BaseException | None, folder: Path) -> str | None:
-    """Returns a line that names what was probably meant, for an error that Hydra has raised.
+    """Returns a hint at a misspelled name for an error of Hydra; None if no name is similar, or for other errors.
 
     Args:
         error: that ended the program.
         folder: of the configuration; its folders are the groups.
 
     Returns:
-        Such as "experiment=quickstat: did you mean 'quickstart'?"; None if no name is near, or the error is another.
+        A line such as "experiment=quickstat: did you mean 'quickstart'?"
     """
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")

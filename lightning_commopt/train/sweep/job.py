@@ -1,4 +1,4 @@
-"""One job of a sweep: a single run in its own directory, and its outcome."""
+"""Runs one job of a sweep, a single run in its own directory, and determines its outcome."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Job:
     """A job to run.
 
     Attributes:
-        number: of the job in the sweep, from 0; jobs that are left out leave gaps.
-        sync_method: short name of how the gradients travel.
-        overrides: the job's own, as the sweeper made them, and its repetition.
+        number: of the job in the sweep, from 0; skipped jobs leave gaps.
+        sync_method: see `RunRecord`.
+        overrides: the job's own, from the sweeper, and its repetition.
         command: program and arguments.
         folder: of the run.
-        config_yaml: what the run leaves as its configuration, resolved.
-        content: of the configuration, what says how to train: jobs for which it is equal train the same.
-        is_on_cpu: it may be started from a process that has imported everything; CUDA allows none such.
-        note: what the user should know before the job runs.
+        config_yaml: the run's resolved configuration.
+        content: the part of the configuration that affects training: jobs with equal content train the same.
+        is_on_cpu: it may be forked from a process that has imported everything, which CUDA does not allow.
+        note: for the user, before the job runs.
     """
 
     number: int
@@ -54,13 +54,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
-    """A job and its record.
-
-    Attributes:
-        job: that has ended.
-        record: of its run.
-        is_kept: the run is an earlier one, found in the job's folder.
-    """
+    """A job that has ended, and the record of its run, which may be an earlier one, kept in the job's folder."""
 
     job: Job
     record: RunRecord
@@ -71,7 +65,7 @@ class SweepObserver:
     """Gets the events of a sweep; this base class ignores them."""
 
     def on_plan(self, folder: Path, num_jobs: int) -> None:
-        """The sweep in ``folder`` has ``num_jobs`` jobs so far, those that have ended included."""
+        """The sweep in ``folder`` has ``num_jobs`` jobs so far, including those that have ended."""
 
     def on_note(self, text: str) -> None:
         """A note for the user."""
@@ -80,7 +74,7 @@ class SweepObserver:
         """A job starts."""
 
     def on_output(self, text: str, is_final: bool) -> None:
-        """The job wrote a line; unless ``is_final`` the next one replaces it, as with progress bars."""
+        """The job printed a line; unless ``is_final`` the next one replaces it, as with progress bars."""
 
     def on_end(self, result: JobResult) -> None:
         """A job has finished or failed, or its earlier run is kept."""
@@ -90,16 +84,15 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
     """Runs a job to its end.
 
     Args:
-        job: what to run; its folder is made.
+        job: to run; its folder is created.
         env: the whole environment.
-        observer: gets the job's output and its end.
+        observer: of the job's output and end.
 
     Returns:
-        The job with the record that the run wrote; if it wrote none, or did not reach its end, with one that says
-        so.
+        The job with the record that the run wrote; if that is missing or unfinished, with one that has the reason.
 
     Raises:
-        InterruptedRun: this process got a signal to stop. The job's record says so, and the observer has got it.
+        InterruptedRun: this process received a signal to stop, which is in the job's record and was observed.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / RUN_FILE).unlink(missing_ok=True)
@@ -134,7 +127,7 @@ def save_summary(folder: Path, results: Sequence[JobResult], left_out: Sequence[
     Args:
         folder: of the sweep.
         results: of the jobs.
-        left_out: jobs that were not run, each with the job that trains the same.
+        left_out: skipped jobs, each with the job that trains the same.
     """
     summary = [
         {
@@ -160,17 +153,21 @@ def _reason(status: int) -> str | None:
 
 
 def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) -> RunRecord:
-    """Returns the run's own record, or corrects one that is missing, ended too early or does not know the cause.
+    """Returns the run's own record, corrected if it is missing, unfinished or lacks the cause.
 
     Args:
         job: that has ended.
-        reason: for which its processes have failed, if they have.
-        last_lines: of their output; None if the reason explains it all.
+        reason: of the failure of its processes, if they failed.
+        last_lines: of their output; None if the reason is complete.
     """
     try:
         record = RunRecord.load(job.folder)
     except (FileNotFoundError, ValueError):
-        record = _unfinished_record(job)
+        config = yaml.safe_load(job.config_yaml)
+        settings, chosen = settings_of(job.folder, config if isinstance(config, dict) else {}, job.overrides)
+        record = RunRecord(
+            status="running", sync_method=job.sync_method, settings=settings, overrides=job.overrides, chosen=chosen
+        )
     if record.status == "finished" and reason is None:
         return record
     error = reason or "ended without a result"
@@ -183,15 +180,6 @@ def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) ->
     return failed
 
 
-def _unfinished_record(job: Job) -> RunRecord:
-    """Returns a record for a job that has written none."""
-    config = yaml.safe_load(job.config_yaml)
-    settings, chosen = settings_of(job.folder, config if isinstance(config, dict) else {}, job.overrides)
-    return RunRecord(
-        status="running", sync_method=job.sync_method, settings=settings, overrides=job.overrides, chosen=chosen
-    )
-
-
 def _join(*parts: str | None) -> str:
     return "; ".join(part for part in parts if part)
 
@@ -202,7 +190,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _EXCEPTION_LINE = re.compile(
     r"^(\[rank(?P<rank>\d+)\]: ?)?(?P<exception>[\w.]*(Error|Exception|Interrupt|Exit)\b(: .*)?)$"
 )
-# What a rank says whose peer has gone, or that was stopped for that reason.
+# Errors of a rank that lost a peer, or that was stopped for that reason.
 _CONSEQUENCE = re.compile(
     r"closed by peer|connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|\bDist\w*Error|SIG(TERM|KILL|ABRT)",
     re.IGNORECASE,
@@ -210,11 +198,10 @@ _CONSEQUENCE = re.compile(
 
 
 class LineReader:
-    """Splits output into lines, and separates those that stay from those that are overwritten.
+    """Splits output into final lines and those that are overwritten.
 
     Args:
-        on_line: receives each line without control sequences, and whether it stays. Empty lines that stay are left
-            out.
+        on_line: called with each line without control sequences, and whether it is final; not for empty final lines.
     """
 
     def __init__(self, on_line: Callable[[str, bool], None]) -> None:
@@ -224,7 +211,7 @@ class LineReader:
         self._overwritten = ""
 
     def feed(self, data: bytes) -> None:
-        """Takes the next piece of the output, which may end anywhere."""
+        """Adds a piece of the output, which may end anywhere."""
         for piece in _ENDS.split(self._decoder.decode(data)):
             if piece == "\n":
                 self._end_line()
@@ -241,15 +228,15 @@ class LineReader:
         self._end_line()
 
     def _end_line(self) -> None:
-        # A carriage return only moves the cursor: what stood there before the end of the line is still to be seen.
+        # A carriage return only moves the cursor: a line before it remains visible.
         line = _CONTROL.sub("", self._line or self._overwritten).rstrip()
         self._line = self._overwritten = ""
         if line:
             self._on_line(line, True)
 
 
-def lines_that_stay(output: str) -> list[str]:
-    """Returns what is left to be read of a program's whole output, line by line."""
+def final_lines(output: str) -> list[str]:
+    """Returns the final lines of a program's whole output."""
     lines: list[str] = []
     reader = LineReader(lambda text, is_final: lines.append(text) if is_final else None)
     reader.feed(output.encode())
@@ -258,20 +245,20 @@ def lines_that_stay(output: str) -> list[str]:
 
 
 def last_exception(lines: Sequence[str]) -> str | None:
-    """Returns the last line with which Python ends a traceback; None without any."""
+    """Returns the last line that ends a traceback; None without one."""
     return next((line for line in reversed(lines) if _EXCEPTION_LINE.match(line)), None)
 
 
 def cause_in_another_rank(error: str, lines: Sequence[str]) -> str | None:
-    """Returns the exception of another rank that explains why one has failed.
+    """Returns the exception of another rank that caused an error.
 
     Args:
         error: of the rank that has failed.
-        lines: of all ranks, mixed.
+        lines: output of all ranks, mixed.
 
     Returns:
-        The first exception that is no consequence itself, after its rank; None if ``error`` is no lost connection and
-        no signal, or nothing explains it.
+        The first exception that is not itself a consequence, after its rank; None if ``error`` is no lost connection
+        and no signal, or no exception explains it.
 
     >>> cause_in_another_rank("RuntimeError: Connection closed by peer", ["[rank1]: ValueError: no such token"])
     'rank 1: ValueError: no such token'

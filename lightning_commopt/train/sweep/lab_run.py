@@ -1,4 +1,4 @@
-"""Runs the ranks of one run on hosts of the network lab, each as a process of its own."""
+"""Runs the ranks of one run on hosts of the network lab, each in its own process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.writer import fail_record
 from lightning_commopt.train.sweep.config import LabShape, lab_shape, start_record
-from lightning_commopt.train.sweep.job import last_exception, lines_that_stay
+from lightning_commopt.train.sweep.job import final_lines, last_exception
 
 _LINES_IN_MESSAGE = 40
 
@@ -30,39 +30,28 @@ class RankFailed(CompactHydraException):
 
 
 def train_in_lab(config: DictConfig, folder: Path) -> RunRecord:
-    """Makes the run of this Hydra job in the lab: every rank is this program with the job's own overrides.
-
-    Args:
-        config: of the run, checked; has a link.
-        folder: of the run.
-
-    Returns:
-        What the run has recorded.
-
-    Raises:
-        RankFailed, InterruptedRun: see `run_in_lab`.
-    """
+    """Runs this Hydra job in the lab: every rank is this program with the job's own overrides; see `run_in_lab`."""
     command, original_folder = single_run_command("${oc.env:RANK}")
     os.chdir(original_folder)  # the ranks start where we are
     return run_in_lab(command, config.link, lab_shape(config), start_record(config, folder), folder)
 
 
 def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: RunRecord, folder: Path) -> RunRecord:
-    """Runs a command as every rank of a run, each pinned to one core, and passes on rank 0's output as it comes.
+    """Runs a command as every rank of a run, each pinned to one core, and forwards rank 0's output.
 
     Args:
-        command: trains one rank, whose number and peers it finds in its environment; rank 0 records the run.
-        link: rate of each host's link, as `NetLab` takes it.
+        command: trains one rank, which finds its number and peers in its environment; rank 0 records the run.
+        link: rate of each host's link, for `NetLab`.
         shape: hosts and their ranks.
-        unfinished: the record to leave, with the reason, if the run ends before it has one.
+        unfinished: the record to write, with the reason, if the run ends before it has one.
         folder: of the run.
 
     Returns:
-        What the run has recorded.
+        The record of the run.
 
     Raises:
-        RankFailed: a rank failed. The record says so, and no process is left.
-        InterruptedRun: we received a signal that asks us to stop. The same holds.
+        RankFailed: a rank failed. All processes have ended, and the record has the reason.
+        InterruptedRun: we received a signal to stop. The same holds.
     """
     (folder / RUN_FILE).unlink(missing_ok=True)
     environment = {LAB_RANK_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
@@ -79,13 +68,13 @@ def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: R
                 start=start_in_place if server_for(command) else None,
             )
     except RankError as error:
-        lines = lines_that_stay(error.outputs[error.rank])
+        lines = final_lines(error.outputs[error.rank])
         how = f"rank {error.rank} ended with status {error.status}"
         exception = last_exception(lines)
-        # Rank 0 knows best what ended itself.
         reason = f"{how}: {exception}" if exception else how
-        fail_record(folder, reason, unfinished=unfinished, is_final=error.rank != 0)
-        raise RankFailed(_message(error.rank, how, lines)) from None
+        fail_record(folder, reason, unfinished=unfinished, is_final=error.rank != 0)  # rank 0 records its own error
+        shown = "\n".join([f"{how}; its last lines:", *(f"  {line}" for line in lines[-_LINES_IN_MESSAGE:])])
+        raise RankFailed(f"{how}; its output is above" if error.rank == 0 else shown) from None
     except InterruptedRun as error:
         fail_record(folder, str(error), unfinished=unfinished, is_final=True)
         raise
@@ -97,11 +86,5 @@ def _show_first_rank(rank: int, output: bytes) -> None:
         return
     sys.stdout.flush()
     left = memoryview(output)
-    while left:  # not by way of sys.stdout: a part may end within a character
+    while left:  # without sys.stdout, as a part may end within a character
         left = left[os.write(sys.stdout.fileno(), left) :]
-
-
-def _message(rank: int, how: str, lines: Sequence[str]) -> str:
-    if rank == 0:
-        return f"{how}; its output is above"
-    return "\n".join([f"{how}; its last lines:", *(f"  {line}" for line in lines[-_LINES_IN_MESSAGE:])])

@@ -1,7 +1,7 @@
-"""FreshProcessLauncher: the Hydra launcher that runs each job of a sweep in processes of its own.
+"""FreshProcessLauncher: the Hydra launcher that runs each job of a sweep in its own processes.
 
-Within one process a second job would find the first one's process group and rank variables, and train with the first
-one's number of processes.
+Within one process a second job would find the process group and rank variables of the first one, and train with its
+number of processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_commopt.train.sweep.composing import (
 from lightning_commopt.train.sweep.job import Job, JobResult, run_job, save_summary
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
-# Of an allocation; paths in a configuration may have them. By the others Lightning would take its tasks for ranks.
+# Variables of an allocation, which paths in a configuration may use. The others would make Lightning a SLURM task.
 _SLURM_KEPT = ("SLURM_JOB_ID", "SLURM_TMPDIR")
 
 
@@ -47,18 +47,17 @@ class FreshProcessesConf:
 
 
 class FreshProcessLauncher(Launcher):
-    """Runs the jobs one after another, each as a single run in a process group of its own.
+    """Runs the jobs one after another, each as a single run in its own process group.
 
-    With ``repeat`` all jobs run once, then all again. Of jobs that train the same, the first runs. A job whose folder
-    has a finished run of the same configuration is not run again. A job that fails is recorded, and the next one runs.
-    The value that a sweeper gets for a job is the mean of its repetitions' final validation losses, NaN where one of
-    them has none.
+    With ``repeat`` all jobs run once, then all again. Of jobs that train the same, only the first runs. A job whose
+    folder has a finished run of the same configuration does not run again. A job that fails is recorded, and the next
+    one runs. A sweeper gets the mean of the final validation losses of a job's repetitions, NaN if one has none.
 
     Attributes:
-        settings: what the program sets before Hydra makes the launcher.
+        settings: set by the program before Hydra makes the launcher.
     """
 
-    # Hydra makes plugins of this namespace only; a module there gives this class its name.
+    # Hydra makes plugins of this namespace only; a module there exports this class.
     __module__ = _NAMESPACE
     settings: ClassVar[SweepSettings | None] = None
 
@@ -73,19 +72,12 @@ class FreshProcessLauncher(Launcher):
         self._results: dict[str, JobResult] = {}
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Checks all jobs, then runs them.
-
-        Args:
-            job_overrides: the overrides of each job.
-            initial_job_idx: number of the first one.
-
-        Returns:
-            For each job its final validation loss.
+        """Checks all jobs, runs them, and returns the final validation loss of each.
 
         Raises:
             HydraException: this process is itself one of several ranks.
-            ConfigError: a job cannot be run, or would write over another one.
-            InterruptedRun: this process got a signal to stop; no other process is left.
+            ConfigError: a job cannot be run, or would overwrite another one.
+            InterruptedRun: this process received a signal to stop; its children have ended.
         """
         if "LOCAL_RANK" in os.environ or num_started_ranks() > 1:
             raise HydraException(
@@ -114,7 +106,7 @@ class FreshProcessLauncher(Launcher):
         ]
 
     def _without_equals(self, jobs: Sequence[Job]) -> list[Job]:
-        """Returns the jobs to run: of those that train the same the first, unless an earlier call had it."""
+        """Returns the jobs to run: the first of those that train the same, unless an earlier call had it."""
         to_run, left_out = [], []
         for job in jobs:
             first = self._first_jobs.setdefault(job.content, job)
@@ -124,7 +116,7 @@ class FreshProcessLauncher(Launcher):
                 left_out.append((job, first))
         if left_out:
             pairs = ", ".join(f"{job.number} as {first.number}" for job, first in left_out)
-            self._observer.on_note(f"left out, as they train the same as another job: {pairs}")
+            self._observer.on_note(f"skipped, as they train the same as another job: {pairs}")
             self._left_out += left_out
         return to_run
 
@@ -150,11 +142,7 @@ class FreshProcessLauncher(Launcher):
 
 
 def register_launcher(settings: SweepSettings) -> None:
-    """Makes ``hydra/launcher=fresh_processes`` known to Hydra.
-
-    Args:
-        settings: for the sweeps of this process.
-    """
+    """Registers ``hydra/launcher=fresh_processes`` with Hydra, with settings for the sweeps of this process."""
     FreshProcessLauncher.settings = settings
     Plugins.instance().register(FreshProcessLauncher)
     store_config(group="hydra/launcher", name="fresh_processes", node=FreshProcessesConf)
@@ -166,12 +154,12 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in (*RANK_VARIABLES, "PL_GLOBAL_SEED") and (name in _SLURM_KEPT or not name.startswith("SLURM_"))
     }
-    # A program that writes to a pipe would hold its lines back.
+    # Else a program that writes to a pipe buffers its lines.
     return {**env, "PYTHONUNBUFFERED": "1"}
 
 
 def _job_return(overrides: Sequence[str], records: Sequence[RunRecord]) -> JobReturn:
-    """Returns what a sweeper gets for a job, from the records of its repetitions."""
+    """Returns the result of a job for the sweeper, from the records of its repetitions."""
     losses = [record.val_loss for record in records if record.status == "finished" and record.val_loss is not None]
     # Not FAILED: sweepers raise at the first such job, and the remaining ones would not run.
     returned = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)

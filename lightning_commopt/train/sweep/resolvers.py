@@ -1,4 +1,4 @@
-"""What the configuration can ask of the machine, and compute: ``${commopt.devices:2}``."""
+"""Resolvers for the configuration, which query the machine or compute: ``${commopt.devices:2}``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lightning_commopt.launch.environment import has_external_launcher, is_lab_r
 from lightning_commopt.launch.lab import why_not
 
 why_no_lab = cache(why_not)
-"""Returns why the network lab does not work here, None where it does; tried once a process."""
+"""Returns why the network lab does not work here, or None if it does; tried once in a process."""
 
 
 def register_resolvers() -> None:
-    """Makes our resolvers known to OmegaConf.
+    """Registers our resolvers with OmegaConf.
 
-    - ``${commopt.accelerator:}``: "gpu" where there is one, else "cpu";
+    - ``${commopt.accelerator:}``: "gpu" if there is one, else "cpu";
     - ``${commopt.device:}``: "cuda:0" or "cpu";
     - ``${commopt.devices:n}``: the number of GPUs, or ``n`` processes on the CPU;
-    - ``${commopt.gpu_or_cpu:a,b}``: ``a`` where there is a GPU, else ``b``;
-    - ``${commopt.link:rate,accelerator}``: the rate where this run can have a link of that rate, else null;
-    - ``${commopt.divide:n,d,...}``: ``n`` divided by all that follow; an error if something remains;
+    - ``${commopt.gpu_or_cpu:a,b}``: ``a`` with a GPU, else ``b``;
+    - ``${commopt.link:rate,accelerator}``: the rate if this run can have a link of that rate, else null;
+    - ``${commopt.divide:n,d,...}``: ``n`` divided by all others; an error if there is a remainder;
     - ``${commopt.multiply:n,m,...}``: the product.
 
-    Each asks the machine that resolves it: Hydra sends resolvers from a login node to the nodes where jobs run.
+    Each queries the machine that resolves it: Hydra sends resolvers from a login node to the nodes where jobs run.
     """
     resolvers: dict[str, Callable[..., Any]] = {
         "commopt.accelerator": lambda: "gpu" if _has_gpu() else "cpu",
@@ -48,26 +48,14 @@ def _has_gpu() -> bool:
 
 
 def link(rate: str, accelerator: str) -> str | None:
-    """Returns a rate where ranks can be hosts of the network lab, None elsewhere.
-
-    Args:
-        rate: as ``NetLab`` takes it.
-        accelerator: that ranks train on.
-    """
+    """Returns a rate for `NetLab` if ranks on this accelerator can be hosts of the network lab, else None."""
     if is_lab_rank():
         return rate
     return rate if accelerator == "cpu" and not has_external_launcher() and why_no_lab() is None else None
 
 
 def divide(number: int, *divisors: int) -> int:
-    """Divides without a remainder.
-
-    Args:
-        number: what is divided.
-        divisors: by which, one after another.
-
-    Raises:
-        ValueError: something remains, or an argument is not an integer above 0.
+    """Divides integers above 0; a remainder is a ValueError.
 
     >>> divide(1024, 4, 2)
     128
@@ -80,13 +68,7 @@ def divide(number: int, *divisors: int) -> int:
 
 
 def multiply(*factors: int) -> int:
-    """Multiplies counts.
-
-    Args:
-        factors: which there are.
-
-    Raises:
-        ValueError: a factor is not an integer above 0.
+    """Multiplies integers above 0.
 
     >>> multiply(8, 2)
     16

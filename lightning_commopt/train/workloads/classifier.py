@@ -1,4 +1,4 @@
-"""The common base of the classifiers."""
+"""The base class of the classifiers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torchmetrics.classification import MulticlassAccuracy
 
 
 class Classifier(LightningModule):
-    """Learns classes by cross-entropy; a subclass has ``forward``, from a batch of inputs to ``(B, classes)`` logits.
+    """Learns classes by cross-entropy; subclasses define ``forward``, from inputs to ``(B, classes)`` logits.
 
     Logs ``train_loss``, and in validation ``val_loss`` and ``val_accuracy``, over all ranks.
 
     Args:
-        num_classes: that labels are of; None if they are random, and accuracy says nothing.
+        num_classes: of the labels; None if they are random, and accuracy is meaningless.
     """
 
     def __init__(self, num_classes: int | None = None) -> None:

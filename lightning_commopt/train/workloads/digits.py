@@ -48,14 +48,7 @@ class DigitsCNN(Classifier):
 
 
 class Digits(LightningDataModule):
-    """1,797 images of 8x8 pixels in [0, 1] with labels 0 to 9; a fixed fifth of them is for validation.
-
-    Args:
-        batch_size: images in a batch of one rank.
-
-    Raises:
-        ImportError: scikit-learn is not installed.
-    """
+    """1,797 images of 8x8 pixels in [0, 1] with labels 0 to 9; a fixed fifth of them is for validation."""
 
     def __init__(self, *, batch_size: int = 32) -> None:
         super().__init__()

@@ -61,15 +61,11 @@ class GPT(LightningModule):
         width: of the residual stream.
         num_layers: transformer blocks.
         num_heads: attention heads in a block; divides ``width``.
-        context: most bytes in a sequence.
-        vocabulary: rows of the embedding, of which 256 are used. More give the embedding, which is the un-embedding
-            too, the weight that it has with the tokens of a real text.
-        activation_checkpointing: keep only the blocks' inputs for backward, and compute the blocks again there.
+        context: maximal bytes in a sequence.
+        vocabulary: rows of the tied embedding, of which 256 are used. More make it as large as with real tokens.
+        activation_checkpointing: keep only the blocks' inputs for backward, and recompute the blocks there.
         learning_rate: at the cycle's peak.
         warmup_share: share of the steps in which the learning rate rises.
-
-    Raises:
-        ValueError: ``num_heads`` does not divide ``width``, or ``vocabulary`` is below 256.
     """
 
     def __init__(
@@ -101,7 +97,7 @@ class GPT(LightningModule):
                 nn.init.normal_(module.weight, std=0.02)
 
     def configure_model(self) -> None:
-        """Shards each block, and what is left as one more unit, where a strategy wants that (FSDP2)."""
+        """Shards each block, and the rest as one more unit, for strategies that need it (FSDP2)."""
         if self.device_mesh is None or isinstance(self, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
@@ -136,15 +132,11 @@ class GPT(LightningModule):
         num_steps = self.trainer.estimated_stepping_batches
         if math.isinf(num_steps):
             raise ValueError("the learning-rate cycle needs an end: set trainer.max_steps or trainer.max_epochs")
-        if math.isclose(share * num_steps, 1):  # OneCycleLR divides by what is more than one step of warm-up
+        if math.isclose(share * num_steps, 1):  # OneCycleLR divides by the warm-up steps minus one
             share *= 1.1
         optimizer = torch.optim.AdamW(self.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
-        cycle = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=peak,
-            total_steps=int(num_steps),
-            pct_start=share,
-        )
+        scheduler = torch.optim.lr_scheduler.OneCycleLR
+        cycle = scheduler(optimizer, max_lr=peak, total_steps=int(num_steps), pct_start=share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
     def _loss(self, batch: Tensor) -> Tensor:
@@ -153,7 +145,7 @@ class GPT(LightningModule):
 
 
 class _Windows(Dataset[Tensor]):
-    """Cuts a text into sequences of ``context + 1`` bytes that overlap by one."""
+    """A text in sequences of ``context + 1`` bytes that overlap by one."""
 
     def __init__(self, text: bytes, context: int) -> None:
         self._text = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
@@ -173,10 +165,7 @@ class StdlibSources(LightningDataModule):
     Args:
         context: bytes in a sequence; a batch is ``(batch_size, context + 1)``.
         batch_size: sequences in a batch of one rank.
-        folder: where the ``*.py`` files are; None for the running interpreter's standard library.
-
-    Raises:
-        FileNotFoundError: the folder has too few sources (an interpreter may keep them in a zip file).
+        folder: of the ``*.py`` files; None for the running interpreter's standard library, unless it is a zip file.
     """
 
     def __init__(self, *, context: int = 64, batch_size: int = 8, folder: str | None = None) -> None:

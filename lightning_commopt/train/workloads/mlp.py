@@ -1,4 +1,4 @@
-"""A multi-layer perceptron in four sizes, and blobs to train it on: nearly all of a step is linear layers."""
+"""A multi-layer perceptron in four sizes, and blobs to train it on: linear layers take nearly all of a step."""
 
 from __future__ import annotations
 
@@ -27,18 +27,15 @@ SIZES: dict[str, tuple[int, ...]] = {
 class MLP(Classifier):
     """Linear layers with ReLU between them, 784 features to 10 classes, trained with SGD.
 
-    The sizes have 1.5, 8.4, 35.2 and 52.0 million parameters. The write-up that compares ways of data parallelism on
-    them names the layers of the first three; of ``xlarge`` it gives only the count, which these widths have too.
-    Weights are drawn as by He et al. (2015), with which the deep ones train at the rate of the shallow ones.
+    The sizes have 1.5, 8.4, 35.2 and 52.0 million parameters. A write-up that compares ways of data parallelism gives
+    the layers of the first three; of ``xlarge`` it gives only the count, which these widths match. Weights are
+    initialized as by He et al. (2015), so that deep ones train as fast as shallow ones.
 
     Logs ``train_loss``, ``val_loss`` and ``val_accuracy``; the latter two are over all ranks.
 
     Args:
         size: "small", "medium", "large" or "xlarge", or the widths of the hidden layers.
         learning_rate: of SGD.
-
-    Raises:
-        ValueError: ``size`` is none of these.
     """
 
     def __init__(self, *, size: str | Sequence[int] = "small", learning_rate: float = 0.01) -> None:
@@ -70,11 +67,8 @@ class Blobs(LightningDataModule):
         num_samples: in training.
         num_validation_samples: in validation.
         separation: standard deviation of the centres' coordinates; that of the noise is 1. With the default the loss
-            of ``MLP`` falls over several epochs of some 30 steps; from 1 on the first one learns nearly all.
+            of ``MLP`` falls over several epochs of some 30 steps; from 1 on nearly all of it in the first epoch.
         batch_size: samples in a batch of one rank.
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -115,13 +109,13 @@ class Blobs(LightningDataModule):
             batch_size=batch_size,
             shuffle=is_training,
             drop_last=is_training,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=torch.cuda.is_available(),
         )
 
 
 class _Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that are taken a batch at a time: one by one they would take longer than a step of a small network."""
+    """Samples that are fetched a batch at a time: one by one would take longer than a step of a small network."""
 
     def __init__(self, centres: Tensor, num_samples: int, generator: torch.Generator) -> None:
         self._labels = torch.randint(len(centres), (num_samples,), generator=generator)
@@ -138,7 +132,7 @@ class _Samples(Dataset[tuple[Tensor, Tensor]]):
         return self._features[chosen], self._labels[chosen]
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 

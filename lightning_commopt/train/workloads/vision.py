@@ -1,4 +1,4 @@
-"""Models of torchvision on random images: the work of a real one, without its data."""
+"""Models of torchvision on random images: the load of a real training without its data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from lightning_commopt.train.workloads.classifier import Classifier
 class VisionModel(Classifier):
     """A classifier of torchvision by name, with random weights, trained with SGD.
 
-    Logs ``train_loss`` and ``val_loss``; the latter is averaged over ranks. Accuracy says nothing of random labels.
+    Logs ``train_loss`` and ``val_loss``; the latter is averaged over ranks. Accuracy of random labels is meaningless.
 
     Args:
-        name: as ``torchvision.models.get_model`` knows it, for example ``vit_l_32``.
+        name: for ``torchvision.models.get_model``, for example ``vit_l_32``.
         learning_rate: of SGD.
         options: further keywords for ``torchvision.models.get_model``.
-
-    Raises:
-        ImportError: torchvision is not installed.
     """
 
     def __init__(self, *, name: str, learning_rate: float = 1e-3, options: dict[str, Any] | None = None) -> None:

@@ -166,7 +166,7 @@ def test_a_kept_result_is_shown_again_and_a_wrong_one_fails(tmp_path: Path) -> N
     result_of(rows).save(tmp_path / "bench.json")
     shown = _run("--load", str(tmp_path / "bench.json"), "--predict", "3M,1G")
     assert "1G: 10" in shown
-    assert "beyond what was measured" in shown
+    assert "extrapolated" in shown
     plain = json.loads((tmp_path / "bench.json").read_text())
     plain["rows"][1]["num_wrong"] = 5
     (tmp_path / "bench.json").write_text(json.dumps(plain))

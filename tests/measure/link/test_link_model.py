@@ -33,7 +33,7 @@ def test_latency_and_bandwidth_are_found_through_noise() -> None:
 def test_a_break_is_found_where_it_is_and_nowhere_else() -> None:
     """If it fails, a change of algorithm is smeared over its neighbours, or noise makes segments."""
     curve = Curve.fit(sample(_broken, noise=0.02))
-    assert [(each.first_bytes, each.last_bytes) for each in curve.segments] == [(8, 2**16), (2**17, 2**26)]
+    assert [(segment.first_bytes, segment.last_bytes) for segment in curve.segments] == [(8, 2**16), (2**17, 2**26)]
     assert curve.predict(3 * 2**20).time_s == pytest.approx(_broken(3 * 2**20), rel=0.03)
     assert curve.predict(5000).time_s == pytest.approx(_broken(5000), rel=0.03)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_commopt.train.sweep.job import LineReader, cause_in_another_rank, last_exception, lines_that_stay
+from lightning_commopt.train.sweep.job import LineReader, cause_in_another_rank, final_lines, last_exception
 
 
 def lines(*pieces: bytes) -> list[tuple[str, bool]]:
@@ -31,7 +31,7 @@ def test_lines(pieces, expected):
 
 
 def test_what_was_written_over_does_not_stay():
-    assert lines_that_stay("\r 10%\r 20%\n\none\ntwo") == [" 20%", "one", "two"]
+    assert final_lines("\r 10%\r 20%\n\none\ntwo") == [" 20%", "one", "two"]
 
 
 @pytest.mark.parametrize(

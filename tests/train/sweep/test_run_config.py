@@ -58,15 +58,15 @@ def test_one_process_has_one_node():
 
 def test_repeat_under_another_launcher_says_what_to_write_there():
     config = composed("repeat=3", "hydra.mode=MULTIRUN")
-    with pytest.raises(ConfigError, match=r"repeat=3 belongs to hydra/launcher=fresh_processes; .*repetition=0,1,2 "):
+    with pytest.raises(ConfigError, match=r"repeat=3 needs hydra/launcher=fresh_processes; .*repetition=0,1,2 "):
         check_config(config)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.max_steps=10"], "num_warmup_steps .*trainer.max_steps=10: .* from 0 to 9, got 10"),
-        (["trainer.max_steps=1", "callbacks.speed.num_warmup_steps=1"], "from 0 to 0, got 1"),
+        (["trainer.max_steps=10"], "num_warmup_steps must be from 0 to 9 with trainer.max_steps=10, .* got 10"),
+        (["trainer.max_steps=1", "callbacks.speed.num_warmup_steps=1"], "from 0 to 0 .* got 1"),
         (["num_warmup_steps=-1"], "num_warmup_steps must be an integer of at least 0, got -1"),
         (["num_warmup_steps=2.5"], "num_warmup_steps must be an integer of at least 0, got 2.5"),
     ],

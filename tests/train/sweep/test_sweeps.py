@@ -90,7 +90,7 @@ def test_jobs_that_train_the_same_run_once(tmp_path, alone):
     assert notes.numbers == numbers_in(tmp_path / "s") == [0, 2, 3, 4, 6, 7]
     assert losses == [56] * 4
     assert notes.num_jobs == [6]
-    assert "left out, as they train the same as another job: 1 as 0, 5 as 4" in notes.notes
+    assert "skipped, as they train the same as another job: 1 as 0, 5 as 4" in notes.notes
     summary = {job["number"]: job["stands_for"] for job in json.loads((tmp_path / "s" / SUMMARY_FILE).read_text())}
     assert [job["number"] for job in summary[0]] == [1]
     assert {"ranks=4", "seed=6"} <= set(summary[0][0]["overrides"])
