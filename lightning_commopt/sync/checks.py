@@ -1,4 +1,4 @@
-"""Errors and warnings of a strategy, each with what to do instead."""
+"""Errors and warnings of a strategy, each with a remedy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightning_commopt.compat.lightning import MisconfigurationException, optimi
 from lightning_commopt.compressors import Cast, Compressor
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
 from lightning_commopt.sync.rewrap import Trainable
+from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import warn
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ def check_none_unfrozen(trainable: Trainable) -> None:
     """Refuses gradients that DDP does not synchronize.
 
     Raises:
-        MisconfigurationException: a parameter that was frozen when the model was wrapped asks for a gradient.
+        MisconfigurationException: a parameter that was frozen when the model was wrapped is not any more.
     """
     if trainable.some_unfrozen():
         raise MisconfigurationException(
             "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"
-            " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters take turns, let"
-            " all ask for gradients when fit starts and use CommOptDDP(find_unused_parameters=True)."
+            " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters are trained"
+            " alternately, leave all unfrozen when fit starts and use CommOptDDP(find_unused_parameters=True)."
         )
 
 
@@ -103,7 +104,7 @@ def warn_of_fp16_under_scaler(comm_hook: Compressor) -> None:
 
 
 def warn_of_unused_residuals(comm_hook: Compressor) -> None:
-    """Warns that error feedback and unused parameters do not go together without loss."""
+    """Warns that error feedback loses residuals of unused parameters."""
     if comm_hook.keeps_residual:
         warn(
             "find_unused_parameters=True with error feedback: part of a parameter's residual is lost in each step"
@@ -112,12 +113,10 @@ def warn_of_unused_residuals(comm_hook: Compressor) -> None:
 
 
 def warn_of_lost_residuals(names: Sequence[str]) -> None:
-    """Warns of residuals that did not outlive a failure; each rank of its own."""
-    shown = ", ".join(names[:_NAMES_IN_MESSAGE])
-    more = len(names) - _NAMES_IN_MESSAGE
+    """Warns on each rank of its residuals that were lost in a failure."""
     warn(
-        f"Rank {dist.get_rank()}: the last gradient sync of {shown}{f' and {more} more' if more > 0 else ''} did not"
-        " end, so their residuals are lost; those of other parameters are kept.",
+        f"Rank {dist.get_rank()}: the last gradient sync of {list_some(names, _NAMES_IN_MESSAGE)} did not end, so their"
+        " residuals are lost; those of other parameters are kept.",
         on_every_rank=True,
     )
 
@@ -138,12 +137,14 @@ def warn_if_never_compressed(comm_hook: Compressor | None, num_steps: int) -> No
 
 
 def explain_compiled_buckets(exception: BaseException) -> None:
-    """Says what to do instead of torch's message about a compiled module that it cannot cut at small buckets."""
-    message = "First bucket should be smaller/equal to other buckets"
-    exception.args = tuple(_COMPILED_BUCKETS if message in str(each) else each for each in exception.args)
+    """Replaces torch's message about a compiled module that it cannot cut at small buckets by a remedy."""
+    _replace_message(exception, "First bucket should be smaller/equal to other buckets", _COMPILED_BUCKETS)
 
 
 def explain_unused_parameters(exception: BaseException) -> None:
-    """Says what to do instead of DDP's message about parameters without a gradient."""
-    message = "Expected to have finished reduction in the prior iteration"
-    exception.args = tuple(_UNUSED_PARAMETERS if message in str(each) else each for each in exception.args)
+    """Replaces DDP's message about parameters without a gradient by a remedy."""
+    _replace_message(exception, "Expected to have finished reduction in the prior iteration", _UNUSED_PARAMETERS)
+
+
+def _replace_message(exception: BaseException, found: str, better: str) -> None:
+    exception.args = tuple(better if found in str(argument) else argument for argument in exception.args)
