@@ -17,8 +17,7 @@ from typing import Any
 
 from results_file import write_result
 
-from lightning_commopt.commands.bench.rank_lines import MODULE
-from lightning_commopt.commands.bench.start import bench_in_lab
+from lightning_commopt.commands.bench.start import MODULE, bench_in_lab
 from lightning_commopt.launch.fork_server import preload
 from lightning_commopt.measure.link.bench_result import BenchResult, Row
 from lightning_commopt.measure.link.bench_settings import BenchSettings

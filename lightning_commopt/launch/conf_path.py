@@ -1,4 +1,4 @@
-"""Where the Hydra configuration of this package lies."""
+"""Finds the Hydra configuration of this package."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the environment says of ranks: the variables by which launchers tell a process which one it is."""
+"""The variables by which launchers pass its rank to a process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import os
 _NUMBERS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
 
 RANK_VARIABLES = (*_NUMBERS, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Set by Lightning, torchrun or the network lab; SLURM's own are not among them."""
+"""Set by Lightning, torchrun or the network lab, but not by SLURM."""
 
 LAB_RANK_VARIABLE = "COMMOPT_LAB_RANK"
-"""Set in the environment of a rank that `lightning_commopt.train.sweep.lab_run` has started."""
+"""Set for a rank that `lightning_commopt.train.sweep.lab_run` has started."""
 
 
 def is_lab_rank() -> bool:
@@ -20,16 +20,16 @@ def is_lab_rank() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Returns whether this process is rank 0, or the only one; can be asked before there is a process group."""
-    # The same in every launcher: world rank 0 has 0 or nothing in them all.
+    """Returns whether this process is rank 0, or the only one; works before there is a process group."""
+    # In every launcher, global rank 0 has 0 or nothing in all of them.
     return all(os.environ.get(name, "0") == "0" for name in (*_NUMBERS, "SLURM_PROCID"))
 
 
 def num_started_ranks() -> int:
     """Returns how many processes torchrun or srun has started to run this; 1 without them.
 
-    In a job of SLURM's this process may still be the only one: ``SLURM_NTASKS`` says how many it could have. And
-    without ``RANK``, ``WORLD_SIZE`` may be what Lightning has left of an earlier job in this process.
+    ``SLURM_NTASKS`` is how many a job could have. Without ``RANK``, ``WORLD_SIZE`` may be left of an earlier job that
+    Lightning ran in this process.
     """
     return max(
         _integer_in_environment("WORLD_SIZE", default=1) if "RANK" in os.environ else 1,
@@ -44,10 +44,9 @@ def has_external_launcher() -> bool:
 
 
 def launcher_pid(start_method: str) -> int | None:
-    """Returns the process that has started this rank and stays until all ranks have ended; None if there is none.
+    """Returns the process that has started this rank and outlives all ranks; None if there is none.
 
-    Args:
-        start_method: of the strategy. With "popen" Lightning's other ranks are children of rank 0, which may end first.
+    With the start method "popen" Lightning's other ranks are children of rank 0, which may end first.
     """
     is_forked = start_method != "popen" and multiprocessing.parent_process() is not None
     return os.getppid() if is_forked or "TORCHELASTIC_RUN_ID" in os.environ else None

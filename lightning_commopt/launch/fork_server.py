@@ -1,7 +1,7 @@
-"""ForkServer: starts processes that find everything imported, and otherwise all as ``python -m`` would have it.
+"""ForkServer: starts processes in which everything is imported already, otherwise like ``python -m``.
 
-Importing torch and Lightning takes longer than a short training. A server is a copy of a process that has imported them
-and has done nothing else; what it starts is a copy of the server, which runs a module from its beginning.
+Importing torch and Lightning takes longer than a short training. The server is a fork of a process that has imported
+them and done nothing else; the processes that it starts are forks of it, which run a module from its beginning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,34 +29,19 @@ _SEED_OF_EVERY_PROCESS = 67280421310721  # of older torch; newer ones draw one
 _preloaded: ForkServer | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class NamespacePlace:
-    """Where a process runs, other than beside the one that starts it.
-
-    Attributes:
-        namespaces: files of Linux namespaces to enter, in this order.
-        folder: to start in, as a path of the process that starts it.
-        cores: to run on; empty for all.
-    """
-
-    namespaces: tuple[str, ...]
-    folder: str
-    cores: tuple[int, ...] = ()
-
-
 class ForkServer:
-    """A copy of this process as it is now, that forks further ones. It ends with the process that made it.
+    """A fork of this process as it is now, which forks further ones and ends with this process.
 
-    To be made early: before threads of our own are started, CUDA is touched or anything of a run is set.
+    Make it early: before threads of our own are started, CUDA is used or state of a run exists.
 
     Args:
-        module: what the processes run, as ``python -m`` does.
+        module: run by the processes, like ``python -m``.
     """
 
     def __init__(self, module: str) -> None:
         self.module = module
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # else what they hold is written twice
+            stream.flush()  # else their buffers are written twice
         self._socket, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             self._socket.close()
@@ -65,7 +49,7 @@ class ForkServer:
         requests.close()
 
     def runs(self, command: Sequence[str]) -> bool:
-        """Returns whether a command is one that this server can start."""
+        """Returns whether this server can start a command."""
         return list(command[:3]) == [sys.executable, "-m", self.module]
 
     def start(
@@ -74,30 +58,33 @@ class ForkServer:
         *,
         env: Mapping[str, str],
         folder: str | None = None,
-        place: NamespacePlace | None = None,
+        namespaces: Sequence[str] = (),
+        cores: Sequence[int] = (),
         is_session: bool = False,
         is_server: bool = False,
     ) -> ForkedProcess:
-        """Starts a process, as ``subprocess.Popen`` does.
+        """Starts a process, like ``subprocess.Popen``.
 
         Args:
             command: that the server `runs`.
             env: the whole environment.
-            folder: to start in; None for ours, or that of ``place``.
-            place: where it runs; None for beside us.
-            is_session: whether it leads a session of its own, without input and with its output in ``stdout``; else it
-                has our input and output.
-            is_server: whether it has a server of its own, for processes that are to be its children.
+            folder: to start in; None for ours.
+            namespaces: files of Linux namespaces to enter, in this order.
+            cores: to run on; empty for all. Only with namespaces.
+            is_session: lead a session of its own, without input and with its output in ``stdout``; else it shares our
+                input and output.
+            is_server: make a server of its own, for processes that are to be its children.
 
         Raises:
-            RuntimeError: the server is gone.
+            RuntimeError: the server has ended.
         """
         assert self.runs(command), command
         request = {
             "arguments": list(command[3:]),
             "env": dict(env),
             "folder": folder or os.getcwd(),
-            "place": None if place is None else asdict(place),
+            "namespaces": [*namespaces],
+            "cores": [*cores],
             "is_session": is_session,
             "is_server": is_server,
         }
@@ -116,16 +103,16 @@ class ForkServer:
         return ForkedProcess(pid, open(ours, "rb", buffering=0))
 
     def _ask(self, request: Mapping[str, Any], streams: Sequence[int]) -> int:
-        """Sends a request, with what becomes standard input, output and error; returns the number of the process."""
+        """Sends a request with the descriptors of standard input, output and error; returns the process's number."""
         content = os.memfd_create("request")
         try:
             os.pwrite(content, json.dumps(request).encode(), 0)
-            # The server's child is nobody's once its parent has ended: the kernel gives it to us.
+            # The server's child becomes ours once its parent has ended.
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             socket.send_fds(self._socket, [b"request"], [content, *streams])
             answer = self._socket.recv(32)
         except BaseException as error:
-            self._socket.close()  # else an answer that comes later would be taken for that of the next request
+            self._socket.close()  # else a late answer would count for the next request
             if isinstance(error, OSError):
                 raise RuntimeError(f"no process could be forked from the server: {error}") from error
             raise
@@ -133,12 +120,12 @@ class ForkServer:
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
             os.close(content)
         if not answer:
-            raise RuntimeError("the server that processes are forked from is gone")
+            raise RuntimeError("the server that forks processes has ended")
         return int(answer)
 
 
 def preload(module: str) -> None:
-    """Makes a server for this process, where the system has what it needs; see `ForkServer`."""
+    """Makes a `ForkServer` for this process on Linux."""
     global _preloaded
     if sys.platform == "linux":
         _preloaded = ForkServer(module)
@@ -157,15 +144,14 @@ def server_for(command: Sequence[str]) -> ForkServer | None:
 def start_in_place(
     command: Sequence[str], env: Mapping[str, str], namespaces: Sequence[str], folder: str, cores: Sequence[int]
 ) -> ForkedProcess:
-    """Starts a command from the server of this process in a `NamespacePlace`; its output comes from ``stdout``."""
+    """Starts a session from the server of this process in namespaces, see `ForkServer.start`."""
     server = server_for(command)
     assert server is not None, command
-    place = NamespacePlace(namespaces=tuple(namespaces), folder=folder, cores=tuple(cores))
-    return server.start(command, env=env, place=place, is_session=True)
+    return server.start(command, env=env, folder=folder, namespaces=namespaces, cores=cores, is_session=True)
 
 
 def _serve(requests: socket.socket, module: str) -> NoReturn:
-    """Forks a process for each request, until the other side is gone."""
+    """Forks a process for each request, until the other side has ended."""
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the programs in our group
     gc.freeze()  # collecting what was imported would copy its pages into every process
     while True:
@@ -192,16 +178,16 @@ def _serve(requests: socket.socket, module: str) -> NoReturn:
         os.close(answer)
         try:
             requests.send(started)
-        except BrokenPipeError:  # who asked was ended meanwhile, and nobody else would end what it has asked for
+        except BrokenPipeError:  # the requesting process has ended, so nobody else would end the new one
             with suppress(ProcessLookupError, ValueError):
                 os.kill(int(started), signal.SIGKILL)
             os._exit(0)
 
 
 def _become(descriptors: Sequence[int], number: int, module: str) -> NoReturn:
-    """Makes this process what a request asks for, and runs the module to the end of the process."""
+    """Applies a request to this process, and runs the module to the end of the process."""
     global _preloaded
-    _preloaded = None  # that of the process which we are a copy of
+    _preloaded = None  # of the process that we are a fork of
     request, *streams = descriptors
     content = json.loads(os.pread(request, os.fstat(request).st_size, 0))
     if content["is_session"]:
@@ -211,10 +197,11 @@ def _become(descriptors: Sequence[int], number: int, module: str) -> NoReturn:
         os.dup2(stream, target)
     for descriptor in (*descriptors, number):
         os.close(descriptor)
-    if content["place"] is None:
-        os.chdir(content["folder"])
-    else:
-        _enter(NamespacePlace(**content["place"]))
+    folder = os.open(content["folder"], os.O_PATH | os.O_DIRECTORY)  # seen from outside of the namespaces
+    if content["namespaces"]:
+        _enter(content["namespaces"], content["cores"])
+    os.fchdir(folder)
+    os.close(folder)
     threads_before = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
     os.environ.update(content["env"])
@@ -227,7 +214,7 @@ def _become(descriptors: Sequence[int], number: int, module: str) -> NoReturn:
 
 
 def _renew(threads_before: str | None) -> None:
-    """Does again what importing has done by the environment, and what must differ between processes."""
+    """Repeats what imports have derived from the environment, and seeds what must differ between processes."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path.cwd())
     if os.environ.get("PYTHONUNBUFFERED"):
@@ -245,16 +232,14 @@ def _renew(threads_before: str | None) -> None:
             torch.default_generator.seed()
 
 
-def _enter(place: NamespacePlace) -> None:
-    """Enters namespaces; new processes of them are children, so this one waits for a child that goes on instead."""
-    files = [os.open(path, os.O_RDONLY) for path in place.namespaces]
-    folder = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY)
+def _enter(namespaces: Sequence[str], cores: Sequence[int]) -> None:
+    """Enters namespaces and continues in a child, as only children enter those of processes; this one waits for it."""
+    files = [os.open(path, os.O_RDONLY) for path in namespaces]
     libc = ctypes.CDLL(None, use_errno=True)
-    for path, file in zip(place.namespaces, files, strict=True):
+    for path, file in zip(namespaces, files, strict=True):
         if libc.setns(file, 0):
             raise OSError(ctypes.get_errno(), f"cannot enter {path}: {os.strerror(ctypes.get_errno())}")
-    os.fchdir(folder)
-    for file in (*files, folder):
+    for file in files:
         os.close(file)
     child = os.fork()
     if child:
@@ -264,8 +249,8 @@ def _enter(place: NamespacePlace) -> None:
             signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
             os.kill(os.getpid(), -status)
         os._exit(status)
-    if place.cores:
-        os.sched_setaffinity(0, place.cores)
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,4 +1,4 @@
-"""ForkedProcess: a process that a server has forked for this one, in the terms of ``subprocess.Popen``."""
+"""ForkedProcess: a process that a `ForkServer` has forked for this one, with the interface of ``subprocess.Popen``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ _POLL_S = 0.02
 
 
 class ForkedProcess:
-    """A child of this process that a server has forked; what of ``subprocess.Popen`` is needed of it.
+    """A child of this process that a server has forked: the part of ``subprocess.Popen`` that we need.
 
-    Attributes:
-        pid: its number.
-        returncode: as ``Popen`` has it; None until it has been waited for.
-        stdout: where its output can be read; None if it has ours.
+    ``stdout`` is None if it shares our output.
     """
 
     def __init__(self, pid: int, stdout: io.FileIO | None) -> None:
@@ -35,15 +32,9 @@ class ForkedProcess:
         self._waiting = threading.RLock()
 
     def poll(self) -> int | None:
-        """Returns ``returncode``, which is known once the process has ended."""
         return self._wait(os.WNOHANG)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
-        """
         end = None if timeout is None else time.monotonic() + timeout
         while self._wait(0 if end is None else os.WNOHANG) is None:
             if timeout is not None and end is not None and time.monotonic() > end:
@@ -53,7 +44,6 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, if the process has not been waited for."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -72,15 +62,11 @@ class ForkedProcess:
             return self.returncode
 
 
-_STATUS_OF_A_LOST_OUTPUT = 120  # as Python's, where standard output or error cannot be flushed
+_FLUSH_FAILED = 120  # Python's status if standard output or error cannot be flushed
 
 
 def run_to_exit(module: str) -> NoReturn:
-    """Runs a module as ``__main__``, and ends the process with the status that ``python -m`` would end with.
-
-    Args:
-        module: its full name.
-    """
+    """Runs a module as ``__main__``, and ends the process with the status of ``python -m``."""
     status, is_interrupted = 0, False
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -92,7 +78,7 @@ def run_to_exit(module: str) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if not _flush():
-        status = _STATUS_OF_A_LOST_OUTPUT
+        status = _FLUSH_FAILED
     if is_interrupted:  # so that a shell knows
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -110,7 +96,7 @@ def _status_of(stop: SystemExit) -> int:
 
 
 def _flush() -> bool:
-    """Flushes all files that Python has open, and those of C; returns whether standard output and error could be."""
+    """Flushes all files of Python and of C; returns whether standard output and error could be flushed."""
     for file in gc.get_objects():
         if isinstance(file, io.IOBase) and file not in (sys.stdout, sys.stderr):
             with suppress(Exception):

@@ -1,4 +1,4 @@
-"""Command lines of Hydra's programs: overrides that say what is meant, and one more rank of a job."""
+"""Command lines of Hydra's programs: quoted overrides, and one more rank of a job."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_commopt.compat.hydra import get_args_parser
 
 
 def quote(value: object, *, is_literal: bool = True) -> object:
-    r"""Returns a value as an override has to have it, for Hydra to read it back; only text needs quotes.
+    r"""Returns a value as an override that Hydra reads back unchanged; only text needs quotes.
 
     Args:
         value: of the override.
-        is_literal: whether ``${...}`` in it means itself, and not the value of something else.
+        is_literal: whether ``${...}`` in it is text, and not an interpolation.
 
     >>> print(quote('a, "b" and ${c}'))
     "a, \"b\" and \${c}"
@@ -31,7 +31,7 @@ def quote(value: object, *, is_literal: bool = True) -> object:
 
 
 def config_flags() -> list[str]:
-    """Returns the flags of this process that say where Hydra finds its configuration."""
+    """Returns the flags of this process that select Hydra's configuration."""
     arguments, _ = get_args_parser().parse_known_args()
     flags = {"--config-path": "config_path", "--config-name": "config_name", "--config-dir": "config_dir"}
     found = [(flag, getattr(arguments, name)) for flag, name in flags.items()]
@@ -41,11 +41,10 @@ def config_flags() -> list[str]:
 def single_run_command(rank: int | str) -> tuple[list[str], str]:
     """Returns the command line for one more rank of the current job, and the directory to start it in.
 
-    The command carries the job's own overrides instead of the sweep's, and writes no configuration of its own.
+    The command has the job's own overrides instead of the sweep's, and writes no configuration.
 
     Args:
-        rank: of the process that the command will be; for a command that several ranks share, an interpolation that
-            says it in each, such as ``${oc.env:RANK}``. Names Hydra's log file.
+        rank: names Hydra's log file; an interpolation, such as ``${oc.env:RANK}``, if several ranks share the command.
     """
     import __main__
 

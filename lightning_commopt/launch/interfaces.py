@@ -1,4 +1,4 @@
-"""The network interfaces of a host, and which of them gloo and NCCL would take."""
+"""The network interfaces of a host, and which of them gloo and NCCL choose."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Listening:
     """Where a rank listens for the others.
 
     Attributes:
-        variable: which chooses the interface.
+        variable: that selects the interface.
         value: of the variable; None if it is not set.
-        interface: its name; None if none fits, or none has the address.
+        interface: name of the interface; None if none matches.
         address: IPv4 address with the length of its prefix, such as "10.0.0.1/24"; None if there is none.
     """
 
@@ -76,59 +76,60 @@ def list_interfaces() -> list[Interface]:
 def find_listening(
     backend: str, interfaces: Sequence[Interface], environment: Mapping[str, str] = os.environ
 ) -> Listening:
-    """Returns where a rank would listen, as far as variables and the host's name decide that.
+    """Returns where a rank would listen according to its variables and the host's name.
 
     Args:
-        backend: of the process group: NCCL chooses where its name has "nccl" in it, gloo otherwise.
+        backend: of the process group; NCCL's rules apply if its name contains "nccl", gloo's otherwise.
         interfaces: from `list_interfaces`.
-        environment: with the variables.
+        environment: variables of the rank.
     """
     variable = "NCCL_SOCKET_IFNAME" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
     value = environment.get(variable) or None
-    own_address = None
+    address = None
     if "nccl" in backend:
         chosen = choose_for_nccl(interfaces, environment)
     else:
-        own_address = _address_of_own_name() if value is None else None
-        chosen = choose_for_gloo(interfaces, environment, own_address)
+        address = (own_address() or "127.0.0.1") if value is None else None  # as gloo does
+        chosen = choose_for_gloo(interfaces, environment, address)
     if chosen is not None:
         return Listening(variable=variable, value=value, interface=chosen.name, address=chosen.with_prefix)
-    address = None if own_address is None else f"{own_address}/32"
+    address = None if address is None else f"{address}/32"
     return Listening(variable=variable, value=value, interface=None, address=address)
 
 
-def _address_of_own_name() -> str:
+def own_address() -> str | None:
+    """Returns the IPv4 address that this host's name resolves to; None if it resolves to nothing."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
-        return "127.0.0.1"  # as gloo does
+        return None
 
 
 def choose_for_gloo(
     interfaces: Sequence[Interface], environment: Mapping[str, str], own_address: str | None
 ) -> Interface | None:
-    """Returns the interface that torch gives to gloo; None if there is none.
+    """Returns the interface that gloo uses; None if there is none.
 
     Args:
         interfaces: from `list_interfaces`.
-        environment: ``GLOO_SOCKET_IFNAME`` names one, or several, of which the first is taken here.
+        environment: ``GLOO_SOCKET_IFNAME`` names one or several, of which the first is used here.
         own_address: what the host's name resolves to, which counts without that variable.
     """
     name = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     if name:
-        return next((each for each in interfaces if each.name == name), None)
-    return next((each for each in interfaces if each.address == own_address), None)
+        return next((interface for interface in interfaces if interface.name == name), None)
+    return next((interface for interface in interfaces if interface.address == own_address), None)
 
 
 def choose_for_nccl(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> Interface | None:
-    """Returns the interface that NCCL meets over; None if there is none.
+    """Returns the interface that NCCL uses for bootstrap; None if there is none.
 
     Args:
         interfaces: from `list_interfaces`.
-        environment: ``NCCL_SOCKET_IFNAME`` has prefixes, names with "=", and "^" to leave them out.
+        environment: ``NCCL_SOCKET_IFNAME`` has prefixes; names after "="; "^" excludes them.
 
-    Source: the guide's page on environment variables. Without the variable NCCL prefers InfiniBand (``ib*``), and takes
-    ``docker*``, the loopback interface and ``virbr*`` last.
+    Source: the guide's page on environment variables. Without the variable NCCL prefers InfiniBand (``ib*``);
+    ``docker*``, the loopback interface and ``virbr*`` come last.
     """
     text = environment.get("NCCL_SOCKET_IFNAME", "").strip()
     if text:
@@ -137,13 +138,14 @@ def choose_for_nccl(interfaces: Sequence[Interface], environment: Mapping[str, s
         is_exact = listed.startswith("=")
         names = [name.strip() for name in listed.removeprefix("=").split(",") if name.strip()]
         matches = [
-            any(each.name == name if is_exact else each.name.startswith(name) for name in names) for each in interfaces
+            any(interface.name == name if is_exact else interface.name.startswith(name) for name in names)
+            for interface in interfaces
         ]
-        return next((each for each, match in zip(interfaces, matches, strict=True) if match != is_out), None)
+        return next((interface for interface, match in zip(interfaces, matches, strict=True) if match != is_out), None)
     last = ("docker", "lo", "virbr")
     tests: list[Callable[[str], bool]] = [
         lambda name: name.startswith("ib"),
         lambda name: not name.startswith(last),
         *(lambda name, prefix=prefix: name.startswith(prefix) for prefix in last),
     ]
-    return next((each for test in tests for each in interfaces if test(each.name)), None)
+    return next((interface for test in tests for interface in interfaces if test(interface.name)), None)

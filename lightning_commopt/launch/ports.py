@@ -1,4 +1,4 @@
-"""Why a port cannot be reached."""
+"""Connects to a port, and explains why it cannot be reached."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class PortFailure(NamedTuple):
     """Why a connection to a port failed.
 
     Attributes:
-        kind: "refused" where nothing listens; "silent" where nothing answers at all; "unknown" for a name without an
-            address; "other" for the rest.
-        message: a clause that names host and port and what is probably in the way.
+        kind: "refused" where nothing listens; "silent" without any answer; "unknown" for a name without an address.
+        message: a clause that names host, port and the probable obstacle.
     """
 
     kind: Literal["refused", "silent", "unknown", "other"]
@@ -30,16 +29,7 @@ class PortFailure(NamedTuple):
 
 
 def try_port(host: str, port: int, *, limit_s: float) -> PortFailure | None:
-    """Connects to a port once, and closes the connection.
-
-    Args:
-        host: name or address.
-        port: from 1 to 65535.
-        limit_s: seconds to wait for an answer.
-
-    Returns:
-        None if something listens there, else why it could not be reached.
-    """
+    """Connects to a port once within ``limit_s`` seconds; returns None if something listens there."""
     try:
         socket.create_connection((host, port), timeout=limit_s).close()
     except ConnectionRefusedError:
@@ -64,5 +54,5 @@ def try_port(host: str, port: int, *, limit_s: float) -> PortFailure | None:
 
 
 def explain_os_error(error: OSError) -> str:
-    """Returns why a connection failed, as far as the kernel says."""
+    """Returns why a connection failed, in words."""
     return _REASONS.get(error.errno or 0, str(error))

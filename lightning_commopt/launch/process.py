@@ -1,4 +1,4 @@
-"""Runs a command so that nothing of it is left afterwards, whatever happens."""
+"""Runs a command so that no process of it is left afterwards, whatever happens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from lightning_commopt.launch.fork_server import ForkServer
@@ -20,13 +21,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class InterruptedRun(BaseException):
-    """A signal asked this process to stop, and the command has ended.
-
-    Like `KeyboardInterrupt` it is no error to be reported.
-
-    Attributes:
-        signal: that we received.
-    """
+    """This process received ``signal``, which asks it to stop; like `KeyboardInterrupt` it is not an error."""
 
     def __init__(self, received: signal.Signals) -> None:
         super().__init__(f"interrupted by {received.name}")
@@ -42,16 +37,16 @@ def run_in_group(
 ) -> int:
     """Runs a command in a process group of its own and waits for it.
 
-    When its first process has ended, what it has left behind is killed. When we receive SIGINT, SIGTERM or SIGHUP,
-    the group receives SIGINT, and SIGKILL after ``grace_s`` seconds (a rank in a hung collective obeys nothing
-    else), or at once when a second signal arrives. Signals that we ignore, as under nohup, stay ignored.
+    When its first process has ended, the rest of the group is killed. When we receive SIGINT, SIGTERM or SIGHUP, the
+    group receives SIGINT, and SIGKILL after ``grace_s`` seconds (a rank in a hung collective obeys nothing else), or at
+    once when a second signal arrives. Signals that we ignore, as under nohup, stay ignored.
 
     Args:
         command: program and arguments.
         env: the whole environment.
-        on_output: receives standard output and error as they come.
+        on_output: receives standard output and error.
         grace_s: seconds for an orderly end after a signal.
-        server: that starts the command; None to start it as a new program.
+        server: starts the command; None to start it as a new program.
 
     Returns:
         The exit status of the first process; the negative number of the signal that ended it.
@@ -59,12 +54,12 @@ def run_in_group(
     Raises:
         InterruptedRun: we received one of the signals.
     """
-    with _collect_signals() as received:
-        process = _start(command, env, server)
+    with collect_signals() as received:
+        starting = partial(server.start, is_session=True, is_server=True) if server else start_program
+        process = starting(command, env=env)
         try:
             _follow(process, on_output, received, grace_s)
         finally:
-            # Before the first process is reaped: until then, nobody else can get the group's number.
             _kill_group(process.pid)
             status = process.wait()
             assert process.stdout is not None
@@ -76,9 +71,9 @@ def run_in_group(
 
 @contextmanager
 def raise_signals() -> Iterator[None]:
-    """Raises `InterruptedRun` for the first signal that asks us to stop; later ones find us at cleaning up.
+    """Raises `InterruptedRun` at the first signal that asks us to stop; later ones do not disturb the clean-up.
 
-    For code that loses nothing when an exception comes at any place. Signals that we ignore stay ignored.
+    For code that an exception may leave at any line. Signals that we ignore stay ignored.
     """
     received: list[int] = []
 
@@ -91,24 +86,16 @@ def raise_signals() -> Iterator[None]:
         yield
 
 
-def _start(command: Sequence[str], env: Mapping[str, str], server: ForkServer | None) -> Process:
-    if server is not None:
-        return server.start(command, env=env, is_session=True, is_server=True)
-    return start_program(command, env)
-
-
 def _follow(
-    process: Process,
-    on_output: Callable[[bytes], None],
-    received: list[signal.Signals],
-    grace_s: float,
+    process: Process, on_output: Callable[[bytes], None], received: list[signal.Signals], grace_s: float
 ) -> None:
-    """Passes output on until the first process has ended or may be killed."""
+    """Forwards output until the first process has ended or may be killed."""
     assert process.stdout is not None
     pipe = process.stdout.fileno()
     is_open, kill_at = True, None
     while True:
-        has_ended = _has_ended(process.pid)
+        # The process stays to be reaped: until then nobody else can get the number of its group.
+        has_ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         if has_ended:
             _kill_group(process.pid)  # one that still writes would keep us here
         readable = is_open and select.select([pipe], [], [], 0 if has_ended else _POLL_S)[0]
@@ -123,15 +110,10 @@ def _follow(
             time.sleep(_POLL_S)
         if received and kill_at is None:
             kill_at = time.monotonic() + grace_s
-            os.killpg(process.pid, _stop_signal())
+            inherits_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            os.killpg(process.pid, signal.SIGTERM if inherits_ignored else signal.SIGINT)
         if len(received) > 1 or (kill_at is not None and time.monotonic() > kill_at):
             return
-
-
-def _stop_signal() -> signal.Signals:
-    """Returns the signal that asks a group to stop: SIGTERM where it inherited that SIGINT is ignored."""
-    is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    return signal.SIGTERM if is_deaf else signal.SIGINT
 
 
 def _kill_group(pid: int) -> None:
@@ -139,14 +121,9 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _has_ended(pid: int) -> bool:
-    """Returns whether a child has ended; it stays to be reaped."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
 @contextmanager
-def _collect_signals() -> Iterator[list[signal.Signals]]:
-    """Collects the signals that ask to stop; an exception from a handler could lose a process just started."""
+def collect_signals() -> Iterator[list[signal.Signals]]:
+    """Collects the signals that ask us to stop, where an exception could lose a process that was just started."""
     received: list[signal.Signals] = []
     with _handle_signals(lambda number, _: received.append(signal.Signals(number))):
         yield received
@@ -157,8 +134,8 @@ def _handle_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
+    handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Gives DDP the hook for a compressor, with the executor and the process groups that its device needs."""
+"""Registers a compressor as DDP's comm hook, with the executor and the process groups that its device needs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,10 @@ _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 def place_compressor(
     model: DistributedDataParallel, compressor: Compressor, ranks_per_node: int | None
 ) -> tuple[Compressor, int | None]:
-    """Returns a compressor as it can average the gradients of ``model``, with the ranks per node where it needs them.
-
-    Args:
-        model: wrapped.
-        compressor: averages the buckets.
-        ranks_per_node: see `attach_bucket_hook`.
+    """Returns the compressor for the nodes of ``model``, and the ranks per node if it uses them.
 
     Raises:
-        OptionError: the model is on another kind of device, DDP has no buckets, or nodes cannot be made of the ranks.
+        OptionError: the model is on another type of device, or ``ranks_per_node`` does not divide the world size.
     """
     if model.device_type not in ("cpu", "cuda"):
         raise OptionError(f"comm_hook works on cpu and cuda, but the model is on {model.device_type}")
@@ -59,24 +54,24 @@ def attach_bucket_hook(
     ranks_per_node: int | None = None,
     observers: Observers | None = None,
 ) -> BucketHook:
-    """Makes DDP average its gradients by ``compressor``. All ranks must call it.
+    """Makes DDP average its gradients with ``compressor``. All ranks must call it.
 
-    On CPU a thread runs the compressor on one bucket after another while backward goes on, so that all ranks issue the
-    same collectives in the same order. It has process groups of its own: the main thread may issue collectives
-    meanwhile (SyncBatchNorm, metrics), and so do the hooks of other modules, whose backwards may come in another order
-    on another rank. On CUDA everything is enqueued by the thread that runs backward, on two side streams for all hooks,
+    On CPU a thread runs the compressor on one bucket after another during backward, so that all ranks issue the same
+    collectives in the same order. It has process groups of its own: the main thread may issue collectives at the same
+    time (SyncBatchNorm, metrics), and so do the hooks of other modules, whose backwards may have another order on
+    another rank. On CUDA the thread that runs backward enqueues everything on two side streams, shared by all hooks,
     over DDP's own group.
 
     Args:
-        model: freshly wrapped; DDP takes one hook in its life.
+        model: just wrapped; DDP accepts one hook for its lifetime.
         compressor: averages the buckets.
-        timeout: after which a collective of the thread's group raises; None for the backend's default.
-        step: gradient syncs that were made before.
-        ranks_per_node: that the launcher started; None for what torchrun says, else all ranks.
+        timeout: of collectives in the thread's groups; None for the backend's default.
+        step: number of earlier gradient syncs.
+        ranks_per_node: None for torchrun's ``LOCAL_WORLD_SIZE``, else all ranks.
         observers: notified of every bucket.
 
     Raises:
-        OptionError: see `place_compressor`.
+        OptionError: see `place_compressor`; or DDP has no buckets.
     """
     compressor, ranks_per_node = place_compressor(model, compressor, ranks_per_node)
     if uses_python_reducer(model):
@@ -107,14 +102,14 @@ def attach_bucket_hook(
 
 
 def warn_of_launch_order(module: Module) -> None:
-    """Warns if collectives of ours and of SyncBatchNorm may be under way on several communicators at a time.
+    """Warns if our collectives and those of SyncBatchNorm may run on several communicators at a time.
 
-    Ours wait for each other by their stream, but for none of SyncBatchNorm, whose order on the device may then differ
-    between ranks: a deadlock.
+    Our stream orders ours among each other, but not with those of SyncBatchNorm: their order on the device may differ
+    between ranks, which is a deadlock.
 
     Source: NCCL's user guide, "Using multiple NCCL communicators concurrently".
     """
-    if os.environ.get(_LAUNCH_ORDER) != "1" and any(isinstance(each, SyncBatchNorm) for each in module.modules()):
+    if os.environ.get(_LAUNCH_ORDER) != "1" and any(isinstance(part, SyncBatchNorm) for part in module.modules()):
         warn_once(
             "comm_hook 'hierarchical' beside SyncBatchNorm uses three NCCL communicators at a time, which can deadlock:"
             f" set {_LAUNCH_ORDER}=1 in the environment of all ranks (NCCL 2.26 or newer)."

@@ -1,4 +1,4 @@
-"""When a backward through a DDP wrapper begins and ends, where no strategy is asked to run it."""
+"""When a backward through a DDP wrapper begins and ends, where no strategy runs it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ class Backwards:
         self.is_running = False
 
     def follow(self, model: DistributedDataParallel) -> None:
-        """Follows a wrapper, and only this one from now on.
-
-        Args:
-            model: just wrapped.
-        """
+        """Follows a wrapper that was just made, instead of the one before."""
         self._wrapping += 1
         self.is_running = False
         model.register_forward_hook(torch.compiler.disable(self._after_forward))

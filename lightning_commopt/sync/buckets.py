@@ -23,34 +23,34 @@ class BucketOrder:
 
     def __init__(self, num_parameters: int) -> None:
         self._num_parameters = num_parameters
-        self._came: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
 
     def place(self, index: int, is_last: bool, names: tuple[str, ...]) -> tuple[int, bool]:
         """Returns the index of the next bucket, and whether it is the last one of its backward.
 
         Args:
-            index: as DDP says.
-            is_last: as DDP says.
+            index: from DDP.
+            is_last: from DDP.
             names: of the bucket's parameters.
         """
         if index or is_last:
-            self._came.clear()
+            self._seen.clear()
             return index, is_last
-        if any(name in self._came for name in names):  # an earlier backward has broken off
-            self._came.clear()
-        index = len(set(self._came.values()))
-        self._came.update(dict.fromkeys(names, index))
-        is_last = len(self._came) == self._num_parameters
+        if any(name in self._seen for name in names):  # an earlier backward has broken off
+            self._seen.clear()
+        index = len(set(self._seen.values()))
+        self._seen.update(dict.fromkeys(names, index))
+        is_last = len(self._seen) == self._num_parameters
         if is_last:
-            self._came.clear()
+            self._seen.clear()
         return index, is_last
 
 
 def synced_parameters(model: DistributedDataParallel) -> set[Parameter]:
     """Returns the parameters whose gradients DDP synchronizes; for a model that was just wrapped.
 
-    As DDP finds them: one that is to be ignored is synchronized if it has another name as well, and so is one of the
-    model itself, whose name DDP takes to begin with a dot.
+    Like DDP: an ignored parameter is synchronized if it has another name as well, and so is one of the root module,
+    whose name begins with a dot for DDP.
     """
     return {
         parameter

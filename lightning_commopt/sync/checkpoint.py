@@ -32,20 +32,19 @@ _NAMES_IN_MESSAGE = 8
 def gather_state(
     state: CommState | None, *, is_in_batch: bool, world_size: int, timeout: timedelta, device: torch.device
 ) -> dict[str, Any] | None:
-    """Gathers what a checkpoint holds of all ranks' states. All ranks should call it.
+    """Gathers all ranks' states for a checkpoint. All ranks should call it.
 
-    If some ranks do not come, or come in the middle of a batch, because of an exception or a signal, it warns and
-    gathers nothing.
+    If an exception or a signal keeps some ranks from calling it between two batches, it warns and gathers nothing.
 
     Args:
         state: of this rank; None if there is none.
-        is_in_batch: a training batch has begun and not ended, so that states are not those between two steps.
+        is_in_batch: whether this rank is in the middle of a training batch.
         world_size: number of ranks.
         timeout: of the process group.
         device: of this rank's model.
 
     Returns:
-        The states on the rank that writes the checkpoint, else None.
+        The states on rank 0, which writes the checkpoint; None on the others.
     """
     if state is None or state.is_common or world_size == 1:
         parts = [] if state is None or state.is_common else [to_plain(state.on_cpu())]
@@ -54,8 +53,7 @@ def gather_state(
     patience_s, timeout_s = min(_PATIENCE, timeout).total_seconds(), timeout.total_seconds()
     if not dist.is_initialized() or not all_ranks_ready(position, patience_s, timeout_s):
         warn(
-            "A checkpoint is saved without the state of comm_hook: not all ranks came to save it between the same two"
-            " batches."
+            "A checkpoint is saved without the state of comm_hook: not all ranks saved it between the same two batches."
         )
         return None
     ranks = gather_on_rank_0(to_plain(state), torch.device("cpu") if "cpu" in backends_of() else device)
@@ -63,10 +61,10 @@ def gather_state(
 
 
 def read_state(saved: Any, rank: int, world_size: int, compressor: Compressor | None) -> CommState:
-    """Returns one rank's state from what `gather_state` gave; an empty one, with a warning, if it cannot be used.
+    """Returns one rank's state from the result of `gather_state`; an empty one, with a warning, if it cannot be used.
 
     Args:
-        saved: what the checkpoint holds; None if it holds nothing.
+        saved: None if the checkpoint has no state.
         rank: this rank.
         world_size: number of ranks now.
         compressor: the one in use now.
@@ -84,12 +82,12 @@ def usable_state(state: CommState, compressor: Compressor | None, module: Module
     """Returns the state that all ranks can resume from. All ranks must call it.
 
     Args:
-        state: of a checkpoint, for this rank.
-        compressor: the one in use now, as its hook has it; None without one.
+        state: of this rank, from a checkpoint.
+        compressor: of the hook that is in use now; None without one.
         module: the model.
 
     Returns:
-        Residuals only, unless the states fit the compressor and the model on every rank.
+        Only residuals, unless the states fit the compressor and the model on every rank.
     """
     buckets, obstacle = {}, None
     try:
@@ -105,17 +103,16 @@ def usable_state(state: CommState, compressor: Compressor | None, module: Module
 
 
 def _agree(num_syncs: int, obstacle: str | None, buckets: list[int]) -> tuple[bool, int]:
-    """Compares what the ranks have read: with states that do not fit together they would issue different collectives.
+    """Returns whether all ranks can use their states, and the number of gradient syncs.
 
-    Returns:
-        Whether all can use their states, and the number of gradient syncs.
+    With states that do not fit together they would issue different collectives.
     """
     mine = (num_syncs, obstacle is None, buckets)
     everyone = [mine]
     if dist.is_initialized():
         everyone = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-    is_exact = obstacle is None and all(each == mine for each in everyone)
+    is_exact = obstacle is None and all(other == mine for other in everyone)
     return is_exact, max(number for number, _, _ in everyone)
 
 

@@ -1,4 +1,4 @@
-"""Errors and warnings of a strategy, each with what to do instead."""
+"""Errors and warnings of a strategy, each with a remedy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightning_commopt.compat.lightning import MisconfigurationException, optimi
 from lightning_commopt.compressors import Cast, Compressor
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
 from lightning_commopt.sync.rewrap import Trainable
+from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import warn
 
 if TYPE_CHECKING:
@@ -44,14 +45,14 @@ def check_backward(trainable: Trainable, module: LightningModule, is_static: boo
         is_static: whether DDP takes the graph for a static one.
 
     Raises:
-        MisconfigurationException: a parameter that was frozen when the model was wrapped asks for a gradient; or one
+        MisconfigurationException: a parameter that was frozen when the model was wrapped was unfrozen; or one
             of several optimizers is toggled, so that the graph is not static.
     """
     if trainable.some_unfrozen():
         raise MisconfigurationException(
             "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"
-            " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters take turns, let"
-            " all ask for gradients when fit starts and use CommOptDDP(find_unused_parameters=True)."
+            " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters are trained"
+            " alternately, leave all unfrozen when fit starts and use CommOptDDP(find_unused_parameters=True)."
         )
     if is_static and optimizer_is_toggled(module) and len(module.trainer.optimizers) > 1:
         raise MisconfigurationException(
@@ -111,7 +112,7 @@ def warn_of_fp16_under_scaler(comm_hook: Any, precision: object) -> None:
 
 
 def warn_of_unused_residuals(comm_hook: Compressor) -> None:
-    """Warns that error feedback and unused parameters do not go together without loss."""
+    """Warns that error feedback loses residuals of unused parameters."""
     if comm_hook.keeps_residual:
         warn(
             "find_unused_parameters=True with error feedback: part of a parameter's residual is lost in each step"
@@ -120,12 +121,10 @@ def warn_of_unused_residuals(comm_hook: Compressor) -> None:
 
 
 def warn_of_lost_residuals(names: Sequence[str]) -> None:
-    """Warns of residuals that did not outlive a failure; each rank of its own."""
-    shown = ", ".join(names[:_NAMES_IN_MESSAGE])
-    more = len(names) - _NAMES_IN_MESSAGE
+    """Warns on each rank of its residuals that were lost in a failure."""
     warn(
-        f"Rank {dist.get_rank()}: the last gradient sync of {shown}{f' and {more} more' if more > 0 else ''} did not"
-        " end, so their residuals are lost; those of other parameters are kept.",
+        f"Rank {dist.get_rank()}: the last gradient sync of {list_some(names, _NAMES_IN_MESSAGE)} did not end, so their"
+        " residuals are lost; those of other parameters are kept.",
         on_every_rank=True,
     )
 

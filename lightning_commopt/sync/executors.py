@@ -22,7 +22,7 @@ _JOIN_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, eq=False)
 class BucketFuture:
-    """The average of a bucket that is to come.
+    """The future average of a bucket.
 
     Attributes:
         flat: the buffer that will hold it.
@@ -34,18 +34,18 @@ class BucketFuture:
     _done: Future[Tensor]
 
     def set_result(self) -> None:
-        """Completes the future. On CUDA, for when all that is now in the current stream is done."""
+        """Completes the future; on CUDA as of the end of what is now in the current stream."""
         self._done.set_result(self.flat)
 
     def set_exception(self, error: Exception) -> None:
-        """Makes whoever waits for the future raise."""
+        """Fails the future."""
         self._done.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so
 
 
 class Executor(ABC):
-    """Runs tasks in the order in which they are submitted. After one has failed it runs no more.
+    """Runs tasks in the order of submission. After one has failed it runs no more.
 
-    A rank that failed is out of step with its peers: whatever it sent next would pair with another message of theirs.
+    A rank that failed is out of step with its peers: its next message would pair with a different one of theirs.
     """
 
     def __init__(self) -> None:
@@ -53,24 +53,21 @@ class Executor(ABC):
 
     @abstractmethod
     def future(self, flat: Tensor) -> BucketFuture:
-        """Returns the future of ``flat``, for a task that is submitted now or later."""
+        """Returns the future of ``flat``, for a task to be submitted."""
 
     @abstractmethod
     def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
-        """Starts a task, or queues it; its end completes these futures.
+        """Starts or queues a task, whose end completes ``futures``.
 
-        Args:
-            task: what to run.
-            futures: of the buckets that it averages.
-            lane: tasks of one lane run one after another; those of different lanes may overlap on the device.
+        Tasks of one lane run one after another; those of different lanes may overlap on the device.
         """
 
     @abstractmethod
     def close(self) -> bool:
-        """Takes no more tasks; returns whether all that were submitted have succeeded."""
+        """Accepts no more tasks; returns whether all that were submitted have succeeded."""
 
     def protect(self, value: Any) -> None:  # noqa: B027 - on CPU memory is freed when nobody uses it
-        """Keeps the memory of tensors for tasks of any lane, until they are done with it.
+        """Keeps the memory of tensors until the tasks of all lanes are done with it.
 
         Args:
             value: nested dicts and lists of tensors that were made outside of tasks, or in another lane.
@@ -78,7 +75,7 @@ class Executor(ABC):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Runs a part of a task behind all tasks before, and before all that follow, whatever their lanes."""
+        """Runs a part of a task after all earlier tasks and before all later ones, whatever their lanes."""
         yield
 
     def _run(self, task: Callable[[], None], futures: Sequence[BucketFuture]) -> None:
@@ -112,7 +109,7 @@ class WorkerThread(Executor):
         self._tasks.put((task, futures))
 
     def close(self) -> bool:
-        """Waits for the thread, but not long: a task that backward has not waited for may wait for a peer in vain."""
+        """Waits for the thread, but not long: a task that backward did not wait for may wait for a failed peer."""
         self._tasks.put(None)
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._error is None and self._thread.is_alive():
@@ -122,21 +119,20 @@ class WorkerThread(Executor):
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             self._run(*task)
-            del task  # else its bucket would stay in memory until the next one comes
+            del task  # else its bucket would stay in memory until the next task
 
 
 class SideStreams(Executor):
     """Enqueues tasks on CUDA tensors on streams beside the current one, in the caller's thread.
 
-    Lanes take the streams in turn: while one bucket is on the wire, the next one is compressed and the one before is
-    decompressed. Collectives are issued in the order of tasks, and NCCL runs those of one group in that order. Their
-    priority is high, so that a bucket need not wait for a kernel of backward to have run on the whole device.
-
-    All hooks of a device share the streams.
+    Lanes use the streams round-robin: while one bucket is on the wire, the next one is compressed and the one before is
+    decompressed. Collectives are issued in the order of tasks, and NCCL runs those of one group in that order. The
+    streams have high priority, so that a bucket need not wait for a kernel of backward that fills the device. All hooks
+    of a device share them.
 
     Args:
         device: of the tensors.
-        num_streams: 1 for tasks whose collectives are over several groups: only what is in one stream orders those.
+        num_streams: 1 for tasks with collectives over several groups, which only one common stream can order.
     """
 
     def __init__(self, device: torch.device, num_streams: int = 2) -> None:
@@ -145,20 +141,20 @@ class SideStreams(Executor):
         self._streams = _side_streams(device)[:num_streams]
 
     def future(self, flat: Tensor) -> BucketFuture:
-        """Returns the future of ``flat``, which what is now in the current stream has filled."""
+        """Returns the future of ``flat``, which is filled by what is now in the current stream."""
         done: Future[Tensor] = Future(devices=[self._device])
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
         return BucketFuture(flat, done, done)
 
     def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
-        """Enqueues a task behind what the current stream had to do when its futures were made.
+        """Enqueues a task after the work that the current stream had when the futures were made.
 
         Raises:
-            Exception: what this task, or an earlier one, raised.
+            Exception: raised by this task or an earlier one.
         """
         with torch.cuda.stream(self._streams[lane % len(self._streams)]):
-            self._run(task, futures)  # completing a future records the stream, for whoever waits on it
+            self._run(task, futures)  # completing a future records the stream for those that wait
         if self._error is not None:
             raise self._error
 
@@ -169,7 +165,7 @@ class SideStreams(Executor):
         return self._error is None
 
     def protect(self, value: Any) -> None:
-        """Tells the allocator which streams use the tensors: the host frees them before the device has read them."""
+        """Records for the allocator which streams use the tensors: the host frees them before the device reads them."""
         tensors: list[Tensor] = []
         map_tensors(tensors.append, value)
         for tensor in tensors:

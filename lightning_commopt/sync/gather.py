@@ -1,4 +1,4 @@
-"""Gathers each rank's own state on rank 0, without waiting forever for ranks that do not take part."""
+"""Gathers every rank's state on rank 0, without waiting forever for ranks that do not take part."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_commopt.sync.store import key_space, poll
 
 _PIECE_BYTES = 2**23
 _ALL_PIECES_BYTES = 2**26  # of the receiver's device memory, however many ranks send
-_SHORTEST_PIECE_BYTES = 2**16
+_MIN_PIECE_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class _Spec:
-    """Stands for a tensor while its values are on their way."""
+    """Replaces a tensor whose values are sent separately."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -27,10 +27,10 @@ class _Spec:
 
 
 def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
-    """Returns a copy of nested dicts and lists, with ``fn`` of every tensor.
+    """Returns a copy of nested dicts and lists, with ``fn`` applied to every tensor.
 
     Raises:
-        TypeError: there is something else than tensors, numbers, strings and None in it.
+        TypeError: it holds something else than tensors, numbers, strings and None.
     """
     if isinstance(value, Tensor | _Spec):
         return fn(value)
@@ -46,11 +46,11 @@ def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
 def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -> bool:
     """Returns on all ranks whether all have reached the same point of the training.
 
-    Goes through the store of the default group, as a collective that some ranks never enter would block the others
-    and leave the group unusable.
+    Uses the store of the default group: a collective that some ranks never enter would block the others and leave the
+    group unusable.
 
     Args:
-        position: where this rank is; None if it cannot take part.
+        position: of this rank in the training; None if it cannot take part.
         patience_s: how long rank 0, which decides, waits for the others.
         timeout_s: how long the others wait for rank 0.
     """
@@ -71,7 +71,7 @@ def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -
 def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
     """Gathers nested dicts and lists of tensors and numbers over the default group. All ranks must call it.
 
-    The tensors travel in pieces, of 8 MiB or, from 8 ranks on, of what makes 64 MiB on the receiver's device.
+    Tensors are sent in pieces of at most 8 MiB, and of 64 MiB over all ranks.
 
     Args:
         value: of this rank; its tensors may be on any device.
@@ -83,7 +83,7 @@ def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
     tensors: list[Tensor] = []
 
     def noted(tensor: Tensor) -> _Spec:
-        # Dense, with the strides it has: products over other strides may round otherwise.
+        # Dense, with the same strides: products over other strides may round differently.
         dense = tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.contiguous()
         tensors.append(dense)
         return _Spec(tuple(dense.shape), dense.stride(), dense.dtype)
@@ -92,22 +92,22 @@ def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
     world_size, is_receiver = dist.get_world_size(), dist.get_rank() == 0
     skeletons: list[Any] | None = [None] * world_size if is_receiver else None
     dist.gather_object(skeleton, skeletons)
-    received = [map_tensors(_empty, each) for each in skeletons or ()]
-    places = [_memory(each) for each in received]
+    received = [map_tensors(_empty, one_ranks) for one_ranks in skeletons or ()]
+    buffers = [_memory(one_ranks) for one_ranks in received]
     own = [_as_bytes(tensor) for tensor in tensors]
-    longest = torch.tensor(sum(len(part) for part in own), device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    num_bytes = int(longest.item())
-    piece_bytes = min(_PIECE_BYTES, max(_SHORTEST_PIECE_BYTES, _ALL_PIECES_BYTES // world_size))
+    most_bytes = torch.tensor(sum(len(part) for part in own), device=device)
+    dist.all_reduce(most_bytes, dist.ReduceOp.MAX)
+    num_bytes = int(most_bytes.item())
+    piece_bytes = min(_PIECE_BYTES, max(_MIN_PIECE_BYTES, _ALL_PIECES_BYTES // world_size))
     memory = torch.empty(1 + world_size * is_receiver, min(piece_bytes, num_bytes), dtype=torch.uint8, device=device)
     for start in range(0, num_bytes, piece_bytes):
         piece, *pieces = memory[:, : num_bytes - start]
         for part, where in _overlaps(own, start, start + len(piece)):
             piece[where].copy_(part)
         dist.gather(piece, pieces if is_receiver else None)
-        for parts, came in zip(places, pieces, strict=True):
-            for part, where in _overlaps(parts, start, start + len(came)):
-                part.copy_(came[where])
+        for parts, arrived in zip(buffers, pieces, strict=True):
+            for part, where in _overlaps(parts, start, start + len(arrived)):
+                part.copy_(arrived[where])
     return received if is_receiver else None
 
 

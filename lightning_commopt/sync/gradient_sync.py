@@ -1,4 +1,4 @@
-"""GradientSync: all that a strategy needs to synchronize the gradients of a model in DDP."""
+"""GradientSync: synchronizes the gradients of one model in DDP for a strategy."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from lightning_commopt.sync.torch_hook import TorchHook
 
 
 class GradientSync:
-    """How the gradients of one model travel: the plan, DDP's hook, who observes it, its state and its bytes.
+    """The gradient sync of one model: the plan, DDP's hook, its observers, state and bytes.
 
-    A strategy owns it, wraps the model in DDP, and calls `attach` on every wrapper, `detach` before the wrapper goes.
-    It does not keep the wrapper alive.
+    A strategy owns it, wraps the model in DDP, calls `attach` for every wrapper, and `detach` before it drops the
+    wrapper, which this object does not keep alive.
 
     Args:
         plan: DDP's options and the compressor.
@@ -43,9 +43,11 @@ class GradientSync:
         observers: notified of every bucket; None for a new list of them.
 
     Attributes:
-        plan: as it is now.
+        plan: the current one.
         observers: notified of every bucket.
         num_syncs: gradient syncs of this fit, with those before a checkpoint that it resumed.
+        hook: drives the plan's compressor, while attached.
+        trainable: which parameters DDP synchronizes, while attached.
 
     Raises:
         OptionError: the plan has a compressor, and there is a ``torch_hook`` too.
@@ -59,9 +61,9 @@ class GradientSync:
         self.plan = plan
         self.observers = observers if observers is not None else Observers()
         self.num_syncs = 0
-        self._hook: BucketHook | None = None
+        self.hook: BucketHook | None = None
+        self.trainable: Trainable | None = None
         self._residual_adder: ResidualAdder | None = None
-        self._trainable: Trainable | None = None
         self._is_graph_recorded = False
         self._gradient_bytes = 0
         self._earlier_bytes = 0
@@ -69,7 +71,7 @@ class GradientSync:
         self._of_last_fit: CommState | None = None
 
     def check_plan(self, plan: CommPlan) -> None:
-        """Checks that a plan leaves DDP with one hook and, while attached, that the ranks and the device fit it.
+        """Checks that a plan leaves DDP with one hook and, while attached, that it fits the ranks and the device.
 
         Raises:
             OptionError: it has a compressor, and there is a ``ddp_comm_hook`` too; or see `place_compressor`.
@@ -96,11 +98,6 @@ class GradientSync:
         return None if self._model_ref is None else self._model_ref()
 
     @property
-    def hook(self) -> BucketHook | None:
-        """The hook that drives the plan's compressor, while attached."""
-        return self._hook
-
-    @property
     def unused_hook(self) -> str | None:
         """The name of the option whose hook has nothing to do where there is only one rank."""
         if self.plan.comm_hook is not None:
@@ -109,35 +106,25 @@ class GradientSync:
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes of gradients that this rank has handed to collectives so far.
+        """Payload bytes of gradients that this rank has passed to collectives so far.
 
-        With a compressor they are counted at the collectives; otherwise it is the size of the gradients for each
-        backward that was synchronized.
+        With a compressor counted at the collectives, otherwise the gradients' size for each synchronized backward.
         """
-        return self._earlier_bytes + (self._hook.bytes_sent if self._hook is not None else 0)
+        return self._earlier_bytes + (self.hook.bytes_sent if self.hook is not None else 0)
 
     def attach(
         self, model: DistributedDataParallel, *, timeout: timedelta | None, ranks_per_node: int | None = None
     ) -> None:
-        """Gives a wrapper the hook that the plan asks for. All ranks must call it.
-
-        Args:
-            model: just wrapped; DDP takes one hook in its life.
-            timeout: after which a collective raises; None for the backend's default.
-            ranks_per_node: None for what torchrun says, else all ranks.
-
-        Raises:
-            OptionError: see `attach_bucket_hook`.
-        """
+        """Registers the plan's hook with a wrapper; see `attach_bucket_hook`. All ranks must call it."""
         self._model_ref = weakref.ref(model)
         self._ranks_per_node = ranks_per_node
         self._gradient_bytes = gradient_bytes(model)
-        self._trainable = Trainable(model)
+        self.trainable = Trainable(model)
         self._is_graph_recorded = False
         if self.plan.comm_hook is not None:
             if self.plan.find_unused_parameters:
                 warn_of_unused_residuals(self.plan.comm_hook)
-            self._hook = attach_bucket_hook(
+            self.hook = attach_bucket_hook(
                 model, self.plan.comm_hook, timeout, self.num_syncs, ranks_per_node, self.observers
             )
         elif self._torch_hook is not None:
@@ -147,20 +134,15 @@ class GradientSync:
 
     @property
     def must_sync(self) -> bool:
-        """Whether the next backward must be synchronized, as DDP records a static graph in the first one."""
+        """Whether the next backward must be synchronized: in the first one DDP records a static graph."""
         return bool(self.plan.static_graph) and not self._is_graph_recorded
-
-    @property
-    def trainable(self) -> Trainable | None:
-        """Which parameters DDP knows of, while attached."""
-        return self._trainable
 
     def end_backward(self, *, ends_static_graph: bool) -> None:
         """Counts a backward, if it was synchronized.
 
         Args:
-            ends_static_graph: end the first backward of a static graph, where neither DDP nor Lightning does:
-                under manual optimization.
+            ends_static_graph: end the first backward of a static graph, as under manual optimization neither DDP nor
+                Lightning does.
         """
         model = self.model
         if model is None or not model.require_backward_grad_sync:
@@ -170,32 +152,32 @@ class GradientSync:
             if ends_static_graph:
                 flush_static_graph(model)
         self.num_syncs += 1
-        if self._hook is None:
+        if self.hook is None:
             self._earlier_bytes += self._gradient_bytes
 
     def change_plan(self, plan: CommPlan, wrap: Callable[[Module], None]) -> None:
-        """Goes on with another plan. All ranks must call it, between two batches.
+        """Switches to another plan. All ranks must call it, between two batches.
 
         Args:
             plan: the same on all ranks; see `check_agreement`.
-            wrap: wraps a module anew, and calls `attach`.
+            wrap: wraps a module again, and calls `attach`.
         """
         self.plan = plan
         if self.model is not None:
             self.rewrap(wrap)
 
     def rewrap(self, wrap: Callable[[Module], None]) -> None:
-        """Takes the model out of its wrapper and has it wrapped again. All ranks must call it.
+        """Unwraps the model and wraps it again. All ranks must call it.
 
-        Without loss, but for residuals of buckets whose last gradient sync did not end: those are named in a warning.
+        Residuals of buckets whose last gradient sync did not end are lost, with a warning; all others are kept.
 
         Args:
             wrap: see `change_plan`.
         """
         model = self.model
         assert model is not None
-        resumed = self._hook.state() if self._hook is not None and self._hook.has_only_resumed else None
-        device, hook = model.device, self._hook
+        resumed = self.hook.state() if self.hook is not None and self.hook.has_only_resumed else None
+        device, hook = model.device, self.hook
         module = unwrap(model)
         residuals = self.detach()
         if hook is not None and hook.lost:
@@ -209,17 +191,17 @@ class GradientSync:
             _synchronize(device)
         if resumed is not None:  # a callback has frozen parameters again that were frozen in the checkpoint
             self._resume(resumed, module)
-        elif self._hook is not None:
-            self._hook.add_residuals(residuals)
-        elif hook is not None and hook.compressor.keeps_residual:  # on all ranks, also on one that has lost its own
+        elif self.hook is not None:
+            self.hook.add_residuals(residuals)
+        elif hook is not None and hook.compressor.keeps_residual:  # also on a rank that has lost its residuals
             self._residual_adder = ResidualAdder(module, residuals)
 
     def state(self) -> CommState | None:
-        """Returns the state of this fit, or of the one that has just ended, not copied; None if there is none."""
+        """Returns the state of this fit, or of one that has just ended, not copied; None if there is none."""
         if self._of_last_fit is not None:
             return self._of_last_fit
-        if self._hook is not None:
-            return self._hook.state()
+        if self.hook is not None:
+            return self.hook.state()
         if self._residual_adder is not None:
             return CommState(None, self.num_syncs, {}, dict(self._residual_adder.residuals))
         return CommState(None, self.num_syncs, is_common=True) if self.num_syncs else None
@@ -229,7 +211,7 @@ class GradientSync:
         self._restored = state
 
     def resume(self, module: Module) -> None:
-        """Goes on with the state of a checkpoint, if there is one, once. All ranks must call it, between two batches.
+        """Resumes once from the state of a checkpoint, if there is one. All ranks must call it, between two batches.
 
         Args:
             module: the model, in its wrapper or, with one rank, without one.
@@ -240,26 +222,22 @@ class GradientSync:
             self._resume(state, module)
 
     def _resume(self, state: CommState, module: Module) -> None:
-        compressor = self._hook.compressor if self._hook is not None else None
+        compressor = self.hook.compressor if self.hook is not None else None
         usable = usable_state(state, compressor, module)
         self.num_syncs = usable.num_syncs
         self._cancel_residual_adder()
-        if self._hook is not None:
-            self._hook.resume(usable.buckets, usable.residuals, usable.num_syncs)
+        if self.hook is not None:
+            self.hook.resume(usable.buckets, usable.residuals, usable.num_syncs)
         elif not state.is_common:
             self._residual_adder = ResidualAdder(module, usable.residuals)
 
     def detach(self) -> dict[str, Tensor]:
-        """Closes the hook, before its wrapper goes.
-
-        Returns:
-            This rank's residuals, by parameter name.
-        """
+        """Closes the hook, before its wrapper is dropped; returns this rank's residuals by parameter name."""
         self.release_wrapper()
         self._cancel_residual_adder()
-        if self._hook is None:
+        if self.hook is None:
             return {}
-        hook, self._hook = self._hook, None
+        hook, self.hook = self.hook, None
         residuals = hook.close()
         self._earlier_bytes += hook.bytes_sent
         return residuals
@@ -272,12 +250,12 @@ class GradientSync:
 
     def release_wrapper(self) -> None:
         """Drops the wrapper, before the end of a fit."""
-        self._model_ref = self._trainable = None
+        self._model_ref = self.trainable = None
 
     def end_fit(self) -> None:
-        """Closes the hook, and forgets what belongs to one fit."""
+        """Closes the hook, and resets what belongs to one fit."""
         try:
-            if self._hook is not None:
+            if self.hook is not None:
                 warn_if_never_compressed(self.plan.comm_hook, self.num_syncs)
         finally:
             self.detach()

@@ -1,7 +1,7 @@
 """Process groups of our own, beside those that DDP and the user issue collectives on.
 
-Two threads that issue collectives on one group do so in an order that differs between ranks: their messages mix, and
-ranks diverge or abort. So each thread of ours borrows groups that nothing else uses, and returns them for the next.
+If two threads issue collectives on one group, their order differs between ranks: messages mix, and ranks diverge or
+abort. So each thread of ours borrows groups that nothing else uses, and returns them for the next.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class BorrowedGroups:
     """Groups that only their borrower uses, until it returns them.
 
     Attributes:
-        all_ranks: the ranks of the group that they were borrowed beside.
-        within: the ranks of this node; None if the ranks were not divided into nodes.
-        across: the ranks of all nodes with this rank's place in theirs; None if there are no nodes.
+        all_ranks: the ranks of the group that they were borrowed for.
+        within: the ranks of this node; None without ``ranks_per_node``.
+        across: the ranks with this local rank on all nodes; None likewise.
     """
 
     all_ranks: dist.ProcessGroup
@@ -35,20 +35,20 @@ class BorrowedGroups:
     _number: int
 
     def return_to_pool(self) -> None:
-        """Lets the next borrower have them. Only if all collectives on them have ended well, on all ranks."""
+        """Frees them for the next borrower. Only if all collectives on them have succeeded on all ranks."""
         self._pool.free.add(self._number)
 
 
 @dataclass
 class _Pool:
-    """All groups of one kind, in the order in which they were made; the same on all their ranks."""
+    """All groups of one kind, in order of creation, which is the same on all their ranks."""
 
     made: list[BorrowedGroups] = field(default_factory=list)
     free: set[int] = field(default_factory=set)
 
 
-# By the default group that they came after. No group is ever freed: gloo's threads may still hold tensors for a moment
-# and need the GIL to let go of them, while the destructor of the group waits for its threads with the GIL held.
+# By the default group at the time. No group is ever freed: gloo's threads may still hold tensors for a moment and need
+# the GIL to release them, while the destructor of the group waits for its threads with the GIL held.
 _pools: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDictionary()
 _shared: WeakKeyDictionary[dist.ProcessGroup, dict[object, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = (
     WeakKeyDictionary()
@@ -63,19 +63,18 @@ def borrow_groups(
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> BorrowedGroups:
-    """Returns groups of the ranks of ``beside`` for a thread, or a stream of messages, of its own.
+    """Returns groups of the ranks of ``beside`` for one thread or stream of messages. All ranks of it must call this.
 
-    All ranks of ``beside`` must call it. Groups that were returned are given out again, those that are free on every
-    rank: ranks may return them at different times, as the garbage collector does.
+    Reuses groups that are free on every rank: ranks may return them at different times, as the garbage collector does.
 
     Args:
         beside: whose ranks.
-        ranks_per_node: make groups within and across nodes of as many consecutive ranks too; divides their number.
-        timeout: after which a collective raises; None for the backend's default.
+        ranks_per_node: add groups within and across nodes of as many consecutive ranks; divides their number.
+        timeout: of collectives; None for the backend's default.
         backend: None for that of the default group.
     """
     ranks = dist.get_process_group_ranks(beside)
-    pool = _pools.setdefault(_default_group(), {}).setdefault((*ranks, ranks_per_node, timeout, backend), _Pool())
+    pool = _pools.setdefault(default_group(), {}).setdefault((*ranks, ranks_per_node, timeout, backend), _Pool())
     free_on_ranks: list[set[int]] = [set()] * len(ranks)
     dist.all_gather_object(free_on_ranks, set(pool.free), group=beside)
     free_everywhere = set.intersection(*free_on_ranks)
@@ -92,14 +91,12 @@ def borrow_groups(
 
 
 def borrow_host_group() -> BorrowedGroups:
-    """Returns a gloo group of all ranks for small messages of the host, which nothing else waits for.
-
-    All ranks must call it.
+    """Returns a gloo group of all ranks for small messages of the host. All ranks must call it.
 
     Raises:
         RuntimeError: the ranks cannot reach each other over gloo.
     """
-    return borrow_groups(_default_group(), backend="gloo")
+    return borrow_groups(default_group(), backend="gloo")
 
 
 def shared_node_groups(
@@ -107,12 +104,12 @@ def shared_node_groups(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Returns the groups within and across nodes that all hooks on CUDA share; see `borrow_groups`.
 
-    There one thread enqueues all collectives, on one stream: they have one order, and an NCCL communicator for each
-    hook would cost memory for nothing.
+    On CUDA one thread enqueues all collectives on one stream, in one order: a communicator for each hook would only
+    cost memory.
     """
     ranks = dist.get_process_group_ranks(beside)
     key = (*ranks, ranks_per_node, timeout)
-    shared = _shared.setdefault(_default_group(), {})
+    shared = _shared.setdefault(default_group(), {})
     if key not in shared:
         shared[key] = _node_groups(ranks, ranks_per_node, timeout, None)
         _never_freed.append(shared[key])
@@ -122,7 +119,7 @@ def shared_node_groups(
 def leave_process_group() -> None:
     """Destroys the default group, so that another can be made."""
     if dist.is_initialized():
-        _never_freed.append(_default_group())
+        _never_freed.append(default_group())
         dist.destroy_process_group()
 
 
@@ -130,8 +127,8 @@ def leave_process_group() -> None:
 def let_gloo_finish_at_exit() -> None:
     """Makes the process wait a moment at its end; registered once.
 
-    gloo's threads let go of the last collective's tensors a little after it is done, and need the GIL for that. A
-    thread that asks for it when the interpreter is already being taken down brings the process to an abort, or a halt.
+    gloo's threads release the last collective's tensors a little after it is done, and need the GIL for that. If one
+    requests it while the interpreter shuts down, the process aborts or hangs.
     """
     atexit.register(time.sleep, _GLOO_EXIT_S)
 
@@ -146,8 +143,8 @@ def _node_groups(
 
 def _new_group(parts: list[list[int]], timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
     """Makes groups of disjoint parts of the ranks, and returns that of this rank."""
-    # With local synchronization torch < 2.15 counts in a group's name the groups that a rank is in, which user code may
-    # have made unequal; without, all ranks of the default group must make all groups.
+    # With local synchronization torch < 2.15 names a group by the number of groups that a rank is in, which user code
+    # may have made unequal; without it, all ranks of the default group must make all groups.
     are_all_here = sum(map(len, parts)) == dist.get_world_size()
     group = None
     for ranks in parts:
@@ -159,7 +156,8 @@ def _new_group(parts: list[list[int]], timeout: timedelta | None, backend: str |
     return group
 
 
-def _default_group() -> dist.ProcessGroup:
+def default_group() -> dist.ProcessGroup:
+    """Returns the default group, which must exist."""
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     return world

@@ -37,11 +37,12 @@ class BucketHook:
         channel: the ranks to average over.
         names: of the parameters whose gradients DDP synchronizes, by ``id``.
         executor: runs the compressor, bucket by bucket.
-        step: gradient syncs that were made before this hook came.
+        step: number of earlier gradient syncs.
         observers: notified of every bucket.
-        groups: that ``channel`` is over, if they were borrowed for this hook.
+        groups: of ``channel``, if they were borrowed for this hook.
 
     Attributes:
+        compressor: averages the buckets.
         lost: parameters whose residuals `close` had to drop.
     """
 
@@ -55,7 +56,7 @@ class BucketHook:
         observers: Observers | None = None,
         groups: BorrowedGroups | None = None,
     ) -> None:
-        self._compressor = compressor
+        self.compressor = compressor
         self._channel = channel
         self._names = names
         self._executor = executor
@@ -71,19 +72,15 @@ class BucketHook:
         self.lost: tuple[str, ...] = ()
 
     @property
-    def compressor(self) -> Compressor:
-        return self._compressor
-
-    @property
     def bytes_sent(self) -> int:
-        """Payload bytes that this rank has handed to collectives so far."""
+        """Payload bytes that this rank has passed to collectives so far."""
         return self._channel.bytes_sent
 
     def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts to average one bucket.
 
         Args:
-            state: unused; DDP hands over what was registered with the hook.
+            state: unused.
             bucket: this rank's gradients.
 
         Returns:
@@ -111,16 +108,16 @@ class BucketHook:
 
     def state(self) -> CommState:
         """Returns the state of the gradient syncs so far, not copied. Between two backwards only."""
-        return CommState(self._compressor, self._step, dict(self._states), dict(self._residuals))
+        return CommState(self.compressor, self._step, dict(self._states), dict(self._residuals))
 
     def resume(self, buckets: BucketStates, residuals: dict[str, Tensor], step: int) -> None:
-        """Goes on where another hook was. Between two backwards only; all ranks must call it.
+        """Continues where another hook was. Between two backwards only; all ranks must call it.
 
         Args:
-            buckets: states of the same compressor, for this rank. They are used as they are, in the buckets that they
-                were made for, as long as DDP may still have others.
+            buckets: this rank's states of the same compressor. They are used in the buckets that they were made for,
+                even while DDP still has others.
             residuals: by parameter name, those that are not in ``buckets``.
-            step: gradient syncs that were made before.
+            step: number of earlier gradient syncs.
         """
         self._states, self._residuals, self._step = dict(buckets), dict(residuals), step
         self._protect_states()
@@ -129,11 +126,7 @@ class BucketHook:
         self._relayout = Relayout(layouts) if layouts else None
 
     def add_residuals(self, residuals: dict[str, Tensor]) -> None:
-        """Adds the residuals of another hook to the next gradients.
-
-        Args:
-            residuals: by parameter name, as `close` gave them.
-        """
+        """Adds the residuals of another hook, as `close` returns them, to the next gradients."""
         self._residuals.update(residuals)
         self._executor.protect(self._residuals)
 
@@ -141,13 +134,13 @@ class BucketHook:
         """Ends the executor, drops all states, and returns borrowed groups unless ranks may be out of step.
 
         Returns:
-            This rank's residuals, by parameter name: what error feedback held back. After a failure without those of
-            buckets whose gradient sync did not end, as they may be half updated.
+            This rank's residuals, by parameter name. After a failure without those of buckets whose gradient sync did
+            not end, as they may be half updated.
         """
         if self._executor.close() and self._groups is not None:
             self._groups.return_to_pool()
         broken = [self._states.pop(index) for index in sorted(self._under_way) if index in self._states]
-        if self._compressor.keeps_residual:
+        if self.compressor.keeps_residual:
             self.lost = tuple(name for names, _, _ in broken for name in names)
         self._retire_states()
         residuals, self._residuals = self._residuals, {}
@@ -204,7 +197,7 @@ class BucketHook:
 
     def _rounds(self, bucket: Bucket) -> Rounds:
         if bucket.is_compressible:
-            return self._compressor.rounds(bucket.flat, bucket.layout, self._state_of(bucket), self._channel)
+            return self.compressor.rounds(bucket.flat, bucket.layout, self._state_of(bucket), self._channel)
         kind = "sparse" if bucket.flat.is_sparse else str(bucket.flat.dtype).removeprefix("torch.")
         warn_once(f"comm_hook sends {kind} gradients uncompressed: it compresses dense floating-point ones only.")
         return self._uncompressed_rounds(bucket.flat)
@@ -217,19 +210,19 @@ class BucketHook:
             names, layout, state = self._states[bucket.index]
             if names == bucket.names and layout == bucket.layout:
                 return state
-            self._retire_states_alone()  # DDP has laid out its buckets anew
-        state = self._compressor.init(bucket.layout, bucket.flat.device, bucket.step)
+            self._retire_states_alone()  # DDP has rebuilt its buckets
+        state = self.compressor.init(bucket.layout, bucket.flat.device, bucket.step)
         self._states[bucket.index] = bucket.names, bucket.layout, state
         self._add_residuals(bucket, state)
         return state
 
     def _retire_states(self) -> None:
         """Drops the states but keeps their residuals, by parameter name."""
-        self._residuals = residuals_by_name(self._compressor, self._states, self._residuals)
+        self._residuals = residuals_by_name(self.compressor, self._states, self._residuals)
         self._states.clear()
 
     def _retire_states_alone(self) -> None:
-        """Retires states in a task: those of other lanes too."""
+        """Retires states in a task, also those of other lanes."""
         with self._executor.alone():
             self._retire_states()
         self._executor.protect(self._residuals)
@@ -238,14 +231,14 @@ class BucketHook:
         self._executor.protect([state for _, _, state in self._states.values()])
 
     def _add_residuals(self, bucket: Bucket, state: State) -> None:
-        """Adds the residuals of dropped states to the new one, or to the gradients if the compressor keeps none."""
+        """Adds the residuals of dropped states to ``state``, or to the gradients if the compressor keeps none."""
         if not any(name in self._residuals for name in bucket.names):
             return
         residual = torch.zeros_like(bucket.flat)
         for name, part in zip(bucket.names, bucket.layout.split(residual), strict=True):
             if name in self._residuals:
                 part.copy_(self._residuals.pop(name))
-        if not self._compressor.add_residual(bucket.layout, state, residual):
+        if not self.compressor.add_residual(bucket.layout, state, residual):
             bucket.flat.add_(residual)
 
 

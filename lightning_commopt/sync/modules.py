@@ -44,7 +44,7 @@ class ModuleSyncs:
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes of gradients that this rank has handed to collectives, for all modules that ever were."""
+        """Payload bytes of gradients that this rank has passed to collectives, for all modules so far."""
         return self._earlier_bytes + sum(entry.sync.wire_bytes for entry in tuple(self._entries.values()))
 
     def of(self, module: object) -> GradientSync | None:
@@ -53,7 +53,7 @@ class ModuleSyncs:
         return None if entry is None else entry.sync
 
     def attached(self) -> list[tuple[DistributedDataParallel, GradientSync]]:
-        """Returns the wrappers with their syncs, in the order in which they were set up."""
+        """Returns the wrappers with their syncs, in order of setup."""
         syncs = [entry.sync for entry in self._entries.values()]
         return [(sync.model, sync) for sync in syncs if sync.model is not None]
 
@@ -68,7 +68,8 @@ class ModuleSyncs:
             attach: attaches the sync to the wrapper.
         """
         sync = GradientSync(plan, observers=self.observers)
-        entry = _Entry(sync, Backwards(partial(_begin_backward, sync), partial(_end_backward, sync)))
+        end = partial(sync.end_backward, ends_static_graph=False)
+        entry = _Entry(sync, Backwards(lambda: look_for_kept_gradients(sync.model), end))
         if isinstance(module, DistributedDataParallel):
             attach(module, sync)
             entry.backwards.follow(module)
@@ -89,31 +90,26 @@ class ModuleSyncs:
     def gather(
         self, modules: Mapping[str, Any], *, world_size: int, timeout: timedelta, device: torch.device
     ) -> dict[str, Any]:
-        """Gathers what a checkpoint holds of the modules' states, by name; see `gather_state`."""
+        """Gathers the modules' states for a checkpoint, by name; see `gather_state`."""
         gathered = {}
         for name, module in modules.items():
             entry = self._find(module)
             if entry is not None:
-                saved = gather_state(
-                    entry.sync.state(),
-                    is_in_batch=entry.backwards.is_running,
-                    world_size=world_size,
-                    timeout=timeout,
-                    device=device,
+                state, is_in_batch = entry.sync.state(), entry.backwards.is_running
+                gathered[name] = gather_state(
+                    state, is_in_batch=is_in_batch, world_size=world_size, timeout=timeout, device=device
                 )
-                if saved is not None:
-                    gathered[name] = saved
-        return gathered
+        return {name: saved for name, saved in gathered.items() if saved is not None}
 
     def restore(self, saved: Any, modules: Mapping[str, Any], *, rank: int, world_size: int, plan: CommPlan) -> None:
-        """Goes on with the states of a checkpoint, at once or when a module is set up. All ranks must call it.
+        """Resumes from the states of a checkpoint, at once or when a module is set up. All ranks must call it.
 
         Args:
-            saved: what `gather` gave; None if the checkpoint holds nothing.
-            modules: that are loaded, by the names that they have in the checkpoint; other things are left out.
+            saved: from `gather`; None if the checkpoint has no state.
+            modules: to load, by their names in the checkpoint; other objects are ignored.
             rank: this rank.
             world_size: number of ranks now.
-            plan: of modules that are still to be set up.
+            plan: of modules that are not set up yet.
         """
         states = saved if isinstance(saved, Mapping) else {}
         loaded = {name: module for name, module in modules.items() if isinstance(module, Module)}
@@ -153,19 +149,10 @@ class ModuleSyncs:
         self._earlier_bytes += entry.sync.wire_bytes
 
 
-def _begin_backward(sync: GradientSync) -> None:
-    if sync.model is not None:
-        look_for_kept_gradients(sync.model)
-
-
-def _end_backward(sync: GradientSync) -> None:
-    sync.end_backward(ends_static_graph=False)
-
-
 def _unwrapped(module: Module) -> Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def _holds_tensors(state: Any) -> bool:
-    """Whether a part of a checkpoint is more than a number of gradient syncs; true for one that is damaged."""
+    """Returns whether a part of a checkpoint is more than a number of gradient syncs; also for a damaged one."""
     return not isinstance(state, Mapping) or bool(state.get("ranks", True))

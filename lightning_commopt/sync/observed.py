@@ -1,4 +1,4 @@
-"""Strategies whose gradient sync can be observed, and the hooks that show what DDP does by itself.
+"""Observes the gradient sync of strategies, with hooks that do what DDP does without one.
 
 DDP compares the annotations of a hook by identity and reads its ``__qualname__``: hence no
 ``from __future__ import annotations`` here, and a bound method as the hook.
@@ -24,26 +24,26 @@ _HOOKS_THAT_CAST_TO_16_BITS = (
     "bf16_compress_wrapper_hook",
 )
 
-# DDP lays its buckets out anew once, in the second or third backward.
+# DDP rebuilds its buckets once, in the second or third backward.
 _SETTLING_BACKWARDS = 4
 
 DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class _AddedObservers(Observers):
-    """Observers of a strategy that does not tell anybody by itself."""
+    """Observers of a strategy that has none by itself."""
 
 
 def observe(strategy: Any, observer: SyncObserver) -> None:
-    """Lets ``observer`` see the gradient sync of a strategy. Call it before the strategy wraps the model.
+    """Notifies ``observer`` of every bucket of a strategy. Call it before the strategy wraps the model.
 
     Then call `observe_wrapped` when it has, and `before_backward` before every backward.
 
-    Without ``comm_hook`` DDP's own all-reduce is then made from Python, with the same arithmetic: the same bits, and
-    one pass over the gradients more. Where gradient sync cannot be observed it warns once.
+    Without ``comm_hook`` DDP's own all-reduce is then called from Python, with the same arithmetic: the same bits, and
+    one more pass over the gradients. Where gradient sync cannot be observed it warns once.
 
     Args:
-        strategy: of the Trainer. Those that tell observers by themselves have ``sync_observers``.
+        strategy: of the Trainer. Ours notify their ``sync_observers`` by themselves.
         observer: notified of every bucket.
     """
     if not hasattr(strategy, "sync_observers"):
@@ -53,12 +53,12 @@ def observe(strategy: Any, observer: SyncObserver) -> None:
 
 
 def stop_observing(strategy: Any, observer: SyncObserver) -> None:
-    """Tells ``observer`` no more."""
+    """Reverts `observe`."""
     strategy.sync_observers.remove(observer)
 
 
 def observe_wrapped(strategy: Any) -> None:
-    """Does what is left to do when the strategy has wrapped the model and `observe` was called."""
+    """Completes `observe` once the strategy has wrapped the model."""
     model, observers = strategy.model, getattr(strategy, "sync_observers", None)
     if not isinstance(observers, _AddedObservers) or not observers:
         return
@@ -73,35 +73,24 @@ def observe_wrapped(strategy: Any) -> None:
 
 
 def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> None:
-    """Makes DDP average its gradients as it does by itself, but visibly.
-
-    Args:
-        model: freshly wrapped, without a hook.
-        observers: notified of every bucket.
-    """
+    """Registers DDP's own average as a hook of a model that was just wrapped, which notifies ``observers``."""
     model.register_comm_hook(None, ObservedAllReduce(model, observers).reduce)
 
 
 def before_backward(strategy: Any) -> None:
     """Must be called before every backward of a strategy that is observed."""
-    if isinstance(strategy.model, DistributedDataParallel):
-        look_for_kept_gradients(strategy.model)
+    look_for_kept_gradients(strategy.model)
 
 
-def look_for_kept_gradients(model: DistributedDataParallel) -> None:
+def look_for_kept_gradients(model: object) -> None:
     """Must be called before every backward through a model that may be observed."""
-    for owner in registered_hooks(model):
+    for owner in registered_hooks(model) if isinstance(model, DistributedDataParallel) else ():
         if isinstance(owner, ObservedAllReduce):
             owner.look_for_kept_gradients()
 
 
 class _ObservedBuckets:
-    """What DDP's buckets are, for hooks that tell observers of them.
-
-    Args:
-        model: freshly wrapped.
-        observers: notified of every bucket.
-    """
+    """Describes the buckets of a model that was just wrapped to observers."""
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
         self._observers = observers
@@ -124,14 +113,14 @@ class _ObservedBuckets:
 
 
 class ObservedHook(_ObservedBuckets):
-    """Wraps a hook of DDP that knows nothing of observers; `reduce` is the hook.
+    """Wraps a hook of DDP that does not notify observers; `reduce` is the hook.
 
-    What happens between the call and the result counts as on the wire: the hook does not say more. How many bytes it
-    sends is known for torch's casts and its PowerSGD; of other hooks it is taken to be the gradients' size.
+    All time between the call and the result counts as on the wire. The number of bytes is known for torch's casts and
+    its PowerSGD; other hooks are assumed to send the gradients' size.
 
     Args:
-        hook: takes a state and a bucket, and returns a future.
-        model: freshly wrapped, without a hook.
+        hook: maps a state and a bucket to a future.
+        model: just wrapped, without a hook.
         observers: notified of every bucket.
     """
 
@@ -141,15 +130,7 @@ class ObservedHook(_ObservedBuckets):
         self._casts = getattr(hook, "__name__", "") in _HOOKS_THAT_CAST_TO_16_BITS
 
     def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Starts to average one bucket as the hook does.
-
-        Args:
-            state: of the hook.
-            bucket: this rank's gradients.
-
-        Returns:
-            A future of what the hook's future holds.
-        """
+        """Calls the hook for one bucket, and returns a future of its result."""
         flat = bucket.buffer()
         sync = self._observers.ready(self._info(bucket, flat))
         sync.start()
@@ -172,13 +153,13 @@ class ObservedHook(_ObservedBuckets):
 class ObservedAllReduce(_ObservedBuckets):
     """What DDP does without a hook: every rank's gradients are divided by the number of ranks, then summed.
 
-    DDP multiplies by the reciprocal on the way into the bucket, and divides what is in the bucket already: gradients
-    that are views of it and were kept from earlier batches. The two differ where the reciprocal is rounded.
+    DDP multiplies gradients by the reciprocal when it copies them into the bucket, and divides those that are views of
+    it, kept from earlier batches. The two differ where the reciprocal is rounded.
 
     `reduce` is the hook. `look_for_kept_gradients` must be called before every backward.
 
     Args:
-        model: freshly wrapped, without a hook.
+        model: just wrapped, without a hook.
         observers: notified of every bucket.
     """
 
@@ -192,20 +173,12 @@ class ObservedAllReduce(_ObservedBuckets):
         self._kept: dict[int, int] = {}
 
     def look_for_kept_gradients(self) -> None:
-        """Notes where gradients are before a backward, by parameter."""
+        """Records the addresses of gradients before a backward, by parameter."""
         if self._kept_gradients_matter:
             self._kept = {id(p): p.grad.data_ptr() for p in self._parameters if p.grad is not None}
 
     def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Starts to average one bucket.
-
-        Args:
-            state: unused; DDP hands over what was registered with the hook.
-            bucket: this rank's gradients.
-
-        Returns:
-            A future of the bucket's buffer, which then holds the average.
-        """
+        """Starts to average one bucket; returns a future of its buffer, which then holds the average."""
         flat = bucket.buffer()
         info = self._info(bucket, flat)
         sync = self._observers.ready(info)

@@ -1,7 +1,7 @@
 """Replays the checkpoint's bucket layout until DDP rebuilds its own.
 
-DDP lays its buckets out anew after one iteration, or two with a static graph; a checkpoint has the states of the new
-ones. In other buckets blocks would be cut elsewhere, and sums made in another order: not the same bits.
+DDP rebuilds its buckets after one iteration, or two with a static graph; a checkpoint has the states of the rebuilt
+ones. In other buckets the limits of blocks and the order of sums differ: not the same bits.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _MAX_BACKWARDS = 3
 
 @dataclass(frozen=True)
 class Bucket:
-    """One bucket as DDP hands it over, or as a checkpoint has it.
+    """One bucket of DDP or of a checkpoint.
 
     Attributes:
         index: of the bucket.
         flat: ``(n,)``; both input and output.
         layout: of ``flat``.
         names: of the parameters.
-        step: gradient syncs before this one.
-        sync: gets the layouts and states to go on with.
+        step: number of earlier gradient syncs.
+        sync: notified of its progress.
     """
 
     index: int
@@ -48,7 +48,7 @@ class Bucket:
 
 
 class Relayout:
-    """Holds those of DDP's buckets that a checkpoint has otherwise until the last one has come.
+    """Holds those of DDP's buckets that differ from the checkpoint's until the last one is ready.
 
     Args:
         saved: names and layouts of the checkpoint's buckets, by index.
@@ -62,7 +62,7 @@ class Relayout:
 
     def hold(self, bucket: Bucket, future: BucketFuture) -> bool:
         """Holds a bucket back, unless it can be synchronized as it is; returns whether it does."""
-        if bucket.index == 0:  # an earlier backward may have broken off
+        if bucket.index == 0:  # an earlier backward may have been interrupted
             self._start_backward()
         if not bucket.is_compressible:
             return False
@@ -91,7 +91,7 @@ class Relayout:
 
     @property
     def is_over(self) -> bool:
-        """Whether DDP has the checkpoint's buckets by now, or is not going to have them."""
+        """Whether DDP has the checkpoint's buckets by now, or never will."""
         return self._num_backwards >= _MAX_BACKWARDS
 
     def _start_backward(self) -> None:
@@ -100,13 +100,13 @@ class Relayout:
 
 @dataclass(frozen=True)
 class HeldBuckets:
-    """The buckets of one backward that DDP has laid out otherwise than the checkpoint.
+    """The buckets of one backward whose layout differs from the checkpoint's.
 
     Attributes:
         buckets: DDP's.
-        futures: what DDP waits for, for each.
+        futures: of these buckets.
         saved: names and layouts of the checkpoint's buckets for the same gradients, by index; empty if the gradients
-            are others.
+            differ.
     """
 
     buckets: list[Bucket]
@@ -119,7 +119,7 @@ class HeldBuckets:
         return sorted(here) == sorted(there)
 
     def laid_out_as_saved(self) -> Iterator[Bucket]:
-        """Yields the checkpoint's buckets; what one contains when the next is taken goes back into DDP's."""
+        """Yields the checkpoint's buckets; each is copied back into DDP's when the next one is requested."""
         gradients = {name: part for bucket in self.buckets for name, part in bucket.parts().items()}
         for index, (names, layout) in self.saved.items():
             bucket = replace(

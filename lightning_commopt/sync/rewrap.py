@@ -1,4 +1,4 @@
-"""Taking a model out of its DDP wrapper in the middle of training, and what that leaves to carry over."""
+"""Unwraps a model from DDP in the middle of training, and keeps what the next wrapper needs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from lightning_commopt.compressors.base import as_real
 
 
 class Trainable:
-    """Which parameters asked for a gradient when the model was wrapped: those that DDP synchronizes.
-
-    Args:
-        model: just wrapped.
-    """
+    """Which parameters of a model required a gradient when it was wrapped: those that DDP synchronizes."""
 
     def __init__(self, model: Module) -> None:
         parameters = list(model.parameters())
@@ -28,7 +24,7 @@ class Trainable:
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
 
     def some_unfrozen(self) -> bool:
-        """Returns whether a parameter asks for a gradient that DDP does not know of."""
+        """Returns whether a parameter that DDP does not synchronize was unfrozen."""
         return any(parameter.requires_grad for parameter in self._frozen)
 
     def some_frozen(self) -> bool:
@@ -38,7 +34,7 @@ class Trainable:
 
 @contextmanager
 def kept_buffers(module: Module) -> Generator[None, None, None]:
-    """Gives the buffers of ``module`` back the values that they had before."""
+    """Restores the values of the buffers of ``module`` at the end."""
     values = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
@@ -49,15 +45,11 @@ def kept_buffers(module: Module) -> Generator[None, None, None]:
 
 
 def unwrap(model: DistributedDataParallel) -> Module:
-    """Takes the module out of its wrapper for good; gradients that it has so far are kept.
-
-    Args:
-        model: not to be used afterwards: its reducer no longer hears of gradients.
-    """
+    """Returns the module of a wrapper, which must not be used afterwards; gradients are kept."""
     stop_reducing(model)
     for parameter in model.module.parameters():
         if parameter.grad is not None and model.gradient_as_bucket_view:
-            parameter.grad = parameter.grad.clone()  # was a view of a bucket that goes now
+            parameter.grad = parameter.grad.clone()  # was a view of a bucket that is freed
     return model.module
 
 
@@ -65,8 +57,8 @@ class ResidualAdder:
     """Adds residuals to the next gradients of their parameters, once.
 
     Args:
-        module: whose parameters; those that ask for no gradient are left out.
-        residuals: by the parameter's name; in its shape, or for a complex one as pairs of real numbers.
+        module: whose parameters; frozen ones are left out.
+        residuals: by parameter name; of its shape, or for a complex one as pairs of real numbers.
 
     Attributes:
         residuals: those that have not been added yet.

@@ -18,7 +18,7 @@ from lightning_commopt.compressors.registry import compressor_from_config, compr
 from lightning_commopt.sync.gather import map_tensors
 
 KEY = "lightning_commopt"
-"""Where a checkpoint has it."""
+"""Of a checkpoint."""
 
 _VERSION = 2
 
@@ -35,11 +35,11 @@ class CommState:
     """One rank's state of gradient sync.
 
     Attributes:
-        compressor: whose states these are.
-        num_syncs: gradient syncs that were made.
+        compressor: that made the states.
+        num_syncs: number of gradient syncs.
         buckets: the compressor's states.
         residuals: by parameter name, those that are not in the states.
-        is_common: all ranks have the same, as there are neither states nor residuals.
+        is_common: it is the same on all ranks, without states and residuals.
     """
 
     compressor: Compressor | None = None
@@ -69,7 +69,7 @@ class CommState:
 def residuals_by_name(
     compressor: Compressor | None, buckets: BucketStates, besides: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns the residuals of states, by parameter name, added to those ``besides``."""
+    """Returns the residuals of states, by parameter name, added to ``besides``."""
     residuals = dict(besides)
     for names, layout, state in buckets.values():
         residual = compressor.residual(layout, state) if compressor is not None else None
@@ -96,26 +96,22 @@ def to_plain(state: CommState) -> dict[str, Any]:
 
 
 def to_checkpoint(compressor: Compressor | None, num_syncs: int, ranks: list[Any]) -> dict[str, Any]:
-    """Returns what a checkpoint holds: the parts of all ranks, as `to_plain` gives them, and what they share."""
-    return {
-        "version": _VERSION,
-        "compressor": _to_description(compressor),
-        "num_syncs": num_syncs,
-        "ranks": ranks,
-    }
+    """Returns what a checkpoint holds: the parts of all ranks, from `to_plain`, and what they share."""
+    description = _to_description(compressor)
+    return {"version": _VERSION, "compressor": description, "num_syncs": num_syncs, "ranks": ranks}
 
 
 def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compressor | None) -> CommState:
-    """Returns what a checkpoint has for one rank.
+    """Returns one rank's state in a checkpoint.
 
-    Where the number of ranks has changed it is the mean of the old ranks' residuals, so that the mean over the new
-    ones is the same; and no states, as those belong to a rank.
+    If the number of ranks has changed: the mean of the old ranks' residuals, so that the mean over the new ones is the
+    same, and no states, which belong to a rank.
 
     Args:
         saved: from `to_checkpoint`.
         rank: this rank.
         world_size: number of ranks now.
-        compressor: the one in use now, which is recognised if its class has no name in configurations.
+        compressor: the one in use now, which is recognised even if its class has no name in configurations.
 
     Raises:
         CheckpointError: ``saved`` is damaged, from a later version, or of a compressor that is not known.
@@ -140,7 +136,7 @@ def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compress
 
 
 def adopt_states(state: CommState, compressor: Compressor, module: Module) -> BucketStates:
-    """Returns saved states on the device of the parameters, if the compressor can go on with them.
+    """Returns saved states on the device of the parameters, if the compressor can use them.
 
     Raises:
         CheckpointError: they are of another compressor, of other parameters, or not as this version makes them.
@@ -163,7 +159,7 @@ def adopt_states(state: CommState, compressor: Compressor, module: Module) -> Bu
 
 @contextmanager
 def _as_checkpoint_error() -> Generator[None, None, None]:
-    """Turns whatever can go wrong with the contents of a file into one kind of error."""
+    """Turns every error about the contents of a file into a `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -206,9 +202,9 @@ def _from_plain(part: dict[str, Any], compressor: Compressor | None, num_syncs: 
 
 
 def _fit_to(saved: Any, fresh: Any, device: torch.device) -> Any:
-    """Returns ``saved`` on the devices that ``fresh`` has, after a look at whether it is built in the same way.
+    """Returns ``saved`` on the devices of ``fresh``, if both have the same structure.
 
-    A dict may hold more than the fresh one, on ``device``: states may grow in their first gradient sync.
+    A saved dict may have more entries, which go to ``device``: states may grow in their first gradient sync.
     """
     if isinstance(fresh, Tensor):
         if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (fresh.shape, fresh.dtype):

@@ -1,9 +1,9 @@
 """Key spaces in the process group's store that no earlier attempt of a job has written to.
 
-torchrun keeps one TCPStore for all attempts of a job, and torch puts nothing in front of an attempt's keys: gloo and
-NCCL find addresses of processes that are gone, and a key of ours that says "failed" would end a healthy attempt. The
-number of restarts does not name an attempt: it is counted by each node's agent, and not for every restart. So rank 0
-draws a name, and hands it to every rank that asks for it with a word of its own.
+torchrun keeps one TCPStore for all attempts of a job, and torch adds no prefix to an attempt's keys: gloo and NCCL find
+addresses of processes that have ended, and our key "failed" would end a healthy attempt. The number of restarts does
+not identify an attempt: each node's agent counts its own, and not every restart. So rank 0 draws a name, and sends it
+to every rank that asks for it with a token of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_commopt.compat.torch import default_store
+from lightning_commopt.sync.groups import default_group
 
 _FIRST_POLL_S = 0.001
 _LAST_POLL_S = 0.1
@@ -38,29 +39,29 @@ class Agreement:
     Nothing here waits: every rank calls `advance` until it has the name, and rank 0 until all have.
 
     Args:
-        store: that all ranks can reach; keys of ours only.
+        store: reachable from all ranks; keys of ours only.
         rank: this rank.
         world_size: number of ranks.
 
     Attributes:
         name: of the attempt; None until rank 0 has answered.
-        missing: ranks that do not have the name yet, as far as this rank knows; only rank 0 knows of others.
+        missing: ranks that do not have the name yet; a rank above 0 only knows of itself.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._store = store
         self._rank = rank
-        self._word = secrets.token_hex(8)
+        self._token = secrets.token_hex(8)
         self._answered: dict[int, bytes] = {}
         self.name: str | None = None
         self.missing = {rank} if rank else set(range(1, world_size))
         if rank:
-            store.set(f"ask/{rank}", self._word)
+            store.set(f"ask/{rank}", self._token)
         else:
-            self.name = self._word
+            self.name = self._token
 
     def advance(self) -> bool:
-        """Answers the ranks that have asked, or looks for the answer; returns whether nothing is left to do.
+        """Answers the ranks that have asked, or looks for the answer; returns whether no rank is missing.
 
         Raises:
             RuntimeError: the store cannot be reached any more.
@@ -68,17 +69,17 @@ class Agreement:
         if self._rank == 0:
             for rank in [*self.missing]:
                 self._answer(rank)
-        elif self.name is None and self._store.check([f"answer/{self._word}"]):
-            self.name = self._store.get(f"answer/{self._word}").decode()
+        elif self.name is None and self._store.check([f"answer/{self._token}"]):
+            self.name = self._store.get(f"answer/{self._token}").decode()
             self._store.set(f"{self.name}/{self._rank}", "")
             self.missing.clear()
         return not self.missing
 
     def wait(self, timeout_s: float) -> str:
-        """Waits until all ranks have the name, as far as this rank can know, and returns it.
+        """Waits until no rank is missing, and returns the name.
 
         Raises:
-            TimeoutError: ranks have not come.
+            TimeoutError: ranks are still missing.
         """
         if not poll(self.advance, timeout_s):
             who = "rank 0" if self._rank else f"ranks {sorted(self.missing)}"
@@ -87,17 +88,17 @@ class Agreement:
         return self.name
 
     def _answer(self, rank: int) -> None:
-        if self._store.check([f"{self._word}/{rank}"]):
+        if self._store.check([f"{self._token}/{rank}"]):
             self.missing.remove(rank)
         elif self._store.check([f"ask/{rank}"]):
-            word = self._store.get(f"ask/{rank}")  # perhaps of an earlier attempt: then nobody confirms the answer
-            if word != self._answered.get(rank):
-                self._store.set(f"answer/{word.decode()}", self._word)
-                self._answered[rank] = word
+            token = self._store.get(f"ask/{rank}")  # perhaps of an earlier attempt: then nobody confirms the answer
+            if token != self._answered.get(rank):
+                self._store.set(f"answer/{token.decode()}", self._token)
+                self._answered[rank] = token
 
 
 def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Returns whether a condition has become true in time.
+    """Waits until a condition is true, and returns whether it was in time.
 
     For stores: ``Store.wait`` would block the other threads that use the store.
     """
@@ -111,32 +112,29 @@ def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def key_space(name: str) -> dist.Store:
-    """Returns a part of the default group's store that nothing has been written to. All ranks must call it.
-
-    Args:
-        name: of its purpose; ranks must ask for each name equally often.
+    """Returns an unused part of the default group's store. All ranks must call it equally often for each name.
 
     Raises:
-        TimeoutError: ranks have not come.
+        TimeoutError: a rank did not call it.
     """
-    number = next(_numbers.setdefault(_default_group(), {}).setdefault(name, itertools.count()))
+    number = next(_numbers.setdefault(default_group(), {}).setdefault(name, itertools.count()))
     return dist.PrefixStore(f"{name}/{number}", _root())
 
 
 def prepare_key_spaces() -> None:
-    """Makes what `key_space` needs, so that it waits for no other rank later. All ranks must call it.
+    """Agrees on what `key_space` needs, so that it does not wait for other ranks later. All ranks must call it.
 
     Raises:
-        TimeoutError: ranks have not come.
+        TimeoutError: a rank did not call it.
     """
     _root()
 
 
 @contextmanager
 def fresh_default_store() -> Generator[None, None, None]:
-    """Has process groups that are made within keep clear of what earlier attempts left in torchrun's store.
+    """Makes process groups that are created inside ignore the keys of earlier attempts in torchrun's store.
 
-    Does nothing where rank 0 makes a store of its own: nothing can be in it.
+    Does nothing where rank 0 makes a store of its own, which is empty.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield
@@ -165,16 +163,10 @@ def _agree(store: dist.Store, rank: int, world_size: int, timeout: timedelta) ->
 
 
 def _root() -> dist.Store:
-    group = _default_group()
+    group = default_group()
     if group not in _roots:
         # Who made the group, and whether its store is new, cannot be known.
         store = default_store()
         name = _agree(store, dist.get_rank(), dist.get_world_size(), default_pg_timeout)
         _roots[group] = dist.PrefixStore(f"commopt/{name}", store)
     return _roots[group]
-
-
-def _default_group() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert isinstance(world, dist.ProcessGroup)
-    return world

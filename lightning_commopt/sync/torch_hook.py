@@ -1,4 +1,4 @@
-"""Torch's comm hooks, and a user's own, as Lightning's strategies take them."""
+"""Torch's comm hooks, and a user's own, with the arguments of Lightning's strategies."""
 
 from __future__ import annotations
 
@@ -14,19 +14,14 @@ from lightning_commopt.text.validation import warn
 
 
 class TorchHook(NamedTuple):
-    """One of torch's comm hooks, or a user's own, as ``DDPStrategy`` takes it."""
+    """The three ``ddp_comm_*`` arguments of ``DDPStrategy``."""
 
     hook: Callable[..., Any]
     state: object | None = None
     wrapper: Callable[..., Any] | None = None
 
     def attach(self, model: DistributedDataParallel, observers: Observers) -> None:
-        """Registers the hook with a wrapper. Where torch refuses that on CPU it warns, and DDP all-reduces.
-
-        Args:
-            model: just wrapped; DDP takes one hook in its life.
-            observers: notified of every bucket.
-        """
+        """Registers the hook with a new wrapper. If torch refuses that on CPU it warns, and DDP all-reduces."""
         hook = self.hook if self.wrapper is None else self.wrapper(self.hook)
         if observers:
             hook = ObservedHook(hook, model, observers).reduce

@@ -1,4 +1,4 @@
-"""Runs a compressor without any other rank, so that its kernels are compiled before the first backward."""
+"""Runs a compressor without the other ranks, so that its kernels are compiled before the first backward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_commopt.compressors.channel import Channel, Pending
 from lightning_commopt.compressors.kernels import dispatch
 from lightning_commopt.text.validation import warn_once
 
-_NUM_STEPS = 2  # a compressor may take turns
+_NUM_STEPS = 2  # a compressor may alternate
 _FIRST_STEPS = (0, 2**30)  # before and after a late start
-# What kernels are specialised on: whether places and sizes are multiples of 2, 4 or 16. The matrices are so large that
-# they are compressed at all ranks that make sense.
+# Triton specialises kernels on whether offsets and sizes are multiples of 2, 4 or 16. The matrices are large enough to
+# be compressed at every sensible matrix rank.
 _SHAPES = (
     ((512, 320), (64,)),
     ((257, 513), (7,)),
@@ -35,13 +35,13 @@ def compile_kernels(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> None:
-    """Compiles the Triton kernels that a compressor needs; if one rank cannot, all ranks do without Triton.
+    """Compiles the Triton kernels of a compressor; if one rank cannot, no rank uses Triton. All ranks must call it.
 
-    With Triton they would compute other bits than that one. All ranks must call it.
+    Triton and plain torch do not compute the same bits.
 
     Args:
-        compressor: that is going to average buckets.
-        channel: that it is going to use.
+        compressor: to be used for buckets.
+        channel: to be used by it.
         dtypes: of the gradients; only floating-point ones are compressed.
         device: a CUDA device.
         group: of all ranks.
@@ -63,7 +63,7 @@ def compile_kernels(
 def _try_triton(
     compressor: Compressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
 ) -> Exception | None:
-    """Returns what Triton raised; nothing if that is raised without Triton too, as an own compressor may."""
+    """Returns what Triton raised; None if plain torch raises as well, as a user's compressor may."""
     try:
         run_on_samples(compressor, channel, dtypes, device)
     except Exception as error:
@@ -79,7 +79,7 @@ def _try_triton(
 def run_on_samples(
     compressor: Compressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
 ) -> None:
-    """Runs a compressor on small buckets that need all its kernels; see `compile_kernels` for the arguments."""
+    """Runs a compressor on small buckets that need all its kernels; for the arguments see `compile_kernels`."""
     with torch.no_grad():
         for dtype in sorted({dtype for dtype in dtypes if dtype.is_floating_point}, key=str):
             for shapes in _SHAPES:
@@ -90,15 +90,13 @@ def run_on_samples(
 
 
 def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Channel, first_step: int = 0) -> None:
-    """Makes two steps of a compressor on one bucket as if all ranks had the same gradients, and takes its residual.
-
-    Nothing is sent.
+    """Runs two steps and the residual of a compressor as if all ranks had the same gradients; nothing is sent.
 
     Args:
-        compressor: gets a state for this call.
+        compressor: starts from a new state.
         layout: of the bucket.
         flat: ``(n,)`` the bucket; overwritten.
-        channel: says how many ranks there are.
+        channel: has the number of ranks.
         first_step: number of the first step.
     """
     state, alone = compressor.init(layout, flat.device, first_step), cast(Channel, _Alone(channel))
@@ -112,11 +110,7 @@ def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Cha
 
 
 class _Alone:
-    """A channel whose other ranks send what this one sends, without sending anything.
-
-    Args:
-        channel: that it stands in for.
-    """
+    """Replaces a channel: sends nothing, as if the other ranks had sent what this one does."""
 
     def __init__(self, channel: Channel) -> None:
         self.size, self.rank = channel.size, channel.rank

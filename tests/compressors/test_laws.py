@@ -62,7 +62,7 @@ def _run_steps(name: str, options: dict[str, Any], num_steps: int, scale: float 
         "residual": _flat(residual),
         "bytes": (byte_counts[-1] - byte_counts[-3]) / 2,  # the alternating ones send P and Q in turn
         "expected_bytes": [
-            hook._compressor.wire_bytes(layout, dist.get_world_size()) for layout in layouts if hook is not None
+            hook.compressor.wire_bytes(layout, dist.get_world_size()) for layout in layouts if hook is not None
         ],
     }
 

@@ -62,7 +62,7 @@ def _count_bytes(num_bytes: int) -> list[int]:
         lengths.append(sum(len(each) for each in pieces or ()))
         gather(piece, pieces)
 
-    gathering._ALL_PIECES_BYTES, gathering._SHORTEST_PIECE_BYTES = 3000, 100
+    gathering._ALL_PIECES_BYTES, gathering._MIN_PIECE_BYTES = 3000, 100
     with mock.patch.object(gathering.dist, "gather", count):
         gather_on_rank_0(torch.ones(num_bytes, dtype=torch.uint8), torch.device("cpu"))
     return lengths

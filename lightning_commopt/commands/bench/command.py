@@ -1,8 +1,8 @@
 """The command ``commopt bench``: parses, calls and prints."""
 
 import json as json_text
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from lightning_commopt.text.terminal import print_text
 
 if TYPE_CHECKING:
+    from lightning_commopt.commands.bench.start import OnProgress
     from lightning_commopt.measure.link.bench_result import BenchResult
     from lightning_commopt.measure.link.bench_settings import BenchSettings
 
@@ -27,23 +28,23 @@ def bench(
     ] = None,
     minbytes: Annotated[str, typer.Option("-b", "--minbytes", help="Smallest message, such as 8 or 64K.")] = "8",
     maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", help="Largest message, such as 1G.")] = "64M",
-    stepfactor: Annotated[float, typer.Option("-f", "--stepfactor", help="From one size to the next.")] = 2,
+    stepfactor: Annotated[float, typer.Option("-f", "--stepfactor", help="Factor from one size to the next.")] = 2,
     stepbytes: Annotated[
         str | None, typer.Option("-i", "--stepbytes", help="Add this to a size instead of multiplying it.")
     ] = None,
     datatype: Annotated[str, typer.Option("-d", "--datatype", help="One or several, as float,bfloat16.")] = "float",
     op: Annotated[str, typer.Option("-o", "--op", help="How to reduce: sum, min, max, or several.")] = "sum",
-    root: Annotated[int, typer.Option("-r", "--root", min=0, help="Of broadcast and reduce.")] = 0,
+    root: Annotated[int, typer.Option("-r", "--root", min=0, help="Root rank of broadcast and reduce.")] = 0,
     iters: Annotated[
         int | None,
-        typer.Option("-n", "--iters", min=1, help="Calls in a repetition; by default what lasts 0.1 s."),
+        typer.Option("-n", "--iters", min=1, help="Calls in a repetition; by default as many as last 0.1 s."),
     ] = None,
     warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", min=1, help="Calls before the first one.")] = 2,
     check: Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="0 to check no results.")] = 1,
-    repetitions: Annotated[int, typer.Option(min=1, help="Of each case, in turns.")] = 7,
+    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each case, round-robin.")] = 7,
     place: Annotated[str, typer.Option(help="in, out or both: in place, out of place.")] = "in",
     comm_hook: Annotated[
-        list[str] | None, typer.Option(help="A comm hook beside them, by name or as JSON with options; repeatable.")
+        list[str] | None, typer.Option(help="Measure a comm hook too, by name or as JSON with options; repeatable.")
     ] = None,
     under_compute: Annotated[bool, typer.Option(help="Measure again while matrix products run.")] = False,
     scopes: Annotated[
@@ -73,10 +74,10 @@ def bench(
     ] = None,
     load: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measure nothing: take what --output has written, or a link model."),
+        typer.Option(metavar="FILE", help="Measure nothing: read the result of --output, or a link model."),
     ] = None,
     from_run: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="Measure nothing: take the buckets of a training run.")
+        Path | None, typer.Option(metavar="RUN_DIR", help="Measure nothing: read the buckets of a training run.")
     ] = None,
 ) -> None:
     """Measures collectives and comm hooks by size; starts its ranks, or runs under torchrun or srun.
@@ -96,7 +97,7 @@ def bench(
         _show_model(load, json, predicted)
         return
     if load is not None or from_run is not None:
-        result: BenchResult | None = _kept(load, from_run)
+        result: BenchResult | None = _load_result(load, from_run)
     else:
         sizes_bytes = sizes_between(
             parse_size("-b", minbytes),
@@ -104,7 +105,7 @@ def bench(
             factor=stepfactor,
             step_bytes=None if stepbytes is None else parse_size("-i", stepbytes),
         )
-        hooks = [_hook(each) for each in comm_hook or ()]
+        hooks = [_parse_hook(text) for text in comm_hook or ()]
         if plan is not None:
             sizes_bytes, hooks = _messages_of(plan, buckets_of, hooks)
         elif buckets_of is not None:
@@ -133,13 +134,13 @@ def bench(
 
 
 def _check_folders(*paths: Path | None) -> None:
-    """Checks before hours of measuring that the result can be written."""
+    """Checks before measuring, which may take hours, that the result can be written."""
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path} cannot be written: {path.absolute().parent} is no folder")
 
 
-def _kept(load: Path | None, run_dir: Path | None) -> "BenchResult":
+def _load_result(load: Path | None, run_dir: Path | None) -> "BenchResult":
     from lightning_commopt.measure.link.bench_result import BenchResult
     from lightning_commopt.measure.link.from_steps import result_of_run
 
@@ -169,8 +170,8 @@ def _show(result: "BenchResult", json: bool, sizes_bytes: Sequence[int]) -> None
 
     model = LinkModel.fit(result) if result.measured else None
     if json:
-        foreseen = predictions(model, sizes_bytes) if model else []
-        typer.echo(json_text.dumps({**result.to_plain(), "predictions": foreseen}, indent=2))
+        predicted = predictions(model, sizes_bytes) if model else []
+        typer.echo(json_text.dumps({**result.to_plain(), "predictions": predicted}, indent=2))
         return
     console = Console()
     print_bench(result, console)
@@ -212,41 +213,38 @@ def _write(result: "BenchResult", output: Path | None, csv: Path | None, page: P
 def _measure(
     settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
 ) -> "BenchResult | None":
-    """Measures where the options say; None on ranks that do not print."""
+    """Returns the result; None on ranks that do not print."""
     from lightning_commopt.commands.bench.hooks import check_hooks
-    from lightning_commopt.commands.bench.launched import bench_launched, is_launched
+    from lightning_commopt.commands.bench.launched import bench_launched
     from lightning_commopt.launch.lab import RankError
     from lightning_commopt.launch.process import InterruptedRun, raise_signals
+    from lightning_commopt.launch.rank_identity import find_rank_identity
 
     check_hooks(settings.comm_hooks)
-    if is_launched():
-        asked = {"--nproc-per-node": nproc_per_node, "--link": link, "--hosts": hosts}
-        started = [name for name, value in asked.items() if value is not None]
-        if started:
-            raise ValueError(f"{', '.join(started)}: a launcher has started the ranks already")
-        with _Progress(is_shown=os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0") as progress:
-            return bench_launched(settings, device=device, on_progress=progress)
+    identity = find_rank_identity()
+    if identity is not None and identity.world_size > 1:
+        options = {"--nproc-per-node": nproc_per_node, "--link": link, "--hosts": hosts}
+        unused = [name for name, value in options.items() if value is not None]
+        if unused:
+            raise ValueError(f"{', '.join(unused)}: a launcher has started the ranks already")
+        with _progress_bar(is_shown=identity.rank == 0) as on_progress:
+            return bench_launched(settings, identity, device=device, on_progress=on_progress)
     if link is None and hosts is not None:
         raise ValueError(f"--hosts {hosts} needs a link between them, such as --link 1gbit")
     try:
         with raise_signals():
             return _start_ranks(settings, device, nproc_per_node, link, hosts)
-    except RankError as error:
+    except (RankError, InterruptedRun) as error:
         typer.echo(f"commopt: {error}", err=True)
-        raise typer.Exit(1) from None
-    except InterruptedRun as error:
-        typer.echo(f"commopt: {error}", err=True)
-        raise typer.Exit(128 + error.signal) from None
+        raise typer.Exit(1 if isinstance(error, RankError) else 128 + error.signal) from None
 
 
 def _start_ranks(
     settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
 ) -> "BenchResult":
-    import lightning_commopt.commands.bench.rank  # noqa: F401 - what the server that ranks are forked from has to have
-    from lightning_commopt.commands.bench.cases import num_ranks_of_scopes
+    import lightning_commopt.commands.bench.rank  # noqa: F401 - imported before ranks are forked
     from lightning_commopt.commands.bench.launched import device_type_of
-    from lightning_commopt.commands.bench.rank_lines import MODULE
-    from lightning_commopt.commands.bench.start import bench_here, bench_in_lab, check_memory
+    from lightning_commopt.commands.bench.start import MODULE, bench_here, bench_in_lab, check_size
     from lightning_commopt.launch.fork_server import preload
     from lightning_commopt.launch.lab import parse_rate
 
@@ -255,18 +253,16 @@ def _start_ranks(
         raise ValueError(f"--link {link} is for ranks on CPU: --device must be cpu, got {device}")
     parse_rate(link)
     num_hosts = 1 if link is None else hosts or 2
-    on_each = nproc_per_node or (num_devices if link is None else 1)
-    num_ranks_of_scopes(settings, num_hosts * on_each, on_each)
-    if device_type == "cpu":
-        check_memory(settings, num_hosts * on_each)
+    per_host = nproc_per_node or (num_devices if link is None else 1)
+    check_size(settings, num_hosts * per_host, per_host, device_type)
     preload(MODULE)
-    with _Progress() as progress:
+    with _progress_bar() as progress:
         if link is None:
-            return bench_here(settings, num_ranks=on_each, device_type=device_type, on_progress=progress)
-        return bench_in_lab(settings, link=link, num_hosts=num_hosts, ranks_per_host=on_each, on_progress=progress)
+            return bench_here(settings, num_ranks=per_host, device_type=device_type, on_progress=progress)
+        return bench_in_lab(settings, link=link, num_hosts=num_hosts, ranks_per_host=per_host, on_progress=progress)
 
 
-def _hook(text: str) -> Any:
+def _parse_hook(text: str) -> Any:
     if not text.lstrip().startswith("{"):
         return text
     try:
@@ -275,29 +271,14 @@ def _hook(text: str) -> Any:
         raise ValueError(f"--comm-hook is no JSON: {error.msg} in {text!r}") from None
 
 
-class _Progress:
-    """A progress bar on standard error, where that is a terminal."""
+@contextmanager
+def _progress_bar(is_shown: bool = True) -> Iterator["OnProgress"]:
+    """Shows progress on standard error, where that is a terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, is_shown: bool = True) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
-        self._bar = Progress(
-            *columns,
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not (is_shown and console.is_terminal),
-        )
-        self._task = self._bar.add_task("starting ranks", total=None)
-
-    def __enter__(self) -> "_Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, num_done: int, total: int, label: str) -> None:
-        self._bar.update(self._task, completed=num_done, total=total, description=label)
+    console = Console(stderr=True)
+    texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
+    is_hidden = not (is_shown and console.is_terminal)
+    with Progress(*texts, TimeRemainingColumn(), console=console, transient=True, disable=is_hidden) as bar:
+        task = bar.add_task("starting ranks", total=None)
+        yield lambda num_done, total, label: bar.update(task, completed=num_done, total=total, description=label)

@@ -1,4 +1,4 @@
-"""One bench on one rank: joins the process group, measures, and says where and when."""
+"""One bench on one rank: joins the process group, measures, and describes the machine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import platform
 import socket
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.commands.bench.measure import OnProgress, measure
+from lightning_commopt.commands.bench.measure import measure, reduce_value
+from lightning_commopt.commands.bench.start import OnProgress
+from lightning_commopt.launch.rank_identity import RankIdentity
 from lightning_commopt.measure.link.bench_result import BenchResult
 from lightning_commopt.measure.link.bench_settings import BenchSettings
 from lightning_commopt.measure.runs.machine import devices, nccl_version, versions
@@ -23,52 +24,24 @@ from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 _TIMEOUT = timedelta(minutes=30)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankPlace:
-    """Which rank this process is.
-
-    Attributes:
-        rank: its number.
-        world_size: number of ranks.
-        local_rank: its number on its node.
-        ranks_per_node: how many ranks its node has.
-        init_method: where ranks find each other, as ``init_process_group`` takes it.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    ranks_per_node: int
-    init_method: str
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str], init_method: str = "env://") -> RankPlace:
-        world_size = int(environment["WORLD_SIZE"])
-        return cls(
-            rank=int(environment["RANK"]),
-            world_size=world_size,
-            local_rank=int(environment.get("LOCAL_RANK", "0")),
-            ranks_per_node=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
-            init_method=init_method,
-        )
-
-
 def run_job(
     settings: BenchSettings,
-    place: RankPlace,
+    identity: RankIdentity,
     *,
     device_type: str,
     on_progress: OnProgress,
     notes: Mapping[str, Any] | None = None,
+    init_method: str = "env://",
 ) -> BenchResult:
     """Measures as one of the ranks; all of them must call it, in a process without a process group.
 
     Args:
         settings: what to measure.
-        place: which rank this is.
+        identity: of this rank.
         device_type: "cpu", over gloo, or "cuda", over NCCL.
-        on_progress: see `measure`.
+        on_progress: called before each block.
         notes: further entries of `BenchResult.where`, such as the link's rate.
+        init_method: where ranks meet, see ``init_process_group``.
 
     Returns:
         The result, on every rank.
@@ -77,24 +50,25 @@ def run_job(
         ValueError: a setting does not fit these ranks.
     """
     is_cuda = device_type == "cuda"
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count()) if is_cuda else torch.device("cpu")
+    device = torch.device("cuda", identity.local_rank % torch.cuda.device_count()) if is_cuda else torch.device("cpu")
     torch.set_num_threads(1)
     if is_cuda:
         torch.cuda.set_device(device)
     let_gloo_finish_at_exit()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        init_method=place.init_method,
-        rank=place.rank,
-        world_size=place.world_size,
+        init_method=init_method,
+        rank=identity.rank,
+        world_size=identity.world_size,
         timeout=_TIMEOUT,
     )
     try:
         load_at_start, started_at = os.getloadavg()[0], datetime.now().astimezone()
-        rows = measure(settings, device, place.ranks_per_node, on_progress)
-        peers = copy_between_gpus(max(settings.sizes_bytes)) if is_cuda and place.rank == 0 else []
+        ranks_per_node = int(reduce_value(identity.ranks_per_node, dist.ReduceOp.MIN))  # the same on all ranks
+        rows = measure(settings, device, ranks_per_node, on_progress)
+        peers = copy_between_gpus(max(settings.sizes_bytes)) if is_cuda and identity.rank == 0 else []
         where = {
-            **_facts(device, place),
+            **_describe_machine(device, ranks_per_node),
             "started_at": started_at.isoformat(timespec="seconds"),
             "seconds": round((datetime.now().astimezone() - started_at).total_seconds(), 1),
             "load_at_start": load_at_start,
@@ -107,9 +81,9 @@ def run_job(
     return BenchResult(rows=tuple(rows), where=where, settings=settings.to_dict(), peer_copies=peers)
 
 
-def _facts(device: torch.device, place: RankPlace) -> dict[str, Any]:
+def _describe_machine(device: torch.device, ranks_per_node: int) -> dict[str, Any]:
     name = devices()[0].name if device.type == "cpu" else torch.cuda.get_device_name(device)
-    everywhere: list[Any] = [None] * place.world_size
+    everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (socket.gethostname(), name))
     return {
         "hosts": list(dict.fromkeys(host for host, _ in everywhere)),
@@ -117,8 +91,8 @@ def _facts(device: torch.device, place: RankPlace) -> dict[str, Any]:
         "device_type": device.type,
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "backend": "gloo" if device.type == "cpu" else f"nccl {nccl_version()}",
-        "world_size": place.world_size,
-        "num_nodes": max(1, place.world_size // place.ranks_per_node),
+        "world_size": dist.get_world_size(),
+        "num_nodes": max(1, dist.get_world_size() // ranks_per_node),
         "versions": versions(),
         "platform": platform.platform(),
     }
@@ -129,13 +103,9 @@ _NUM_COPIES = 10
 
 
 def copy_between_gpus(num_bytes: int) -> list[list[float | None]]:
-    """Returns bytes a second from each GPU (row) to each other one (column); None on the diagonal.
+    """Returns bytes a second from each GPU (row) to each other one (column), the median of 10 copies of ``num_bytes``.
 
-    Args:
-        num_bytes: of a copy.
-
-    Returns:
-        The median of 10 copies of each pair; nothing with fewer than two GPUs.
+    The diagonal is None. With fewer than two GPUs the list is empty.
     """
     num_gpus = torch.cuda.device_count()
     if num_gpus < 2:

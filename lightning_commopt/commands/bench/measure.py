@@ -1,4 +1,4 @@
-"""Times all cases on the ranks of a process group, in turns."""
+"""Times all cases on the ranks of a process group, round-robin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,10 @@ from lightning_commopt.commands.bench.compute import ComputeLoad
 from lightning_commopt.commands.bench.groups import Memory, Ranks, ranks_by_scope
 from lightning_commopt.commands.bench.hooks import prepare_hook
 from lightning_commopt.commands.bench.operations import Call, prepare
+from lightning_commopt.commands.bench.start import OnProgress
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.measure.link.bench_result import Case, Row
 from lightning_commopt.measure.link.bench_settings import BenchSettings
-
-OnProgress = Callable[[int, int, str], None]
-"""Called with the blocks that are done, those that there are, and the name of the next one."""
 
 _BURST_SHARE_BYTES = 2**26
 _MAX_ITERS = 100_000
@@ -30,7 +28,7 @@ _MAX_ITERS = 100_000
 
 @dataclass
 class _Entry:
-    """A case in the making."""
+    """A case that is prepared and measured."""
 
     case: Case
     call: Call | None = None
@@ -43,10 +41,9 @@ class _Entry:
 def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, on_progress: OnProgress) -> list[Row]:
     """Measures all cases. All ranks of the default group must call it, which must have gloo for CPU tensors.
 
-    A repetition of a case is a block of calls. One call goes before, so that the burst that a rate limiter saves up is
-    gone and the memory is warm; then the ranks meet, behind all that was sent, and the clock starts. The time of a
-    block is that of the slowest rank, by events of the device on CUDA. Cases take turns: a drift of the machine hits
-    all.
+    A repetition of a case is a block of calls. One untimed call uses up the burst that a rate limiter allows and warms
+    the memory; then the ranks synchronize, and the clock starts. The time of a block is that of the slowest rank, by
+    events of the device on CUDA. Cases are measured round-robin: a drift of the machine affects all of them.
 
     Args:
         settings: what to measure.
@@ -81,7 +78,7 @@ def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, 
 
 @dataclass(frozen=True)
 class _Bench:
-    """What all cases have in common."""
+    """What all cases share."""
 
     settings: BenchSettings
     device: torch.device
@@ -91,21 +88,21 @@ class _Bench:
     memory: Memory
 
     def begin(self, case: Case) -> _Entry:
-        """Prepares a case, runs it for the first times, checks it, and finds out how many calls fill a block."""
+        """Prepares a case, runs it, checks its result, and determines how many calls fill a block."""
         entry = _Entry(case)
         for attempt in (self._prepare, self._run_first):
             try:
                 attempt(entry)
             except (RuntimeError, ValueError) as error:  # what this backend cannot do, which others may
                 entry.error = str(error).strip().partition("\n")[0] or type(error).__name__
-            if _slowest(float(entry.error is not None)):  # on any rank
+            if reduce_value(entry.error is not None, dist.ReduceOp.MAX):  # on any rank
                 entry.error = entry.error or "failed on another rank"
                 return entry
         assert entry.call is not None
         if self.settings.is_checked:
-            entry.num_wrong = int(_total(entry.call.num_wrong()))
+            entry.num_wrong = int(reduce_value(entry.call.num_wrong(), dist.ReduceOp.SUM))
         warm_ups_s = [self._time(entry.call, 1) for _ in range(self.settings.num_warmups)]
-        entry.call_s = _slowest(min(warm_ups_s))
+        entry.call_s = reduce_value(min(warm_ups_s), dist.ReduceOp.MAX)
         fitting = math.ceil(self.settings.block_s / max(entry.call_s, 1e-9))
         entry.num_iters = self.settings.num_iters or max(1, min(_MAX_ITERS, fitting))
         return entry
@@ -115,7 +112,7 @@ class _Bench:
         if entry.call is None or entry.error is not None:
             return 0.0
         if entry.case.operation == "comm_hook":
-            entry.call.fill()  # other cases have left sums there that may have overflowed
+            entry.call.fill()  # sums of other cases may have overflowed there
         has_load = entry.case.load == "compute"
         with ComputeLoad(self.device) if has_load else contextlib.nullcontext():
             # A call that is much larger than a burst need not be made twice.
@@ -140,22 +137,22 @@ class _Bench:
         self._synchronize()
 
     def _time(self, call: Call, num_iters: int) -> float:
-        """Returns the seconds of some calls, from when all ranks have met.
+        """Returns the seconds that some calls take after all ranks have synchronized.
 
-        Nothing lies between the meeting and the clock: threads that wait fall asleep in microseconds, and the first
-        call would have to wake them.
+        The clock starts at once: threads that wait fall asleep in microseconds, and the first call would have to wake
+        them.
         """
         run = call.run
         if self.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            _meet()
+            _synchronize_ranks()
             start.record()
             for _ in range(num_iters):
                 run()
             end.record()
             end.synchronize()
             return start.elapsed_time(end) / 1e3
-        _meet()
+        _synchronize_ranks()
         started = time.perf_counter()
         for _ in range(num_iters):
             run()
@@ -172,20 +169,12 @@ def _row(entry: _Entry, times_s: list[float]) -> Row:
     return Row(case=entry.case, times_s=times_s, num_iters=entry.num_iters, num_wrong=entry.num_wrong)
 
 
-def _meet() -> None:
+def _synchronize_ranks() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def _slowest(value: float) -> float:
-    """Returns the largest of all ranks' values."""
-    return _reduced(value, dist.ReduceOp.MAX)
-
-
-def _total(value: float) -> float:
-    return _reduced(value, dist.ReduceOp.SUM)
-
-
-def _reduced(value: float, redop: dist.ReduceOp.RedOpType) -> float:
+def reduce_value(value: float, redop: dist.ReduceOp.RedOpType) -> float:
+    """Returns the values of all ranks, reduced. All ranks must call it."""
     values = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(values, redop)
     return float(values.item())

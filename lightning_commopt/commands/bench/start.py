@@ -7,22 +7,30 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_commopt.commands.bench.cases import num_ranks_of_scopes
-from lightning_commopt.commands.bench.rank_lines import MODULE, LineReader
 from lightning_commopt.launch.fork_server import server_for, start_in_place
 from lightning_commopt.launch.lab import NetLab, parse_rate, why_not
-from lightning_commopt.launch.lab.ranks import Process, RankProcess, error_of, start_program, watch
+from lightning_commopt.launch.lab.ranks import RankProcess, error_of, start_program, watch
+from lightning_commopt.launch.process import InterruptedRun, collect_signals
 from lightning_commopt.measure.link.bench_result import BenchResult
 from lightning_commopt.measure.link.bench_settings import BenchSettings
 from lightning_commopt.measure.link.sizes import size_text
 from lightning_commopt.text.validation import check_integer
 
+MODULE = "lightning_commopt.commands.bench.rank"
+"""What each rank runs."""
+
+PROGRESS = "COMMOPT PROGRESS "
+"""Begins a line of rank 0 with the arguments of `OnProgress`, as JSON."""
+
 OnProgress = Callable[[int, int, str], None]
+"""Called with the number of blocks that are done, the number of all, and the name of the next one."""
 
 
 def bench_here(
@@ -38,22 +46,24 @@ def bench_here(
         settings: what to measure.
         num_ranks: at least 2.
         device_type: "cpu" or "cuda".
-        on_progress: called with the blocks that are done, those that there are, and the name of the next one.
+        on_progress: see `OnProgress`.
 
     Raises:
         ValueError: ``num_ranks`` is below 2, or the messages do not fit into memory.
         RankError: a rank failed; the message has its last output.
     """
-    num_ranks_of_scopes(settings, num_ranks, num_ranks)
-    if device_type == "cpu":
-        check_memory(settings, num_ranks)
-    with _Job(settings, device_type, {}) as job, ExitStack() as closing:
-        ranks = []
-        for rank in range(num_ranks):
-            process = RankProcess(rank, _start(job.command, _variables(rank, num_ranks, device_type)), job.on_output)
-            ranks.append(process)
-            closing.callback(_end, process)
-        job.lines.on_progress = on_progress
+    check_size(settings, num_ranks, num_ranks, device_type)
+    with tempfile.TemporaryDirectory(prefix="commopt-bench-") as folder, ExitStack() as closing:
+        job = _Job(Path(folder), settings, device_type, {}, on_progress)
+        ranks, server = [], server_for(job.command)
+        with collect_signals() as received:  # an exception could lose a process that was just started
+            for rank in range(num_ranks):
+                env = {**os.environ, **_variables(rank, num_ranks, device_type)}
+                starting = partial(server.start, is_session=True) if server else start_program
+                ranks.append(RankProcess(rank, starting(job.command, env=env), job.on_output))
+                closing.callback(_end, ranks[-1])
+        if received:
+            raise InterruptedRun(received[0])
         stopped = watch(ranks, None)
         status = stopped.process.returncode if stopped else None
         closing.close()
@@ -74,27 +84,26 @@ def bench_in_lab(
 
     Args:
         settings: what to measure.
-        link: rate of each host in each direction, as `parse_rate` takes it.
+        link: rate of each host in each direction, see `parse_rate`.
         num_hosts: at least 1.
         ranks_per_host: at least 1; two ranks at least in all.
-        on_progress: see `bench_here`.
+        on_progress: see `OnProgress`.
 
     Raises:
         ValueError: an argument is out of range, the messages do not fit into memory, or this machine cannot make the
-            lab; the message says what is missing.
+            lab; the message names what is missing.
         RankError: a rank failed; the message has its last output.
     """
     bits_per_s = parse_rate(link)
     check_integer("ranks per host", ranks_per_host, at_least=1)
     check_integer("hosts", num_hosts, at_least=1)
-    num_ranks_of_scopes(settings, num_hosts * ranks_per_host, ranks_per_host)
-    check_memory(settings, num_hosts * ranks_per_host)
+    check_size(settings, num_hosts * ranks_per_host, ranks_per_host, "cpu")
     reason = why_not()
     if reason is not None:
         raise ValueError(f"link {link}: {reason}")
     notes = {"link": link, "link_bits_per_s": bits_per_s, "lab": True}
-    with _Job(settings, "cpu", notes) as job, NetLab(num_hosts, link) as lab:
-        job.lines.on_progress = on_progress
+    with tempfile.TemporaryDirectory(prefix="commopt-bench-") as folder, NetLab(num_hosts, link) as lab:
+        job = _Job(Path(folder), settings, "cpu", notes, on_progress)
         lab.run(
             job.command,
             ranks_per_host=ranks_per_host,
@@ -107,56 +116,52 @@ def bench_in_lab(
 
 
 class _Job:
-    """The files that a bench and its ranks share, and what rank 0 says; to be used in a ``with`` statement."""
+    """The files that a bench shares with its ranks, and the progress that rank 0 prints."""
 
-    def __init__(self, settings: BenchSettings, device_type: str, notes: Mapping[str, Any]) -> None:
-        self._content = {"settings": settings.to_dict(), "device_type": device_type, "notes": dict(notes)}
-        self.lines = LineReader()
-
-    def __enter__(self) -> _Job:
-        self._closing = ExitStack()
-        folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="commopt-bench-")))
-        self._result = folder / "result.json"
-        path = folder / "job.json"
-        content = {**self._content, "store": str(folder / "store"), "result": str(self._result)}
-        path.write_text(json.dumps(content), encoding="utf-8")
-        self.command = [sys.executable, "-m", MODULE, str(path)]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._closing.close()
+    def __init__(
+        self,
+        folder: Path,
+        settings: BenchSettings,
+        device_type: str,
+        notes: Mapping[str, Any],
+        on_progress: OnProgress,
+    ) -> None:
+        self._result, self._on_progress, self._rest = folder / "result.json", on_progress, b""
+        content = {"settings": settings.to_dict(), "device_type": device_type, "notes": notes}
+        content |= {"store": str(folder / "store"), "result": str(self._result)}
+        (folder / "job.json").write_text(json.dumps(content), encoding="utf-8")
+        self.command = [sys.executable, "-m", MODULE, str(folder / "job.json")]
 
     def on_output(self, rank: int, output: bytes) -> None:
-        """Takes in what a rank prints."""
+        """Reads progress from output, which may end within a line."""
         if rank == 0:
-            self.lines.read(output)
+            *lines, self._rest = (self._rest + output).split(b"\n")
+            for line in lines:
+                if line.startswith(PROGRESS.encode()):
+                    self._on_progress(*json.loads(line[len(PROGRESS) :]))
 
     def result(self) -> BenchResult:
-        """Returns what rank 0 has left."""
         return BenchResult.load(self._result)
 
 
-def check_memory(settings: BenchSettings, num_ranks: int) -> None:
-    """Checks that all ranks' buffers fit into this machine: two messages each, and two more for a comm hook's state.
+def check_size(settings: BenchSettings, num_ranks: int, ranks_per_node: int, device_type: str) -> None:
+    """Checks that scopes and root fit the ranks, and on CPU that all ranks' buffers fit into this machine.
+
+    A rank needs two messages, and two more for a comm hook's state.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they do not fit.
     """
+    num_ranks_of_scopes(settings, num_ranks, ranks_per_node)
     largest = max(settings.sizes_bytes)
     needed = num_ranks * largest * (4 if settings.comm_hooks else 2)
     listing = Path("/proc/meminfo")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", listing.read_text(), re.MULTILINE) if listing.is_file() else None
-    if found is not None and needed > int(found[1]) * 1024:
+    if device_type == "cpu" and found is not None and needed > int(found[1]) * 1024:
         raise ValueError(
             f"messages of {size_text(largest)} on {num_ranks} ranks take {needed / 1e9:.1f} GB of memory,"
             f" and {int(found[1]) * 1024 / 1e9:.1f} GB are available: choose a smaller -e"
         )
-
-
-def _start(command: Sequence[str], variables: Mapping[str, str]) -> Process:
-    env = {**os.environ, **variables}
-    server = server_for(command)
-    return start_program(command, env) if server is None else server.start(command, env=env, is_session=True)
 
 
 def _end(process: RankProcess) -> None:
@@ -168,6 +173,7 @@ def _end(process: RankProcess) -> None:
 def _variables(rank: int, num_ranks: int, device_type: str) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     variables = {name: str(number) for name, number in numbers.items()} | {"PYTHONUNBUFFERED": "1"}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # unused: they meet in a file
     if device_type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
         variables["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks for the address of this host's name
     return variables

@@ -1,6 +1,6 @@
-"""InfiniBand and RoCE adapters, GPUDirect RDMA and SHARP, as far as a host says without running a tool.
+"""InfiniBand and RoCE adapters, GPUDirect RDMA and SHARP, as far as the files of a host show them.
 
-``ibstat`` and ``perfquery`` show what is in the same files.
+``ibstat`` and ``perfquery`` read the same files.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def has_peer_memory(root: Path) -> bool:
 
 
 def can_dma_buf(root: Path, kernel: str = platform.release()) -> bool:
-    """Returns whether GPUDirect RDMA can do without that module: a new kernel, and NVIDIA's open kernel modules."""
+    """Returns whether GPUDirect RDMA works without that module: a new kernel, and NVIDIA's open kernel modules."""
     version = tuple(map(int, re.findall(r"\d+", kernel)[:2]))
     return version >= _DMA_BUF_KERNEL and "Open Kernel Module" in read_text(root / "proc/driver/nvidia/version")
 
@@ -73,13 +73,12 @@ def can_dma_buf(root: Path, kernel: str = platform.release()) -> bool:
 def has_sharp_plugin(root: Path, environment: Mapping[str, str] = os.environ) -> bool:
     """Returns whether NCCL would find a network plugin, which SHARP needs."""
     folders = [Path(folder) for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    return any(
-        list(folder.glob("libnccl-net*.so*")) for folder in [*folders, *(root / each for each in _SHARP_FOLDERS)]
-    )
+    folders += [root / folder for folder in _SHARP_FOLDERS]
+    return any(list(folder.glob("libnccl-net*.so*")) for folder in folders)
 
 
 def read_text(path: Path) -> str:
-    """Returns what a file says; nothing if it cannot be read."""
+    """Returns the text of a file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What one rank's host and environment are like, as far as training on several ranks depends on it."""
+"""Facts about one rank's host and environment that training on several ranks depends on."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ import torch
 
 from lightning_commopt.commands.doctor import adapters
 from lightning_commopt.commands.doctor.adapters import Port
-from lightning_commopt.commands.doctor.places import RankIdentity
 from lightning_commopt.commands.topology.findings import find_all
 from lightning_commopt.commands.topology.machine import TopologyError
 from lightning_commopt.commands.topology.sources import read_machine
-from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
+from lightning_commopt.launch.interfaces import (
+    Interface,
+    choose_for_gloo,
+    choose_for_nccl,
+    list_interfaces,
+    own_address,
+)
+from lightning_commopt.launch.rank_identity import RankIdentity
 from lightning_commopt.measure.runs.machine import nccl_version, versions
 from lightning_commopt.text.findings import Finding
 
@@ -28,31 +34,31 @@ _VARIABLES = re.compile(r"(NCCL|TORCH_NCCL|GLOO|OMP|MKL)_")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What one rank finds.
+    """What one rank finds on its host.
 
     Attributes:
-        rank: its number.
-        host: the name of its host.
-        world_size: of all ranks, as it knows.
-        hosts: the list that it was given; empty under a launcher.
-        address: what that name resolves to, which gloo listens on; None if to nothing.
+        rank: global rank.
+        host: name of the host.
+        world_size: number of ranks that this rank expects.
+        hosts: value of ``--hosts``; empty under a launcher.
+        address: that the host's name resolves to, which gloo listens on; None if it resolves to nothing.
         versions: of Python, torch, NCCL and the packages.
         gpus: names of the CUDA devices that torch finds.
-        has_gpu_driver: a driver of NVIDIA's is loaded.
-        num_cores: that this rank may use.
+        has_gpu_driver: NVIDIA's driver is loaded.
+        num_cores: available to this rank.
         num_threads: that torch would use.
         ranks_per_node: ranks on this host.
-        shared_memory_bytes: of /dev/shm; None where there is none.
-        max_locked_bytes: memory that a process may lock; None for any.
+        shared_memory_bytes: size of /dev/shm; None without one.
+        max_locked_bytes: memory that a process may lock; None without a limit.
         ports: of InfiniBand and RoCE adapters.
         has_peer_memory: the kernel module for GPUDirect RDMA is loaded.
-        can_dma_buf: GPUDirect RDMA can do without it.
+        can_dma_buf: GPUDirect RDMA works without it.
         has_sharp_plugin: NCCL would find a network plugin.
-        interfaces: that are up.
-        gloo_interface: that gloo would take; None if there is none.
-        nccl_interface: that NCCL would meet over; likewise.
-        topology: what ``commopt topo`` finds here.
-        no_topology: why it cannot look; None where it could.
+        interfaces: network interfaces that are up.
+        gloo_interface: that gloo would use; None if there is none.
+        nccl_interface: that NCCL would use for bootstrap; None if there is none.
+        topology: findings of ``commopt topo``.
+        no_topology: why there are none; None where it ran.
         environment: variables of NCCL, gloo and OpenMP.
     """
 
@@ -82,31 +88,31 @@ class Facts:
 
 
 def collect_facts(
-    environment: Mapping[str, str] = os.environ, root: Path = Path("/"), place: RankIdentity | None = None
+    environment: Mapping[str, str] = os.environ, root: Path = Path("/"), identity: RankIdentity | None = None
 ) -> Facts:
     """Looks at this host; starts no job and changes nothing.
 
     Args:
         environment: variables of this process.
         root: of the file system, whose ``sys`` and ``proc`` are read.
-        place: of this rank among others; None for a process alone.
+        identity: of this rank; None for a process alone.
     """
     nccl = nccl_version()
-    address = _own_address()
+    address = own_address()
     interfaces = list_interfaces()
-    topology, no_topology = _topology(place)
+    topology, no_topology = _topology(identity)
     return Facts(
-        rank=0 if place is None else place.rank,
-        host=socket.gethostname() if place is None else place.host,
-        world_size=1 if place is None else place.world_size,
-        hosts=[] if place is None or place.is_of_launcher else list(place.peers),
+        rank=0 if identity is None else identity.rank,
+        host=socket.gethostname() if identity is None else identity.host,
+        world_size=1 if identity is None else identity.world_size,
+        hosts=[] if identity is None or identity.is_of_launcher else list(identity.rank_hosts),
         address=address,
         versions={**versions(), **({"nccl": nccl} if nccl is not None else {})},
         gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         has_gpu_driver=(root / "proc/driver/nvidia/version").exists(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
-        ranks_per_node=1 if place is None else place.ranks_per_node,
+        ranks_per_node=1 if identity is None else identity.ranks_per_node,
         shared_memory_bytes=_shared_memory_bytes(root / "dev/shm"),
         max_locked_bytes=_max_locked_bytes(),
         ports=adapters.read_ports(root / "sys/class/infiniband"),
@@ -123,7 +129,7 @@ def collect_facts(
 
 
 def facts_from_plain(plain: Mapping[str, Any]) -> Facts:
-    """Makes facts from what ``asdict`` and JSON have made of them; another version of this package may say more."""
+    """Reverts ``asdict`` and JSON; entries that another version of this package has added are dropped."""
     known = {each.name: plain[each.name] for each in fields(Facts) if each.name in plain}
     known["ports"] = [Port(**port) for port in known.get("ports", [])]
     known["interfaces"] = [Interface(*each) for each in known.get("interfaces", [])]
@@ -133,20 +139,13 @@ def facts_from_plain(plain: Mapping[str, Any]) -> Facts:
     return Facts(**known)
 
 
-def _topology(place: RankIdentity | None) -> tuple[list[Finding], str | None]:
-    if place is not None and place.local_rank != 0:
+def _topology(identity: RankIdentity | None) -> tuple[list[Finding], str | None]:
+    if identity is not None and identity.local_rank != 0:
         return [], "the host's first rank looks"
     try:
         return find_all(read_machine()), None
     except TopologyError as error:
         return [], str(error).partition(";")[0].partition(" (")[0]
-
-
-def _own_address() -> str | None:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return None
 
 
 def _shared_memory_bytes(folder: Path) -> int | None:

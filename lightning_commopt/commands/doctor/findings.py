@@ -1,4 +1,4 @@
-"""What is wrong with the hosts of a run, the worst first."""
+"""Findings about the hosts of a run, the worst first."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_commopt.commands.doctor.doors import UnreachablePort
 from lightning_commopt.commands.doctor.facts import Facts
+from lightning_commopt.commands.doctor.ports import UnreachablePort
 from lightning_commopt.launch.nccl_environment import find_mistakes
 from lightning_commopt.launch.nccl_variables import parse_version
 from lightning_commopt.text.findings import Finding, Severity, worst_first
@@ -18,65 +18,51 @@ from lightning_commopt.text.formatting import ranks_text
 _SMALL_SHARED_MEMORY_BYTES = 2**30
 _OF_ONE_HOST = ("docker", "lo", "virbr")
 _SHARED_INTERFACE = (
-    "set GLOO_SOCKET_IFNAME to the interface between the hosts; TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
+    "set GLOO_SOCKET_IFNAME to the interface between the hosts; TORCH_DISTRIBUTED_DEBUG=DETAIL prints more"
 )
 _OPEN_PORTS = (
-    "open all TCP ports between the hosts (firewall, security group): gloo and NCCL take any; or set GLOO_SOCKET_IFNAME"
+    "open all TCP ports between the hosts (firewall, security group): gloo and NCCL use any; or set GLOO_SOCKET_IFNAME"
     " and NCCL_SOCKET_IFNAME to an interface that both reach"
 )
 
 
 def find(
-    everybody: Sequence[Facts], closed: Sequence[UnreachablePort] = (), gloo_error: str | None = None
+    everybody: Sequence[Facts], unreachable: Sequence[UnreachablePort] = (), gloo_error: str | None = None
 ) -> list[Finding]:
-    """Returns what is wrong, errors first.
-
-    Args:
-        everybody: the facts of every rank; of one alone without a launcher.
-        closed: connections between hosts that failed.
-        gloo_error: what an all-reduce over gloo failed with.
-    """
-    found: list[Finding] = list(_closed_doors(closed))
+    """Returns findings, errors first; the arguments are the fields of a `Meeting`."""
+    found: list[Finding] = list(_unreachable_ports(unreachable))
     if gloo_error is not None:
         what = f"an all-reduce over gloo fails: {gloo_error}"
         found.append(Finding(severity="error", where="all hosts", what=what, advice=_SHARED_INTERFACE))
     hosts = list({facts.host: facts for facts in reversed(everybody)}.values())[::-1]
     for facts in hosts:
         of_host = [*_of_host(facts), *(find_wrong_interfaces(facts) if len(hosts) > 1 else ())]
-        of_host += [*find_in_adapters(facts), *_of_topology(facts)]
-        found += [replace(each, where=facts.host) for each in of_host]
+        of_host += find_in_adapters(facts)
+        shown = [finding for finding in facts.topology if finding.severity != "note"]
+        of_host += [replace(finding, advice=f"{finding.advice}; commopt topo shows all") for finding in shown]
+        found += [replace(finding, where=facts.host) for finding in of_host]
     found += _differences(everybody)
     return worst_first(found)
 
 
 def error(what: str, advice: str) -> Finding:
-    """Returns a finding that keeps training from running."""
+    """Returns a finding that prevents training."""
     return Finding(severity="error", what=what, advice=advice)
 
 
 def warning(what: str, advice: str) -> Finding:
-    """Returns a finding that may do so, or costs time."""
+    """Returns a finding that may prevent training, or costs time."""
     return Finding(severity="warning", what=what, advice=advice)
 
 
-def _closed_doors(closed: Sequence[UnreachablePort]) -> Iterator[Finding]:
-    pairs: dict[tuple[str, str], list[UnreachablePort]] = defaultdict(list)
-    for each in closed:
-        pairs[each.from_host, each.to_host].append(each)
-    for (one, other), doors in pairs.items():
-        shown = "; ".join(
-            f"port {each.door.port} of {each.door.address} ({each.door.interface}, which {each.door.users} would take):"
-            f" {each.reason}"
-            for each in doors
-        )
-        yield Finding(severity="error", where=one, what=f"cannot reach {other} at {shown}", advice=_OPEN_PORTS)
-
-
-def _of_topology(facts: Facts) -> Iterator[Finding]:
-    """Passes on what ``commopt topo`` finds."""
-    for each in facts.topology:
-        if each.severity != "note":
-            yield replace(each, advice=f"{each.advice}; commopt topo shows all")
+def _unreachable_ports(unreachable: Sequence[UnreachablePort]) -> Iterator[Finding]:
+    by_hosts: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for from_host, to_host, port, reason in unreachable:
+        where = f"port {port.port} of {port.address} ({port.interface}, which {port.users} would use)"
+        by_hosts[from_host, to_host].append(f"{where}: {reason}")
+    for (from_host, to_host), texts in by_hosts.items():
+        what = f"cannot reach {to_host} at {'; '.join(texts)}"
+        yield Finding(severity="error", where=from_host, what=what, advice=_OPEN_PORTS)
 
 
 def _of_host(facts: Facts) -> Iterator[Finding]:
@@ -105,8 +91,8 @@ def _packages_and_variables(facts: Facts) -> Iterator[Finding]:
 
 
 def find_wrong_interfaces(facts: Facts) -> Iterator[Finding]:
-    """Finds interfaces that other hosts cannot reach, or that are not there."""
-    there = ", ".join(f"{each.name} {each.address}" for each in facts.interfaces) or "none"
+    """Finds interfaces that other hosts cannot reach, or that do not exist."""
+    there = ", ".join(f"{interface.name} {interface.address}" for interface in facts.interfaces) or "none"
     named = facts.environment.get("GLOO_SOCKET_IFNAME")
     if named and facts.gloo_interface is None:
         yield error(
@@ -116,34 +102,34 @@ def find_wrong_interfaces(facts: Facts) -> Iterator[Finding]:
     elif not named and (facts.address is None or ipaddress.ip_address(facts.address).is_loopback):
         yield error(
             f"the host's name resolves to {facts.address or 'nothing'}, which other hosts cannot reach",
-            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the hosts, or mend /etc/hosts",
+            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the hosts, or correct /etc/hosts",
         )
     named = facts.environment.get("NCCL_SOCKET_IFNAME")
     if named and facts.nccl_interface is None:
         yield error(
             f"NCCL_SOCKET_IFNAME={named} leaves no interface; there are: {there}",
-            "set it to the interface between the hosts, or to what it should leave out, such as ^docker,lo",
+            "set it to the interface between the hosts, or exclude others, as in ^docker,lo",
         )
     elif facts.gpus and facts.nccl_interface is not None and facts.nccl_interface.name.startswith(_OF_ONE_HOST):
         yield error(
-            f"NCCL would take {facts.nccl_interface.name}, which other hosts cannot reach; there are: {there}",
+            f"NCCL would use {facts.nccl_interface.name}, which other hosts cannot reach; there are: {there}",
             "set NCCL_SOCKET_IFNAME to the interface between the hosts",
         )
 
 
 def find_in_adapters(facts: Facts) -> Iterator[Finding]:
-    """Finds what keeps adapters from being used, or slows them down."""
+    """Finds what prevents the use of adapters, or slows them down."""
     for port in facts.ports:
         if port.state != "ACTIVE":
             yield warning(
                 f"port {port.name} is {port.state}",
-                "check the cable and the subnet manager, or leave the port out with NCCL_IB_HCA",
+                "check the cable and the subnet manager, or exclude the port with NCCL_IB_HCA",
             )
         if port.errors:
             counts = ", ".join(f"{name} {count}" for name, count in port.errors.items())
             yield warning(
                 f"port {port.name} has counted errors since it was reset: {counts}",
-                "look whether they grow while you train; if so, change the cable or the transceiver",
+                "check whether they grow while you train; if so, replace the cable or the transceiver",
             )
     yield from _unequal_rates(facts)
     if facts.ports and facts.max_locked_bytes is not None:
@@ -168,7 +154,7 @@ def _unequal_rates(facts: Facts) -> Iterator[Finding]:
     if len(set(rates.values())) > 1:
         yield warning(
             f"ports run at different rates: {', '.join(f'{name} {rate}' for name, rate in rates.items())}",
-            "check cables and switch ports; if the slow ones are for storage, leave them out with NCCL_IB_HCA",
+            "check cables and switch ports; if the slow ones are for storage, exclude them with NCCL_IB_HCA",
         )
 
 
@@ -196,10 +182,7 @@ def _names(mappings: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 def _different(
-    everybody: Sequence[Facts],
-    what: str,
-    values: Sequence[Any],
-    severity: Severity = "error",
+    everybody: Sequence[Facts], what: str, values: Sequence[Any], severity: Severity = "error"
 ) -> Iterator[Finding]:
     ranks: dict[Any, list[int]] = defaultdict(list)
     for facts, value in zip(everybody, values, strict=True):

@@ -1,11 +1,12 @@
-"""How ranks on several hosts meet, to compare what they are like; each step has a limit."""
+"""How ranks on several hosts compare facts and connections; each step has a limit."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -13,76 +14,74 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.commands.doctor.doors import ListeningPort, UnreachablePort, find_unreachable, listen_on_ports
 from lightning_commopt.commands.doctor.facts import Facts, facts_from_plain
-from lightning_commopt.commands.doctor.places import RankIdentity
+from lightning_commopt.commands.doctor.ports import ListeningPort, UnreachablePort, find_unreachable, listen_on_ports
 from lightning_commopt.launch.ports import try_port
+from lightning_commopt.launch.rank_identity import RankIdentity
+from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import list_some
 
 _RETRY_S = 0.2
-_POLL_S = 0.05
 _CONNECT_S = 5.0
 _GRACE_S = 5.0  # in which rank 0's message reaches the others
 _MAX_NAMES = 8
 
 
 class MeetingError(RuntimeError):
-    """Ranks cannot meet; the message names the peer and the port, and what is probably in the way."""
+    """Ranks cannot meet; the message names the peer and the port, and the probable obstacle."""
 
 
 class Meeting(NamedTuple):
-    """What came of a meeting.
+    """What all ranks have found together.
 
     Attributes:
-        everybody: the facts of all ranks, in their order.
-        closed: connections between hosts that failed.
-        gloo_error: what an all-reduce over gloo failed with; None if it worked, or was not tried as something is
-            in its way.
+        everybody: the facts of all ranks, by rank.
+        unreachable: connections between hosts that failed.
+        gloo_error: what an all-reduce over gloo failed with; None if it worked, or if connections failed before.
     """
 
     everybody: list[Facts]
-    closed: list[UnreachablePort]
+    unreachable: list[UnreachablePort]
     gloo_error: str | None = None
 
 
-def meet(facts: Facts, place: RankIdentity, *, limit_s: float) -> Meeting:
+def meet(facts: Facts, identity: RankIdentity, *, limit_s: float) -> Meeting:
     """Collects the facts of all ranks, and tries connections between all hosts. All ranks must call it.
 
     Args:
         facts: of this rank.
-        place: of this rank.
-        limit_s: seconds in which all must come.
+        identity: of this rank.
+        limit_s: seconds in which all ranks must arrive.
 
     Raises:
-        MeetingError: the meeting place cannot be reached, or a rank does not come.
+        MeetingError: the meeting place cannot be reached, or a rank does not arrive.
     """
     deadline = time.monotonic() + limit_s
-    if not place.hosts_store:
-        check_port(place.address, place.port, limit_s=limit_s)
+    if not identity.hosts_store:
+        check_port(identity.address, identity.port, limit_s=limit_s)
     try:
-        store = _open_store(place, deadline)
-        users = {"gloo": facts.gloo_interface, "NCCL": facts.nccl_interface} if place.local_rank == 0 else {}
-        with listen_on_ports(users) as doors:
-            return _FactExchange(store, place, deadline, limit_s).meet(facts, doors)
+        store = _open_store(identity, deadline)
+        users = {"gloo": facts.gloo_interface, "NCCL": facts.nccl_interface} if identity.local_rank == 0 else {}
+        with listen_on_ports(users) as ports:
+            return _FactExchange(store, identity, deadline, limit_s).meet(facts, ports)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, MeetingError):
             raise
         raise MeetingError(
-            f"rank {place.rank} on {place.host} was at {place.address}:{place.port}, but lost the others within"
-            f" {limit_s:g} s: {str(error).splitlines()[0]}"
+            f"rank {identity.rank} on {identity.host} was at {identity.address}:{identity.port}, but lost the others"
+            f" within {limit_s:g} s: {str(error).splitlines()[0]}"
         ) from error
 
 
-def _open_store(place: RankIdentity, deadline: float) -> dist.Store:
+def _open_store(identity: RankIdentity, deadline: float) -> dist.Store:
     remaining = timedelta(seconds=max(1.0, deadline - time.monotonic()) + _GRACE_S)
+    where = identity.address, identity.port, identity.world_size, identity.hosts_store
     try:
-        store = dist.TCPStore(
-            place.address, place.port, place.world_size, place.hosts_store, timeout=remaining, wait_for_workers=False
-        )
+        store = dist.TCPStore(*where, timeout=remaining, wait_for_workers=False)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise MeetingError(
-                f"port {place.port} of {place.host} is taken: another commopt doctor may still run; else --port,"
+                f"port {identity.port} of {identity.host} is taken: another commopt doctor may still run; else --port,"
                 " the same on all hosts"
             ) from error
         raise
@@ -92,117 +91,108 @@ def _open_store(place: RankIdentity, deadline: float) -> dist.Store:
 class _FactExchange:
     """A store that all ranks write to; rank 0 collects and answers."""
 
-    def __init__(self, store: dist.Store, place: RankIdentity, deadline: float, limit_s: float) -> None:
+    def __init__(self, store: dist.Store, identity: RankIdentity, deadline: float, limit_s: float) -> None:
         self._store = store
-        self._place = place
+        self._identity = identity
         self._deadline = deadline
         self._limit_s = limit_s
         self._absent: list[int] = []
 
-    def meet(self, facts: Facts, doors: Sequence[ListeningPort]) -> Meeting:
-        place = self._place
+    def meet(self, facts: Facts, ports: Sequence[ListeningPort]) -> Meeting:
+        identity = self._identity
         try:
-            told = self._exchange("facts", {**asdict(facts), "doors": list(doors)})
-            listeners = [rank for rank, each in enumerate(told) if each["doors"]]
-            everybody = disambiguate_hosts([facts_from_plain(each) for each in told], listeners)
-            own_host = everybody[place.rank].host
-            by_host = {
-                each.host: [ListeningPort(*door) for door in plain["doors"]]
-                for each, plain in zip(everybody, told, strict=True)
-                if plain["doors"]
-            }
-            # One of each host tries; the others of it are on the same network.
-            closed = find_unreachable(own_host, by_host, limit_s=_CONNECT_S) if place.local_rank == 0 else []
+            plain = self._exchange("facts", {**asdict(facts), "ports_to_try": list(ports)})
+            ports_of_ranks = [[ListeningPort(*port) for port in each["ports_to_try"]] for each in plain]
+            listeners = [rank for rank, theirs in enumerate(ports_of_ranks) if theirs]
+            everybody = disambiguate_hosts([facts_from_plain(each) for each in plain], listeners)
+            by_host = {everybody[rank].host: ports_of_ranks[rank] for rank in listeners}
+            unreachable: list[UnreachablePort] = []
+            if identity.local_rank == 0:  # the others of its host are on the same network
+                unreachable = find_unreachable(everybody[identity.rank].host, by_host, limit_s=_CONNECT_S)
             # Nobody waits longer for those that try than they may take.
             self._deadline = max(self._deadline, time.monotonic() + _CONNECT_S + _GRACE_S)
-            all_closed = [
-                UnreachablePort(one, other, ListeningPort(*door), reason)
-                for of_rank in self._exchange("closed", closed)
-                for one, other, door, reason in of_rank
+            all_unreachable = [
+                UnreachablePort(one, other, ListeningPort(*port), reason)
+                for of_rank in self._exchange("unreachable", unreachable)
+                for one, other, port, reason in of_rank
             ]
             is_one_host = len({each.host for each in everybody}) == 1
-            is_open = not all_closed and (is_one_host or all(map(_is_reachable, everybody)))
-            gloo_error = self._add_up() if is_open else None
+            is_open = not all_unreachable and (is_one_host or all(map(_is_reachable, everybody)))
+            gloo_error = self._try_all_reduce() if is_open else None
         finally:
             self._leave()
-        return Meeting(everybody, all_closed, gloo_error)
+        return Meeting(everybody, all_unreachable, gloo_error)
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
         """Returns the values of all ranks."""
-        self._store.set(f"{name}/{self._place.rank}", json.dumps(value))
-        if self._place.rank == 0:
+        store, identity = self._store, self._identity
+        store.set(f"{name}/{identity.rank}", json.dumps(value))
+        if identity.rank == 0:
             self._absent = self._wait_for_all(name)
             if self._absent:
                 problem = self._absence()
-                self._store.set(name, json.dumps({"problem": problem}))
+                store.set(name, json.dumps({"problem": problem}))
                 raise MeetingError(problem)
-            texts = (self._store.get(f"{name}/{rank}") for rank in range(self._place.world_size))
-            values = [json.loads(text) for text in texts]
-            self._store.set(name, json.dumps({"values": values}))
+            values = [json.loads(store.get(f"{name}/{rank}")) for rank in range(identity.world_size)]
+            store.set(name, json.dumps({"values": values}))
             return values
         if not self._wait(name, _GRACE_S):
             raise MeetingError(
-                f"rank 0 at {self._place.address}:{self._place.port} has its port open, but did not answer within"
+                f"rank 0 at {identity.address}:{identity.port} has its port open, but did not answer within"
                 f" {self._limit_s:g} s"
             )
-        answer = json.loads(self._store.get(name))
+        answer = json.loads(store.get(name))
         if "problem" in answer:
             raise MeetingError(answer["problem"])
         return list(answer["values"])
 
     def _wait_for_all(self, name: str) -> list[int]:
-        """Waits for what all ranks write, but those that are absent already; returns those that do not come."""
-        keys = {rank: f"{name}/{rank}" for rank in range(self._place.world_size) if rank not in self._absent}
-        for key in keys.values():
-            if not self._wait(key):
-                return [rank for rank, each in keys.items() if not self._store.check([each])]
-        return []
+        """Waits for the keys of all ranks but those that are absent already; returns the ranks that did not write."""
+        keys = {rank: f"{name}/{rank}" for rank in range(self._identity.world_size) if rank not in self._absent}
+        if all(self._wait(key) for key in keys.values()):
+            return []
+        return [rank for rank, key in keys.items() if not self._store.check([key])]
 
     def _wait(self, key: str, grace_s: float = 0.0) -> bool:
-        """Waits until somebody has written a key, and returns whether; Store.wait would print its own warnings."""
-        while not self._store.check([key]):
-            if time.monotonic() > self._deadline + grace_s:
-                return False
-            time.sleep(_POLL_S)
-        return True
+        """Waits for a key, and returns whether it was written in time; ``Store.wait`` prints warnings of its own."""
+        return poll(lambda: self._store.check([key]), self._deadline + grace_s - time.monotonic())
 
     def _absence(self) -> str:
-        place = self._place
-        names = list_some([place.name_of(rank) for rank in self._absent], _MAX_NAMES)
+        identity = self._identity
+        names = list_some([identity.label(rank) for rank in self._absent], _MAX_NAMES)
         return (
-            f"{names} did not come to {place.address}:{place.port} within {self._limit_s:g} s:"
+            f"{names} did not reach {identity.address}:{identity.port} within {self._limit_s:g} s:"
             " is commopt doctor running there, with the same --hosts and --port? Its own message says whether it can"
             " reach this port"
         )
 
-    def _add_up(self) -> str | None:
+    def _try_all_reduce(self) -> str | None:
         """Runs one all-reduce over gloo, which training does first; returns what is wrong with it."""
-        place = self._place
+        rank, world_size = self._identity.rank, self._identity.world_size
         timeout = timedelta(seconds=_CONNECT_S + _GRACE_S)
         try:
-            dist.init_process_group(
-                "gloo", store=self._store, rank=place.rank, world_size=place.world_size, timeout=timeout
-            )
+            dist.init_process_group("gloo", store=self._store, rank=rank, world_size=world_size, timeout=timeout)
             ones = torch.ones(1)
             dist.all_reduce(ones)
             dist.destroy_process_group()
         except (RuntimeError, ValueError) as error:
             return str(error).splitlines()[0]
-        return None if ones.item() == place.world_size else f"the sum of ones over all ranks is {ones.item():g}"
+        return None if ones.item() == world_size else f"the sum of ones over all ranks is {ones.item():g}"
 
     def _leave(self) -> None:
-        """Keeps the store until all have read what is in it, or a little while."""
-        _quietly(lambda: self._store.set(f"left/{self._place.rank}", "1"))
-        if self._place.hosts_store:
-            self._deadline = time.monotonic() + _GRACE_S
-            _quietly(lambda: self._wait_for_all("left"))
+        """Keeps the store until all have read it, or a little while."""
+        with suppress(RuntimeError):  # the others may be gone
+            self._store.set(f"left/{self._identity.rank}", "1")
+            if self._identity.hosts_store:
+                self._deadline = time.monotonic() + _GRACE_S
+                self._wait_for_all("left")
 
 
 def disambiguate_hosts(everybody: Sequence[Facts], listeners: Sequence[int]) -> list[Facts]:
-    """Gives hosts of one name their first rank behind it.
+    """Appends the first rank of a host to its name where several hosts have that name.
 
     Args:
-        everybody: in the order of ranks, those of a host behind its first one.
+        everybody: by rank; the ranks of a host follow its first one.
         listeners: the first rank of each host.
     """
     times = Counter(everybody[rank].host for rank in listeners)
@@ -220,20 +210,12 @@ def _is_reachable(facts: Facts) -> bool:
     return facts.gloo_interface is not None and facts.gloo_interface.name != "lo"
 
 
-def _quietly(step: Callable[[], Any]) -> None:
-    """Takes a step that may fail once the others are gone."""
-    try:
-        step()
-    except RuntimeError:
-        return
-
-
 def check_port(host: str, port: int, *, limit_s: float) -> None:
-    """Tries whether something listens at a port, or will within the limit.
+    """Waits until something listens at a port.
 
     Raises:
-        MeetingError: it cannot be reached; the message tells a name that is unknown, a port where nothing listens, and
-            a connection without an answer apart.
+        MeetingError: it cannot be reached; the message distinguishes an unknown name, a port where nothing listens, and
+            a connection without an answer.
     """
     deadline = time.monotonic() + limit_s
     while True:

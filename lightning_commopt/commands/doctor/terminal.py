@@ -1,9 +1,9 @@
-"""What the doctor finds, on a terminal."""
+"""Prints the doctor's findings and hang reports on a terminal."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from textwrap import shorten
 
 from rich.console import Console
@@ -15,14 +15,14 @@ from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.terminal import TextTable, print_text
 from lightning_commopt.watch.hangs.marks import PHASES
 from lightning_commopt.watch.hangs.records import HangReport, TimedMark, phases_of
-from lightning_commopt.watch.hangs.sentences import waits_in
+from lightning_commopt.watch.hangs.sentences import operation_text
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _HOSTS_SHOWN = 8
 
 
 def print_findings(found: Sequence[findings.Finding], everybody: Sequence[Facts], console: Console) -> None:
-    """Prints findings with what to do, the worst first, and then what was not looked at."""
+    """Prints findings with advice, the worst first, then what was not checked."""
     hosts = list(dict.fromkeys(facts.host for facts in everybody))
     console.print(f"{len(everybody)} rank(s) on {len(hosts)} host(s)", highlight=False)
     if len(hosts) > 1:
@@ -33,39 +33,35 @@ def print_findings(found: Sequence[findings.Finding], everybody: Sequence[Facts]
         findings.print_findings(found, console)
     else:
         console.print("Nothing is wrong as far as can be seen before a run.")
-    for each in list_unchecked(everybody):
-        print_text(f"not checked: {each}", console, "dim")
+    for unchecked in list_unchecked(everybody):
+        print_text(f"not checked: {unchecked}", console, "dim")
 
 
 def _print_interfaces(everybody: Sequence[Facts], console: Console) -> None:
-    """Prints what gloo and NCCL would take on each host, hosts alike together."""
+    """Prints which interfaces gloo and NCCL would use, one line for hosts that agree."""
     alike: dict[str, list[str]] = {}
-    for facts in {each.host: each for each in reversed(everybody)}.values():
-        taken = {"gloo": facts.gloo_interface, "NCCL": facts.nccl_interface}
-        text = ", ".join(f"{user} would take {'none' if each is None else each.name}" for user, each in taken.items())
+    for facts in {facts.host: facts for facts in reversed(everybody)}.values():
+        gloo, nccl = (None if it is None else it.name for it in (facts.gloo_interface, facts.nccl_interface))
+        text = f"gloo would use {gloo or 'none'}, NCCL would use {nccl or 'none'}"
         alike.setdefault(text, []).insert(0, facts.host)
     for text, hosts in alike.items():
         print_text(f"{list_some(hosts, _HOSTS_SHOWN)}: {text}", console)
 
 
 def list_unchecked(everybody: Sequence[Facts]) -> list[str]:
-    """Returns what was not looked at, and why."""
+    """Returns what was not checked, and why."""
     hosts = {facts.host: facts for facts in reversed(everybody)}
     found = []
     if len(hosts) == 1:
         found.append("connections to other hosts: torchrun, srun or --hosts a,b on each host")
-    if without := _names(facts for facts in hosts.values() if facts.no_topology is not None):
-        found.append(f"links between GPUs: no GPU on {without}")
-    if without := _names(facts for facts in hosts.values() if not facts.ports):
-        found.append(f"InfiniBand, RoCE and GPUDirect RDMA: no adapter in /sys/class/infiniband of {without}")
+    if without := [facts.host for facts in hosts.values() if facts.no_topology is not None]:
+        found.append(f"links between GPUs: no GPU on {list_some(without[::-1])}")
+    if without := [facts.host for facts in hosts.values() if not facts.ports]:
+        named = list_some(without[::-1])
+        found.append(f"InfiniBand, RoCE and GPUDirect RDMA: no adapter in /sys/class/infiniband of {named}")
     elif not any(facts.environment.get("NCCL_COLLNET_ENABLE") == "1" for facts in everybody):
         found.append("SHARP: NCCL_COLLNET_ENABLE is not 1")
     return found
-
-
-def _names(some: Iterator[Facts]) -> str:
-    names = [facts.host for facts in some][::-1]
-    return list_some(names)
 
 
 _LETTERS = {
@@ -81,13 +77,13 @@ _LETTERS = {
     "predict": ("p", "bright_blue"),
 }
 _DETAIL_WIDTH = 60
-_GONE = "x"
+_ENDED = "x"
 _SHARE_BEFORE = 0.3
-_SHORTEST_S = 1.0
+_MIN_S = 1.0
 
 
 def print_hang_report(found: HangReport, console: Console) -> None:
-    """Prints the sentence, what to try, a line for each rank, and a picture of their phases."""
+    """Prints the diagnosis, hints, a line for each rank, and a timeline of their phases."""
     diagnosis = found.diagnosis
     if found.was_reported:
         print_text(diagnosis.sentence, console, "bold")
@@ -106,17 +102,17 @@ def _ranks(snapshots: Sequence[RankSnapshot]) -> TextTable:
     numbers = "rank", "step", "no progress\nfor"
     headings = "rank", "host", "state", "phase", "step", "no progress\nfor", "waits in", "at"
     table = TextTable(*headings, numbers=numbers, has_rules=False)
-    for each in sorted(snapshots, key=lambda each: each.rank):
-        known = each.state not in ("unreachable", "silent")
+    for rank in sorted(snapshots, key=lambda snapshot: snapshot.rank):
+        known = rank.state not in ("unreachable", "silent")
         table.add_row(
-            str(each.rank),
-            each.host,
-            each.state,
-            PHASES[each.phase].name if known else "",
-            str(each.step) if known else "",
-            f"{each.idle_s:.0f} s" if known else "",
-            waits_in(each) or "",
-            next(iter(each.worker_places), shorten(each.detail, _DETAIL_WIDTH) or each.place or ""),
+            str(rank.rank),
+            rank.host,
+            rank.state,
+            PHASES[rank.phase].name if known else "",
+            str(rank.step) if known else "",
+            f"{rank.idle_s:.0f} s" if known else "",
+            operation_text(rank) if rank.is_waiting else "",
+            next(iter(rank.worker_places), shorten(rank.detail, _DETAIL_WIDTH) or rank.place or ""),
         )
     return table
 
@@ -124,21 +120,21 @@ def _ranks(snapshots: Sequence[RankSnapshot]) -> TextTable:
 def _print_timeline(found: HangReport, console: Console) -> None:
     end_s = found.at_unix_s
     stalled_s = min((marks[-1].at_unix_s for marks in found.marks.values() if marks), default=end_s)
-    hang_s = max(end_s - stalled_s, _SHORTEST_S)
+    hang_s = max(end_s - stalled_s, _MIN_S)
     start_s = end_s - hang_s / (1 - _SHARE_BEFORE)
-    states = {each.rank: each.state for each in found.snapshots}
+    states = {snapshot.rank: snapshot.state for snapshot in found.snapshots}
     label = max(len(f"rank {rank}") for rank in found.marks)
     num_columns = max(20, console.width - label - 2)
     column_s = (end_s - start_s) / num_columns
     seen: set[str] = set()
     for rank, marks in sorted(found.marks.items()):
         line = Text(f"{f'rank {rank}':<{label}}  ")
-        gone_s = marks[-1].at_unix_s if marks and states.get(rank) in ("died", "failed", "finished") else None
+        ended_s = marks[-1].at_unix_s if marks and states.get(rank) in ("died", "failed", "finished") else None
         for name in _columns(marks, start_s, column_s, num_columns):
             letter, color = _LETTERS.get(name, (" ", "white"))
             at_s = start_s + (len(line) - label - 1) * column_s
-            if gone_s is not None and at_s > gone_s + column_s:
-                letter, color = _GONE, "bright_black"
+            if ended_s is not None and at_s > ended_s + column_s:
+                letter, color = _ENDED, "bright_black"
             elif name:
                 seen.add(name)
             line.append(letter, style=color)
@@ -146,14 +142,14 @@ def _print_timeline(found: HangReport, console: Console) -> None:
     legend = [f"{_LETTERS[name][0]} {name}" for name in _LETTERS if name in seen]
     console.print(
         f"{'':<{label}}  the last {end_s - start_s:.1f} s, {column_s:.2g} s a column: {', '.join(legend)},"
-        f" {_GONE} has ended",
+        f" {_ENDED} has ended",
         highlight=False,
     )
 
 
 def _columns(marks: list[TimedMark], start_s: float, column_s: float, num_columns: int) -> list[str]:
-    """Returns the name of the phase at the end of each column; "" before the first one."""
+    """Returns the name of the phase at the end of each column; "" before the first mark."""
     phases = phases_of(marks)
     times = [at_s for at_s, _ in phases]
-    places = [bisect_right(times, start_s + (column + 1) * column_s) for column in range(num_columns)]
-    return [PHASES[phases[place - 1][1]].name if place else "" for place in places]
+    counts = [bisect_right(times, start_s + (column + 1) * column_s) for column in range(num_columns)]
+    return [PHASES[phases[count - 1][1]].name if count else "" for count in counts]

@@ -28,13 +28,7 @@ _ADD_NAMES = 'cp /etc/hosts /run/hosts && printf %s "$1" >> /run/hosts && mount 
 
 
 def parse_rate(rate: str | None) -> int | None:
-    """Reads a rate as ``tc`` writes it.
-
-    Args:
-        rate: such as "100mbit" or "2.5gbit"; None or "unlimited" for no limit.
-
-    Returns:
-        Bits per second; None for no limit.
+    """Returns bits per second of a rate in the notation of ``tc``; None for None or "unlimited".
 
     Raises:
         ValueError: it is none of these.
@@ -57,10 +51,10 @@ def parse_rate(rate: str | None) -> int | None:
 class NetLab:
     """Hosts on one machine, each with a link of a limited rate each way. To be used in a ``with`` statement.
 
-    A host is a network namespace with a loopback device and one more, `DEVICE`. Two hosts are the ends of one pair of
-    devices; any other number hangs on a bridge. Hosts share the machine's files, but for an empty ``/run``. Nothing of
-    a lab can be seen or reached from outside, so that labs do not disturb each other, and all is gone when the thread
-    that opened it is, however it ended.
+    A host is a network namespace with a loopback device and `DEVICE`. Two hosts are the ends of one pair of devices;
+    any other number is connected by a bridge. Hosts share the machine's files, but for an empty ``/run``. A lab is
+    invisible from outside, so that labs do not disturb each other, and ends with the thread that opened it, even by
+    SIGKILL.
 
     Args:
         num_hosts: from 1 to 254.
@@ -99,7 +93,7 @@ class NetLab:
         self.close()
 
     def close(self) -> None:
-        """Removes hosts and links. Does nothing when they are gone already."""
+        """Removes hosts and links; may be called again."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.close()
@@ -117,23 +111,23 @@ class NetLab:
     ) -> list[str]:
         """Runs a command as every rank of a job and waits for all of them.
 
-        Each rank finds in its environment what ``torchrun`` would set, and the device for gloo and NCCL. When this
-        returns or raises, no process that was started here is left, nor any that those have started.
+        Each rank has the variables of ``torchrun`` in its environment, and the device for gloo and NCCL. No process
+        that was started here, or by those, is left when this returns or raises.
 
         Args:
             command: program and arguments.
             ranks_per_host: number of ranks on each host.
-            environment: further variables, which come before all others.
-            pin_to_cores: give each rank one core, in turns, and one OpenMP thread.
+            environment: further variables, which take precedence.
+            pin_to_cores: give each rank one core, round-robin, and one OpenMP thread.
             timeout_s: seconds the ranks may take; None for no limit.
-            on_output: called with a rank and a part of its standard output and error, as it comes.
-            start: starts the command in another way than as a new program, in the namespaces that it is given.
+            on_output: called with a rank and a part of its standard output and error.
+            start: starts the command otherwise than as a new program, in the given namespaces.
 
         Returns:
-            The output of each rank, in their order.
+            The output of each rank, by rank.
 
         Raises:
-            RankError: a rank failed, or time was up.
+            RankError: a rank failed, or exceeded the limit.
             LabError: the lab is not open.
             ValueError: an argument is out of range.
         """
@@ -147,7 +141,8 @@ class NetLab:
         with ExitStack() as closing, Keeper(self._unshare_options, within=self._keeper) as tree:
             for rank in range(self.num_hosts * ranks_per_host):
                 host = f"host{rank // ranks_per_host}"
-                cores = _core_of(rank) if pin_to_cores else ()
+                all_cores = sorted(os.sched_getaffinity(0))
+                cores = (all_cores[rank % len(all_cores)],) if pin_to_cores else ()
                 variables = self._variables(rank, ranks_per_host, pin_to_cores)
                 env = {**os.environ, **variables, **(environment or {})}
                 if start is None:
@@ -164,10 +159,7 @@ class NetLab:
         return [process.output for process in ranks]
 
     def enter(self, host: int) -> tuple[str, ...]:
-        """Returns what to put before a command to run it on a host, in our folder. Whoever starts it must end it.
-
-        Args:
-            host: its number.
+        """Returns the prefix of a command to run it on a host, in our folder. The caller must end it.
 
         Raises:
             LabError: the lab is not open.
@@ -212,7 +204,7 @@ class NetLab:
         self._name_addresses()
 
     def _name_addresses(self) -> None:
-        """Gives addresses names: torch warns of each peer that has none, which it looks up in its IPv6 form."""
+        """Names the addresses: torch warns of each peer without a name, also of its IPv6 form."""
         names = "".join(
             f"{prefix}{address} host{host}\n"
             for host, address in enumerate(self.addresses)
@@ -226,7 +218,7 @@ class NetLab:
         for host in range(self.num_hosts):
             port = f"port{host}"
             self._do("ip", "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", f"host{host}")
-            self._limit(device=port)  # what the host receives; its own device limits what it sends
+            self._limit(device=port)  # limits what the host receives; its own device limits what it sends
             self._do("ip", "link", "set", port, "master", "bridge0", "up")
 
     def _limit(self, *options: str, device: str) -> None:
@@ -240,11 +232,6 @@ class NetLab:
         path = program(name)
         assert path is not None, f"{name} was there when the lab was opened"
         run_program(*self._keeper.enter(), path, *arguments)
-
-
-def _core_of(rank: int) -> tuple[int, ...]:
-    cores = sorted(os.sched_getaffinity(0))
-    return (cores[rank % len(cores)],)
 
 
 def _taskset(cores: Sequence[int]) -> tuple[str, ...]:

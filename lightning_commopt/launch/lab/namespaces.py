@@ -1,4 +1,4 @@
-"""Linux namespaces that live as long as a process of ours does, and what this machine needs for them."""
+"""Linux namespaces that live as long as a process of ours, and what a machine needs for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEVICES = {
 
 
 class LabError(RuntimeError):
-    """This machine cannot make the network lab; the message says what is missing."""
+    """This machine cannot make the network lab; the message names what is missing."""
 
 
 def why_not() -> str | None:
@@ -43,10 +43,7 @@ def why_not() -> str | None:
 
 
 def find_unshare_options() -> tuple[str, ...]:
-    """Finds out how namespaces can be made here, by making some.
-
-    Returns:
-        Options for ``unshare``: none for root, those for a user namespace otherwise.
+    """Returns the options for ``unshare`` with which namespaces can be made here: none for root.
 
     Raises:
         LabError: namespaces cannot be made here.
@@ -76,7 +73,7 @@ def find_unshare_options() -> tuple[str, ...]:
 
 
 def program(name: str) -> str | None:
-    """Returns the path of a program, None where it is missing; ``ip`` is often in a folder for root only."""
+    """Returns the path of a program, None if it is missing; ``ip`` is often in a folder for root only."""
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
 
 
@@ -94,13 +91,13 @@ def run_program(*command: str) -> None:
 class Keeper:
     """Keeps new namespaces alive until it is closed, or until the thread that made it ends, even by SIGKILL.
 
-    It is ``cat``, so that nothing is left to our own code: it answers when the namespaces are there, its input ends
-    when we do, and the kernel kills it when the thread is gone, should a fork of ours still hold that input. The
-    namespaces have no name outside and go with their last process.
+    It is a process of ``cat``: it answers when the namespaces exist, its input ends when we do, and the kernel kills it
+    at the end of the thread, should a fork of ours still hold that input. The namespaces have no name outside and end
+    with their last process.
 
     Args:
         unshare_options: from `find_unshare_options`.
-        within: the keeper whose namespaces the new ones lie in, if any.
+        within: the keeper of the namespaces around the new ones, if any.
 
     Attributes:
         pid: a process in the namespaces.
@@ -120,7 +117,7 @@ class Keeper:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # no Ctrl-C for it: ours ends it, after the ranks
+            start_new_session=True,  # no Ctrl-C: we end it after the ranks
         )
         self.pid = self._process.pid
         try:
@@ -130,10 +127,10 @@ class Keeper:
             raise
 
     def enter(self, host: str | None = None, folder: str | None = None) -> tuple[str, ...]:
-        """Returns what to put before a command to run it in these namespaces.
+        """Returns the prefix of a command to run it in these namespaces.
 
         Args:
-            host: the network namespace of this name; None for the one in which hosts were made.
+            host: name of a network namespace; None for the one in which hosts were made.
             folder: where it runs; None for the root folder.
         """
         root = f"/proc/{self.pid}/root"
@@ -144,9 +141,9 @@ class Keeper:
         return (*_path("nsenter"), "--target", str(self.pid), *user, "--mount", *processes, network, *where, "--")
 
     def files(self, host: str) -> tuple[str, ...]:
-        """Returns what `enter` enters for a host, as files for ``setns``, in the order in which they must be entered.
+        """Returns the namespaces that `enter` enters for a host, as files for ``setns``, in the necessary order.
 
-        Those of processes are entered by children.
+        Only children enter those of processes.
         """
         of_ours = f"/proc/{self.pid}/ns"
         return (
@@ -157,13 +154,13 @@ class Keeper:
         )
 
     def close(self) -> None:
-        """Ends the namespaces; returns when no process of theirs is left, those that others started included."""
+        """Ends the namespaces; returns when no process is left in them."""
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
         try:
-            # The first process ends with its input, and the kernel ends all others before its parent hears of it.
+            # The first process ends with its input, and the kernel ends all others before it notifies its parent.
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
@@ -189,7 +186,7 @@ class Keeper:
 
 
 def _why_refused(unshare_options: Sequence[str], command: Sequence[str]) -> str | None:
-    """Returns the error of a command that failed in new namespaces of every kind, None if it worked."""
+    """Returns the error of a command in new namespaces of every kind; None if it succeeded."""
     namespaces = tuple(dict.fromkeys((*_NETWORK, *_PROCESSES)))
     return _error_of_command((*_path("unshare"), *unshare_options, *namespaces, "--", *_path(command[0]), *command[1:]))
 

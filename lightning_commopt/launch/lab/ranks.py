@@ -1,4 +1,4 @@
-"""Follows the processes of ranks until all have ended, one has failed or time is up."""
+"""Follows the processes of ranks until all have ended, one has failed or a limit is exceeded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import selectors
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, Protocol
+
+from lightning_commopt.launch.forked_process import ForkedProcess
 
 _POLL_S = 0.05
 _CHUNK_BYTES = 65536
@@ -15,12 +16,12 @@ _LINES_IN_MESSAGE = 40
 
 
 class RankError(RuntimeError):
-    """A rank failed, or ranks still ran when time was up; the message has the rank's last output.
+    """A rank failed, or exceeded the time limit; the message has the rank's last output.
 
     Attributes:
         rank: the first that failed, or the lowest that still ran.
-        status: its exit status, negative for the signal that ended it; None when time was up.
-        outputs: of every rank, in their order.
+        status: its exit status, negative for the signal that ended it; None if it still ran.
+        outputs: of all ranks, by rank.
     """
 
     def __init__(self, message: str, rank: int, status: int | None, outputs: list[str]) -> None:
@@ -30,22 +31,7 @@ class RankError(RuntimeError):
         self.outputs = outputs
 
 
-class Process(Protocol):
-    """The part of ``subprocess.Popen`` that a rank needs."""
-
-    pid: int
-    returncode: Any
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """Standard output and error."""
-
-    def poll(self) -> int | None:
-        """Returns the exit status; None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Returns the exit status at the end."""
-
+Process = subprocess.Popen[bytes] | ForkedProcess
 
 StartRank = Callable[[Sequence[str], Mapping[str, str], Sequence[str], str, Sequence[int]], Process]
 """Starts a command: with an environment, in namespaces (see `Keeper.files`), in a folder, on cores (empty for all)."""
@@ -67,9 +53,9 @@ class RankProcess:
     """One rank: a process and its output so far.
 
     Args:
-        rank: its number.
-        process: as `start_program` starts it.
-        on_output: receives the rank's number and its standard output and error as they come.
+        rank: the rank.
+        process: see `start_program`.
+        on_output: receives the rank and parts of its standard output and error.
     """
 
     def __init__(self, rank: int, process: Process, on_output: Callable[[int, bytes], None] | None) -> None:
@@ -80,7 +66,7 @@ class RankProcess:
 
     @property
     def pipe(self) -> int:
-        """The descriptor that its output comes from."""
+        """The descriptor to read its output from."""
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
@@ -89,7 +75,7 @@ class RankProcess:
         return self._output.decode(errors="replace")
 
     def read(self) -> bool:
-        """Waits for output and takes it in; returns whether there can be more."""
+        """Waits for output and reads it; returns whether there can be more."""
         chunk = os.read(self.pipe, _CHUNK_BYTES)
         self._output += chunk
         if chunk and self._on_output is not None:
@@ -97,7 +83,7 @@ class RankProcess:
         return bool(chunk)
 
     def close(self) -> None:
-        """Takes in the rest of the output; nothing may be left that could write to it."""
+        """Reads the rest of the output; no process may be left that could write to it."""
         assert self.process.stdout is not None
         try:
             while self.read():
@@ -108,14 +94,14 @@ class RankProcess:
 
 
 def watch(ranks: Sequence[RankProcess], timeout_s: float | None) -> RankProcess | None:
-    """Takes in the output of ranks until there is a reason to stop.
+    """Reads the output of all ranks until they end.
 
     Args:
         ranks: all of them, running.
         timeout_s: seconds they may take; None for no limit.
 
     Returns:
-        None when all have ended well, else the first that failed, or the lowest that still runs as time is up.
+        None if all have succeeded, else the first that failed, or the lowest that still runs at the limit.
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
@@ -138,12 +124,12 @@ def watch(ranks: Sequence[RankProcess], timeout_s: float | None) -> RankProcess 
 def error_of(
     stopped: RankProcess, status: int | None, timeout_s: float | None, ranks: Sequence[RankProcess]
 ) -> RankError:
-    """Returns the error to raise for the rank that `watch` returned.
+    """Returns the error to raise for a rank that `watch` returned.
 
     Args:
         stopped: that rank.
-        status: its exit status as `watch` returned; None when it still ran.
-        timeout_s: the limit that it ran under.
+        status: its exit status when `watch` returned; None if it still ran.
+        timeout_s: the limit.
         ranks: all of them, closed.
     """
     how = f"still ran after {timeout_s:g} s" if status is None else f"ended with status {status}"

@@ -168,11 +168,6 @@ def _position(each: RankSnapshot) -> str:
     return f"batch {each.batch}" if each.batch >= 0 else f"step {each.step}"
 
 
-def waits_in(each: RankSnapshot) -> str | None:
-    """Returns the operation that a rank waits in; None if it waits for no other."""
-    return operation_text(each) if each.is_waiting else None
-
-
 def operation_text(each: RankSnapshot) -> str:
     """Returns what a rank waits in, or waited in when it lost its connection."""
     if each.is_syncing or (each.bucket is not None and each.called is None):

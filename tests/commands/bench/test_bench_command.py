@@ -15,8 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
+from lightning_commopt.commands.bench import start
 from lightning_commopt.commands.bench.plan_messages import messages_of
 from lightning_commopt.commands.bench.start import bench_in_lab
+from lightning_commopt.launch.process import InterruptedRun, raise_signals
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.link.bench_result import BenchResult
 from lightning_commopt.measure.link.bench_settings import BenchSettings
@@ -82,11 +84,11 @@ def test_under_srun_tasks_are_the_ranks() -> None:
         port = str(free.getsockname()[1])
     job = {
         "SLURM_NTASKS": "2",
+        "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NNODES": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_JOB_ID": "1",
-        "SLURM_NODELIST": "localhost",
         "SLURM_NODEID": "0",
         "MASTER_PORT": port,
         "GLOO_SOCKET_IFNAME": "lo",
@@ -239,3 +241,24 @@ def test_no_bandwidth_in_the_lab_is_above_the_rate() -> None:
     assert [row.case.label for row in result.rows if row.error is not None or row.num_wrong] == []
     assert max(row.busbw for row in result.rows) < 1.01 * 25e6
     assert "RANK" not in os.environ
+
+
+def test_a_signal_while_ranks_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, the rank that is just being started is lost, and waits for the others for half an hour."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_and_interrupt(command: Any, env: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE, start_new_session=True))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(start, "start_program", start_and_interrupt)
+    settings = BenchSettings(collectives=("all_reduce",), sizes_bytes=(64,))
+    try:
+        with pytest.raises(InterruptedRun), raise_signals():
+            start.bench_here(settings, num_ranks=2)
+        assert [process.poll() for process in started] == [-signal.SIGKILL] * 2
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

@@ -17,7 +17,7 @@ from lightning_commopt.commands.doctor.adapters import Port, read_ports
 from lightning_commopt.commands.doctor.facts import Facts, collect_facts
 from lightning_commopt.commands.doctor.findings import find
 from lightning_commopt.commands.doctor.meeting import MeetingError, check_port
-from lightning_commopt.commands.doctor.places import find_place
+from lightning_commopt.launch.rank_identity import find_rank_identity
 
 _HEALTHY = Facts(
     host="node0",
@@ -108,7 +108,7 @@ def test_ports_are_read(tmp_path: Path) -> None:
 def test_facts_of_this_machine() -> None:
     """If it fails, the doctor cannot look at the machine that it runs on."""
     launcher = {"RANK": "3", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    facts = collect_facts({"NCCL_ALGO": "Ring", "HOME": "/"}, place=find_place(environment=launcher))
+    facts = collect_facts({"NCCL_ALGO": "Ring", "HOME": "/"}, identity=find_rank_identity(environment=launcher))
     assert (facts.rank, facts.ranks_per_node, facts.environment) == (3, 2, {"NCCL_ALGO": "Ring"})
     assert facts.host == socket.gethostname()
     assert facts.num_cores >= 1

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from lightning_commopt.commands.doctor.adapters import Port, can_dma_buf, has_peer_memory, has_sharp_plugin
-from lightning_commopt.commands.doctor.doors import ListeningPort, UnreachablePort, find_unreachable, listen_on_ports
 from lightning_commopt.commands.doctor.facts import Facts
 from lightning_commopt.commands.doctor.findings import find, find_in_adapters, find_wrong_interfaces
 from lightning_commopt.commands.doctor.meeting import MeetingError, disambiguate_hosts, meet
-from lightning_commopt.commands.doctor.places import RankIdentity
+from lightning_commopt.commands.doctor.ports import ListeningPort, UnreachablePort, find_unreachable, listen_on_ports
 from lightning_commopt.commands.doctor.terminal import list_unchecked
 from lightning_commopt.commands.selftest.ranks import PROCESSES
 from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
 from lightning_commopt.launch.lab import NetLab, RankError
+from lightning_commopt.launch.rank_identity import RankIdentity
 from lightning_commopt.text.findings import Finding, Severity
 from support.ranks import run_ranks  # noqa: F401 - tells the fork server what to import
 
@@ -35,7 +35,7 @@ FACTS = Facts(
 def met(rank: int, world_size: int, port: int, limit_s: float) -> Any:
     """Returns what one rank learns, as hosts a, b and so on; runs in a process of its own."""
     hosts = tuple("abcd"[:world_size])
-    place = RankIdentity(
+    identity = RankIdentity(
         rank=rank,
         world_size=world_size,
         host=hosts[rank],
@@ -47,10 +47,10 @@ def met(rank: int, world_size: int, port: int, limit_s: float) -> Any:
     )
     facts = replace(FACTS, rank=rank, host=hosts[rank], gloo_interface=LOOPBACK, nccl_interface=LOOPBACK)
     try:
-        meeting = meet(facts, place, limit_s=limit_s)
+        meeting = meet(facts, identity, limit_s=limit_s)
     except MeetingError as error:
         return str(error)
-    return [each.host for each in meeting.everybody], meeting.everybody[rank] == facts, meeting.closed
+    return [each.host for each in meeting.everybody], meeting.everybody[rank] == facts, meeting.unreachable
 
 
 def test_hosts_of_one_name() -> None:
@@ -75,36 +75,36 @@ def test_a_meeting_and_one_that_somebody_misses(port: int) -> None:
         found = pool.starmap_async(met, [(rank, 3, port, 60.0) for rank in range(3)], chunksize=1).get(120)
         assert found == [(["a", "b", "c"], True, [])] * 3
         found = pool.starmap_async(met, [(rank, 4, port, 0.5) for rank in range(3)], chunksize=1).get(120)
-    assert found[0].startswith(f"d did not come to 127.0.0.1:{port} within 0.5 s")
+    assert found[0].startswith(f"d did not reach 127.0.0.1:{port} within 0.5 s")
     assert found == found[:1] * 3
 
 
-def test_doors() -> None:
-    """If it fails, a connection that works is called closed, or one that does not passes."""
-    with listen_on_ports({"gloo": LOOPBACK, "NCCL": LOOPBACK, "none": None}) as doors:
-        (door,) = doors
-        assert (door.interface, door.users) == ("lo", "gloo and NCCL")
-        assert find_unreachable("a", {"a": doors, "b": doors}, limit_s=5) == []
-    (closed,) = find_unreachable("a", {"b": doors}, limit_s=5)
-    assert closed[:3] == ("a", "b", door)
-    assert find_unreachable("b", {"b": doors}, limit_s=5) == []
+def test_ports_are_tried() -> None:
+    """If it fails, a connection that works counts as failed, or one that fails passes."""
+    with listen_on_ports({"gloo": LOOPBACK, "NCCL": LOOPBACK, "none": None}) as ports:
+        (port,) = ports
+        assert (port.interface, port.users) == ("lo", "gloo and NCCL")
+        assert find_unreachable("a", {"a": ports, "b": ports}, limit_s=5) == []
+    (closed,) = find_unreachable("a", {"b": ports}, limit_s=5)
+    assert closed[:3] == ("a", "b", port)
+    assert find_unreachable("b", {"b": ports}, limit_s=5) == []
     assert "a firewall rejects it" in closed.reason
 
     def drop(*_: Any, **__: Any) -> None:
         raise TimeoutError
 
-    assert "no answer within 5 s" in find_unreachable("a", {"b": doors}, limit_s=5, connect=drop)[0].reason
+    assert "no answer within 5 s" in find_unreachable("a", {"b": ports}, limit_s=5, connect=drop)[0].reason
 
 
-def test_closed_doors_are_errors() -> None:
-    """If it fails, who cannot reach whom, on which port and interface, is not said."""
+def test_unreachable_ports_are_errors() -> None:
+    """If it fails, who cannot reach whom, on which port and interface, is not reported."""
     closed = [
         UnreachablePort("a", "b", ListeningPort("eth0", "10.0.0.2", 40123, "gloo and NCCL"), "no answer within 5 s")
     ]
     (finding,) = find([FACTS, replace(FACTS, rank=1, host="b")], closed)
     assert (finding.severity, finding.where) == ("error", "a")
     assert finding.what == (
-        "cannot reach b at port 40123 of 10.0.0.2 (eth0, which gloo and NCCL would take): no answer within 5 s"
+        "cannot reach b at port 40123 of 10.0.0.2 (eth0, which gloo and NCCL would use): no answer within 5 s"
     )
     assert "GLOO_SOCKET_IFNAME" in finding.advice
     (finding,) = find([FACTS], gloo_error="Connection closed by peer")
@@ -162,7 +162,7 @@ def test_the_interface_of_gloo() -> None:
             {"nccl_interface": None, "environment": {"NCCL_SOCKET_IFNAME": "ens"}},
             "there are: lo 127.0.0.1, eth0 10.0.0.1",
         ),
-        ({"nccl_interface": DOCKER, "gpus": ["H100"]}, "NCCL would take docker0"),
+        ({"nccl_interface": DOCKER, "gpus": ["H100"]}, "NCCL would use docker0"),
         ({"nccl_interface": DOCKER}, None),
     ],
 )
@@ -281,14 +281,14 @@ def test_two_hosts_of_slurm(lab: NetLab) -> None:
         " SLURM_STEP_TASKS_PER_NODE='1(x2)' SLURM_PROCID=$NODE_RANK SLURM_LOCALID=0 SLURMD_NODENAME=host$NODE_RANK"
     )
     first, _ = outputs(lab, f"{variables} commopt doctor")
-    assert "2 rank(s) on 2 host(s)\nhost0, host1: gloo would take eth0, NCCL would take eth0\nNothing is wrong" in first
+    assert "2 rank(s) on 2 host(s)\nhost0, host1: gloo would use eth0, NCCL would use eth0\nNothing is wrong" in first
 
 
 @pytest.mark.exhaustive
 def test_a_host_that_never_comes(lab: NetLab) -> None:
     """If it fails, a host that is down keeps the others waiting, and nobody is told which it is."""
     first, _ = outputs(lab, "[ $NODE_RANK = 1 ] || commopt doctor --hosts host0,host1 --limit-s 2")
-    assert first.startswith("commopt: host1 did not come to host0:29511 within 2 s")
+    assert first.startswith("commopt: host1 did not reach host0:29511 within 2 s")
     _, second = outputs(lab, "[ $NODE_RANK = 0 ] || commopt doctor --hosts host0,host1 --limit-s 2; true")
     assert second.startswith("commopt: host0 refuses connections to port 29511")
 
@@ -299,7 +299,7 @@ def test_a_firewall_between_hosts(lab_machine: None) -> None:
     with NetLab(2) as blocked:
         first, _ = outputs(blocked, f"{BLOCK} commopt doctor --hosts host0,host1; true")
     assert "Fix this first:\nerror: host0: cannot reach host1 at port " in first
-    assert "of 10.0.0.2 (eth0, which gloo and NCCL would take): no answer within 5 s: probably a firewall" in first
+    assert "of 10.0.0.2 (eth0, which gloo and NCCL would use): no answer within 5 s: probably a firewall" in first
 
 
 @pytest.mark.exhaustive

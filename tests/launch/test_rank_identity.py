@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from lightning_commopt.commands.doctor.places import expand_node_list, find_place
+from lightning_commopt.launch.rank_identity import expand_node_list, find_rank_identity
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN |= {"MASTER_ADDR": "a", "MASTER_PORT": "7"}
@@ -27,48 +27,50 @@ def test_alone() -> None:
     """If it fails, commopt doctor waits on one host for others that nobody started."""
     batch = {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_PROCID")} | {"SLURM_NTASKS": "8"}
     for environment in ({}, {"RANK": ""}, batch, {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}):
-        assert find_place(environment=environment) is None
+        assert find_rank_identity(environment=environment) is None
 
 
 def test_of_torchrun() -> None:
     """If it fails, ranks of torchrun do not meet, or open the agent's port once more."""
-    place = find_place(environment=TORCHRUN)
-    assert place is not None
-    assert (place.rank, place.world_size, place.local_rank, place.ranks_per_node) == (5, 8, 1, 4)
-    assert (place.address, place.port, place.hosts_store, place.name_of(2)) == ("a", 7, False, "rank 2")
+    identity = find_rank_identity(environment=TORCHRUN)
+    assert identity is not None
+    assert (identity.rank, identity.world_size, identity.local_rank, identity.ranks_per_node) == (5, 8, 1, 4)
+    assert (identity.address, identity.port, identity.hosts_store, identity.label(2)) == ("a", 7, False, "rank 2")
     first = {**TORCHRUN, "RANK": "0"}
     for environment, hosts_store in ((first, True), ({**first, "TORCHELASTIC_USE_AGENT_STORE": "True"}, False)):
-        place = find_place(environment=environment)
-        assert place is not None
-        assert place.hosts_store is hosts_store
+        identity = find_rank_identity(environment=environment)
+        assert identity is not None
+        assert identity.hosts_store is hosts_store
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_variable_that_is_missing(name: str) -> None:
     """If it fails, a launch by hand with a variable forgotten ends in a traceback."""
     with pytest.raises(ValueError, match=f"RANK is set, so {name} must be"):
-        find_place(environment={**TORCHRUN, name: ""})
+        find_rank_identity(environment={**TORCHRUN, name: ""})
 
 
 def test_of_slurm() -> None:
     """If it fails, srun commopt doctor needs variables that SLURM does not set."""
-    place = find_place(environment=SLURM)
-    assert place is not None
-    assert (place.rank, place.world_size, place.local_rank, place.ranks_per_node) == (3, 5, 1, 2)
-    assert (place.host, place.address, place.hosts_store) == ("gpu08", "gpu07", False)
-    assert [place.name_of(rank) for rank in (1, 2, 4)] == ["rank 1 of gpu07", "rank 2 of gpu08", "rank 4 of big"]
+    identity = find_rank_identity(environment=SLURM)
+    assert identity is not None
+    assert (identity.rank, identity.world_size, identity.local_rank, identity.ranks_per_node) == (3, 5, 1, 2)
+    assert (identity.host, identity.address, identity.hosts_store) == ("gpu08", "gpu07", False)
+    assert [identity.label(rank) for rank in (1, 2, 4)] == ["rank 1 of gpu07", "rank 2 of gpu08", "rank 4 of big"]
     ports = set()
     for job, step in (("1234", "3"), ("1234", "4"), ("1235", "3")):
         for rank in ("0", "4"):
-            other = find_place(environment={**SLURM, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": rank})
+            other = find_rank_identity(
+                environment={**SLURM, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": rank}
+            )
             assert other is not None
             assert 20_000 <= other.port < 30_000
             ports.add((job, step, other.port))
     assert len(ports) == len({port for *_, port in ports}) == 3, "one for each step, whatever the rank"
-    cyclic = find_place(environment={**SLURM, "SLURM_DISTRIBUTION": "cyclic"})
+    cyclic = find_rank_identity(environment={**SLURM, "SLURM_DISTRIBUTION": "cyclic"})
     assert cyclic is not None
-    assert cyclic.name_of(1) == "rank 1"
-    own = find_place(environment={**SLURM, "MASTER_PORT": "77", "MASTER_ADDR": "login"})
+    assert cyclic.label(1) == "rank 1"
+    own = find_rank_identity(environment={**SLURM, "MASTER_PORT": "77", "MASTER_ADDR": "login"})
     assert own is not None
     assert (own.address, own.port) == ("login", 77)
 
@@ -96,13 +98,13 @@ def test_what_is_no_list_of_slurm(text: str) -> None:
 def test_of_a_list() -> None:
     """If it fails, a host does not find itself, by name or by address, or meets elsewhere than the others."""
     name = socket.gethostname()
-    place = find_place(f"no-such-host.invalid, {name}", environment={})
-    assert place is not None
-    assert (place.rank, place.world_size, place.host, place.address) == (1, 2, name, "no-such-host.invalid")
-    assert (place.port, place.hosts_store, place.name_of(0)) == (29511, False, "no-such-host.invalid")
-    place = find_place("127.0.0.1,198.51.100.1", 77, environment={"RANK": ""})
-    assert place is not None
-    assert (place.rank, place.hosts_store, place.port) == (0, True, 77)
+    identity = find_rank_identity(f"no-such-host.invalid, {name}", environment={})
+    assert identity is not None
+    assert (identity.rank, identity.world_size, identity.host, identity.address) == (1, 2, name, "no-such-host.invalid")
+    assert (identity.port, identity.hosts_store, identity.label(0)) == (29511, False, "no-such-host.invalid")
+    identity = find_rank_identity("127.0.0.1,198.51.100.1", 77, environment={"RANK": ""})
+    assert identity is not None
+    assert (identity.rank, identity.hosts_store, identity.port) == (0, True, 77)
 
 
 @pytest.mark.parametrize(
@@ -120,4 +122,4 @@ def test_of_a_list() -> None:
 def test_a_wrong_list(hosts: str, environment: dict[str, str], words: str) -> None:
     """If it fails, a wrong list ends in waiting for nobody."""
     with pytest.raises(ValueError, match=words):
-        find_place(hosts, environment=environment)
+        find_rank_identity(hosts, environment=environment)

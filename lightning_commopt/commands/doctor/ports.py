@@ -18,10 +18,10 @@ class ListeningPort(NamedTuple):
     """An open port of a host.
 
     Attributes:
-        interface: that it is on.
+        interface: name of the interface that it is on.
         address: of the interface.
-        port: that the kernel gave.
-        users: who would take that interface, such as "gloo and NCCL".
+        port: drawn by the kernel.
+        users: libraries that would use that interface, such as "gloo and NCCL".
     """
 
     interface: str
@@ -31,74 +31,64 @@ class ListeningPort(NamedTuple):
 
 
 class UnreachablePort(NamedTuple):
-    """A port that a host could not connect to.
-
-    Attributes:
-        from_host: who tried.
-        to_host: whose it is.
-        door: the port.
-        reason: what happened.
-    """
+    """A port of ``to_host`` that ``from_host`` could not connect to."""
 
     from_host: str
     to_host: str
-    door: ListeningPort
+    port: ListeningPort
     reason: str
 
 
 @contextlib.contextmanager
 def listen_on_ports(interfaces: Mapping[str, Interface | None]) -> Iterator[list[ListeningPort]]:
-    """Listens on each interface until the end of the ``with`` statement; the kernel accepts connections by itself.
+    """Listens once on each interface inside a ``with`` statement; the kernel accepts connections by itself.
 
     Args:
-        interfaces: by who would take them.
+        interfaces: by the library that would use them.
     """
     users: dict[Interface, list[str]] = {}
     for user, interface in interfaces.items():
         if interface is not None:
             users.setdefault(interface, []).append(user)
     with contextlib.ExitStack() as closing:
-        doors = []
+        ports = []
         for interface, names in users.items():
             server = closing.enter_context(socket.create_server((interface.address, 0), backlog=1024))
-            port = server.getsockname()[1]
-            doors.append(ListeningPort(interface.name, interface.address, port, " and ".join(names)))
-        yield doors
+            number = server.getsockname()[1]
+            ports.append(ListeningPort(interface.name, interface.address, number, " and ".join(names)))
+        yield ports
 
 
 def find_unreachable(
     own_host: str,
-    doors: Mapping[str, Sequence[ListeningPort]],
+    ports: Mapping[str, Sequence[ListeningPort]],
     *,
     limit_s: float,
     connect: Any = socket.create_connection,
 ) -> list[UnreachablePort]:
-    """Tries all doors of other hosts at the same time.
+    """Connects to all ports of other hosts at the same time, and returns those that could not be reached.
 
     Args:
-        own_host: this host, whose own doors are left out.
-        doors: by host.
+        own_host: this host, whose own ports are left out.
+        ports: by host.
         limit_s: seconds for each.
         connect: as ``socket.create_connection``.
-
-    Returns:
-        Those that could not be reached.
     """
 
-    def why_closed(door: ListeningPort) -> str | None:
+    def why_unreachable(port: ListeningPort) -> str | None:
         try:
-            connect((door.address, door.port), timeout=limit_s).close()
+            connect((port.address, port.port), timeout=limit_s).close()
         except TimeoutError:
             return f"no answer within {limit_s:g} s: probably a firewall drops it"
         except OSError as error:
             return explain_os_error(error)
         return None
 
-    tried = [(host, door) for host, theirs in doors.items() if host != own_host for door in theirs]
+    tried = [(host, port) for host, theirs in ports.items() if host != own_host for port in theirs]
     with ThreadPoolExecutor(max_workers=_MAX_THREADS) as pool:
-        reasons = list(pool.map(why_closed, [door for _, door in tried]))
+        reasons = list(pool.map(why_unreachable, [port for _, port in tried]))
     return [
-        UnreachablePort(own_host, host, door, reason)
-        for (host, door), reason in zip(tried, reasons, strict=True)
+        UnreachablePort(own_host, host, port, reason)
+        for (host, port), reason in zip(tried, reasons, strict=True)
         if reason is not None
     ]

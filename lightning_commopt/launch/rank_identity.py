@@ -1,4 +1,4 @@
-"""Which rank this process is among the hosts that are checked, and where they meet."""
+"""Which rank this process is and where ranks meet, from the variables of torchrun or srun, or from a list of hosts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import itertools
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 DEFAULT_PORT = 29511
-"""Of ``--hosts``, which nobody communicates."""
+"""Of a list of hosts, which has no launcher to choose one."""
 
 _SLURM_PORTS = range(20_000, 30_000)  # below the ports that Linux gives to clients
 _MAX_HOSTS = 100_000
@@ -18,20 +19,19 @@ _MAX_HOSTS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class RankIdentity:
-    """A rank among others.
+    """One of several ranks.
 
     Attributes:
-        rank: its number.
-        world_size: of all ranks.
-        local_rank: on its host.
-        ranks_per_node: ranks on its host.
-        host: its name.
+        rank: global rank.
+        world_size: number of ranks.
+        local_rank: rank on its host.
+        ranks_per_node: number of ranks on its host.
+        host: name of its host.
         address: name or address where ranks meet.
-        port: likewise.
+        port: where ranks meet.
         hosts_store: this process opens that port.
-        peers: names of the hosts, as far as they are known before.
-        rank_hosts: host of each rank; empty if they are not known before.
-        is_of_launcher: torchrun or srun gave it; False for a list.
+        rank_hosts: host of each rank; empty if that is unknown before they meet.
+        is_of_launcher: torchrun or srun started it; False for a list of hosts.
     """
 
     rank: int
@@ -42,54 +42,51 @@ class RankIdentity:
     address: str
     port: int
     hosts_store: bool
-    peers: tuple[str, ...] = ()
     rank_hosts: tuple[str, ...] = ()
     is_of_launcher: bool = True
 
-    def name_of(self, rank: int) -> str:
-        """Returns what to call a rank that has said nothing yet."""
+    def label(self, rank: int) -> str:
+        """Returns how messages name a rank that has not been heard from."""
         if rank >= len(self.rank_hosts):
             return f"rank {rank}"
         return f"rank {rank} of {self.rank_hosts[rank]}" if self.is_of_launcher else self.rank_hosts[rank]
 
 
-def find_place(
+def find_rank_identity(
     hosts: str | None = None, port: int | None = None, environment: Mapping[str, str] = os.environ
 ) -> RankIdentity | None:
-    """Returns the place of this process: of the list, or as torchrun or srun has started it.
+    """Returns which rank this process is.
 
     Args:
-        hosts: the list that a user gave on each host, the meeting place first; None for a launcher.
-        port: where to meet; None for the launcher's, or `DEFAULT_PORT`.
+        hosts: comma-separated hosts, one rank each, which meet on the first; None to ask the launcher.
+        port: where to meet; None for the launcher's, or `DEFAULT_PORT` with ``hosts``.
         environment: variables of this process.
 
     Returns:
-        None for a process without others.
+        None for a process without a launcher and without ``hosts``.
 
     Raises:
-        ValueError: this host is not in the list, or is there twice; a list and a launcher; a variable is missing.
+        ValueError: this host is not in ``hosts``, or twice; there is a launcher as well; a variable is missing.
     """
-    is_rank = bool(environment.get("RANK"))
-    is_step = bool(environment.get("SLURM_STEP_ID")) and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1
+    is_torchrun = bool(environment.get("RANK"))
+    is_srun = bool(environment.get("SLURM_STEP_ID")) and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1
     if hosts is not None:
-        if is_rank or is_step:
-            launcher = "torchrun" if is_rank else "srun"
+        if is_torchrun or is_srun:
+            launcher = "torchrun" if is_torchrun else "srun"
             raise ValueError(f"--hosts is for hosts without a launcher: {launcher} knows them, leave --hosts out")
-        return _place_in_list(hosts, DEFAULT_PORT if port is None else port)
-    if is_rank:
-        return _place_of_torchrun(environment, port)
-    if is_step:
-        return _place_of_slurm(environment, port)
-    return None
+        return _from_list(hosts, DEFAULT_PORT if port is None else port)
+    if is_torchrun:
+        return _from_torchrun(environment, port)
+    return _from_slurm(environment, port) if is_srun else None
 
 
-def _place_of_torchrun(environment: Mapping[str, str], port: int | None) -> RankIdentity:
+def _from_torchrun(environment: Mapping[str, str], port: int | None) -> RankIdentity:
     numbers = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     for name, text in numbers.items():
         if not text.isdecimal():
-            raise ValueError(f"RANK is set, so {name} must be a number, got {text!r}; without RANK one host is checked")
+            raise ValueError(f"RANK is set, so {name} must be a number, got {text!r}; unset RANK to run on one host")
     if not environment.get("MASTER_ADDR"):
-        raise ValueError("RANK is set, so MASTER_ADDR must be where rank 0 is; without RANK one host is checked")
+        raise ValueError("RANK is set, so MASTER_ADDR must be where rank 0 is; unset RANK to run on one host")
     rank = int(numbers["RANK"])
     return RankIdentity(
         rank=rank,
@@ -103,20 +100,19 @@ def _place_of_torchrun(environment: Mapping[str, str], port: int | None) -> Rank
     )
 
 
-def _place_of_slurm(environment: Mapping[str, str], port: int | None) -> RankIdentity:
-    """Reads a step's variables; ranks meet on its first host, at a port that its number gives."""
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
-    hosts = expand_node_list(nodes)
+def _from_slurm(environment: Mapping[str, str], port: int | None) -> RankIdentity:
+    """Reads the variables of a step, whose ranks meet on its first host, at a port derived from job and step."""
+    hosts = expand_node_list(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "")
     per_node = [
         int(number)
-        for part in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        for number in [part[0]] * min(int(part[1] or 1), _MAX_HOSTS)
+        for number, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        for _ in range(min(int(repeats or 1), _MAX_HOSTS))
     ]
     world_size = _number(environment, "SLURM_STEP_NUM_TASKS", 1)
     rank_hosts = [host for host, number in zip(hosts, per_node, strict=False) for _ in range(min(number, world_size))]
     is_block = environment.get("SLURM_DISTRIBUTION", "block").startswith("block")
     node = _number(environment, "SLURM_NODEID", 0)
-    job = 64 * _number(environment, "SLURM_JOB_ID", 0) + _number(environment, "SLURM_STEP_ID", 0)
+    step = 64 * _number(environment, "SLURM_JOB_ID", 0) + _number(environment, "SLURM_STEP_ID", 0)
     rank = _number(environment, "SLURM_PROCID", 0)
     return RankIdentity(
         rank=rank,
@@ -125,18 +121,17 @@ def _place_of_slurm(environment: Mapping[str, str], port: int | None) -> RankIde
         ranks_per_node=per_node[node] if node < len(per_node) else 1,
         host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
         address=environment.get("MASTER_ADDR") or hosts[0],
-        port=_number(environment, "MASTER_PORT", _SLURM_PORTS[job % len(_SLURM_PORTS)]) if port is None else port,
+        port=_number(environment, "MASTER_PORT", _SLURM_PORTS[step % len(_SLURM_PORTS)]) if port is None else port,
         hosts_store=rank == 0,
-        peers=tuple(hosts),
         rank_hosts=tuple(rank_hosts) if is_block and len(rank_hosts) == world_size else (),
     )
 
 
 def expand_node_list(text: str) -> list[str]:
-    """Returns the hosts of a list as SLURM writes it.
+    """Returns the hosts in SLURM's notation.
 
     Raises:
-        ValueError: it is empty, or no such list.
+        ValueError: there are none, or the notation is wrong.
 
     >>> expand_node_list("node[01-03,7],gpu-a")
     ['node01', 'node02', 'node03', 'node7', 'gpu-a']
@@ -153,26 +148,25 @@ def _expand(part: str) -> Iterator[str]:
     if found is None:
         yield part
         return
-    for stretch in found[1].split(","):
-        ends = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", stretch)
+    for bounds in found[1].split(","):
+        ends = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", bounds)
         if ends is None:
-            raise ValueError(f"SLURM_STEP_NODELIST has the range {stretch!r}, which must be such as 01-03")
+            raise ValueError(f"SLURM_STEP_NODELIST has the range {bounds!r}, which must be such as 01-03")
         for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
             yield from _expand(f"{part[: found.start()]}{number:0{len(ends[1])}d}{part[found.end() :]}")
 
 
-def _place_in_list(text: str, port: int) -> RankIdentity:
+def _from_list(text: str, port: int) -> RankIdentity:
     hosts = [host.strip() for host in text.split(",")]
     if not all(hosts) or len(set(hosts)) < len(hosts) or len(hosts) < 2:
         raise ValueError(f"--hosts must be two or more different names or addresses, such as a,b; got {text!r}")
     names = {socket.gethostname(), socket.getfqdn()}
     names |= {name.partition(".")[0] for name in names}
-    own = [index for index, host in enumerate(hosts) if host in names] or [
-        index for index, host in enumerate(hosts) if _is_own_address(host)
-    ]
+    own = [rank for rank, host in enumerate(hosts) if host in names]
+    own = own or [rank for rank, host in enumerate(hosts) if _is_own_address(host)]
     if len(own) != 1:
         problem = "is not this host" if not own else "has this host twice"
-        which = ", ".join(hosts[index] for index in own) or ", ".join(hosts)
+        which = ", ".join(hosts[rank] for rank in own) or ", ".join(hosts)
         raise ValueError(
             f"--hosts {text} {problem} ({which}): its name is {socket.gethostname()}; write the name or address of each"
             " host once"
@@ -184,7 +178,6 @@ def _place_in_list(text: str, port: int) -> RankIdentity:
         address=hosts[0],
         port=port,
         hosts_store=own[0] == 0,
-        peers=tuple(hosts),
         rank_hosts=tuple(hosts),
         is_of_launcher=False,
     )
@@ -192,22 +185,12 @@ def _place_in_list(text: str, port: int) -> RankIdentity:
 
 def _is_own_address(host: str) -> bool:
     """Returns whether a name or address is of this host: then a socket can be bound to it."""
-    for address in _addresses(host):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.bind((address, 0))
-            except OSError:
-                continue
-            return True
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind(address)
+                return True
     return False
-
-
-def _addresses(host: str) -> Sequence[str]:
-    try:
-        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
-    except OSError:
-        return []
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
