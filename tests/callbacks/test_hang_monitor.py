@@ -145,6 +145,7 @@ def test_an_interrupted_job_raises_no_alarm(tmp_path: Path) -> None:
     assert not (tmp_path / "hangs" / "report.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_long_end_of_one_rank_is_no_hang(tmp_path: Path) -> None:
     """If it fails, an upload in ``on_fit_end`` of a rank for which nobody waits ends the job."""
     output, status = run_program("long_end", "ddp", tmp_path)
