@@ -252,7 +252,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "sigterm": Fault(
         what="SIGTERM",
-        kinds=("failed", "died", "ended", "late", "mismatch"),
+        kinds=("failed", "died", "ended", "late", "mismatch", "terminated"),
         phases=(*_STEP, "data", "callbacks"),
         operation=_ANY,
         sentence=r"rank {rank} .*SIGTERM",
