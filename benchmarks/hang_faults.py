@@ -152,7 +152,7 @@ FAULTS: dict[str, Fault] = {
         message=Message(
             pattern=r"rank {rank} on \S+ listens on 9\.9\.9\.9 \(wrong0.*Set GLOO_SOCKET_IFNAME=eth0 on rank {rank}\.",
             is_before_training=True,
-            operation=r"all 2 ranks have come to 10\.0\.0\.1:29500, but ranks 0, 1 have not connected to the others",
+            operation=r"all 2 ranks have reached 10\.0\.0\.1:29500, but ranks 0, 1 have not connected to the others",
         ),
         needs_lab=True,
         strategies=("commopt",),
@@ -162,10 +162,10 @@ FAULTS: dict[str, Fault] = {
     "port": Fault(
         what="port blocked at the start",
         message=Message(
-            pattern=r"rank {rank} on \S+ cannot come to rank 0: 10\.0\.0\.1:29500 does not answer .*firewall.*",
+            pattern=r"rank {rank} on \S+ cannot reach rank 0: 10\.0\.0\.1:29500 does not answer .*firewall.*",
             is_own=True,
             is_before_training=True,
-            operation=r"rank {rank} on \S+ cannot come to rank 0: 10\.0\.0\.1:29500 does not answer",
+            operation=r"rank {rank} on \S+ cannot reach rank 0: 10\.0\.0\.1:29500 does not answer",
         ),
         needs_lab=True,
         strategies=("commopt",),

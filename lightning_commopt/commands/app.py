@@ -1,6 +1,6 @@
 """The console command ``commopt``: one function for each command, which parses, calls and prints.
 
-A command imports what it needs when it runs: torch takes seconds to import, and most commands do without.
+A command imports what it needs when it runs: importing torch takes seconds, and most commands do not need it.
 """
 
 import typer

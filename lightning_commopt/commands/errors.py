@@ -1,4 +1,4 @@
-"""How commands tell a user's mistake."""
+"""How commands report a user's mistake."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import typer
 
 @contextmanager
 def errors_in_a_line(status: int = 1) -> Iterator[None]:
-    """Turns a user's mistake into one line and an exit status; other errors keep their traceback."""
+    """Prints a user's mistake as one line, and exits with ``status``; other errors keep their traceback."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Commands about runs: to profile one, and to read what they left."""
+"""Commands that read the files of runs: trace, summary, report."""
 
 import json as json_text
 from pathlib import Path
@@ -17,9 +17,9 @@ def trace(
     ],
     output: Annotated[Path | None, typer.Option(help="The file; by default comm_time/trace.json in RUN_DIR.")] = None,
     first_step: Annotated[
-        int | None, typer.Option(min=0, help="Where to begin; by default at the first step that was saved.")
+        int | None, typer.Option(min=0, help="First step of the trace; by default the first one that was saved.")
     ] = None,
-    num_steps: Annotated[int, typer.Option(min=1, help="Steps from there on.")] = 100,
+    num_steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = 100,
 ) -> None:
     """Writes a trace of the steps of all ranks, for https://ui.perfetto.dev or chrome://tracing."""
     from lightning_commopt.measure.trace import write_trace
@@ -39,10 +39,10 @@ def summary(
         Path, typer.Argument(help="Directory that has comm_time, where CommTimeMonitor saved its steps.")
     ],
     num_warmup_steps: Annotated[
-        int | None, typer.Option(min=0, help="First steps to leave out; by default as many as CommTimeMonitor did.")
+        int | None, typer.Option(min=0, help="First steps to exclude; by default as many as CommTimeMonitor did.")
     ] = None,
 ) -> None:
-    """Prints what a step spent its time on, and what is worth trying: the table at the end of a fit, from its files.
+    """Prints where the time of a step went, and what to try: the table at the end of a fit, from its files.
 
     Exit status 2 if RUN_DIR has no steps.
     """
@@ -64,7 +64,7 @@ def report(
     ] = False,
     csv: Annotated[Path | None, typer.Option(help="The CSV file; by default report.csv beside the page.")] = None,
     baseline: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Setting that the speed-ups are over, as the table calls it.")
+        str | None, typer.Option(metavar="NAME", help="Setting that speed-ups refer to, as named in the table.")
     ] = None,
     output: Annotated[
         Path | None,
@@ -80,9 +80,9 @@ def report(
         float, typer.Option(metavar="SHARE", help="Share of the throughput that a setting may lose since --earlier.")
     ] = 0.05,
 ) -> None:
-    """Says which plan is fastest, by how much and at what loss: on the terminal, as report.html and report.csv.
+    """Reports which plan is fastest, by how much and at what loss: on the terminal, as report.html and report.csv.
 
-    Exit status 1 if --earlier finds something that has become slower, or failed; 2 for mistakes in the arguments.
+    Exit status 1 if a setting has become slower than in --earlier, or failed; 2 for mistakes in the arguments.
     """
     from lightning_commopt.report.build import build_report
     from lightning_commopt.report.files import write_files

@@ -1,7 +1,7 @@
 """Which hook a Trainer is in, from private names of Lightning; see `lightning_commopt.compat`.
 
-They are functions of ``trainer/call.py``, the same in ``lightning`` and ``pytorch_lightning``: they call the hooks of
-callbacks and modules one after the other. Importing this module imports neither package, nor torch.
+They are functions of ``trainer/call.py``, the same in ``lightning`` and ``pytorch_lightning``, that call the hooks of
+callbacks and modules. Importing this module imports neither package, nor torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CALLERS = {
     "_call_lightning_module_hook": "pl_module",
     "_call_lightning_datamodule_hook": "trainer",
 }
-"""Functions that call a hook, and which of their variables has its owner."""
+"""Functions that call a hook, with their variable that holds its owner."""
 
 _CALL_FILE = "/trainer/call.py"
 _LOGGER_FILE, _LOGS = "/logger_connector/logger_connector.py", "log_metrics"
@@ -26,7 +26,7 @@ _PACKAGES = ("/lightning/pytorch/", "/pytorch_lightning/")
 
 
 class Activity(NamedTuple):
-    """What the thread that trains does within Lightning.
+    """What the training thread does within Lightning.
 
     Attributes:
         kind: "hook", "data", "checkpoint", or "SIGTERM" for the handler of that signal, in which Lightning 2.6 waits
@@ -41,12 +41,9 @@ class Activity(NamedTuple):
 
 
 def activity_of(frames: Sequence[tuple[str, str]]) -> Activity | None:
-    """Returns the innermost activity of a thread; None if it is in none that is known.
+    """Returns the innermost activity of a thread from files and functions, innermost first; None if there is none.
 
-    Hooks of a module that train, such as ``optimizer_step``, are none: their names do not begin with "on_".
-
-    Args:
-        frames: file and name of each function, the innermost first.
+    Hooks of a module that train, such as ``optimizer_step``, do not count: their names do not begin with "on_".
     """
     called = inner = ""
     for file, function in frames:
@@ -71,11 +68,7 @@ def activity_of(frames: Sequence[tuple[str, str]]) -> Activity | None:
 
 
 def hook_owner(frame: FrameType | None) -> str | None:
-    """Returns the name of the class whose hook, or whose logger, runs innermost.
-
-    Args:
-        frame: the innermost of the thread.
-    """
+    """Returns the class name of the innermost hook's owner, or of the logger, from a thread's innermost frame."""
     while frame is not None:
         if frame.f_code.co_name == _LOGS and frame.f_code.co_filename.endswith(_LOGGER_FILE):
             logger = frame.f_locals.get("logger")

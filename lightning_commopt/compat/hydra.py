@@ -1,4 +1,4 @@
-"""Private names of Hydra, and what Hydra 1.3 and 1.4 want said differently; see `lightning_commopt.compat`."""
+"""Private names of Hydra, and what differs between Hydra 1.3 and 1.4; see `lightning_commopt.compat`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 __all__ = [
     "VERSION_BASE",
-    "FileConfigSource",  # a folder of configs; ours adds a hint to the error for an option that it does not have
+    "FileConfigSource",  # a folder of configs; ours adds a hint to the error for an unknown option
     "allow_targets",
-    "get_args_parser",  # which words of a command line are overrides, and which are flags, only Hydra knows
+    "get_args_parser",  # separates overrides from flags on a command line
     "packages_of_targets",
     "register_resolver",
     "store_config",
@@ -26,25 +26,18 @@ __all__ = [
 _HAS_WHITELIST = hasattr(hydra.utils, "execution_whitelist")  # since 1.4
 
 VERSION_BASE: Mapping[str, str] = {} if _HAS_WHITELIST else {"version_base": "1.3"}
-"""A keyword of ``hydra.main`` and ``initialize``: 1.3 warns where it is missing, 1.4 where it is not."""
+"""A keyword of ``hydra.main`` and ``initialize``: 1.3 warns without it, 1.4 with it."""
 
 
 def allow_targets(packages: Sequence[str]) -> AbstractContextManager[object]:
-    """Lets ``instantiate`` and Hydra's logging make what some packages have; Hydra before 1.4 asks for no permission.
-
-    Args:
-        packages: their names. What is allowed already stays so.
-    """
+    """Allows ``instantiate`` and Hydra's logging objects of more packages; Hydra before 1.4 allows all."""
     if not _HAS_WHITELIST:
         return nullcontext()
     return hydra.utils.execution_whitelist([f"{package}.*" for package in packages])  # type: ignore[attr-defined]
 
 
 def packages_of_targets(config: object) -> list[str]:
-    """Returns the packages of all ``_target_`` in a configuration, without those of Python's standard library.
-
-    Args:
-        config: resolved, of plain lists and dictionaries.
+    """Returns the packages of all ``_target_`` in a resolved configuration, but Python's standard library.
 
     >>> packages_of_targets({"a": {"_target_": "torch.optim.SGD", "b": [{"_target_": "os.system"}]}})
     ['torch']
@@ -64,12 +57,12 @@ def _targets(config: object) -> Iterator[object]:
 
 
 def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
-    """Makes a resolver known to OmegaConf, in place of one that has the name."""
+    """Registers a resolver with OmegaConf, replacing one of that name."""
     register = getattr(OmegaConf, "register_resolver" if _HAS_WHITELIST else "register_new_resolver")
     register(name, resolver, replace=True)
 
 
 def store_config(*, group: str, name: str, node: object) -> None:
-    """Makes a config known to Hydra, in place of one that has the name."""
+    """Stores a config in Hydra, replacing one of that name."""
     replace: dict[str, Any] = {"replace": True} if _HAS_WHITELIST else {}
     ConfigStore.instance().store(group=group, name=name, node=node, **replace)

@@ -1,10 +1,10 @@
 """Runs a function as soon as a module has been imported, without importing it.
 
-``import lightning_commopt`` must make Lightning's registries know our strategies, whichever of the two packages is
-imported first; but importing Lightning takes seconds, which ``commopt --help`` should not wait for. So a finder on
-``sys.meta_path`` lets the others find the module, and wraps its loader, which then calls the function.
+``import lightning_commopt`` must add our strategies to Lightning's registries, whichever package is imported first; but
+importing Lightning takes seconds, which ``commopt --help`` should not spend. So a finder on ``sys.meta_path`` lets the
+other finders find the module, and wraps its loader, which then calls the function.
 
-The finder stays: a module may be imported years later, or reloaded. It costs one look into a dict for each import.
+The finder stays: a module may be imported later, or reloaded. It costs one dict lookup for each import.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ AfterImport = Callable[[ModuleType], None]
 
 
 def call_after_import(module: str, function: AfterImport) -> None:
-    """Calls ``function(module)`` after every import of a module: now if it has been imported, and when it will be.
+    """Calls ``function(module)`` after every import of a module, and now if it has been imported.
 
     Args:
         module: full name, such as ``"lightning.pytorch.strategies"``.
-        function: called with the module. What it raises is logged: it must not break somebody else's import.
+        function: its exceptions are logged: they must not break the user's import.
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -34,12 +34,12 @@ def call_after_import(module: str, function: AfterImport) -> None:
     if function not in functions:  # this package may be reloaded
         functions.append(function)
     if module in sys.modules:
-        # Not from sys.modules, where it may be half imported by another thread: this waits for that.
+        # Not from sys.modules: another thread may be importing it, and this waits for that.
         _call(function, importlib.import_module(module))
 
 
 class _Finder(MetaPathFinder):
-    """Finds what the other finders find, with a loader that calls a function."""
+    """Delegates to the other finders, and wraps the loader."""
 
     def __init__(self) -> None:
         self.functions: dict[str, list[AfterImport]] = {}
@@ -61,7 +61,7 @@ class _Finder(MetaPathFinder):
 
 
 class _CallingLoader(Loader):
-    """Loads as another loader does, and then calls functions."""
+    """Delegates to another loader, then calls functions."""
 
     def __init__(self, loader: Any, functions: list[AfterImport]) -> None:
         self._loader = loader
@@ -72,7 +72,7 @@ class _CallingLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module gets its own loader back, for whoever reads its source or its data files, or pickles its spec.
+        # Restores the module's own loader, for code that reads its source or data files, or pickles its spec.
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
@@ -80,7 +80,7 @@ class _CallingLoader(Loader):
             _call(function, module)
 
     def __getattr__(self, name: str) -> Any:
-        # For whoever has found the module and does not import it, such as pkgutil.
+        # For code that finds the module without importing it, such as pkgutil.
         if name.startswith("__") or name == "_loader":
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -90,7 +90,7 @@ def _call(function: AfterImport, module: ModuleType) -> None:
     try:
         function(module)
     except Exception:
-        # Not a warning, which could be an error: whoever imports the module may not even know of this package.
+        # Not a warning, which may be an error: the importing code may not know this package.
         logging.getLogger(__name__).warning("lightning_commopt: failed after import of %s", module, exc_info=True)
 
 

@@ -1,12 +1,12 @@
 """The packages ``lightning`` and ``pytorch_lightning``, and their private names; see `lightning_commopt.compat`.
 
-They have the same code and different classes: a Trainer takes strategies and callbacks of its own package only.
-Importing this module imports neither: its classes follow what the program imports.
+They have the same code and different classes: a Trainer accepts strategies and callbacks of its own package only.
+Importing this module imports neither: its classes get their bases when the program imports a package.
 
 Of ``DDPStrategy`` our strategies override ``_configure_launcher``, ``_register_ddp_hooks`` and ``_setup_distributed``
 (Fabric), and read or set ``_accelerator``, ``_ddp_kwargs``, ``_timeout``, ``_start_method``, ``_launcher``,
-``_backward_sync_control`` (Fabric) and ``_pl_static_graph_delay_done``: they are what the class is made of, and have no
-public form. Our launcher overrides ``_call_children_scripts`` and calls ``_check_can_spawn_children``.
+``_backward_sync_control`` (Fabric) and ``_pl_static_graph_delay_done``, for which there is no public
+alternative. Our launcher overrides ``_call_children_scripts`` and calls ``_check_can_spawn_children``.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-"""The packages that have a Trainer; the first is meant where a program has imported neither."""
+"""The packages that have a Trainer; the first is the default if a program has imported neither."""
 
 RUNS_CALLBACKS, SAVES_CHECKPOINTS = "_call_callback_hooks", "save_checkpoint"
-"""Functions on the stack of a thread that runs a callback, or saves a checkpoint."""
+"""Functions on the stack of a thread that runs a callback or saves a checkpoint."""
 
 _FABRICS = ("lightning.fabric", "lightning_fabric")
 
 if not TYPE_CHECKING:
 
     class _NoCallback:
-        """Stands for the first base, as Python exchanges only classes for classes that Python code has defined."""
+        """First base: Python only replaces bases that are defined in Python."""
 
     class _NoException(Exception):  # noqa: N818
-        """The same."""
+        pass
 
     class Callback(_NoCallback):
         """A callback for the Trainer of every package that the program imports.
@@ -67,11 +67,7 @@ for _package in _FABRICS:
 
 
 def package_of(instance: object) -> str:
-    """Returns which of `PACKAGES` made an object, or the class that it is derived from; the first one if none did.
-
-    Args:
-        instance: a Trainer, an accelerator, a strategy.
-    """
+    """Returns which of `PACKAGES` defines the class of an object, or a base of it; the first one if none does."""
     for cls in type(instance).__mro__:
         for package in PACKAGES:
             if cls.__module__.startswith(f"{package}."):
@@ -80,7 +76,7 @@ def package_of(instance: object) -> str:
 
 
 def package_in_use() -> str:
-    """Returns which of `PACKAGES` this program has imported; if both or neither, the first one that is installed."""
+    """Returns which of `PACKAGES` this program has imported; the first installed one if that is both or neither."""
     imported = [package for package in PACKAGES if package in sys.modules]
     if len(imported) == 1:
         return imported[0]
@@ -101,7 +97,7 @@ def count_samples(trainer: Trainer, batch: Any) -> int | None:
     misconfiguration = import_module(f"{package}.utilities.exceptions").MisconfigurationException
     try:
         size: int = import_module(f"{package}.utilities.data").extract_batch_size(batch)
-    except (misconfiguration, RecursionError):  # the latter where it holds itself
+    except (misconfiguration, RecursionError):  # the latter for a batch that contains itself
         return None
     return size
 
@@ -112,7 +108,7 @@ def batches_that_stepped(trainer: Trainer) -> int:
 
 
 def will_accumulate(trainer: Trainer) -> bool:
-    """Returns whether the batch that is under way takes no optimizer step."""
+    """Returns whether the current batch makes no optimizer step."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -124,23 +120,23 @@ def is_validation_next(trainer: Trainer) -> bool:
 
 
 def optimizer_is_toggled(module: LightningModule) -> bool:
-    """Returns whether ``toggle_optimizer`` has frozen the parameters of other optimizers just now."""
+    """Returns whether ``toggle_optimizer`` has frozen the parameters of other optimizers."""
     return bool(module._param_requires_grad_state)
 
 
 def has_trainer(module: LightningModule) -> bool:
-    """Returns whether a module belongs to a trainer; its public ``trainer`` raises where it does not."""
+    """Returns whether a module belongs to a trainer; its public ``trainer`` raises if it does not."""
     return module._trainer is not None
 
 
 def is_interactive() -> bool:
-    """Returns whether Lightning takes this program for a notebook or an interactive interpreter."""
+    """Returns whether Lightning regards this program as a notebook or an interactive interpreter."""
     modules = (sys.modules.get(f"{fabric}.utilities.imports") for fabric in _FABRICS)
     return any(module._IS_INTERACTIVE for module in modules if module is not None)
 
 
 def renew_rank() -> None:
-    """Has messages that are for rank 0 follow the environment as it is now: Lightning reads it once, when imported."""
+    """Updates the rank for rank-0 messages from the environment, which Lightning reads once, when imported."""
     for fabric in _FABRICS:
         module = sys.modules.get(f"{fabric}.utilities.rank_zero")
         if module is not None:
@@ -148,7 +144,7 @@ def renew_rank() -> None:
 
 
 def is_lightnings_ddp(strategy: object) -> bool:
-    """Returns whether a strategy is Lightning's ``DDPStrategy`` itself, not of a class that is derived from it."""
+    """Returns whether a strategy is Lightning's ``DDPStrategy`` itself, not a subclass."""
     cls = type(strategy)
     return cls.__name__ == "DDPStrategy" and cls.__module__ in {f"{package}.strategies.ddp" for package in PACKAGES}
 
@@ -159,12 +155,7 @@ def comm_hook_of(strategy: object) -> Callable[..., Any] | None:
 
 
 def wrap_comm_hook(strategy: Any, wrap: Callable[[Any], Any]) -> None:
-    """Puts a wrapper around the hook that Lightning's ``DDPStrategy`` will register; does nothing to others.
-
-    Args:
-        strategy: before it wraps the model.
-        wrap: takes the hook, wrapped as the strategy would have it.
-    """
+    """Wraps the hook that Lightning's ``DDPStrategy`` will register, before it wraps the model; ignores others."""
     if hasattr(strategy, "_ddp_comm_wrapper"):
         inner = strategy._ddp_comm_wrapper
         strategy._ddp_comm_wrapper = wrap if inner is None else lambda hook: wrap(inner(hook))

@@ -20,11 +20,11 @@ class LoopEvents:
 
     Args:
         trainer: about to fit.
-        on_data: called on all ranks once the training dataloaders are set up, for the first time or again.
+        on_data: called on all ranks whenever the training dataloaders have been set up.
         on_epoch_start: called before the first batch of an epoch.
         on_next_batch: called before the next batch is fetched.
-        on_epoch_end: called after the last batch of an epoch, before a validation that may follow it, and again when
-            the loop over the batches has been left, other than by an exception.
+        on_epoch_end: called after the last batch of an epoch, before a validation, and again when the loop over the
+            batches has ended without an exception.
         on_error: called with an exception that leaves the fit loop, before Lightning and its callbacks see it.
     """
 
@@ -86,20 +86,20 @@ class LoopEvents:
 
 
 def num_batches(trainer: Any) -> int | None:
-    """Returns how many batches an epoch of training has on this rank, with all limits; None if that is unknown."""
+    """Returns the number of batches in an epoch of training on this rank, with all limits; None if unknown."""
     number = trainer.fit_loop.max_batches
     return None if math.isinf(number) else int(number)
 
 
 def most_batches_left(trainer: Any) -> float:
-    """Returns after how many batches ``max_steps`` ends the fit at the latest; infinity if that is not known."""
+    """Returns after how many batches ``max_steps`` ends the fit at the latest; infinity if unknown."""
     if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
         return math.inf
     return float((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
 
 
 def num_begun(trainer: Any) -> int:
-    """Returns how many batches of this epoch this rank has taken so far."""
+    """Returns how many batches of this epoch this rank has begun."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
@@ -113,27 +113,25 @@ def limit_batches(trainer: Any, number: int) -> None:
     """Ends the epochs of this rank after ``number`` batches, which is not above `num_batches`."""
     limits = trainer.fit_loop._combined_loader.limits
     limits[:] = [min(limit, number) for limit in limits]  # in place: the iterator has the same list
-    _announce(trainer, number)
+    _set_length(trainer, number)
 
 
 def repeat_batches(trainer: Any, number: int) -> None:
-    """Has this rank begin anew with its batches until there are ``number``, which is above `num_batches`."""
+    """Makes this rank start over with its batches until there are ``number``, which is above `num_batches`."""
     loop = trainer.fit_loop
     loader = loop._combined_loader
-    own = [min(len(each), limit) for each, limit in zip(loader.flattened, loader.limits, strict=True)]
-    needs_all = loader._mode == "min_size"  # otherwise the longest decides, and the others are cycled through or over
+    own = [min(len(part), limit) for part, limit in zip(loader.flattened, loader.limits, strict=True)]
+    needs_all = loader._mode == "min_size"  # otherwise the longest decides, and the others are repeated or exhausted
     loader.flattened = [
-        RepeatedLoader(each, own_number, number)
-        if own_number < number and (needs_all or own_number == max(own))
-        else each
-        for each, own_number in zip(loader.flattened, own, strict=True)
+        RepeatedLoader(part, num_own, number) if num_own < number and (needs_all or num_own == max(own)) else part
+        for part, num_own in zip(loader.flattened, own, strict=True)
     ]
     loader.limits[:] = [max(limit, number) for limit in loader.limits]
     iter(loop._data_fetcher)
-    _announce(trainer, number)
+    _set_length(trainer, number)
 
 
-def _announce(trainer: Any, number: int) -> None:
+def _set_length(trainer: Any, number: int) -> None:
     """Sets what Lightning has derived from the number of batches."""
     trainer.fit_loop.max_batches = number
     trainer.fit_loop._data_fetcher.length = number
@@ -142,12 +140,12 @@ def _announce(trainer: Any, number: int) -> None:
 
 
 class RepeatedLoader:
-    """A dataloader that begins anew until there are enough batches; otherwise as the one that it is made of.
+    """A dataloader that starts over until there are enough batches, and otherwise delegates to another one.
 
     Args:
         loader: has a length.
-        num_own: batches to take from it, before it begins anew.
-        number: of batches.
+        num_own: number of its batches before it starts over.
+        number: of batches in all.
     """
 
     def __init__(self, loader: Any, num_own: int, number: int) -> None:
@@ -172,7 +170,7 @@ class RepeatedLoader:
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_iterator":  # Lightning ends the workers of a loader's own iterator, then takes it away
+        if name == "_iterator":  # Lightning ends the workers of a loader's iterator, then removes it
             setattr(self._loader, name, value)
         else:
             super().__setattr__(name, value)

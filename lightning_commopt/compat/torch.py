@@ -20,7 +20,7 @@ __all__ = [
     "broadcast_coalesced",  # DDP's own way to send buffers, for baselines that send as much as DDP
     "bucket_parameters",
     "call_after_backward",
-    "default_store",  # ranks can meet there without a collective, which a rank that does not come would break
+    "default_store",  # for messages without a collective, which a missing rank would break
     "flight_records",
     "flush_static_graph",
     "foreach_copy_",  # what optimizers use for many small tensors
@@ -38,31 +38,31 @@ foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_
 
 
 def registered_hooks(model: DistributedDataParallel) -> list[object]:
-    """Returns the objects whose methods are the comm hooks of ``model``: DDP tells nobody whether it has a hook."""
+    """Returns the objects whose methods are the comm hooks of ``model``; DDP has no public query for hooks."""
     return [getattr(hook, "__self__", None) for hook, _ in model._comm_hooks]
 
 
 def bucket_parameters(model: DistributedDataParallel) -> list[list[int]]:
-    """Returns which parameters are in which bucket, once DDP has rebuilt its buckets; empty before.
+    """Returns the parameters in each bucket, once DDP has rebuilt its buckets; empty before.
 
-    Not while a backward runs: DDP holds a lock then.
+    Not during a backward, in which DDP holds a lock.
     """
     text = str(model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))
     return [[int(index) for index in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
 
 def stop_reducing(model: DistributedDataParallel) -> None:
-    """Takes DDP's hooks off the parameters, so that another wrapper can have them: its destructor may come later."""
+    """Removes DDP's hooks from the parameters for another wrapper: the destructor may run later."""
     model.reducer._remove_autograd_hooks()
 
 
 def uses_python_reducer(model: DistributedDataParallel) -> bool:
-    """Returns whether DDP has no buckets, as ``torch._dynamo.config.optimize_ddp`` asked for when it was made."""
+    """Returns whether DDP has no buckets, because of ``torch._dynamo.config.optimize_ddp`` when it was made."""
     return bool(model._use_python_reducer)
 
 
 def flush_static_graph(model: DistributedDataParallel) -> None:
-    """Ends the first backward of a static graph, where forward was not called through the wrapper."""
+    """Ends the first backward of a static graph whose forward was not called through the wrapper."""
     model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
 
 
@@ -72,20 +72,20 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def ignored_names(module: Module) -> set[str]:
-    """Returns the names of parameters and buffers that a module asks DDP to ignore."""
+    """Returns the names of parameters and buffers of a module that DDP must ignore."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def sparse_values(tensor: Tensor) -> Tensor:
-    """Returns what of a tensor travels: ``values()`` of a sparse one wants it coalesced, which would cost a sort."""
+    """Returns the values of a tensor that are sent; ``values()`` of a sparse one would need a sort first."""
     return tensor._values() if tensor.is_sparse else tensor
 
 
 def flight_records() -> dict[str, Any]:
-    """Returns the collectives that torch has recorded in this process, as its JSON has them, the oldest first.
+    """Returns the collectives that torch has recorded in this process, from its JSON, the oldest first.
 
-    Each backend may have a recorder of its own: gloo, NCCL's first backend ("nccl-legacy" since torch 2.15, "nccl"
-    before), and its second one, which records through a hook.
+    Each backend may have its own recorder: gloo, NCCL's first backend ("nccl-legacy" since torch 2.15, "nccl" before),
+    and its second one, which records through a hook.
 
     Raises:
         RuntimeError: this torch records none.

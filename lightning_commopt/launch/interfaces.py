@@ -78,10 +78,7 @@ def find_listening(
 ) -> Listening:
     """Returns where a rank would listen according to its variables and the host's name.
 
-    Args:
-        backend: of the process group; NCCL's rules apply if its name contains "nccl", gloo's otherwise.
-        interfaces: from `list_interfaces`.
-        environment: variables of the rank.
+    NCCL's rules apply if the name of the backend contains "nccl", gloo's otherwise.
     """
     variable = "NCCL_SOCKET_IFNAME" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
     value = environment.get(variable) or None
@@ -110,10 +107,7 @@ def choose_for_gloo(
 ) -> Interface | None:
     """Returns the interface that gloo uses; None if there is none.
 
-    Args:
-        interfaces: from `list_interfaces`.
-        environment: ``GLOO_SOCKET_IFNAME`` names one or several, of which the first is used here.
-        own_address: what the host's name resolves to, which counts without that variable.
+    It is the first one in ``GLOO_SOCKET_IFNAME``, or without that variable the one with ``own_address``.
     """
     name = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     if name:
@@ -124,9 +118,7 @@ def choose_for_gloo(
 def choose_for_nccl(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> Interface | None:
     """Returns the interface that NCCL uses for bootstrap; None if there is none.
 
-    Args:
-        interfaces: from `list_interfaces`.
-        environment: ``NCCL_SOCKET_IFNAME`` has prefixes; names after "="; "^" excludes them.
+    ``NCCL_SOCKET_IFNAME`` has prefixes, or names after "="; "^" excludes them.
 
     Source: the guide's page on environment variables. Without the variable NCCL prefers InfiniBand (``ib*``);
     ``docker*``, the loopback interface and ``virbr*`` come last.

@@ -26,13 +26,7 @@ class BucketOrder:
         self._seen: dict[str, int] = {}
 
     def place(self, index: int, is_last: bool, names: tuple[str, ...]) -> tuple[int, bool]:
-        """Returns the index of the next bucket, and whether it is the last one of its backward.
-
-        Args:
-            index: from DDP.
-            is_last: from DDP.
-            names: of the bucket's parameters.
-        """
+        """Returns the index of the next bucket, and whether it is the last one of its backward."""
         if index or is_last:
             self._seen.clear()
             return index, is_last

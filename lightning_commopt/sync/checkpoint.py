@@ -35,13 +35,7 @@ def gather_state(
     """Gathers all ranks' states for a checkpoint. All ranks should call it.
 
     If an exception or a signal keeps some ranks from calling it between two batches, it warns and gathers nothing.
-
-    Args:
-        state: of this rank; None if there is none.
-        is_in_batch: whether this rank is in the middle of a training batch.
-        world_size: number of ranks.
-        timeout: of the process group.
-        device: of this rank's model.
+    Without a state, ``state`` is None.
 
     Returns:
         The states on rank 0, which writes the checkpoint; None on the others.
@@ -61,14 +55,7 @@ def gather_state(
 
 
 def read_state(saved: Any, rank: int, world_size: int, compressor: Compressor | None) -> CommState:
-    """Returns one rank's state from the result of `gather_state`; an empty one, with a warning, if it cannot be used.
-
-    Args:
-        saved: None if the checkpoint has no state.
-        rank: this rank.
-        world_size: number of ranks now.
-        compressor: the one in use now.
-    """
+    """Returns one rank's state from `gather_state`; an empty one, with a warning, if it cannot be used."""
     if saved is None:
         return CommState(is_common=True)
     try:
@@ -80,11 +67,6 @@ def read_state(saved: Any, rank: int, world_size: int, compressor: Compressor | 
 
 def usable_state(state: CommState, compressor: Compressor | None, module: Module) -> CommState:
     """Returns the state that all ranks can resume from. All ranks must call it.
-
-    Args:
-        state: of this rank, from a checkpoint.
-        compressor: of the hook that is in use now; None without one.
-        module: the model.
 
     Returns:
         Only residuals, unless the states fit the compressor and the model on every rank.

@@ -47,12 +47,8 @@ def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -
     """Returns on all ranks whether all have reached the same point of the training.
 
     Uses the store of the default group: a collective that some ranks never enter would block the others and leave the
-    group unusable.
-
-    Args:
-        position: of this rank in the training; None if it cannot take part.
-        patience_s: how long rank 0, which decides, waits for the others.
-        timeout_s: how long the others wait for rank 0.
+    group unusable. A rank that cannot take part has no ``position``. Rank 0 waits ``patience_s`` for the others, and
+    they wait ``timeout_s`` for its decision.
     """
     store = key_space("meeting")
     rank, keys = dist.get_rank(), [str(rank) for rank in range(dist.get_world_size())]

@@ -60,13 +60,7 @@ class ModuleSyncs:
     def add(
         self, module: Module, plan: CommPlan, attach: Callable[[DistributedDataParallel, GradientSync], None]
     ) -> None:
-        """Makes the sync of a module. All ranks must call it.
-
-        Args:
-            module: just wrapped or, with one rank, without a wrapper.
-            plan: how its gradients travel.
-            attach: attaches the sync to the wrapper.
-        """
+        """Makes the sync of a module. All ranks must call it."""
         sync = GradientSync(plan, observers=self.observers)
         end = partial(sync.end_backward, ends_static_graph=False)
         entry = _Entry(sync, Backwards(lambda: look_for_kept_gradients(sync.model), end))

@@ -157,10 +157,6 @@ class ObservedAllReduce(_ObservedBuckets):
     it, kept from earlier batches. The two differ where the reciprocal is rounded.
 
     `reduce` is the hook. `look_for_kept_gradients` must be called before every backward.
-
-    Args:
-        model: just wrapped, without a hook.
-        observers: notified of every bucket.
     """
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:

@@ -38,11 +38,6 @@ class Agreement:
 
     Nothing here waits: every rank calls `advance` until it has the name, and rank 0 until all have.
 
-    Args:
-        store: reachable from all ranks; keys of ours only.
-        rank: this rank.
-        world_size: number of ranks.
-
     Attributes:
         name: of the attempt; None until rank 0 has answered.
         missing: ranks that do not have the name yet; a rank above 0 only knows of itself.

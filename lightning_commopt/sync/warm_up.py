@@ -38,13 +38,6 @@ def compile_kernels(
     """Compiles the Triton kernels of a compressor; if one rank cannot, no rank uses Triton. All ranks must call it.
 
     Triton and plain torch do not compute the same bits.
-
-    Args:
-        compressor: to be used for buckets.
-        channel: to be used by it.
-        dtypes: of the gradients; only floating-point ones are compressed.
-        device: a CUDA device.
-        group: of all ranks.
     """
     had_triton = dispatch.has_triton()
     error = _try_triton(compressor, channel, dtypes, device) if had_triton else None
@@ -90,15 +83,7 @@ def run_on_samples(
 
 
 def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Channel, first_step: int = 0) -> None:
-    """Runs two steps and the residual of a compressor as if all ranks had the same gradients; nothing is sent.
-
-    Args:
-        compressor: starts from a new state.
-        layout: of the bucket.
-        flat: ``(n,)`` the bucket; overwritten.
-        channel: has the number of ranks.
-        first_step: number of the first step.
-    """
+    """Runs two steps and the residual of a compressor as if all ranks had the same gradients; nothing is sent."""
     state, alone = compressor.init(layout, flat.device, first_step), cast(Channel, _Alone(channel))
     for _ in range(_NUM_STEPS):
         rounds = compressor.rounds(flat, layout, state, alone)

@@ -1,1 +1,1 @@
-"""Ranks that wait in vain: while they join, at the end of an epoch, for a rank that has failed, in a hang."""
+"""Detects ranks that wait in vain: while joining, at the end of an epoch, for a rank that has failed, in a hang."""

@@ -1,4 +1,4 @@
-"""EpochEnds: ranks that end an epoch early wait for the others, and learn that one goes on without them."""
+"""EpochEnds: a rank that ends an epoch early waits for the others, and notices one that continues."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class _Epoch:
     """One pass through the training batches on this rank.
 
     Attributes:
-        run: its number among all of this fit, from 1; the same on all ranks.
+        run: its number in this fit, from 1; the same on all ranks.
         number: Lightning's, for messages.
-        num_ended: batches after which this rank has gone on, or left; -1 before the first one.
-        has_left: whether this rank has ended it.
+        num_ended: batches that this rank has completed; -1 before the first one.
+        has_left: whether this rank has ended the epoch.
         was_stopped: whether ``trainer.should_stop`` was set then.
     """
 
@@ -33,16 +33,10 @@ class _Epoch:
 
 
 class EpochEnds:
-    """Keeps ranks from leaving an epoch that others are still in, through the store, as a collective would hang.
+    """Keeps ranks from leaving an epoch that others are still in, through the store: a collective would hang.
 
-    A rank that ends after the agreed number of batches sends and waits for nothing.
-
-    Args:
-        store: of the ranks of one fit; keys of ours only.
-        rank: this rank.
-        world_size: number of ranks.
-        timeout_s: how long to wait for others.
-        check_peers: raises if waiting is in vain, as a rank has failed; called now and then.
+    A rank that ends after the agreed number of batches sends and waits for nothing. While waiting, ``check_peers`` is
+    called, which raises if a rank has failed.
     """
 
     def __init__(
@@ -57,33 +51,31 @@ class EpochEnds:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Where this rank is, to compare: the epoch, and the batches that it has ended."""
+        """The epoch, and the batches that this rank has completed in it."""
         return self._epoch.run, self._epoch.num_ended
 
     @property
     def is_in_epoch(self) -> bool:
-        """Whether an epoch has begun and not ended."""
         return not self._epoch.has_left
 
     def begin(self, number: int) -> None:
-        """An epoch begins."""
         self._previous, self._epoch = self._epoch, _Epoch(run=self._epoch.run + 1, number=number, has_left=False)
 
     def advance(self, num_batches: int) -> None:
-        """The epoch goes on after so many batches."""
+        """Notes that the epoch continues after ``num_batches``."""
         self._epoch.num_ended = num_batches
 
     def leave(self, num_batches: int, agreed: int | None, *, was_stopped: bool) -> None:
-        """The epoch ends on this rank; returns once that is known to be so on all.
+        """Ends the epoch on this rank; returns once it is known to have ended on all.
 
         Args:
             num_batches: that this rank has begun in it.
-            agreed: that every rank has; None if that is not known.
+            agreed: number of batches of every rank; None if unknown.
             was_stopped: whether ``trainer.should_stop`` is set.
 
         Raises:
-            UnevenBatchesError: another rank goes on, or has ended it after another number.
-            TimeoutError: ranks have not come.
+            UnevenBatchesError: another rank continues, or has ended it after another number of batches.
+            TimeoutError: ranks have not ended it in time.
         """
         epoch = self._epoch
         if epoch.has_left:
@@ -93,21 +85,21 @@ class EpochEnds:
             self._meet(epoch)
 
     def find_early_rank(self, num_begun: int, is_in_collective: bool) -> str | None:
-        """Finds a rank that has left an epoch which this rank is still in, and lets it know.
+        """Finds a rank that has left an epoch which this rank is still in, and notifies it.
 
         Args:
             num_begun: batches of this epoch that this rank has begun.
-            is_in_collective: whether it is in a collective now.
+            is_in_collective: whether this rank is in a collective now.
 
         Returns:
-            What is wrong; None if nothing is known to be.
+            The message for it; None if there is no such rank.
         """
         for epoch in (self._epoch, self._previous):
             if epoch.run == 0 or not self._store.check([f"{epoch.run}/left"]):
                 continue
             rank, number, was_stopped = json.loads(self._store.get(f"{epoch.run}/left"))
             own = epoch.num_ended if epoch.has_left else num_begun
-            # One that has gone on may yet find that there is no next batch; it does so outside of collectives.
+            # A rank that has continued may find that there is no next batch, but not in a collective.
             goes_on = not epoch.has_left and epoch.num_ended >= number and is_in_collective
             if rank != self._rank and (own > number or goes_on):
                 self._store.set(f"{epoch.run}/goes_on", json.dumps([self._rank, own]))
@@ -122,23 +114,18 @@ class EpochEnds:
             store.set(f"{run}/left", json.dumps([self._rank, epoch.num_ended, epoch.was_stopped]))
         if num_come == self._world_size:
             store.set(f"{run}/all", json.dumps([int(store.get(f"{run}/rank/{rank}")) for rank in self._ranks]))
-        self._await(epoch)
+        if not poll(lambda: self._have_all_left(epoch), self._timeout_s):
+            missing = [rank for rank in self._ranks if not store.check([f"{run}/rank/{rank}"])]
+            raise TimeoutError(
+                f"Rank {self._rank} has ended epoch {epoch.number} after {epoch.num_ended} batches, and"
+                f" {ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} not within {self._timeout_s:g} s."
+            )
         numbers = json.loads(store.get(f"{run}/all"))
         if len(set(numbers)) > 1:
             raise UnevenBatchesError(different_ends_message(numbers, epoch.number))
-        if self._rank == 0 and run > 1:  # nobody reads what is about the one before this
+        if self._rank == 0 and run > 1:  # nobody reads the keys of the previous epoch
             for key in ("left", "come", "all", *(f"rank/{rank}" for rank in self._ranks)):
                 store.delete_key(f"{run - 1}/{key}")
-
-    def _await(self, epoch: _Epoch) -> None:
-        """Waits until all ranks have come."""
-        if poll(lambda: self._have_all_left(epoch), self._timeout_s):
-            return
-        missing = [rank for rank in self._ranks if not self._store.check([f"{epoch.run}/rank/{rank}"])]
-        raise TimeoutError(
-            f"Rank {self._rank} has ended epoch {epoch.number} after {epoch.num_ended} batches, and"
-            f" {ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} not within {self._timeout_s:g} s."
-        )
 
     def _have_all_left(self, epoch: _Epoch) -> bool:
         self._check_peers()

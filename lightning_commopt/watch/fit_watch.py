@@ -1,4 +1,4 @@
-"""FitWatch: keeps the ranks of a fit from waiting for a rank that does not come."""
+"""FitWatch: keeps the ranks of a fit from waiting for a rank that has failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_commopt.compat.loops import LoopEvents, num_begun
 from lightning_commopt.sync.store import key_space
-from lightning_commopt.watch.ending import end_process, print_now
+from lightning_commopt.watch.ending import end_waiting_rank, print_now
 from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.lifelines import Lifelines
 from lightning_commopt.watch.peers import Failure, Peers
@@ -29,10 +29,9 @@ _GRACE_S = 5.0
 class FitWatch:
     """Compares the ranks' numbers of batches, and ends a rank that waits for one that has failed.
 
-    It owns what a strategy's watching needs: a thread, a part of the store, and the connections to other nodes. The
-    thread wakes once a second and compares where the training is with where it was. Only where it has not moved does it
-    ask the store. A rank that has failed is waited for in vain: what waits for it gets some seconds to find out by
-    itself and to end in an orderly way, then its process ends. A rank that waits for nobody is never ended.
+    It owns a thread, a part of the store, and the connections to other nodes. The thread wakes once a second and checks
+    whether training has progressed; only if not does it read the store. A rank that waits for one that has failed gets
+    some seconds to notice and to end by itself, then its process is ended. A rank that waits for nobody is never ended.
 
     All ranks must make it, once for each fit.
 
@@ -42,7 +41,7 @@ class FitWatch:
         device: that this rank trains on, whose tensors the default group can gather.
         ranks_per_node: consecutive ranks on each host.
         main_address: of rank 0's host.
-        launcher_pid: the process that has started this one and waits for it; None if there is no such one.
+        launcher_pid: the process that has started this one and waits for it; None if there is none.
         timeout: how long ranks wait for others at the end of an epoch.
     """
 
@@ -83,7 +82,7 @@ class FitWatch:
         self._thread.start()
 
     def fail(self, exception: BaseException) -> None:
-        """Reports to the others that this rank has failed, or explains an error that follows from another's failure."""
+        """Reports this rank's failure to the others, or explains an error that follows from another's failure."""
         if self._stop.is_set():
             return
         self._stop_watching()
@@ -100,7 +99,6 @@ class FitWatch:
             print_now(text)  # the parent prints it only when all ranks have ended
 
     def close(self) -> None:
-        """Ends the watch, at the end of a fit."""
         if not self._stop.is_set():
             self._stop_watching()
             self._find_early_rank()
@@ -115,7 +113,7 @@ class FitWatch:
 
     def _make_even(self) -> None:
         self._agreed = make_even(self._trainer, self._policy, self._device)
-        self._peers.learn()  # all have written it: Lightning's collectives for dataloaders come after that
+        self._peers.learn()  # all have written: Lightning's collectives for dataloaders follow
 
     def _leave_epoch(self) -> None:
         number = num_begun(self._trainer)
@@ -126,7 +124,7 @@ class FitWatch:
         failure = self._peers.failure()
         if failure is not None:
             raise RuntimeError(
-                f"Rank {self._rank} waits at the end of an epoch for ranks that do not come. {failure.text}"
+                f"Rank {self._rank} waits at the end of an epoch for ranks that have failed. {failure.text}"
             )
 
     def _watch(self) -> None:
@@ -147,7 +145,7 @@ class FitWatch:
                 self._end(reason)
 
     def _reason_to_end(self) -> str | None:
-        """Returns why this rank, which has stalled, waits in vain; None if it does not, or that is not known."""
+        """Returns why this rank, which has stalled, waits in vain; None if it does not, or if that is unknown."""
         self._find_early_rank()
         failure = self._peers.failure()
         if failure is None and self._launcher not in (None, os.getppid()):
@@ -157,10 +155,10 @@ class FitWatch:
         is_waiting = waits_for_others(self._fit_thread, self._device)
         self._peers.set_waiting(is_waiting)
         if failure.has_died or self._peers.has_died():
-            # What this rank does alone may be worth its time.
+            # What this rank does on its own must not be lost.
             is_lost = self._ends.is_in_epoch and not is_in_callback(self._fit_thread)
             return failure.text if is_waiting or is_lost else None
-        # All ranks may raise and catch the same: then a slow one is waited for, and not the one that has raised.
+        # All ranks may raise and catch the same: then they wait for a slow one, and not for the one that has raised.
         return failure.text if is_waiting and self._peers.are_all_idle() else None
 
     @property
@@ -176,5 +174,4 @@ class FitWatch:
 
     def _end(self, reason: str) -> None:
         if not self._stop.is_set():
-            who = f"[rank {self._rank}]"
-            end_process(f"{who} {reason}\n{who} This rank has waited for {_GRACE_S:g} s, and ends.")
+            end_waiting_rank(self._rank, reason, _GRACE_S)

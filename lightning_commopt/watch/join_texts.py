@@ -1,4 +1,4 @@
-"""Why ranks do not come together, from what is known of those that came and of processes that start."""
+"""Explains why ranks do not join, from those that have arrived and from processes that start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_commopt.launch.interfaces import Listening
 from lightning_commopt.text.formatting import list_some, ranks_text
 from lightning_commopt.watch.hangs.process import descendants, process_state
 
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,9 @@ class Arrival:
     """A rank that has reached the store.
 
     Attributes:
-        rank: its number.
-        host: the name of its host.
-        network: what tells its network namespace from all others.
+        rank: the rank.
+        host: name of its host.
+        network: name of its network namespace, which no other has.
         listening: where it listens for the other ranks.
         interfaces: of its host, with their addresses.
     """
@@ -37,108 +37,90 @@ class Arrival:
 
     @classmethod
     def from_json(cls, text: str) -> Arrival:
-        """Reads what `to_json` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "listening": Listening(**fields["listening"])})
 
     def to_json(self) -> str:
-        """Returns it as text for the store."""
         return json.dumps(asdict(self))
 
-    @property
-    def place(self) -> str:
-        """Where it listens, in words."""
+    def text(self) -> str:
+        """Returns rank, host, and where it listens, in words."""
         at = self.listening
         variable = f"{at.variable} is not set" if at.value is None else f"{at.variable}={at.value}"
         if at.address is None:
-            return f"has no IPv4 address to listen on ({variable})"
+            return f"rank {self.rank} on {self.host} has no IPv4 address to listen on ({variable})"
         interface = "" if at.interface is None else f"{at.interface}, "
-        return f"listens on {at.address.partition('/')[0]} ({interface}{variable})"
+        return f"rank {self.rank} on {self.host} listens on {at.address.partition('/')[0]} ({interface}{variable})"
 
 
 def missing_text(address: str, arrivals: Sequence[Arrival], missing: Sequence[int], starting: Mapping[int, int]) -> str:
-    """Returns which ranks have not come.
-
-    Args:
-        address: host and port where rank 0 waits.
-        arrivals: of the ranks that came, rank 0 first.
-        missing: the others.
-        starting: processes of ranks that are missing, from `find_starting`.
-    """
+    """Returns which ranks have not arrived at ``address``; ``starting`` has processes of such ranks."""
     here = [arrival.rank for arrival in arrivals]
     those = f"only {ranks_text(here)} is" if len(here) == 1 else f"{ranks_text(here)} are"
     hosts = list(dict.fromkeys(arrival.host for arrival in arrivals))
-    on_hosts = f" ({', '.join(hosts[:_MOST_SHOWN])})" if len(hosts) > 1 else ""
+    on_hosts = f" ({', '.join(hosts[:_MAX_SHOWN])})" if len(hosts) > 1 else ""
     text = f"rank 0 on {hosts[0]} waits at {address} for {ranks_text(missing)}; {those} here{on_hosts}"
     shown = [
-        f"Rank {rank} still starts: its process {pid} on this host has not come to init_process_group (imports, data,"
+        f"Rank {rank} still starts: its process {pid} on this host has not reached init_process_group (imports, data,"
         " or code before the Trainer)"
-        for rank, pid in [*starting.items()][:_MOST_SHOWN]
+        for rank, pid in [*starting.items()][:_MAX_SHOWN]
     ]
     unknown = [rank for rank in missing if rank not in starting]
     if unknown:
         was, its = ("it was", "its") if len(unknown) == 1 else ("they were", "their")
         who = f" of {ranks_text(unknown)}" if starting else ""
         shown.append(
-            f"Look whether {was} started at all, ended early, or cannot reach {address}: {its} own output{who} shows it"
+            f"Check whether {was} started, ended early, or cannot reach {address}: {its} own output{who} shows it"
         )
     return ". ".join((text, *shown))
 
 
 def unconnected_text(address: str, arrivals: Sequence[Arrival], joined: Collection[int], master: str | None) -> str:
-    """Returns why ranks that have all come do not connect to each other, as far as their addresses tell.
+    """Returns why ranks that have all arrived do not connect to each other, according to their addresses.
 
-    Args:
-        address: host and port of the store.
-        arrivals: of all ranks.
-        joined: ranks whose process group is there.
-        master: IPv4 address of the store; None if it is not known.
+    ``joined`` ranks have their process group; ``master`` is the IPv4 address of the store, if known.
     """
     waiting = [arrival.rank for arrival in arrivals if arrival.rank not in joined]
     start = (
-        f"all {len(arrivals)} ranks have come to {address}, but {ranks_text(waiting)}"
+        f"all {len(arrivals)} ranks have reached {address}, but {ranks_text(waiting)}"
         f" {'has' if len(waiting) == 1 else 'have'} not connected to the others"
     )
-    odd, why = find_odd(arrivals, master)
-    if not odd:
-        places = _places(arrivals)
+    misplaced, why = find_misplaced(arrivals, master)
+    if not misplaced:
         return (
-            f"{start}: {places}. Their addresses fit each other: probably a firewall blocks ports between them other"
+            f"{start}: {_text_of(arrivals)}. Their addresses match: probably a firewall blocks ports between them other"
             f" than that of {address}, or NCCL and gloo should use another interface"
             f" ({arrivals[0].listening.variable})"
         )
-    others = [arrival for arrival in arrivals if arrival not in odd]
-    beside = f" The others: {_places(others)}." if others else ""
-    return f"{start}: {_places(odd)}, {why}.{beside} {_remedy(odd, arrivals, master)}"
+    others = [arrival for arrival in arrivals if arrival not in misplaced]
+    rest = f" The others: {_text_of(others)}." if others else ""
+    return f"{start}: {_text_of(misplaced)}, {why}.{rest} {_remedy(misplaced, arrivals, master)}"
 
 
-def find_odd(arrivals: Sequence[Arrival], master: str | None) -> tuple[list[Arrival], str]:
-    """Returns the ranks that listen where others cannot reach them, and why; none and "" if all places fit.
-
-    Args:
-        arrivals: of all ranks.
-        master: IPv4 address of the store; None if it is not known.
-    """
+def find_misplaced(arrivals: Sequence[Arrival], master: str | None) -> tuple[list[Arrival], str]:
+    """Returns the ranks that listen where others cannot reach them, and why; none and "" if all can."""
     nowhere = [arrival for arrival in arrivals if arrival.listening.address is None]
     if nowhere:
-        return nowhere, "so the interface that the variable names is not there, or is down"
+        return nowhere, "so the interface that the variable names does not exist, or is down"
     if len({arrival.network for arrival in arrivals}) == 1:
         return [], ""
     loopback = [arrival for arrival in arrivals if _interface(arrival).is_loopback]
     if loopback:
         return loopback, "which other hosts cannot reach"
-    doubled = [arrival for arrival in arrivals if _is_doubled(arrival, arrivals)]
-    if doubled:
-        return doubled, "an address that several hosts have, as that of a bridge within each"
+    networks = {(_interface(arrival).ip, arrival.network) for arrival in arrivals}
+    times = Counter(ip for ip, _ in networks)
+    repeated = [arrival for arrival in arrivals if times[_interface(arrival).ip] > 1]
+    if repeated:
+        return repeated, "an address that several hosts have, such as that of a bridge on each"
     right = _right_network(arrivals, master)
     outside = [arrival for arrival in arrivals if right is not None and _interface(arrival).ip not in right]
     return outside, f"which is not in {right} as the others' addresses are" if outside else ""
 
 
-def _remedy(odd: Sequence[Arrival], everybody: Sequence[Arrival], master: str | None) -> str:
+def _remedy(misplaced: Sequence[Arrival], everybody: Sequence[Arrival], master: str | None) -> str:
     right = _right_network(everybody, master)
     settings: dict[str, list[int]] = {}
-    for arrival in odd:
+    for arrival in misplaced:
         fitting = [
             name
             for name, address in arrival.interfaces.items()
@@ -150,21 +132,15 @@ def _remedy(odd: Sequence[Arrival], everybody: Sequence[Arrival], master: str | 
 
 
 def _right_network(arrivals: Sequence[Arrival], master: str | None) -> ipaddress.IPv4Network | None:
-    """Returns the network with the store's address if a host has it, else that in which most ranks listen."""
+    """Returns the network of the store's address if a host is in it, else that in which most ranks listen."""
     for arrival in arrivals:
         for address in arrival.interfaces.values():
             interface = ipaddress.IPv4Interface(address)
             if str(interface.ip) == master and not interface.is_loopback:
                 return interface.network
     listening = [_interface(arrival) for arrival in arrivals if arrival.listening.address is not None]
-    networks = Counter(each.network for each in listening if not each.is_loopback)
+    networks = Counter(interface.network for interface in listening if not interface.is_loopback)
     return networks.most_common(1)[0][0] if networks else None
-
-
-def _is_doubled(arrival: Arrival, everybody: Sequence[Arrival]) -> bool:
-    return any(
-        _interface(other).ip == _interface(arrival).ip and other.network != arrival.network for other in everybody
-    )
 
 
 def _interface(arrival: Arrival) -> ipaddress.IPv4Interface:
@@ -172,27 +148,21 @@ def _interface(arrival: Arrival) -> ipaddress.IPv4Interface:
     return ipaddress.IPv4Interface(arrival.listening.address)
 
 
-def _places(arrivals: Sequence[Arrival]) -> str:
-    return list_some([f"rank {each.rank} on {each.host} {each.place}" for each in arrivals], _MOST_SHOWN)
+def _text_of(arrivals: Sequence[Arrival]) -> str:
+    return list_some([arrival.text() for arrival in arrivals], _MAX_SHOWN)
 
 
 def activity_text(starting: Mapping[int, int]) -> str:
-    """Returns what processes do at this moment, behind a sentence; "" if there are none."""
-    states = [(pid, process_state(pid)) for pid in [*starting.values()][:_MOST_SHOWN]]
-    each = ", ".join(f"{pid} is {state.state}, {state.cpu_s:.0f} s of CPU time" for pid, state in states)
-    return f". Now: process {each}" if each else ""
+    """Returns what processes do now, to be appended to a sentence; "" if there are none."""
+    states = [(pid, process_state(pid)) for pid in [*starting.values()][:_MAX_SHOWN]]
+    shown = ", ".join(f"{pid} is {state.state}, {state.cpu_s:.0f} s of CPU time" for pid, state in states)
+    return f". Now: process {shown}" if shown else ""
 
 
 def find_starting(missing: Collection[int], ranks_here: range, port: int) -> dict[int, int]:
-    """Returns the processes of ranks that have not come, where their environment shows which rank they are.
-
-    Args:
-        missing: ranks.
-        ranks_here: the ranks on this host.
-        port: of the store, which distinguishes this job from others.
-    """
+    """Returns the processes of missing ranks on this host, if their environment shows rank and port of the store."""
     found: dict[int, int] = {}
-    # torchrun and srun have started this process and the others, Lightning's own launcher starts them from this one.
+    # torchrun and srun have started this process and the others; Lightning's launcher starts them from this one.
     for pid in descendants(os.getppid()) if missing else ():
         rank = _rank_of(pid, ranks_here, port)
         if rank in missing and pid != os.getpid():
@@ -201,7 +171,7 @@ def find_starting(missing: Collection[int], ranks_here: range, port: int) -> dic
 
 
 def _rank_of(pid: int, ranks_here: range, port: int) -> int:
-    """Returns the rank that a process is, by its environment; -1 if that does not show it."""
+    """Returns the rank of a process according to its environment; -1 if that does not show it."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""JoinWatch: reports what ranks wait for while the process group is made."""
+"""JoinWatch: reports what ranks wait for while they make the process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,15 +17,16 @@ import torch.distributed as dist
 from lightning_commopt.launch.interfaces import find_listening, list_interfaces
 from lightning_commopt.launch.ports import try_port
 from lightning_commopt.sync.store import Agreement, poll
-from lightning_commopt.watch.ending import end_process, print_now
+from lightning_commopt.watch.ending import end_waiting_rank, print_now
 from lightning_commopt.watch.join_texts import (
     Arrival,
     activity_text,
-    find_odd,
+    find_misplaced,
     find_starting,
     missing_text,
     unconnected_text,
 )
+from lightning_commopt.watch.peers import namespace_name
 
 _REPORT_AFTER_S = 20.0
 _LOOK_S = 1.0
@@ -37,22 +37,14 @@ _GRACE_S = 5.0
 
 
 class JoinWatch:
-    """Reports after some seconds why the process group does not come into being; to be used in a ``with``.
+    """Reports after some seconds why there is no process group yet; to be used in a ``with`` statement.
 
-    A thread with a connection of its own to the store of the rendezvous leaves this rank's name and address there, and
-    looks who else has come. It prints a sentence on stderr: a rank that cannot reach the store, why; rank 0, which
-    ranks have not come; the lowest rank that still waits, which addresses do not fit when all are there. It prints
-    another one only when it knows something else. A rank that fails is reported at once; as there will be no group
-    then, the others get some seconds to find out by themselves, and end. gloo would wait for five times the timeout.
-    The thread raises nothing, and ends with the block.
-
-    Args:
-        host: name or address of the store, ``MASTER_ADDR``.
-        port: of the store, ``MASTER_PORT``.
-        rank: this rank.
-        world_size: number of ranks.
-        ranks_per_node: consecutive ranks on each host.
-        backend: of the process group.
+    A thread with its own connection to the store of the rendezvous writes this rank's name and address there, and reads
+    which ranks have arrived. It prints on stderr why this rank cannot reach the store; on rank 0, which ranks have not
+    arrived; on the lowest rank that still waits when all have, which addresses do not match. It prints again only when
+    the reason changes. A rank that fails is reported at once; as there will be no group then, the others get some
+    seconds to notice, and are ended: gloo would wait for five times the timeout. The thread raises nothing, and ends
+    with the block.
     """
 
     def __init__(self, host: str, port: int, *, rank: int, world_size: int, ranks_per_node: int, backend: str) -> None:
@@ -83,7 +75,7 @@ class JoinWatch:
         return self
 
     def note_joined(self) -> None:
-        """Notes that this rank has its process group: from here on others report what they wait for."""
+        """Notes that this rank has its process group, and reports nothing more."""
         self._has_joined = True
 
     def __exit__(
@@ -112,7 +104,7 @@ class JoinWatch:
             self._failure = self._failure or self._find_failure()
             if self._failure is None:
                 sentence = None if self._has_joined else self._find_reason(is_late)
-                # Twice the same, as a rank may come in this very moment.
+                # Only if it is found twice: a rank may be about to arrive.
                 if is_late and sentence == before:
                     self._report(sentence)
                 before = sentence
@@ -120,8 +112,8 @@ class JoinWatch:
             if self._rank == 0 or self._failure.startswith("rank 0 "):
                 self._report(self._failure)
             in_vain_since = in_vain_since or now
-            if now - in_vain_since >= _GRACE_S:
-                self._end_process(self._failure)
+            if now - in_vain_since >= _GRACE_S and not self._stop.is_set():
+                end_waiting_rank(self._rank, f"{self._failure}.", _GRACE_S)
 
     def _report(self, sentence: str | None) -> None:
         if sentence is not None and sentence != self._reported and not (self._stop.is_set() and self._error is None):
@@ -131,10 +123,11 @@ class JoinWatch:
             print_now(f"[rank {self._rank}] {waited_s:.0f} s in init_process_group: {sentence}{states}.")
 
     def _find_reason(self, is_late: bool) -> str | None:
-        """Returns why this rank still waits; None if it does not know, or another rank reports it."""
+        """Returns why this rank still waits; None if that is unknown, or another rank reports it."""
         if self._connected is None:
-            why = self._unreachable(_TRY_S)
-            if why is not None and (self._rank != 0 or _is_agents_store()):
+            why = self._connect(_TRY_S)
+            # Rank 0 opens the store itself, except under torchrun.
+            if why is not None and (self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
                 return why
         if self._store is None or not is_late:
             return None
@@ -145,7 +138,7 @@ class JoinWatch:
             return None
 
     def _agree(self) -> None:
-        """Answers other ranks, or looks for rank 0's answer; then leaves this rank's arrival."""
+        """Answers other ranks, or looks for rank 0's answer; then writes this rank's arrival."""
         if self._connected is None and self._has_joined:
             self._connect(_TRY_S)
         if self._agreement is None or self._connected is None:
@@ -164,23 +157,19 @@ class JoinWatch:
     def _lose_store(self) -> None:
         self._connected, self._store, self._agreement, self._is_store_lost = None, None, None, True
 
-    def _unreachable(self, limit_s: float) -> str | None:
-        """Connects to the store; returns why that failed, None if it is done."""
-        why = self._connect(limit_s)
-        return None if why is None else f"rank {self._rank} on {socket.gethostname()} cannot come to rank 0: {why}"
-
     def _connect(self, limit_s: float) -> str | None:
-        """Connects to the store; returns why that failed, None if it is done."""
+        """Connects to the store; returns why that failed, None if it succeeded."""
+        start = f"rank {self._rank} on {socket.gethostname()} cannot reach rank 0: "
         failure = try_port(self._host, self._port, limit_s=limit_s)
         if failure is not None:
-            return failure.message
-        # In a thread of its own: torch waits without limit for a program that is no store to answer.
+            return start + failure.message
+        # In a thread: if the program at this port is no store, torch waits for its answer without limit.
         connecting = threading.Thread(target=self._open_store, name="commopt-join-watch", daemon=True)
         connecting.start()
         connecting.join(limit_s)
         if self._connected is None:
             return (
-                f"{self._address} takes connections, but does not answer as torch's store does: does another"
+                f"{start}{self._address} accepts connections, but does not answer like torch's store: does another"
                 " program listen there?"
             )
         return None
@@ -198,15 +187,15 @@ class JoinWatch:
         return Arrival(
             rank=self._rank,
             host=socket.gethostname(),
-            network=_network_of_process(),
+            network=namespace_name("net"),
             listening=find_listening(self._backend, interfaces),
-            interfaces={each.name: each.with_prefix for each in interfaces},
+            interfaces={interface.name: interface.with_prefix for interface in interfaces},
         )
 
     def _find_others(self, store: dist.Store) -> str | None:
         if self._rank > 0 and not store.check([f"joined/{rank}" for rank in range(self._rank)]):
-            return None  # a lower rank waits too, and reports it
-        arrivals = self._look_who_is_here(store)
+            return None  # a lower rank waits too, and reports
+        arrivals = self._read_arrivals(store)
         if len(arrivals) < self._world_size:
             if self._rank != 0:
                 return None
@@ -220,29 +209,24 @@ class JoinWatch:
         joined = [rank for rank in range(self._world_size) if store.check([f"joined/{rank}"])]
         return unconnected_text(self._address, arrivals, joined, _resolve(self._host))
 
-    def _look_who_is_here(self, store: dist.Store) -> list[Arrival]:
+    def _read_arrivals(self, store: dist.Store) -> list[Arrival]:
         for rank in range(self._world_size):
             if rank not in self._arrivals and store.check([f"here/{rank}"]):
                 self._arrivals[rank] = Arrival.from_json(store.get(f"here/{rank}").decode())
         return [self._arrivals[rank] for rank in sorted(self._arrivals)]
 
     def _find_failure(self) -> str | None:
-        """Returns which other rank has failed while it joined, so that there will be no group."""
+        """Returns which other rank has failed while joining, so that there will be no group."""
         if self._store is not None:
             try:
                 return self._store.get("failed").decode() if self._store.check(["failed"]) else None
             except RuntimeError:
                 self._lose_store()
         if self._is_store_lost:
-            gone = try_port(self._host, self._port, limit_s=_TRY_S)
-            if gone is not None and gone.kind == "refused":
+            failure = try_port(self._host, self._port, limit_s=_TRY_S)
+            if failure is not None and failure.kind == "refused":
                 return f"rank 0 has ended, and with it the store at {self._address}: its output shows why"
         return None
-
-    def _end_process(self, reason: str) -> None:
-        if not self._stop.is_set():
-            who = f"[rank {self._rank}]"
-            end_process(f"{who} {reason}.\n{who} This rank has waited for {_GRACE_S:g} s, and ends.")
 
     def _leave(self) -> None:
         if self._error is not None:
@@ -255,10 +239,10 @@ class JoinWatch:
         return self._store is not None
 
     def _explain_error(self) -> None:
-        """Reports this rank's error to the others, and what is known of its reason."""
+        """Reports this rank's error to the others, and its reason as far as known."""
         if self._failure is not None:
             return
-        why = self._unreachable(_CLOSE_S / 4) if self._connected is None else None
+        why = self._connect(_CLOSE_S / 4) if self._connected is None else None
         if self._connected is None:
             self._report(why if self._rank > 0 and self._reported is None else None)
             return
@@ -267,24 +251,20 @@ class JoinWatch:
         store = self._store
         assert store is not None
         store.compare_set("failed", "", f"rank {self._rank} on {socket.gethostname()} has failed: {self._error}")
-        poll(lambda: self._has_store() and len(self._look_who_is_here(store)) == self._world_size, _CLOSE_S / 2)
-        arrivals = self._look_who_is_here(store)
+        poll(lambda: self._has_store() and len(self._read_arrivals(store)) == self._world_size, _CLOSE_S / 2)
+        arrivals = self._read_arrivals(store)
         master = _resolve(self._host)
-        if len(arrivals) == self._world_size and find_odd(arrivals, master)[0]:
+        if len(arrivals) == self._world_size and find_misplaced(arrivals, master)[0]:
             self._report(unconnected_text(self._address, arrivals, (), master))
 
 
 def watch_joining(strategy: Any, backend: str | None) -> AbstractContextManager[JoinWatch | None]:
-    """Returns a context to make the process group in: a `JoinWatch`, where there is something to wait for.
-
-    Args:
-        strategy: Lightning's ``DDPStrategy``, of a Trainer or of Fabric, about to make the group.
-        backend: of the group; None for that of the device.
-    """
+    """Returns a context in which to make the process group: a `JoinWatch` if there are other ranks to wait for."""
     world_size = strategy.num_nodes * strategy.num_processes
     environment = strategy.cluster_environment
     backend = backend or ("nccl" if strategy.root_device.type == "cuda" else "gloo")
-    if world_size == 1 or environment is None or dist.is_initialized() or not {"gloo", "nccl"} & set(_words(backend)):
+    is_known = bool({"gloo", "nccl"} & set(re.split("[:,]", backend)))
+    if world_size == 1 or environment is None or dist.is_initialized() or not is_known:
         return nullcontext()
     return JoinWatch(
         environment.main_address,
@@ -294,20 +274,6 @@ def watch_joining(strategy: Any, backend: str | None) -> AbstractContextManager[
         ranks_per_node=strategy.num_processes,
         backend=backend,
     )
-
-
-def _words(backend: str) -> list[str]:
-    return re.split("[:,]", backend)
-
-
-def _is_agents_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _network_of_process() -> str:
-    """Returns what tells this network namespace, and so this host or container, from all others."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _resolve(host: str) -> str | None:

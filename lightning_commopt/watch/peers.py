@@ -1,4 +1,4 @@
-"""Peers: how a rank learns that another has failed, without a message that the other would have to send."""
+"""Peers: detects that another rank has failed, without a message from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_commopt.watch.lifelines import Lifelines
 _T = TypeVar("_T")
 
 _ORDERLY = ("SIGTERMException", "_TunerExitException")
-"""Lightning's exceptions that end a fit on all ranks, as they should."""
+"""Lightning's exceptions that end a fit on all ranks as intended."""
 
 _NUM_IDLE = "num_idle"
 _DEATH_S = 0.5
@@ -29,9 +29,9 @@ class Failure(NamedTuple):
     """A rank that takes part in no further collective.
 
     Attributes:
-        rank: the first one to fail, as far as that is known.
-        has_died: whether its process has ended; otherwise it has raised, and may yet be caught.
-        text: what has happened, in one or more lines.
+        rank: the first one to fail, as far as known.
+        has_died: whether its process has ended; otherwise it has raised, which it may still catch.
+        text: explains it in one or more lines.
     """
 
     rank: int
@@ -40,18 +40,11 @@ class Failure(NamedTuple):
 
 
 class Peers:
-    """The ranks of one fit: which of them have failed.
+    """Which ranks of a fit have failed.
 
-    A rank that raises writes so to the store. Of one that was killed, or has called ``os._exit``, the ranks on the same
-    host find that its process has gone though it has not ended the fit, and write so; of the first rank on each host
-    the `Lifelines` show it to the others.
-
-    Args:
-        store: of the ranks of one fit; keys of ours only.
-        rank: this rank.
-        world_size: number of ranks.
-        ranks_here: the ranks on this host.
-        lifelines: to ranks on other hosts.
+    A rank that raises writes that to the store. If one was killed, or has called ``os._exit``, the ranks on the same
+    host notice that its process has ended before the fit, and write that; for the first rank on each host the
+    `Lifelines` show it to other hosts.
     """
 
     def __init__(
@@ -71,28 +64,28 @@ class Peers:
     def query_store(self, fn: Callable[[], _T], default: _T) -> _T:
         """Returns what a function reads from the store; ``default`` once the store is lost.
 
-        It goes with the process of rank 0, but for torchrun, which has one of its own.
+        It ends with the process of rank 0, except under torchrun, whose agent has it.
         """
         if not self._is_store_lost and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self._is_store_lost = _is_gone(self._processes.get(0, ""))
         if not self._is_store_lost:
             try:
                 return fn()
-            except RuntimeError:  # not a second time: torch writes a page to the log
+            except RuntimeError:  # once: torch logs a page each time
                 self._is_store_lost = True
         return default
 
     def learn(self) -> None:
-        """Reads which processes the other ranks of this host are, once they have written it; cheap later."""
+        """Reads the process names of the other ranks of this host; cheap once all are known."""
         for rank in self._others_here:
             if rank not in self._processes and (process := self._get(f"process/{rank}")) is not None:
                 self._processes[rank] = process
 
     def fail(self, exception: BaseException) -> str | None:
-        """Writes to the store that this rank has failed, unless another has done so before, which is then the cause.
+        """Writes to the store that this rank has failed, unless another, which is then the cause, has done so before.
 
         Returns:
-            The text, with the traceback; None if nothing was written, or it was Ctrl-C.
+            The text, with the traceback; None if nothing was written, or after Ctrl-C.
         """
         if type(exception).__name__ in _ORDERLY:
             return None
@@ -105,12 +98,12 @@ class Peers:
         return text if is_first and not isinstance(exception, KeyboardInterrupt) else None
 
     def finish(self) -> None:
-        """Writes to the store that this rank has ended the fit: its process may go."""
+        """Writes to the store that this rank has ended the fit: its process may end."""
         self.leave()
         self.query_store(lambda: self._store.set(f"finished/{self._rank}", ""), None)
 
     def set_waiting(self, is_waiting: bool) -> None:
-        """Writes to the store whether this rank waits for others; does nothing if that is known there."""
+        """Writes to the store whether this rank waits for others, if that has changed."""
         if is_waiting != self._is_waiting and not self._has_left:
             self._is_waiting = is_waiting
             self.query_store(lambda: self._store.add(_NUM_IDLE, 1 if is_waiting else -1), None)
@@ -120,12 +113,12 @@ class Peers:
         return self.query_store(lambda: self._store.add(_NUM_IDLE, 0), 0) >= self._world_size
 
     def leave(self) -> None:
-        """Writes to the store that this rank takes part in nothing more: it counts as one that waits."""
+        """Writes to the store that this rank takes no further part; it counts as waiting."""
         self.set_waiting(True)
         self._has_left = True
 
     def failure(self) -> Failure | None:
-        """Returns which other rank has failed first, and how, as far as that can be known; None if none has."""
+        """Returns which other rank has failed first, as far as known; None if none has."""
         if self._failure is None:
             self._failure = self._reported() or self._died()
         return self._failure
@@ -135,7 +128,7 @@ class Peers:
         return (self._failure is not None and self._failure.has_died) or self._find_dead() is not None
 
     def failure_soon(self) -> Failure | None:
-        """As `failure`, for the moment in which connections are closed and the process is not yet gone."""
+        """Waits a moment for a `failure`: connections are closed before the process has ended."""
         deadline = time.monotonic() + _DEATH_S
         while (failure := self.failure()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -161,31 +154,31 @@ class Peers:
         return next((rank for rank in sorted(gone) if self._get(f"finished/{rank}") is None), None)
 
     def _report(self, failure: Failure) -> bool:
-        """Writes a failure to the store if it is the first one; returns whether it is."""
+        """Writes a failure to the store if it is the first one; returns whether it was."""
         text = json.dumps(failure)
         return self.query_store(lambda: self._store.compare_set("failed", "", text) == text.encode(), False)
 
     def _get(self, key: str) -> str | None:
-        """Returns what the store has for a key; None if it has nothing."""
+        """Returns the value of a key in the store; None if there is none."""
         return self.query_store(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
 
 def _process_name(pid: int) -> str | None:
-    """Returns what distinguishes a process from all others, at all times; None if it is gone, or cannot be seen."""
+    """Returns a name that no other process ever has; None if it has ended, or cannot be seen."""
     fields = process_fields(pid)
     # Number 22 in proc(5): when it has started.
-    return None if fields is None or fields[0] in "ZX" else f"{_host()} {pid} {fields[19]}"
+    return None if fields is None or fields[0] in "ZX" else f"{namespace_name('pid')} {pid} {fields[19]}"
 
 
 @cache
-def _host() -> str:
-    """Returns what distinguishes this host, or container, from all others."""
+def namespace_name(kind: str) -> str:
+    """Returns a name of this process's namespace, "pid" or "net", that no other host or container has."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{boot} {os.stat(f'/proc/self/ns/{kind}').st_ino}"
 
 
 def _is_gone(process: str) -> bool:
-    """Returns whether a process of this host has ended; False for one of another host, or that is not known."""
+    """Returns whether a process of this host has ended; False for one of another host, or if that is unknown."""
     own = _process_name(os.getpid())
     if not process or own is None or own.split()[:2] != process.split()[:2]:
         return False

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: what a strategy does about it before an epoch begins."""
+"""Ranks with different numbers of batches: what a strategy does before an epoch begins."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _STOP_TOGETHER = (
 
 
 class UnevenBatchesError(RuntimeError):
-    """Ranks have different numbers of training batches; the message says which, and what to do."""
+    """Ranks have different numbers of training batches; the message has the numbers and remedies."""
 
 
 def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
-    """Compares the ranks' numbers of batches, and does what the policy says. All ranks must call it.
+    """Compares the ranks' numbers of batches, and applies the policy. All ranks must call it.
 
     Args:
         trainer: whose training dataloaders have just been set up.
@@ -40,12 +40,12 @@ def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
         device: whose tensors the default group can gather.
 
     Returns:
-        The number of batches in an epoch, the same on all ranks; None if a rank does not know it, if ``max_steps`` ends
+        The number of batches in an epoch, the same on all ranks; None if it is unknown on a rank, if ``max_steps`` ends
         the fit before, or with "allow".
 
     Raises:
-        UnevenBatchesError: the numbers differ and the policy is "error"; or a rank has none; or the policy needs a
-            number that a rank does not know.
+        UnevenBatchesError: the numbers differ and the policy is "error"; or a rank has no batch; or the policy needs a
+            number that is unknown.
     """
     if policy == "allow":
         return None
@@ -64,7 +64,7 @@ def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
         return own
     if most_batches_left(trainer) <= smallest:
         return None
-    found = f"Ranks have different numbers of training batches: {_listed(numbers)}."
+    found = f"Ranks have different numbers of training batches: {_numbers_text(numbers)}."
     if policy != "error" and smallest == 0:
         raise UnevenBatchesError(f"{found} uneven_batches={policy!r} cannot help a rank that has none. {_WHY}")
     if policy == "error":
@@ -73,14 +73,14 @@ def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
         dropped = sum(number - smallest for number in numbers if number is not None)
         warn_once(
             f"{found} uneven_batches='drop': every epoch ends after {smallest} batches on all ranks, and"
-            f" {dropped} in all are left out."
+            f" {dropped} in all are dropped."
         )
         if own > smallest:
             limit_batches(trainer, smallest)
         return smallest
     repeated = sum(largest - number for number in numbers if number is not None)
     warn_once(
-        f"{found} uneven_batches='pad': every epoch has {largest} batches on all ranks; those with fewer begin anew,"
+        f"{found} uneven_batches='pad': every epoch has {largest} batches on all ranks; those with fewer start over,"
         f" and {repeated} batches count twice or more."
     )
     if own < largest:
@@ -89,23 +89,20 @@ def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
 
 
 def different_ends_message(numbers: Sequence[int | None], epoch: int) -> str:
-    """Returns that an epoch has ended after different numbers of batches.
-
-    Args:
-        numbers: for each rank its batches; None for one that goes on.
-        epoch: its number.
-    """
-    return f"Ranks ended epoch {epoch} after different numbers of batches: {_listed(numbers)}. {_WHY} {_WHAT_TO_DO}"
+    """Returns the message for an epoch that has ended after these numbers of batches, by rank; None if unknown."""
+    return (
+        f"Ranks ended epoch {epoch} after different numbers of batches: {_numbers_text(numbers)}. {_WHY} {_WHAT_TO_DO}"
+    )
 
 
 def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, *, was_stopped: bool) -> str:
-    """Returns that a rank goes on in an epoch that another has ended.
+    """Returns the message for a rank that continues in an epoch that another has ended.
 
     Args:
         left: a rank, and the number of batches after which it has ended the epoch.
         going: a rank, and the number of batches that it has begun.
         epoch: its number.
-        was_stopped: whether ``trainer.should_stop`` was set on the one that has ended it.
+        was_stopped: whether ``trainer.should_stop`` was set on the rank that has ended it.
     """
     why = ", as trainer.should_stop was set there" if was_stopped else ""
     return (
@@ -116,9 +113,9 @@ def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, *
 
 def _gather(own: int | None, device: torch.device) -> list[int | None]:
     mine = torch.tensor([-1 if own is None else own], device=device)
-    everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybodys, mine)
-    numbers = torch.cat(everybodys).tolist()
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    numbers = torch.cat(gathered).tolist()
     return [None if number < 0 else number for number in numbers]
 
 
@@ -130,10 +127,10 @@ def _unknown_message(policy: str, ranks: Sequence[int]) -> str:
     )
 
 
-def _listed(numbers: Sequence[int | None]) -> str:
-    """Returns which ranks have how many.
+def _numbers_text(numbers: Sequence[int | None]) -> str:
+    """Returns the numbers with their ranks.
 
-    >>> _listed([6, 6, 5])
+    >>> _numbers_text([6, 6, 5])
     '6 batches on ranks 0, 1; 5 batches on rank 2'
     """
     ranks_with: dict[int | None, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What the thread that trains does at this moment, as far as its Python frames and its device show it."""
+"""What the training thread does now, according to its Python frames and its device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TORCH = ("torch.", "lightning_commopt.", "contextlib", "functools")
 
 
 def is_in_collective(thread: int) -> bool:
-    """Returns whether a thread has called a function of torch's distributed package that has not returned.
+    """Returns whether a thread is in a function of torch's distributed package.
 
-    Functions of the user's that it has called in turn do not count, nor does the launcher that has called the user's.
+    User functions called from there do not count, nor does the launcher that has called the user's program.
     """
     return any(
         module.startswith("torch.distributed.") and not module.startswith(_LAUNCHERS) for module in _own_modules(thread)
@@ -25,14 +25,10 @@ def is_in_collective(thread: int) -> bool:
 
 
 def waits_for_others(thread: int, device: torch.device) -> bool:
-    """Returns whether a thread is where it would wait for another rank: in a collective, in backward, for the device.
+    """Returns whether a thread may wait for another rank: in a collective, in backward, for the device.
 
-    A rank that computes a gradient cannot be told from one that waits for its average, nor a device that computes from
-    one that waits in NCCL's kernel: ask only where a rank is known to be missing.
-
-    Args:
-        thread: ident of the thread.
-        device: that it trains on.
+    Computing a gradient looks like waiting for its average, and a busy device like one in an NCCL kernel: call this
+    only if a rank is known to be missing.
     """
     if is_in_collective(thread) or any(module.startswith("torch.autograd") for module in _own_modules(thread)):
         return True
@@ -40,12 +36,12 @@ def waits_for_others(thread: int, device: torch.device) -> bool:
         return False
     try:
         return not torch.cuda.default_stream(device).query()
-    except RuntimeError:  # an earlier error of the device: it runs nothing any more
+    except RuntimeError:  # after an error the device runs nothing any more
         return False
 
 
 def is_in_callback(thread: int) -> bool:
-    """Returns whether a thread runs a callback or saves a checkpoint, which are worth ending also on a rank alone."""
+    """Returns whether a thread runs a callback or saves a checkpoint, which even a lone rank should complete."""
     return any(frame.f_code.co_name in (RUNS_CALLBACKS, SAVES_CHECKPOINTS) for frame in _frames(thread))
 
 

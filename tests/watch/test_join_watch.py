@@ -19,7 +19,7 @@ from lightning_commopt.watch import join_watch
 from lightning_commopt.watch.join_texts import (
     Arrival,
     activity_text,
-    find_odd,
+    find_misplaced,
     find_starting,
     missing_text,
     unconnected_text,
@@ -61,11 +61,11 @@ def test_missing_ranks_are_named() -> None:
 def test_addresses_that_do_not_fit_are_named(address: str, odd: list[int], why: str) -> None:
     """If it fails, the rank with the wrong interface is not the one that is named."""
     arrivals = [_arrival(0), _arrival(1, address), _arrival(2)]
-    found, reason = find_odd(arrivals, "10.0.0.1")
+    found, reason = find_misplaced(arrivals, "10.0.0.1")
     assert [arrival.rank for arrival in found] == odd
     assert reason.startswith(why)
     told = unconnected_text(_STORE, arrivals, [2], "10.0.0.1")
-    assert told.startswith(f"all 3 ranks have come to {_STORE}, but ranks 0, 1 have not connected to the others: ")
+    assert told.startswith(f"all 3 ranks have reached {_STORE}, but ranks 0, 1 have not connected to the others: ")
     if odd:
         assert told.endswith(f"Set GLOO_SOCKET_IFNAME=eth0 on {'rank 1' if odd == [1] else 'ranks 0, 1'}")
     else:
@@ -76,7 +76,7 @@ def test_of_two_networks_that_of_the_store_is_right() -> None:
     """If it fails, one of two ranks is told to take the wrong interface of the other."""
     interfaces = {"wrong0": "9.9.9.9/24", "eth0": "10.0.0.1/24"}
     arrivals = [_arrival(0, "9.9.9.9/24", interfaces=interfaces), _arrival(1)]
-    assert [arrival.rank for arrival in find_odd(arrivals, "10.0.0.1")[0]] == [0]
+    assert [arrival.rank for arrival in find_misplaced(arrivals, "10.0.0.1")[0]] == [0]
     assert unconnected_text(_STORE, arrivals, [], "10.0.0.1").endswith("Set GLOO_SOCKET_IFNAME=eth0 on rank 0")
 
 
@@ -144,7 +144,7 @@ def test_late_ranks_are_named_and_then_train(tmp_path: Path) -> None:
     lines = [(tmp_path / str(rank)).read_text().splitlines() for rank in range(3)]
     told = [[line for line in each if " s in init_process_group: " in line] for each in lines]
     assert len(told[1]) == 1
-    assert "cannot come to rank 0: 127.0.0.1 refuses connections to port" in told[1][0]
+    assert "cannot reach rank 0: 127.0.0.1 refuses connections to port" in told[1][0]
     assert "waits at 127.0.0.1" in told[0][-1]
     assert len(told[0]) == len(set(told[0])) <= 2  # of ranks 1 and 2 before rank 1 has come, then of rank 2 alone
     assert told[2] == []
@@ -190,7 +190,7 @@ def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatc
         while "[rank 1]" not in said and time.monotonic() < deadline:
             said += capfd.readouterr().err
             time.sleep(0.02)
-    assert "takes connections, but does not answer as torch's store does" in said
+    assert "accepts connections, but does not answer like torch's store" in said
 
 
 _ADD_WRONG = (
@@ -232,13 +232,13 @@ class TestOnHosts:
     def test_a_blocked_port(self, told: dict[str, list[list[str]]]) -> None:
         """If it fails, a firewall looks like a slow start."""
         first, second = told["a blocked port"]
-        assert f"rank 1 on {socket.gethostname()} cannot come to rank 0: {_STORE} does not answer" in second[0]
+        assert f"rank 1 on {socket.gethostname()} cannot reach rank 0: {_STORE} does not answer" in second[0]
         assert f"waits at {_STORE} for rank 1; only rank 0 is here" in first[0]
 
     def test_ranks_that_cannot_reach_each_other(self, told: dict[str, list[list[str]]]) -> None:
         """If it fails, ranks that wait for each other say nothing, as rank 0 has all its connections."""
         _, second, _ = told["no connection"]
-        assert f"all 3 ranks have come to {_STORE}, but ranks 1, 2 have not connected" in second[0]
+        assert f"all 3 ranks have reached {_STORE}, but ranks 1, 2 have not connected" in second[0]
         assert "probably a firewall blocks ports between them" in second[0]
 
     def test_a_wrong_interface(self, told: dict[str, list[list[str]]]) -> None:

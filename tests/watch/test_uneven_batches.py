@@ -120,8 +120,8 @@ class Cycled(Rows):
 
 _FOUND = "Ranks have different numbers of training batches: 3 batches on rank 0; 5 batches on rank 1."
 _WHAT_IS_DONE = (
-    "uneven_batches='drop': every epoch ends after 3 batches on all ranks, and 2 in all are left out.",
-    "uneven_batches='pad': every epoch has 5 batches on all ranks; those with fewer begin anew, and 2 batches count",
+    "uneven_batches='drop': every epoch ends after 3 batches on all ranks, and 2 in all are dropped.",
+    "uneven_batches='pad': every epoch has 5 batches on all ranks; those with fewer start over, and 2 batches count",
 )
 
 

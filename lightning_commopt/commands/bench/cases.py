@@ -27,13 +27,8 @@ _OUT_ONLY = ("all_to_all", "send_recv")
 def num_ranks_of_scopes(settings: BenchSettings, world_size: int, ranks_per_node: int) -> dict[str, int]:
     """Returns how many ranks a group of each scope has.
 
-    Args:
-        settings: whose scopes and root are checked.
-        world_size: number of ranks.
-        ranks_per_node: consecutive ranks that share a node.
-
     Raises:
-        ValueError: there is one rank only, nodes cannot be made of these ranks, or the root is none of them.
+        ValueError: there is only one rank, a scope does not fit the nodes, or the root is out of range.
     """
     check_integer("the number of ranks", world_size, at_least=2)
     num_ranks = {"all": world_size}
@@ -56,13 +51,8 @@ def has_nodes(world_size: int, ranks_per_node: int) -> bool:
 
 
 def cases_of(settings: BenchSettings, num_ranks: Mapping[str, int]) -> list[Case]:
-    """Returns the cases, each once, the small messages first.
-
-    Args:
-        settings: what to measure.
-        num_ranks: in a group of each scope.
-    """
-    found: dict[Case | tuple[object, ...], Case] = {}
+    """Returns the cases, each once, small messages first; ``num_ranks`` is by scope."""
+    found: dict[tuple[object, ...], Case] = {}
     for size_bytes in settings.sizes_bytes:
         for case in _cases_of_size(settings, size_bytes, num_ranks):
             found.setdefault((*case.series, case.size_bytes), case)

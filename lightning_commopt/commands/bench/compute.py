@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 
 import torch
 
@@ -13,13 +12,7 @@ _QUEUED = 4
 
 
 class ComputeLoad:
-    """Multiplies matrices on a device, or on this process's core, inside a ``with`` statement.
-
-    On CPU a thread multiplies with one thread of its own, without the GIL; on CUDA a stream of its own is kept busy.
-
-    Args:
-        device: of this rank.
-    """
+    """Multiplies matrices on a device inside a ``with`` statement: on CPU in one thread, on CUDA on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,9 +31,7 @@ class ComputeLoad:
         has_begun.wait()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._thread is not None
         self._is_over.set()
         self._thread.join()

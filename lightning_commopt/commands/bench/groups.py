@@ -1,4 +1,4 @@
-"""The groups of ranks that cases run in, and the memory that they share."""
+"""The groups of ranks of cases, and the memory that cases share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ from lightning_commopt.sync.groups import borrow_groups
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that take part in a case.
-
-    Attributes:
-        group: of them.
-        members: their numbers among all ranks.
-        index: of this rank among them.
-    """
+    """The ranks of a case: their group, their global ranks, and the index of this rank among them."""
 
     group: dist.ProcessGroup
     members: tuple[int, ...]
@@ -29,7 +23,6 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Ranks:
-        """Returns the ranks of a group that this rank is in."""
         return cls(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
 
     @property
@@ -37,16 +30,12 @@ class Ranks:
         return len(self.members)
 
     def member(self, index: int) -> int:
-        """Returns the number among all ranks of the one that is ``index`` steps along, around the end."""
+        """Returns the global rank at ``index`` modulo their number."""
         return self.members[index % self.size]
 
 
 def ranks_by_scope(ranks_per_node: int) -> tuple[dict[str, Ranks], Channel]:
-    """Returns the ranks of each scope, and a channel over all of them. All ranks must call it.
-
-    Args:
-        ranks_per_node: consecutive ranks that share a node; scopes of nodes need several nodes of several ranks.
-    """
+    """Returns the ranks of each scope, and a channel over all ranks. All ranks must call it."""
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     world_size = dist.get_world_size()
@@ -61,12 +50,7 @@ def ranks_by_scope(ranks_per_node: int) -> tuple[dict[str, Ranks], Channel]:
 
 
 class Memory:
-    """Two buffers that all cases share, allocated and touched once.
-
-    Args:
-        num_bytes: of each.
-        device: where.
-    """
+    """Two buffers of ``num_bytes`` that all cases share, allocated and touched once."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._buffers = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]

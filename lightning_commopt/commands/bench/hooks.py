@@ -1,4 +1,4 @@
-"""A comm hook's compressor as a case: it averages one bucket, as DDP would give it."""
+"""A comm hook's compressor as a case: it averages one bucket, like those of DDP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_commopt.commands.bench.groups import Memory, Ranks
 from lightning_commopt.commands.bench.operations import Call
@@ -19,16 +18,12 @@ from lightning_commopt.compressors.hierarchical import place_on_nodes
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.measure.link.bench_result import Case
 
-_STEP = 1_000_000  # behind every start_step: compressed from the first call on
-_TILE_NUMEL = 65_521  # a prime: no block of a compressor is like another one
+_STEP = 1_000_000  # after every start_step: compressed from the first call on
+_TILE_NUMEL = 65_521  # a prime: no two blocks of a compressor are equal
 
 
 def check_hooks(comm_hooks: Sequence[Any]) -> None:
-    """Checks that comm hooks are known.
-
-    Raises:
-        ValueError: one is unknown or has a wrong option, or is "none", which is no hook.
-    """
+    """Raises ValueError for a comm hook that is unknown, has a wrong option, or is "none", which is no hook."""
     for comm_hook in comm_hooks:
         try:
             compressor = compressor_from_config(comm_hook)
@@ -39,19 +34,10 @@ def check_hooks(comm_hooks: Sequence[Any]) -> None:
 
 
 def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Memory, ranks_per_node: int) -> Call:
-    """Returns a comm hook's case, ready to run; its state lives as long as it does.
-
-    The bucket is one matrix, as square as its elements allow.
-
-    Args:
-        case: of a comm hook.
-        ranks: all of them.
-        channel: over them.
-        memory: of at least the bucket.
-        ranks_per_node: for hierarchical compressors.
+    """Returns a comm hook's case over all ranks, ready to run; the bucket is one matrix, as square as possible.
 
     Raises:
-        ValueError: the comm hook is unknown, or cannot be had with these ranks.
+        ValueError: the comm hook is unknown, or does not support these ranks.
     """
     check_hooks([case.comm_hook])
     configured = compressor_from_config(case.comm_hook)
@@ -61,7 +47,7 @@ def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Memory, ran
         c_library.load()
     dtype = getattr(torch, case.dtype)
     flat, other = memory.views(dtype, case.count)
-    num_rows = _divisor_below_root(case.count)
+    num_rows = next(rows for rows in range(math.isqrt(case.count), 0, -1) if case.count % rows == 0)
     shape = torch.Size((num_rows, case.count // num_rows))
     layout = Layout((shape,), ((shape[1], 1),), dtype)
     state = compressor.init(layout, flat.device, _STEP)
@@ -79,15 +65,9 @@ def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Memory, ran
         for part in flat.split(_TILE_NUMEL):
             part.copy_(tile[: len(part)])
 
-    return Call(run, fill, lambda: _num_unlike_first(flat, other, ranks))
+    def num_unlike_first() -> int:
+        other.copy_(flat)
+        dist.broadcast(other, ranks.members[0], group=ranks.group)
+        return int((other != flat).sum())
 
-
-def _num_unlike_first(flat: Tensor, other: Tensor, ranks: Ranks) -> int:
-    """Returns in how many elements this rank's average differs from the first rank's."""
-    other.copy_(flat)
-    dist.broadcast(other, ranks.members[0], group=ranks.group)
-    return int((other != flat).sum())
-
-
-def _divisor_below_root(count: int) -> int:
-    return next(divisor for divisor in range(math.isqrt(count), 0, -1) if count % divisor == 0)
+    return Call(run, fill, num_unlike_first)

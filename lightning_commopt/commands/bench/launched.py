@@ -37,16 +37,9 @@ def device_type_of(device: str) -> tuple[str, int]:
 def bench_launched(
     settings: BenchSettings, identity: RankIdentity, *, device: str, on_progress: OnProgress
 ) -> BenchResult | None:
-    """Measures as one of the ranks that a launcher has started.
+    """Measures as one of the ranks that a launcher has started; the result on rank 0, None on the others.
 
-    Args:
-        settings: what to measure.
-        identity: of this rank.
-        device: see `device_type_of`; "auto" selects CUDA where each rank has a device.
-        on_progress: called before each block.
-
-    Returns:
-        The result on rank 0; None on the others.
+    The device "auto" is CUDA if each rank has one.
 
     Raises:
         ValueError: a setting does not fit these ranks.

@@ -39,20 +39,11 @@ class _Entry:
 
 
 def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, on_progress: OnProgress) -> list[Row]:
-    """Measures all cases. All ranks of the default group must call it, which must have gloo for CPU tensors.
+    """Returns a row for each case, the same on every rank. All ranks of the default group, with gloo, must call it.
 
     A repetition of a case is a block of calls. One untimed call uses up the burst that a rate limiter allows and warms
     the memory; then the ranks synchronize, and the clock starts. The time of a block is that of the slowest rank, by
     events of the device on CUDA. Cases are measured round-robin: a drift of the machine affects all of them.
-
-    Args:
-        settings: what to measure.
-        device: of this rank.
-        ranks_per_node: consecutive ranks that share a node.
-        on_progress: called before each block.
-
-    Returns:
-        A row for each case, the same on every rank.
 
     Raises:
         ValueError: a setting does not fit these ranks.
@@ -182,10 +173,8 @@ def reduce_value(value: float, redop: dist.ReduceOp.RedOpType) -> float:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()

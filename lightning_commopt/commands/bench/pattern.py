@@ -1,7 +1,7 @@
-"""What messages are filled with, and what must come of it.
+"""The contents of messages, and checks of results.
 
-Every rank has its own whole numbers, small enough for exact sums in every dtype, with a period that no power of two
-divides: an element at the wrong place shows.
+Every rank has its own integers, small enough for exact sums in every dtype, with a prime period: an element at the
+wrong offset is noticed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ _CHUNK = 4096 * _PERIOD
 
 
 def fill(part: Tensor, rank: int, offset: int = 0) -> None:
-    """Fills ``part`` ``(n,)`` with the numbers of a rank.
-
-    Args:
-        part: contiguous.
-        rank: whose numbers.
-        offset: of the first element in that rank's message.
-    """
+    """Fills ``part`` ``(n,)`` with a rank's numbers from ``offset`` in its message on."""
     table = _table(rank, offset).to(part.device, part.dtype)
     for chunk in part.split(_CHUNK):
         whole = len(chunk) // _PERIOD * _PERIOD
@@ -32,14 +26,7 @@ def fill(part: Tensor, rank: int, offset: int = 0) -> None:
 
 
 def num_wrong(part: Tensor, ranks: Sequence[int], redop: str = "sum", offset: int = 0) -> int:
-    """Returns how many elements differ from the numbers of ranks, reduced.
-
-    Args:
-        part: ``(n,)`` the result.
-        ranks: whose numbers; one for what is not reduced.
-        redop: "sum", "min" or "max".
-        offset: of the first element in the ranks' messages.
-    """
+    """Returns how many elements of ``part`` ``(n,)`` differ from the ranks' numbers, reduced, from ``offset`` on."""
     tables = torch.stack([_table(rank, offset) for rank in ranks])
     reduced = tables.sum(0) if redop == "sum" else tables.amin(0) if redop == "min" else tables.amax(0)
     expected = reduced.to(part.dtype).to(part.device)

@@ -1,4 +1,4 @@
-"""The messages of a plan: what `--plan` measures."""
+"""The messages of a plan, for `--plan`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PlanMessages(NamedTuple):
 
     Attributes:
         sizes_bytes: of its buckets, each size once.
-        comm_hook: its compressor as a configuration writes it; None without.
+        comm_hook: its compressor as in configurations; None without.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -31,8 +31,8 @@ def messages_of(plan: CommPlan, run_dir: Path | None = None) -> PlanMessages:
     """Returns the messages of a plan.
 
     Args:
-        plan: whose buckets; without a run they are as large as its caps let them be.
-        run_dir: a run with this plan, whose steps `CommTimeMonitor` saved: its buckets, to the byte.
+        plan: without a run, buckets have the size of its caps.
+        run_dir: a run with this plan, recorded by `CommTimeMonitor`, for the exact sizes of its buckets.
 
     Raises:
         FileNotFoundError: the run has no records of steps.
@@ -47,7 +47,7 @@ def messages_of(plan: CommPlan, run_dir: Path | None = None) -> PlanMessages:
 
 
 def _compressor_of(name: str) -> Compressor | None:
-    """Returns the compressor that a name alone makes; None where it needs options."""
+    """Returns the compressor of a name without options; None if it needs options."""
     try:
         return compressor_from_config(name)
     except (ValueError, TypeError):

@@ -75,6 +75,6 @@ def _explain_hang(run_dir: Path, *, json: bool) -> None:
     if json:
         plain = {"was_reported": found.was_reported, "time_unix_s": found.at_unix_s}
         snapshots = [snapshot.to_plain() for snapshot in found.snapshots]
-        typer.echo(json_text.dumps(plain | found.diagnosis.to_plain() | {"snapshots": snapshots}, indent=2))
+        typer.echo(json_text.dumps(plain | asdict(found.diagnosis) | {"snapshots": snapshots}, indent=2))
     else:
         print_hang_report(found, Console())

@@ -90,13 +90,7 @@ class Facts:
 def collect_facts(
     environment: Mapping[str, str] = os.environ, root: Path = Path("/"), identity: RankIdentity | None = None
 ) -> Facts:
-    """Looks at this host; starts no job and changes nothing.
-
-    Args:
-        environment: variables of this process.
-        root: of the file system, whose ``sys`` and ``proc`` are read.
-        identity: of this rank; None for a process alone.
-    """
+    """Reads the facts of this host below ``root`` without changing anything; a process alone has no ``identity``."""
     nccl = nccl_version()
     address = own_address()
     interfaces = list_interfaces()

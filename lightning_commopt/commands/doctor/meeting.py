@@ -48,11 +48,6 @@ class Meeting(NamedTuple):
 def meet(facts: Facts, identity: RankIdentity, *, limit_s: float) -> Meeting:
     """Collects the facts of all ranks, and tries connections between all hosts. All ranks must call it.
 
-    Args:
-        facts: of this rank.
-        identity: of this rank.
-        limit_s: seconds in which all ranks must arrive.
-
     Raises:
         MeetingError: the meeting place cannot be reached, or a rank does not arrive.
     """
@@ -189,12 +184,7 @@ class _FactExchange:
 
 
 def disambiguate_hosts(everybody: Sequence[Facts], listeners: Sequence[int]) -> list[Facts]:
-    """Appends the first rank of a host to its name where several hosts have that name.
-
-    Args:
-        everybody: by rank; the ranks of a host follow its first one.
-        listeners: the first rank of each host.
-    """
+    """Appends the first rank of a host to its name where several hosts have that name."""
     times = Counter(everybody[rank].host for rank in listeners)
     names: dict[str, str] = {}
     found = []

@@ -41,11 +41,7 @@ class UnreachablePort(NamedTuple):
 
 @contextlib.contextmanager
 def listen_on_ports(interfaces: Mapping[str, Interface | None]) -> Iterator[list[ListeningPort]]:
-    """Listens once on each interface inside a ``with`` statement; the kernel accepts connections by itself.
-
-    Args:
-        interfaces: by the library that would use them.
-    """
+    """Listens once on each interface inside a ``with`` statement; the kernel accepts connections by itself."""
     users: dict[Interface, list[str]] = {}
     for user, interface in interfaces.items():
         if interface is not None:
@@ -66,14 +62,7 @@ def find_unreachable(
     limit_s: float,
     connect: Any = socket.create_connection,
 ) -> list[UnreachablePort]:
-    """Connects to all ports of other hosts at the same time, and returns those that could not be reached.
-
-    Args:
-        own_host: this host, whose own ports are left out.
-        ports: by host.
-        limit_s: seconds for each.
-        connect: as ``socket.create_connection``.
-    """
+    """Connects to all ports of other hosts at the same time, and returns those that could not be reached."""
 
     def why_unreachable(port: ListeningPort) -> str | None:
         try:

@@ -12,13 +12,15 @@ from lightning_commopt.commands.errors import errors_in_a_line
 def nsys(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="COMMAND", help="Starts one rank, such as python train.py; or begins with torchrun."),
+        typer.Argument(
+            metavar="COMMAND", help="Command of one rank, such as python train.py; or torchrun and its words."
+        ),
     ],
     nproc_per_node: Annotated[
         int | None, typer.Option(min=1, help="Ranks on this machine; by default one for each CUDA device, at least 1.")
     ] = None,
-    output_dir: Annotated[Path, typer.Option(help="Where the reports go, as rank_<rank>.nsys-rep.")] = Path("nsys"),
-    print_only: Annotated[bool, typer.Option("--print", help="Print the shell command, and run nothing.")] = False,
+    output_dir: Annotated[Path, typer.Option(help="Directory of the reports, rank_<rank>.nsys-rep.")] = Path("nsys"),
+    print_only: Annotated[bool, typer.Option("--print", help="Print the shell command without running it.")] = False,
     nsys_args: Annotated[
         str, typer.Option(help="Further options of nsys profile, as in a shell; they replace ours of the same name.")
     ] = "",

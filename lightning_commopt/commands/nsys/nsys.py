@@ -1,4 +1,4 @@
-"""Starts the ranks of a training under Nsight Systems, each with a report of its own.
+"""Starts the ranks of a training under Nsight Systems, each with its own report.
 
 Source: Nsight Systems User Guide, "CLI Profile Command Switch Options".
 """
@@ -20,13 +20,13 @@ from typing import NoReturn
 
 import torch
 
-# "stop" lets the training go on when it has called cudaProfilerStop; nsys's default, "stop-shutdown", ends it.
+# With "stop" the training continues after cudaProfilerStop; nsys's default, "stop-shutdown", ends it.
 _OPTIONS = {
     "--capture-range": "cudaProfilerApi",
     "--capture-range-end": "stop",
     "--trace": "cuda,nvtx,osrt",
 }
-_NCCL_TRACE = "nccl"  # nsys knows it from 2026.1 on, and refuses what it does not know
+_NCCL_TRACE = "nccl"  # since nsys 2026.1; it refuses unknown names
 _LONG_NAMES = {"-c": "--capture-range", "-t": "--trace", "-o": "--output", "-f": "--force-overwrite"}
 
 _MISSING = (
@@ -39,7 +39,7 @@ NO_REPORTS = (
     "there are no reports: nsys collects between cudaProfilerStart and cudaProfilerStop, which the training has to call"
     " (in Python torch.cuda.profiler.start() and stop())."
 )
-"""What to say after a run without reports."""
+"""Printed after a run without reports."""
 
 _LAUNCHER_MODULE = "torch.distributed.run"
 _OTHER_LAUNCHERS = ("accelerate", "deepspeed", "mpiexec", "mpirun", "srun")
@@ -50,14 +50,12 @@ def nsys_command(
 ) -> list[str]:
     """Returns the command that runs every rank of a training under ``nsys profile``.
 
-    nsys sits between torch's launcher and the program: around the launcher it would write one report of all ranks. It
-    collects what happens between ``cudaProfilerStart`` and ``cudaProfilerStop``, once.
+    nsys runs between torch's launcher and the program: around the launcher it would write one report of all ranks. It
+    collects from ``cudaProfilerStart`` to ``cudaProfilerStop``, once.
 
     Args:
-        command: starts one rank, and is given to torchrun; or begins with ``torchrun`` or
-            ``python -m torch.distributed.run`` and its options.
-        nproc_per_node: ranks on this machine; None for what the launcher in ``command`` says, else the number of CUDA
-            devices, at least 1.
+        command: starts one rank; or begins with ``torchrun`` or ``python -m torch.distributed.run`` and its options.
+        nproc_per_node: ranks on this machine, if ``command`` has no launcher; None for the number of CUDA devices.
         output_dir: for the reports, ``rank_<rank>.nsys-rep``.
         nsys_args: further options of ``nsys profile``, as in a shell. They replace ours of the same name.
 
@@ -79,14 +77,10 @@ def nsys_command(
 
 
 def make_ready(output_dir: str | Path, nsys_args: str = "") -> None:
-    """Makes the directory of the reports, if nsys is there and can write them.
-
-    Args:
-        output_dir: as for `nsys_command`.
-        nsys_args: as for `nsys_command`.
+    """Makes the directory of the reports; for the arguments see `nsys_command`.
 
     Raises:
-        FileNotFoundError: there is no nsys.
+        FileNotFoundError: nsys is not installed.
         FileExistsError: the directory has reports, and nsys has no option to overwrite them.
     """
     if shutil.which("nsys") is None:
@@ -109,7 +103,7 @@ def run(command: Sequence[str]) -> int:
     """Runs a command in the foreground, and waits for its end even after a signal to stop.
 
     Returns:
-        Its exit status; 128 and the signal's number if one has ended it, as in a shell.
+        Its exit status; 128 plus the number of a signal that has ended it, as in a shell.
     """
     process = subprocess.Popen(command)
     with _signals_passed_on(process):
@@ -119,8 +113,8 @@ def run(command: Sequence[str]) -> int:
 
 @contextmanager
 def _signals_passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Lets a process decide how it ends: nsys still writes its report then."""
-    # A terminal sends these to all of its processes, and a launcher that gets one twice drops its ranks.
+    """Lets a process handle signals itself: nsys still writes its report then."""
+    # A terminal sends these to all of its processes, and a launcher that receives one twice abandons its ranks.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
     before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     try:
@@ -137,7 +131,7 @@ def _nsys_options(output_dir: str | Path, nsys_args: str) -> list[str]:
         raise ValueError(f"--nsys-args={nsys_args!r}: {error}") from None
     names = _option_names(given)
     if "--output" in names:
-        raise ValueError(f"--nsys-args={nsys_args!r}: the reports of the ranks go to --output-dir, leave --output out")
+        raise ValueError(f"--nsys-args={nsys_args!r}: the reports are written to --output-dir, leave --output out")
     options = _OPTIONS | {"--trace": f"{_OPTIONS['--trace']},{_NCCL_TRACE}"} if _traces_nccl() else _OPTIONS
     ours = [f"{name}={value}" for name, value in options.items() if name not in names]
     folder = str(output_dir).replace("%", "%%")
@@ -145,7 +139,7 @@ def _nsys_options(output_dir: str | Path, nsys_args: str) -> list[str]:
 
 
 def _traces_nccl() -> bool:
-    """Returns whether the nsys on PATH can trace NCCL, as its help says; true where there is no nsys to ask."""
+    """Returns whether the nsys on PATH can trace NCCL, according to its help; true without nsys."""
     if shutil.which("nsys") is None:
         return True
     options = subprocess.run(["nsys", "profile", "--help"], capture_output=True, text=True).stdout
@@ -163,7 +157,7 @@ def _split_launcher(command: Sequence[str]) -> tuple[list[str], list[str]]:
     if program in _OTHER_LAUNCHERS:
         raise ValueError(
             f"{program} starts the ranks by itself: put nsys between it and the program; commopt nsys --print --"
-            " PROGRAM shows with which options"
+            " PROGRAM prints its options"
         )
     if program == "torchrun":
         return words[:1], words[1:]
@@ -175,7 +169,7 @@ def _split_launcher(command: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _split_options(words: list[str]) -> tuple[list[str], list[str]]:
-    """Splits the launcher's options from the program, made one that runs without the launcher's Python."""
+    """Splits the launcher's options from the program, which is changed to run with ``--no-python``."""
     num_options, parsed = _parse_options(words)
     options, program = words[:num_options], words[num_options:]
     if getattr(parsed, "run_path", False):
@@ -187,7 +181,7 @@ def _split_options(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parse_options(words: list[str]) -> tuple[int, argparse.Namespace]:
-    """Returns how many words stand before the script, and what they say to the launcher."""
+    """Returns the number of words before the script, and the launcher's options in them."""
     parser, problem = _launcher_parser(), ""
     for num_words in range(len(words) + 1):
         try:

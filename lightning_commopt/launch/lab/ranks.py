@@ -50,13 +50,7 @@ def start_program(command: Sequence[str], env: Mapping[str, str]) -> Process:
 
 
 class RankProcess:
-    """One rank: a process and its output so far.
-
-    Args:
-        rank: the rank.
-        process: see `start_program`.
-        on_output: receives the rank and parts of its standard output and error.
-    """
+    """One rank: a process and its output so far."""
 
     def __init__(self, rank: int, process: Process, on_output: Callable[[int, bytes], None] | None) -> None:
         self.rank = rank
@@ -96,10 +90,6 @@ class RankProcess:
 def watch(ranks: Sequence[RankProcess], timeout_s: float | None) -> RankProcess | None:
     """Reads the output of all ranks until they end.
 
-    Args:
-        ranks: all of them, running.
-        timeout_s: seconds they may take; None for no limit.
-
     Returns:
         None if all have succeeded, else the first that failed, or the lowest that still runs at the limit.
     """
@@ -124,14 +114,7 @@ def watch(ranks: Sequence[RankProcess], timeout_s: float | None) -> RankProcess 
 def error_of(
     stopped: RankProcess, status: int | None, timeout_s: float | None, ranks: Sequence[RankProcess]
 ) -> RankError:
-    """Returns the error to raise for a rank that `watch` returned.
-
-    Args:
-        stopped: that rank.
-        status: its exit status when `watch` returned; None if it still ran.
-        timeout_s: the limit.
-        ranks: all of them, closed.
-    """
+    """Returns the error to raise for a rank that `watch` returned."""
     how = f"still ran after {timeout_s:g} s" if status is None else f"ended with status {status}"
     tail = "\n".join(stopped.output.splitlines()[-_LINES_IN_MESSAGE:])
     outputs = [rank.output for rank in ranks]

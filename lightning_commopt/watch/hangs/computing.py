@@ -11,12 +11,9 @@ _COMPUTING_SHARE = 0.1
 
 
 class ComputingProbe:
-    """Samples the CPU time of a thread, for as long as it shows no other sign of progress.
+    """Samples the CPU time of a thread, which has a number in the kernel, while it makes no other progress.
 
-    Args:
-        pid: of the process.
-        thread: its number in the kernel.
-        after_s: seconds without progress after which the answer is needed.
+    ``after_s`` seconds without progress `is_computing` is needed.
     """
 
     def __init__(self, pid: int, thread: int, after_s: float) -> None:
@@ -25,12 +22,7 @@ class ComputingProbe:
         self._samples: list[tuple[float, float]] = []
 
     def sample(self, idle_s: float, *, with_children: bool) -> None:
-        """Takes a sample if it is time for one.
-
-        Args:
-            idle_s: seconds since the last sign of progress.
-            with_children: whether the processes that this one has started compute for it.
-        """
+        """Takes a sample if it is time for one; with the CPU time of children if these compute for the process."""
         now = time.monotonic()
         if idle_s < self._window_s:
             self._samples.clear()
@@ -41,7 +33,7 @@ class ComputingProbe:
             self._samples = [*(each for each in self._samples if now - each[0] < 2 * self._window_s), (now, used_s)]
 
     def is_computing(self) -> bool:
-        """Returns whether at least a tenth of a core was used in the last seconds: a thread that waits uses none."""
+        """Returns whether at least a tenth of a core was used in the last seconds; a waiting thread uses none."""
         if len(self._samples) < 2:
             return False
         (begin, before_s), (end, after_s) = self._samples[0], self._samples[-1]

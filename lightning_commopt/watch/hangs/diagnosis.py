@@ -1,12 +1,12 @@
-"""Diagnosis: the sentence that names which rank the others wait for, and in what."""
+"""Diagnosis: which rank the others wait for, and in which operation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from operator import attrgetter
 
 from lightning_commopt.watch.hangs.flight_recorder import Difference, find_departure, find_difference
 from lightning_commopt.watch.hangs.marks import BACKWARD, END, EPOCH_END, PHASES
@@ -28,7 +28,7 @@ _TRAINS = ("data", "forward", "backward", "optimizer", "callbacks")
 _ESTABLISHED = 4
 
 VERDICTS = ("communication hang", "communication slow", "non-communication hang", "non-communication slow")
-"""The four cases of C4 (Dong et al., 2024): where ranks stand still, and whether for ever as far as can be seen."""
+"""The four cases of C4 (Dong et al., 2024): where ranks make no progress, and whether they seem to make none at all."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Diagnosis:
     """Why training stands still.
 
     Attributes:
-        sentence: all of it.
+        sentence: the diagnosis in words.
         kind: "died", "failed", "interrupted", "terminated", "unreachable", "stopped", "ended", "late", "mismatch" or
             "waiting".
-        ranks: those at fault; several sides, if it is unknown which.
-        phase: name of the phase that the first of them is in, or has left without what others wait in.
-        step: the same.
-        operation: what the others wait in, or waited in when they lost the connection; if none of them does, what the
-            ranks at fault have called; None if no rank is in a collective.
+        ranks: at fault; all sides if it is unknown which.
+        phase: name of the phase of the first of them, or of the one in which it skipped what others wait in.
+        step: of that phase.
+        operation: that the others wait in, or waited in when they lost the connection; if none of them does, that of
+            the ranks at fault; None if no rank is in a collective.
         hints: what to try.
         verdict: one of `VERDICTS`; None where a rank has ended or is stopped.
     """
@@ -57,21 +57,14 @@ class Diagnosis:
     hints: tuple[str, ...]
     verdict: str | None = None
 
-    def to_plain(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
-        return asdict(self)
-
 
 def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
-    """Finds the ranks that keep the others waiting.
+    """Finds the ranks that keep the others waiting, from snapshots of all ranks in any order.
 
-    Ranks whose processes are gone, stopped or out of reach come first, then ranks that have left the training that
-    others are in, then those that are somewhere else than in a collective, and last those in another collective.
-
-    Args:
-        snapshots: of all ranks, in any order.
+    The first of: ranks whose processes have ended, are stopped or cannot be reached; ranks that have left the training
+    that others are in; ranks outside of collectives; ranks in another collective.
     """
-    ordered = sorted(snapshots, key=lambda each: each.rank)
+    ordered = sorted(snapshots, key=attrgetter("rank"))
     if first := _first_to_fail(ordered):
         departed = _departed(first, ordered)
         return _diagnosis("departed" if departed else first.state, departed or [first], ordered)
@@ -110,7 +103,7 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
 def _outliers(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     """Returns the ranks whose stacks differ from those of the majority; empty if there is none, or no rank differs.
 
-    Source: ByteRobust (Wan et al., 2025), section on aggregated stacks: they take the largest group for healthy too.
+    Source: ByteRobust (Wan et al., 2025), section on aggregated stacks, where the largest group counts as healthy too.
     """
     groups: dict[tuple[str, ...], list[RankSnapshot]] = {}
     for each in snapshots:
@@ -122,7 +115,7 @@ def _outliers(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
 
 
 def _first_to_fail(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:
-    """Returns the rank that has died or failed before the others; None if none has, or others are the reason."""
+    """Returns the rank that has died or failed first; None if none has, or if others are the reason."""
     ended = [each for each in snapshots if each.state in ("died", "failed", "interrupted", "terminated")]
     causes = [each for each in ended if not each.is_consequence]
     others = [each for each in snapshots if each not in ended]
@@ -135,21 +128,21 @@ def _first_to_fail(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:
 
 
 def _departed(dead: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Returns the ranks that have called another collective than they should when a rank died: gloo aborts of that.
+    """Returns the ranks that have called an unexpected collective when a rank died, as gloo aborts the others then.
 
-    A rank that is where the dead one was has called what is new to both; what all others have called is not wrong.
+    A rank in the same phase as the dead one has called what is new to both; what all others have called is not wrong.
     """
     if dead.state != "died":
         return []
     elsewhere = [each for each in snapshots if (each.step, each.phase) != (dead.step, dead.phase)]
     departed = [each for each in elsewhere if find_departure(each.parsed_collectives())]
-    if len(snapshots) == 2:  # nobody to compare with, so the order must have been well established
+    if len(snapshots) == 2:  # without a third rank to compare with, the order must be well established
         return [each for each in departed if find_departure(each.parsed_collectives(), min_context=_ESTABLISHED)]
     return departed if len(departed) < len(snapshots) - 1 else []
 
 
 def _left_training(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Returns the ranks that have gone on behind an epoch's batches while others still train; the lesser part."""
+    """Returns the ranks that have left an epoch's batches while others still train."""
     running = [each for each in snapshots if each.state == "running"]
     training = [each for each in running if PHASES[each.phase].name in _TRAINS and each.phase not in (EPOCH_END, END)]
     left = [each for each in running if each not in training]
@@ -157,13 +150,13 @@ def _left_training(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
 
 
 def _ahead(differing: Sequence[RankSnapshot], snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Returns the ranks in a later step than that whose gradient sync others are in: they have gone on without it."""
+    """Returns the ranks in a later step than the one whose gradient sync others are in: they have skipped it."""
     last = _last_in_sync(snapshots)
     return [] if last is None else [each for each in differing if each.step > last.step]
 
 
 def _last_in_sync(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:
-    """Returns a rank of the lowest step of those that are in gradient sync."""
+    """Returns the rank in gradient sync that is in the lowest step."""
     return min((each for each in snapshots if each.is_syncing), key=lambda each: each.step, default=None)
 
 
@@ -194,9 +187,9 @@ def _diagnosis(
         in_one = [each for each in (*waiting, *culprits) if each.is_waiting or was_waiting(each)]
         operation = next(map(operation_text, in_one), None)
     if left is not None:
-        first = left  # what is wrong is there
+        first = left  # it waits in what was skipped
     elif first.is_unknown and waiting:
-        first = waiting[0]  # of it nothing is known but that the others got there
+        first = waiting[0]  # nothing is known of the first
     return Diagnosis(
         sentence=sentence,
         kind={"departed": "mismatch", "skipped": "mismatch", "outlier": "waiting"}.get(kind, kind),

@@ -1,4 +1,4 @@
-"""Collectives that ranks have called, from what torch's Flight Recorder has kept on each, and where they differ."""
+"""Collectives that ranks have called, from torch's Flight Recorder, and where they differ."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ _MAX_CONTEXT = 12
 
 
 class Signature(NamedTuple):
-    """What must be equal on all ranks that take part in a collective.
-
-    Attributes:
-        group: name of the process group.
-        operation: such as "all_reduce".
-        sizes: of the tensors that it was given.
-        dtypes: of these.
-    """
+    """What must be equal on all ranks of a collective: group, operation, sizes and dtypes of its inputs."""
 
     group: str
     operation: str
@@ -26,7 +19,6 @@ class Signature(NamedTuple):
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """The operation with its sizes, as Python writes a shape."""
         return " ".join((self.operation, *(str(size) for size in self.sizes)))
 
 
@@ -37,7 +29,7 @@ class Collective(NamedTuple):
         signature: what was called.
         number: in its group, from 1; equal on all ranks that are in step.
         is_done: whether it has ended on this rank.
-        called_unix_s: when it was called, in seconds since 1970.
+        called_unix_s: time of the call, in seconds since 1970.
     """
 
     signature: Signature
@@ -47,7 +39,7 @@ class Collective(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """A collective that is not the one that was expected."""
+    """A collective that is not the expected one."""
 
     called: Signature
     expected: Signature
@@ -58,10 +50,10 @@ class Difference:
     """Ranks that are not in the same collective of a group.
 
     Attributes:
-        ranks: those at fault; several sides, if it is unknown which.
+        ranks: at fault; all sides if it is unknown which.
         number: of the collective in its group.
-        called: what each rank has called as that number; None for one that has not reached it.
-        is_certain: whether the side at fault is known, as it departs from what the ranks did before.
+        called: what each rank has called under that number; None if it has not called it yet.
+        is_certain: whether the side at fault is known, as it departs from the earlier order.
     """
 
     ranks: tuple[int, ...]
@@ -71,11 +63,7 @@ class Difference:
 
 
 def parse_collectives(dump: Any) -> list[Collective]:
-    """Returns the collectives of a rank, the oldest first; point-to-point messages are left out.
-
-    Args:
-        dump: the Flight Recorder's JSON, loaded.
-    """
+    """Returns the collectives in the Flight Recorder's JSON, the oldest first, without point-to-point messages."""
     entries = dump.get("entries", []) if isinstance(dump, dict) else []
     found = []
     for entry in entries:
@@ -94,11 +82,11 @@ def parse_collectives(dump: Any) -> list[Collective]:
 
 
 def find_difference(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | None:
-    """Finds the collective in which ranks are not together.
+    """Finds the collective in which ranks differ.
 
-    First one that ranks of a group have called as the same number, but which is not the same on all of them. Then, one
-    that a rank waits in while another of the group is in a different group's: which of the two has left the order is
-    seen from what each has called before.
+    First one whose signature is not the same on all ranks that have called that number. Then one that a rank waits in
+    while another rank of the group is in a collective of another group: the earlier calls of the two show which of them
+    has left the order.
 
     Args:
         by_rank: the collectives of each rank that has a record, the oldest first.
@@ -158,14 +146,11 @@ def _find_absent(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | No
 
 
 def find_departure(collectives: Sequence[Collective], *, min_context: int = 1) -> Departure | None:
-    """Finds out whether the collective that a rank is in is another than what followed the same ones before.
+    """Returns how the current collective differs from what followed the same ones before; None if it does not.
 
     Args:
-        collectives: of the rank, the oldest first. If all are done, it is about the last.
-        min_context: how many collectives before it must have been called before in the same order.
-
-    Returns:
-        What it has called, and what it would have; None if it has not departed.
+        collectives: of the rank, the oldest first. If all are done, the last one counts as current.
+        min_context: number of preceding collectives that must have occurred before in the same order.
     """
     place = next((place for place, each in enumerate(collectives) if not each.is_done), len(collectives) - 1)
     expected = _expected_after([each.signature for each in collectives[: max(place, 0)]], min_context)
@@ -175,7 +160,7 @@ def find_departure(collectives: Sequence[Collective], *, min_context: int = 1) -
 
 
 def _expected_after(history: Sequence[Signature], min_context: int = 1) -> Signature | None:
-    """Returns what has followed the end of a history when it, or as much of it as possible, came before."""
+    """Returns what followed an earlier occurrence of the end of a history, as long as possible."""
     keys = [_comparable(signature) for signature in history]
     for length in range(min(_MAX_CONTEXT, len(keys) - 1), min_context - 1, -1):
         for start in range(len(keys) - length - 1, -1, -1):
@@ -185,7 +170,7 @@ def _expected_after(history: Sequence[Signature], min_context: int = 1) -> Signa
 
 
 def _at_fault(called: Mapping[int, Signature], expected: Signature | None) -> tuple[tuple[int, ...], bool]:
-    """Returns the ranks that have called what they should not, and whether that is certain."""
+    """Returns the ranks that have called the wrong collective, and whether that is certain."""
     sides: dict[object, list[int]] = defaultdict(list)
     for rank, signature in called.items():
         sides[_comparable(signature)].append(rank)
@@ -200,7 +185,7 @@ def _at_fault(called: Mapping[int, Signature], expected: Signature | None) -> tu
 
 
 def _comparable(signature: Signature) -> object:
-    """Returns what is compared: the source of a scatter, or the target of a gather, has tensors that others lack."""
+    """Returns the part to compare: the root of a scatter or gather has tensors that others lack."""
     if signature.operation in ("scatter", "gather", "barrier"):
         return signature.group, signature.operation
     return signature

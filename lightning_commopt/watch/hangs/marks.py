@@ -1,7 +1,7 @@
-"""Marks: where a rank is, in memory that outlives it; and the phases of training that they name, with their limits.
+"""Marks: the progress of a rank, in memory that outlives it; and the phases of training, with their limits.
 
-A rank writes a mark in about a microsecond, without a lock. A reader may meet a mark that is just being written: it has
-a number of its own, and is read the next time.
+A rank writes a mark in about a microsecond, without a lock. A reader may see a mark that is just being written: marks
+are numbered, so it is read the next time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Phase:
     """A part of training that a rank can be in.
 
     Attributes:
-        name: as reports give it.
-        where: as a sentence has it after "is still".
-        is_slow: whether it may always take ``10 * after_s``, as anything may run in it: a checkpoint, a first batch.
+        name: in reports.
+        where: completes "is still" in sentences.
+        is_slow: whether it is always allowed ``10 * after_s``, as anything may run in it: a checkpoint, a first batch.
     """
 
     name: str
@@ -72,56 +72,43 @@ EVALUATION_START, EVALUATION_BATCH, EVALUATION_DATA = range(3)
 
 
 def first_of_stage(stage: str) -> int:
-    """Returns the number of a stage's first phase.
-
-    Args:
-        stage: "validation", "test" or "predict".
-    """
+    """Returns the index of the first phase of "validation", "test" or "predict"."""
     return next(number for number, phase in enumerate(PHASES) if phase.name == stage)
 
 
 class PhaseTimes:
-    """How long the phases of a rank have lasted in this run.
-
-    Args:
-        after_s: seconds without progress that a phase is allowed at least.
-    """
+    """How long the phases of a rank have lasted in this run."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
         self._shown: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_SHOWN))
 
     def add(self, phase: int, seconds: float) -> None:
-        """A phase has ended.
-
-        Args:
-            phase: index into `PHASES`.
-            seconds: that it has lasted without any progress within.
-        """
+        """Adds a phase that has ended, with its longest time without progress."""
         self._shown[phase].append(seconds)
 
     def limit_s(self, phase: int) -> float:
-        """Returns for how long a phase may show no progress.
+        """Returns the seconds without progress that a phase is allowed.
 
-        Three times the longest of its last 50 times, but at least ``after_s``; at least ten times ``after_s`` where it
-        is slow by nature, or has not ended before: a first forward compiles.
+        Three times the longest of its last 50 times, but at least ``after_s``; at least ten times ``after_s`` if it is
+        slow by nature, or has not ended before: a first forward compiles.
         """
         shown = self._shown[phase]
         base = self._after_s * (SLOW_FACTOR if PHASES[phase].is_slow or not shown else 1)
-        # The first time counts for nothing later, if there are others: it is when things are made.
+        # The first time does not count if there are others: it includes one-time setup.
         later = [*shown][1:] if len(shown) < _NUM_SHOWN else shown
         return max(base, _SHOWN_FACTOR * max(later or shown, default=0.0))
 
 
 class Mark(NamedTuple):
-    """Something that has happened on a rank.
+    """An event on a rank.
 
     Attributes:
-        at_s: when, by the monotonic clock of its host.
-        number: from 1, in the order in which they were written.
+        at_s: time on the monotonic clock of its host.
+        number: from 1, in the order of writing.
         kind: one of this module's kinds.
-        code: the phase, or for buckets 1 for the last one of a backward.
-        value: the step for a phase, the index of a bucket, or of a batch.
+        code: index of a phase; for buckets 1 for the last one of a backward.
+        value: step of a phase, or index of a bucket or batch.
     """
 
     at_s: float
@@ -132,11 +119,7 @@ class Mark(NamedTuple):
 
 
 class MarkWriter:
-    """Writes marks, on any thread.
-
-    Attributes:
-        fd: of the memory, to hand to another process, then to close.
-    """
+    """Writes marks, on any thread. ``fd`` of the memory is to be passed to another process, then closed."""
 
     def __init__(self) -> None:
         self.fd = anonymous_file("commopt-marks")
@@ -151,7 +134,7 @@ class MarkWriter:
 
 
 def anonymous_file(name: str) -> int:
-    """Returns a descriptor of a new file without a place in any folder: in memory where the system can."""
+    """Returns a descriptor of a new file without a name, in memory where the system supports that."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
@@ -159,11 +142,7 @@ def anonymous_file(name: str) -> int:
 
 
 def read_marks(memory: bytes | mmap.mmap) -> list[Mark]:
-    """Returns the marks in memory, the oldest first.
-
-    Args:
-        memory: ``NUM_BYTES`` bytes; fewer, as a file that was cut has, give what is whole.
-    """
+    """Returns the marks in memory, the oldest first; a part of one at the end is ignored."""
     whole = memory[: len(memory) // _MARK.size * _MARK.size]
     marks = [Mark(*fields) for fields in _MARK.iter_unpack(whole)]
     return sorted((mark for mark in marks if mark.kind), key=lambda mark: mark.number)

@@ -1,7 +1,7 @@
-"""What NCCL's own RAS threads know of a job: which ranks they miss, and how many collectives each has called.
+"""Queries NCCL's RAS threads: which ranks of a job are missing, and how many collectives each has called.
 
-Protocol: lines of text over TCP. Each command but the last has a line as its answer; that to STATUS ends with the
-connection. NCCL has it since 2.24, and JSON since 2.28.7; older versions answer ``SET FORMAT`` with an error and go on.
+Protocol: lines of text over TCP. Each command has one line as its answer, but STATUS has the rest of the connection.
+Since NCCL 2.24, with JSON since 2.28.7; older versions answer ``SET FORMAT`` with an error and continue.
 
 Source: NVIDIA/nccl, ``src/ras``: ``client.cc``, ``client_support.cc``, ``ras_internal.h``; ``troubleshooting/ras.rst``
 of its user guide.
@@ -20,7 +20,7 @@ _HOST, _PORT = "localhost", 28028
 _PROTOCOL = 2
 _MAX_BYTES = 16 * 2**20
 _EXTRA_S = 6.0
-_SHORTEST_S = 0.001
+_MIN_S = 0.001
 
 
 class RasError(OSError):
@@ -28,13 +28,10 @@ class RasError(OSError):
 
 
 def ras_address(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Returns where NCCL listens for questions.
-
-    Args:
-        environment: of a rank: ``NCCL_RAS_ENABLE`` and ``NCCL_RAS_ADDR``.
+    """Returns where NCCL listens, according to ``NCCL_RAS_ENABLE`` and ``NCCL_RAS_ADDR``.
 
     Raises:
-        RasError: RAS is switched off, or the address is none.
+        RasError: RAS is switched off, or the address is invalid.
     """
     if environment.get("NCCL_RAS_ENABLE", "1").strip() == "0":
         raise RasError("NCCL_RAS_ENABLE is 0")
@@ -50,11 +47,11 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
 
     Args:
         address: from `ras_address`.
-        limit_s: seconds for all of it. NCCL may take five more than the time-out for its other processes, so with
-            fewer than eight there may be no answer where one of them is stuck.
+        limit_s: seconds in all. NCCL may take five more than the timeout for its other processes, so with fewer than
+            eight there may be no answer if one of them is stuck.
 
     Returns:
-        What NCCL has collected: its JSON, loaded, or from a version that has none its text.
+        NCCL's JSON, loaded, or the text of a version without JSON.
 
     Raises:
         RasError: nothing listens there, it is not NCCL, or it did not answer in time.
@@ -65,7 +62,7 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
         with socket.create_connection(address, timeout=limit_s) as connection, connection.makefile("rb") as reader:
 
             def send(command: str) -> None:
-                connection.settimeout(max(_SHORTEST_S, deadline - time.monotonic()))
+                connection.settimeout(max(_MIN_S, deadline - time.monotonic()))
                 connection.sendall(f"{command}\n".encode())
 
             def ask(command: str) -> str:

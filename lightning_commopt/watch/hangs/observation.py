@@ -1,4 +1,4 @@
-"""Observation: what a watcher knows of its own rank."""
+"""Observation: the state of a watcher's own rank."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class Observation:
         rank: the rank.
         host: name of this host.
         pid: of the rank's process.
-        fit_thread: ident of the thread that trains, and its number in the kernel.
+        fit_thread: ident of the training thread, and its number in the kernel.
         after_s: seconds without progress that a phase is allowed at least.
-        has_gpu: whether the rank trains on one.
+        has_gpu: whether the rank trains on a GPU.
         marks_fd: of the memory with its marks.
         stacks_fd: of the file that it writes stacks to.
         link: to its process.
 
     Attributes:
         ended: "finished", "failed", "interrupted" or "terminated" once the rank has reported that; "died" if its
-            process has gone without.
-        detail: the exception of one that has failed, or how the process of one that has died has ended.
+            process has ended without a report.
+        detail: the exception of a rank that has failed, or how the process of one that has died has ended.
         ended_unix_s: when it has ended, in seconds since 1970; None before.
     """
 
@@ -107,11 +107,11 @@ class Observation:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last mark; since the rank, or this process, has gone on after a stop, if that is later."""
+        """Seconds since the last mark, or since the rank or this process was continued after a stop."""
         return time.monotonic() - max(self._last.at_s, self._resumed_s)
 
     def learn(self, message: dict[str, Any]) -> None:
-        """Stores what the rank reports of itself."""
+        """Stores a report of the rank."""
         if "buckets" in message:
             self._names.update(dict(message["buckets"]))
             self._num_unmarked = len(self._names) if message["are_all"] else 0
@@ -124,7 +124,7 @@ class Observation:
             self.ended = message["ended"]
 
     def update(self) -> None:
-        """Reads the rank's new marks, and looks whether its process is there, or has been stopped."""
+        """Reads the rank's new marks, and whether its process runs, is stopped or has ended."""
         new = [mark for mark in self.marks if mark.number > self._last.number]
         for mark in new:
             self._longest_idle_s = max(self._longest_idle_s, mark.at_s - self._last.at_s)
@@ -146,11 +146,11 @@ class Observation:
             self._probe.sample(self.idle_s, with_children=self._phase in _DATALOADER)
 
     def resume(self) -> None:
-        """Counts idle seconds anew: a job that was suspended, and goes on, does not hang."""
+        """Resets the idle seconds: a job that was suspended and continues does not hang."""
         self._resumed_s = time.monotonic()
 
     def note_exit(self) -> None:
-        """Looks how the rank's process ends: its parent may take that away at any time."""
+        """Reads how the rank's process has ended: its parent may reap it at any time."""
         for _ in range(200):
             if self.ended is not None or self.detail:
                 return
@@ -160,7 +160,7 @@ class Observation:
             time.sleep(0.001)
 
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
-        """Returns where the rank is; takes up to some seconds, and again as long if it has moved or ended meanwhile.
+        """Returns the state of the rank; takes some seconds, and as many again if it has moved or ended meanwhile.
 
         Args:
             is_whole: with stacks and collectives, which need the process.
@@ -203,7 +203,7 @@ class Observation:
         return found
 
     def _add_stacks(self, found: RankSnapshot) -> bool:
-        """Adds the stacks that the process itself reports; of one that cannot answer, that of the thread that trains.
+        """Adds the stacks that the process reports, or if it does not answer that of the training thread.
 
         Returns:
             Whether it has answered.
@@ -215,7 +215,7 @@ class Observation:
             stacks = {
                 int(key): [Frame(*fields) for fields in frames] for key, frames in answer.get("stacks", {}).items()
             }
-        # No other thread gets the GIL: the thread that trains waits for it too, or is in a C function that holds it.
+        # No other thread gets the GIL: the training thread waits for it too, or is in a C function that holds it.
         elif is_asleep(self._pid, thread) or thread_cpu_s(self._pid, thread) - cpu_s > _HOLDS_GIL_S:
             stacks = {ident: dump_stack(self._pid, thread, self._stacks_fd, _STACK_S)}
         else:
@@ -231,7 +231,7 @@ class Observation:
         return answer is not None
 
     def _add_thread(self, found: RankSnapshot, frames: list[Frame], owner: str | None) -> None:
-        """Adds where a thread is. A hook of another callback is no mark: it may run after ours has set the next phase.
+        """Adds what a thread does. Other callbacks have no marks, and may run after ours has set the next phase.
 
         Args:
             found: to add it to.
@@ -281,14 +281,14 @@ class Observation:
         if dump.get("missing"):
             found.missing.append(dump["missing"])
         if self._has_gpu and found.called is None and (current := found.current_collective()) is not None:
-            # The host runs ahead, and waits in whatever needs a result: what the device waits in counts.
+            # The host runs ahead, and waits wherever it needs a result: the collective of the device counts.
             found.called = current.signature.operation
         if dump.get("device_bucket") is not None and found.bucket is None:
             found.bucket, found.all_ready = dump["device_bucket"], True
         elif found.phase == BACKWARD and self._num_unmarked:
             self._find_unmarked(found)
         elif found.phase == BACKWARD and found.bucket is None and found.called is None:
-            # A hook that is not ours, or DDP before it has built its buckets: what it waits in is all that is known.
+            # Another hook than ours, or DDP before it has built its buckets: only the collective is known.
             current = found.current_collective()
             found.called = None if current is None else current.signature.operation
         if found.bucket is not None:
@@ -314,5 +314,5 @@ def _text_of(frame: Frame | None) -> str | None:
 
 
 def _hook_text(kind: str, owner: str | None, hook: str) -> str:
-    """Returns "ModelCheckpoint.on_train_batch_end", or without the name of the class "a callback's ..."."""
+    """Returns "ModelCheckpoint.on_train_batch_end", or "a callback's ..." without the name of the class."""
     return f"{owner}.{hook}" if owner else f"a {kind}'s {hook}"

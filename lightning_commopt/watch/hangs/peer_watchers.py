@@ -1,4 +1,4 @@
-"""PeerWatchers: what a watcher asks the watchers of other ranks."""
+"""PeerWatchers: questions of a watcher to the watchers of other ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _HELLO_S = 5.0
 _GREET_S = 15.0
 _GREET_AGAIN_S = 1.0
 _STATE_S = 20.0
-_NUM_ASKED_AT_ONCE = 32
+_MAX_AT_ONCE = 32
 
 
 class PeerWatchers:
     """The watchers of all other ranks, once their addresses are known.
 
     Args:
-        rank: this one.
-        key: that all watchers of a run have.
+        rank: this rank.
+        key: shared by all watchers of a run.
 
     Attributes:
-        notices: by rank, what those that have ended have sent, as `RankSnapshot.to_plain` has it.
+        notices: by rank, `RankSnapshot.to_plain` of those that have ended.
     """
 
     def __init__(self, rank: int, key: str) -> None:
@@ -42,42 +42,41 @@ class PeerWatchers:
         return bool(self._addresses)
 
     def meet(self, addresses: Sequence[Address]) -> str | None:
-        """Stores the addresses, by rank. On rank 0, finds out which do not answer: later it would seem a lost host.
+        """Stores the addresses, by rank; rank 0 returns a warning if some do not answer.
 
-        Returns:
-            A warning; None if there is nothing to warn of.
+        Later that would look like a lost host.
         """
         self._addresses = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
-        unheard, deadline = list(self._addresses), time.monotonic() + _GREET_S
-        while self._rank == 0 and unheard and time.monotonic() < deadline:
-            answers = self._in_parallel(self._say_hello, unheard)
-            unheard = [rank for rank, answer in zip(unheard, answers, strict=True) if answer is None]
-            unheard = [rank for rank in unheard if rank not in self.notices]
+        unanswered, deadline = list(self._addresses), time.monotonic() + _GREET_S
+        while self._rank == 0 and unanswered and time.monotonic() < deadline:
+            answers = self._in_parallel(self._hello, unanswered)
+            unanswered = [rank for rank, answer in zip(unanswered, answers, strict=True) if answer is None]
+            unanswered = [rank for rank in unanswered if rank not in self.notices]
             time.sleep(_GREET_AGAIN_S)
-        if self._rank != 0 or not unheard:
+        if self._rank != 0 or not unanswered:
             return None
-        self._silent = set(unheard)
-        first = self._addresses[unheard[0]]
+        self._silent = set(unanswered)
+        first = self._addresses[unanswered[0]]
         return (
-            f"HangMonitor: the monitors of ranks {unheard} cannot be reached (the first at {first.ip}:{first.port}):"
-            " a hang there is reported without what these ranks do."
+            f"HangMonitor: the monitors of ranks {unanswered} cannot be reached (the first at {first.ip}:{first.port}):"
+            " a hang is reported without the state of these ranks."
         )
 
     def snapshots(self) -> list[RankSnapshot]:
-        """Returns where the other ranks are; takes up to 20 seconds."""
+        """Returns snapshots of the other ranks; takes up to 20 seconds."""
         return self._in_parallel(self._ask_state, list(self._addresses))
 
     def is_lower_watching(self) -> bool:
-        """Returns whether a lower rank is watched; asks several at once, as a host that is gone costs seconds."""
+        """Returns whether a lower rank is watched; asks several at once, as a lost host costs seconds."""
         lower = [rank for rank in range(self._rank) if rank not in self.notices]
-        for at in range(0, len(lower), _NUM_ASKED_AT_ONCE):
-            answers = self._in_parallel(self._say_hello, lower[at : at + _NUM_ASKED_AT_ONCE])
+        for at in range(0, len(lower), _MAX_AT_ONCE):
+            answers = self._in_parallel(self._hello, lower[at : at + _MAX_AT_ONCE])
             if any(answer is not None and answer.get("is_watching") for answer in answers):
                 return True
         return False
 
     def send_all(self, **message: Any) -> None:
-        """Sends a message to all, also to those whose ranks have ended: one of them may be about to report."""
+        """Sends a message to all, also those whose ranks have ended: one of them may be about to report."""
 
         def send(rank: int) -> None:
             with suppress(OSError):
@@ -96,7 +95,7 @@ class PeerWatchers:
             state = "silent" if rank in self._silent else "unwatched" if is_gone else "unreachable"
             return RankSnapshot(rank=rank, host=address.host, state=state, detail=str(error))
 
-    def _say_hello(self, rank: int) -> dict[str, Any] | None:
+    def _hello(self, rank: int) -> dict[str, Any] | None:
         try:
             return ask(self._addresses[rank], self._key, {"hello": True}, _HELLO_S)
         except OSError:
@@ -105,5 +104,5 @@ class PeerWatchers:
     def _in_parallel(self, function: Callable[[int], _T], ranks: list[int]) -> list[_T]:
         if not ranks:
             return []
-        with ThreadPoolExecutor(min(_NUM_ASKED_AT_ONCE, len(ranks))) as pool:
+        with ThreadPoolExecutor(min(_MAX_AT_ONCE, len(ranks))) as pool:
             return list(pool.map(function, ranks))

@@ -1,4 +1,4 @@
-"""A process as the kernel sees it, the stack of a thread of it, and how it is ended: without its help. Linux only.
+"""State, stacks and end of a process, without its help. Linux only.
 
 ``faulthandler`` writes a stack in a signal handler, which needs no GIL, in every process that has called
 `make_dumpable` and in those forked from it, such as the workers of a dataloader. It reads frames as they are: in a
@@ -54,14 +54,14 @@ _LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<frozen", "/ligh
 
 @dataclass(frozen=True)
 class ProcessState:
-    """A process as the kernel sees it.
+    """The state of a process in the kernel.
 
     Attributes:
         state: in words, as in proc(5); "dead" also if there is no such process.
-        cpu_s: seconds of CPU time that it has used.
-        num_threads: that it has.
-        kernel_function: that its main thread sleeps in; "" if that is unknown.
-        resident_bytes: of memory.
+        cpu_s: seconds of CPU time so far.
+        num_threads: number of its threads.
+        kernel_function: that its main thread sleeps in; "" if unknown.
+        resident_bytes: resident memory.
     """
 
     state: str
@@ -80,7 +80,7 @@ class ProcessState:
 
 
 def process_state(pid: int) -> ProcessState:
-    """Returns what the kernel knows of a process."""
+    """Returns the state of a process in the kernel."""
     fields = process_fields(pid)
     if fields is None:
         return ProcessState("dead")
@@ -94,7 +94,7 @@ def process_state(pid: int) -> ProcessState:
 
 
 def thread_cpu_s(pid: int, thread: int) -> float:
-    """Returns the seconds of CPU time that a thread of a process has used; 0 if it is gone."""
+    """Returns the seconds of CPU time of a thread of a process; 0 if it has ended."""
     fields = process_fields(f"{pid}/task/{thread}")
     return 0.0 if fields is None else _cpu_s(fields)
 
@@ -106,7 +106,7 @@ def is_alive(pid: int) -> bool:
 
 
 def find_exit(pid: int) -> str | None:
-    """Returns how a process has ended, or is about to, in words; None if it goes on, or its parent has reaped it."""
+    """Returns how a process has ended, or is about to, in words; None if it runs, or its parent has reaped it."""
     fields = process_fields(pid)
     if fields is None or len(fields) <= _EXIT_CODE:
         return None
@@ -128,9 +128,9 @@ def catches(pid: int, signal_number: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the living processes that a process has started, and those that these have, parents first.
+    """Returns the living descendants of a process, parents first.
 
-    Watchers are not among them, nor are other ranks, which have one: Lightning's launcher starts them from rank 0.
+    Without watchers, and without other ranks, which have one: Lightning's launcher starts them from rank 0.
     """
     children: dict[int, list[int]] = defaultdict(list)
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
@@ -148,14 +148,12 @@ def _is_watcher(pid: int) -> bool:
 
 
 def end_rank(pid: int, link: RankLink, orderly_s: float) -> None:
-    """Ends a rank's process with a status that is not zero, and the processes that it has started.
-
-    It is asked to end itself, with status 1, then killed. Its dataloader's workers, which may sleep, are killed.
+    """Ends a rank's process with a nonzero status, and kills its descendants.
 
     Args:
         pid: of its process.
-        link: to it.
-        orderly_s: seconds that it has to end by itself.
+        link: to it, to ask it to end itself.
+        orderly_s: seconds until it is killed.
     """
     children = descendants(pid)
     link.send(abort=True)
@@ -170,11 +168,7 @@ def end_rank(pid: int, link: RankLink, orderly_s: float) -> None:
 
 
 def process_fields(path: object) -> list[str] | None:
-    """Returns the fields of proc(5)'s stat from the third on; None if there is no such process.
-
-    Args:
-        path: its number, or that of one of its threads behind "PID/task/".
-    """
+    """Returns the fields of proc(5)'s stat from the third on, for "PID" or "PID/task/TID"; None if there is none."""
     return _read(f"{path}/stat").rpartition(")")[2].split() or None
 
 
@@ -191,25 +185,21 @@ def _read(path: str) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """A function that has been called and has not returned."""
+    """A function on a stack."""
 
     file: str
     line: int
     function: str
 
     def __str__(self) -> str:
-        """The place as "file:line in function", with the last two parts of the path."""
+        """Returns "file:line in function", with the last two parts of the path."""
         return f"{os.sep.join(self.file.split(os.sep)[-2:])}:{self.line} in {self.function}"
 
 
 def make_dumpable() -> int:
-    """Has each thread of this process write its stack to a file when it gets `SIGNAL`.
-
-    Returns:
-        The file's descriptor; it stays open until the process ends.
-    """
+    """Makes each thread of this process write its stack to a file at `SIGNAL`; returns the file's descriptor."""
     fd = _stacks_fd()
-    faulthandler.unregister(SIGNAL)  # the end of a Trainer's run takes away all handlers that it does not know
+    faulthandler.unregister(SIGNAL)  # the Trainer removes unknown handlers at the end of a run
     faulthandler.register(SIGNAL, file=fd, all_threads=False, chain=False)
     return fd
 
@@ -231,7 +221,7 @@ def own_stacks() -> dict[int, list[tuple[str, int, str]]]:
 
 
 def is_asleep(pid: int, thread: int) -> bool:
-    """Returns whether a thread sleeps in the kernel, and goes on to."""
+    """Returns whether a thread sleeps in the kernel, and continues to."""
     before = _turns(pid, thread)
     time.sleep(_QUIET_S)
     return before == _turns(pid, thread) and before[0] == "S"
@@ -244,13 +234,7 @@ def _turns(pid: int, thread: int) -> tuple[str, str]:
 
 
 def dump_stack(pid: int, thread: int, fd: int, limit_s: float) -> list[Frame]:
-    """Makes a thread write its stack. It must not run Python code: it could crash.
-
-    Args:
-        pid: of its process.
-        thread: its number in the kernel.
-        fd: of the file that it writes to.
-        limit_s: how long to wait for it.
+    """Makes a thread write its stack to ``fd``. It must not run Python code: it could crash.
 
     Returns:
         Its frames, the innermost first; none if it writes nothing within the limit, or its process has no handler.
@@ -273,7 +257,7 @@ def dump_stack(pid: int, thread: int, fd: int, limit_s: float) -> list[Frame]:
 
 
 def collective_in(frames: Sequence[Frame]) -> str | None:
-    """Returns the collective that a thread has called; None if it is in none."""
+    """Returns the collective that a thread is in; None if there is none."""
     called = None
     for depth, frame in enumerate(frames):
         called = waited_in(frame.file, frame.function, is_innermost=depth == 0) or called

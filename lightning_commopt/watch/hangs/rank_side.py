@@ -1,4 +1,4 @@
-"""The rank's side of the watch: starts its watcher, writes marks, and answers what only its own process knows."""
+"""The rank's side of the watch: starts its watcher, writes marks, and answers its questions."""
 
 from __future__ import annotations
 
@@ -39,13 +39,6 @@ _NUM_EVENTS = 256
 
 class WatchedRank:
     """This rank, with a watcher beside it until `close`. All ranks must make it.
-
-    Args:
-        after_s: seconds without progress.
-        action: "report" or "abort".
-        folder: where watchers leave their files; the same on all ranks of a host.
-        main_address: of rank 0's host, with the port where ranks meet.
-        device: whose progress counts.
 
     Attributes:
         observer: of the gradient sync.
@@ -96,54 +89,44 @@ class WatchedRank:
         threading.Thread(target=self._meet, name="commopt-hang-monitor", daemon=True).start()
 
     def meet(self) -> bool:
-        """Waits until the watchers of all ranks know each other, for a minute in all; returns whether they do."""
+        """Waits up to a minute until the watchers of all ranks know each other; returns whether they do."""
         return self._has_met.wait(max(0.0, self._began_s + _MEET_S - time.monotonic()))
 
     def enter(self, phase: int, step: int) -> None:
-        """A phase begins.
-
-        Args:
-            phase: index into `lightning_commopt.watch.hangs.marks.PHASES`.
-            step: optimizer steps before it.
-        """
+        """Marks the begin of a phase, an index into `lightning_commopt.watch.hangs.marks.PHASES`."""
         self._marks.write(kinds.PHASE, phase, step)
 
     def mark(self, kind: int, code: int = 0, value: int = 0) -> None:
-        """Writes a mark of another kind."""
         self._marks.write(kind, code, value)
 
     def name_buckets(self, names: Mapping[int, Sequence[str]], *, are_all: bool = False) -> None:
-        """Reports which parameters buckets have.
+        """Reports the parameters of buckets.
 
         Args:
             names: by the index of a bucket.
-            are_all: whether these are all buckets of a model, each of which is one all-reduce that nobody marks.
+            are_all: whether these are all buckets of a model, each of which is one all-reduce without marks.
         """
         self._link.send(buckets=[[index, list(each)] for index, each in names.items()], are_all=are_all)
 
     def note_device(self, index: int) -> None:
-        """Notes that the device has been given all work of a bucket; nothing is waited for."""
+        """Records an event after all work of a bucket on the device, without waiting."""
         if self._events is not None:
             event = torch.cuda.Event()
             event.record()
             self._events.append((index, event))
 
     def note_stop(self, reason: str) -> None:
-        """Reports what ends the training of this rank before its last batch."""
+        """Reports why the training of this rank ends before its last batch."""
         self._link.send(stop_reason=reason)
 
     def close(self, exception: BaseException | None = None) -> None:
-        """Ends the watch.
-
-        Args:
-            exception: that has ended the fit; None if it has ended well.
-        """
+        """Ends the watch, after a successful fit or after an exception."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()
         if exception is None:
             self._link.send(ended="finished")
-        else:  # nobody can ask for it later
+        else:  # the watcher cannot ask for it later
             frames = traceback.extract_tb(exception.__traceback__)[-MAX_FRAMES:]
             raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)]
             ended, detail = _ending_of(exception)
@@ -182,7 +165,7 @@ class WatchedRank:
         return found
 
     def _meet(self) -> None:
-        """Has the watcher listen at the interface towards the others, and exchanges addresses through the store."""
+        """Makes the watcher listen on the interface towards the others, and exchanges addresses through the store."""
         try:
             own = find_own_ip(*self._main_address)
             ips = self._exchange("ip", own)
@@ -192,11 +175,11 @@ class WatchedRank:
             self._link.send(listen=ip)
             self._link.send(peers=self._exchange("address", [ip, self._port.get(), socket.gethostname()]))
             self._has_met.set()
-        except (RuntimeError, EOFError):  # the store has gone, and with it rank 0: the launcher knows
+        except (RuntimeError, EOFError):  # the store has ended with rank 0: the launcher notices
             return
 
     def _exchange(self, name: str, own: Any) -> list[Any]:
-        """Returns what each rank has given; waits until all have, or the watch ends."""
+        """Returns the values of all ranks; waits until all have written theirs, or the watch ends."""
         keys = [f"{name}/{rank}" for rank in range(self._world_size)]
         self._store.set(keys[self._rank], json.dumps(own))
         pause_s = _FIRST_POLL_S
@@ -208,18 +191,13 @@ class WatchedRank:
 
 
 class MarkedSync(SyncObserver):
-    """Writes a mark for everything that happens to a bucket.
-
-    Args:
-        rank: whose marks they are.
-    """
+    """Writes a mark for every event of a bucket."""
 
     def __init__(self, rank: WatchedRank) -> None:
         self._rank = rank
         self._names: dict[int, tuple[str, ...]] = {}
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        """Marks a bucket as ready."""
         if self._names.get(bucket.index) != bucket.names:
             self._names[bucket.index] = bucket.names
             self._rank.name_buckets({bucket.index: bucket.names})
@@ -248,7 +226,7 @@ class _MarkedBucket(BucketSync):
 
 
 def _ending_of(exception: BaseException) -> tuple[str, str]:
-    """Returns the state of a rank that an exception has ended, and the exception in words."""
+    """Returns the state of a rank after an exception, and the exception in words."""
     if isinstance(exception, KeyboardInterrupt):
         return "interrupted", "KeyboardInterrupt"
     if type(exception).__name__ == "SIGTERMException":  # Lightning's, which it raises once a step is over

@@ -1,4 +1,4 @@
-"""The files of watchers: ``report.json``, and the state and marks of every rank; how they are written and read."""
+"""Writes and reads the files of watchers: ``report.json``, and the state and marks of every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +26,8 @@ _RANK_FILE = re.compile(r"rank_(\d+)\.json")
 class Records:
     """Writes the files of one rank.
 
-    Files are replaced as a whole. A folder that cannot be written to is left alone: the sentence has been printed.
-
-    Args:
-        folder: made when the first file is written.
-        rank: the rank.
+    Files are replaced as a whole. Errors are ignored: the diagnosis has been printed. The folder is made with the first
+    file.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -37,7 +35,7 @@ class Records:
         self._rank = rank
 
     def begin(self, world_size: int) -> None:
-        """Takes away what an earlier run has left in the folder; its report stays as ``previous_report.json``."""
+        """Removes the files of an earlier run; its report is kept as ``previous_report.json``."""
         with suppress(OSError):  # there is none, or another rank was faster
             (self._folder / _REPORT).replace(self._folder / _PREVIOUS_REPORT)
         with suppress(OSError):
@@ -47,7 +45,7 @@ class Records:
                     path.unlink(missing_ok=True)
 
     def keep(self, snapshot: RankSnapshot, marks: Sequence[Mark]) -> None:
-        """Writes where the rank is, and its last marks with times in seconds since 1970."""
+        """Writes a snapshot of the rank, and its last marks with times in seconds since 1970."""
         unix_s = time.time() - time.monotonic()
         plain = snapshot.to_plain() | {
             "written_unix_s": time.time(),
@@ -56,20 +54,18 @@ class Records:
         self._write(f"rank_{self._rank}.json", plain)
 
     def discard(self) -> None:
-        """Removes the rank's file: its fit has ended well."""
-        try:
+        """Removes the rank's file, after a successful fit."""
+        with suppress(OSError):  # other ranks' files are still in the folder
             (self._folder / f"rank_{self._rank}.json").unlink(missing_ok=True)
             self._folder.rmdir()
-        except OSError:  # others are still in it
-            pass
 
     def report(self, diagnosis: Diagnosis, snapshots: Sequence[RankSnapshot], idle_s: float, ras: Any = None) -> Path:
-        """Writes the diagnosis with the snapshots of all ranks, and the answer of NCCL's RAS; returns the folder."""
-        plain = diagnosis.to_plain() | {
+        """Writes the diagnosis, the snapshots of all ranks, and the answer of NCCL's RAS; returns the folder."""
+        plain = asdict(diagnosis) | {
             "time_unix_s": time.time(),
             "idle_s": idle_s,
             "nccl_ras": ras,
-            "snapshots": [each.to_plain() for each in sorted(snapshots, key=lambda each: each.rank)],
+            "snapshots": [each.to_plain() for each in sorted(snapshots, key=attrgetter("rank"))],
         }
         self._write(_REPORT, plain)
         return self._folder
@@ -77,12 +73,10 @@ class Records:
     def _write(self, name: str, plain: dict[str, Any]) -> None:
         path = self._folder / name
         partial = path.with_name(f".{name}.{os.getpid()}")
-        try:
+        with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(plain), encoding="utf-8")
             partial.replace(path)
-        except OSError:
-            return
 
 
 class TimedMark(NamedTuple):
@@ -96,14 +90,14 @@ class TimedMark(NamedTuple):
 
 @dataclass(frozen=True)
 class HangReport:
-    """What a run has left, for ``commopt doctor DIR``.
+    """The files of a run, for ``commopt doctor DIR``.
 
     Attributes:
-        diagnosis: that was reported; otherwise made from the last states of the ranks.
+        diagnosis: the reported one; otherwise from the last states of the ranks.
         was_reported: whether watchers have reported a hang.
         at_unix_s: when it was reported, or when the last rank was seen.
-        snapshots: of the ranks that left one.
-        marks: of these, the oldest first.
+        snapshots: of the ranks that have written one.
+        marks: of these, by rank, the oldest first.
     """
 
     diagnosis: Diagnosis
@@ -114,10 +108,7 @@ class HangReport:
 
 
 def read_hang_report(folder: Path) -> HangReport:
-    """Returns what is in a folder.
-
-    Args:
-        folder: ``hangs``, or the one above it.
+    """Reads a folder of watchers, or its subfolder ``hangs``.
 
     Raises:
         FileNotFoundError: there is no file of a watcher.
@@ -131,7 +122,7 @@ def read_hang_report(folder: Path) -> HangReport:
     last_s = 0.0
     for path in sorted(folder.glob("rank_*.json")):
         plain = _load(path)
-        with _named(path):
+        with _naming(path):
             snapshot = RankSnapshot.from_plain(plain)
             by_rank[snapshot.rank] = snapshot
             marks[snapshot.rank] = [TimedMark(*mark) for mark in plain["marks"]]
@@ -139,29 +130,26 @@ def read_hang_report(folder: Path) -> HangReport:
     report = folder / _REPORT
     if not by_rank and not report.exists():
         raise FileNotFoundError(
-            f"{folder} has no {_REPORT} and no rank_*.json: HangMonitor leaves them when a run hangs"
+            f"{folder} has no {_REPORT} and no rank_*.json: HangMonitor writes them when a run hangs"
         )
     if not report.exists():
         snapshots = [by_rank[rank] for rank in sorted(by_rank)]
         return HangReport(diagnose(snapshots), False, last_s, snapshots, marks)
     plain = _load(report)
-    with _named(report):
-        diagnosis = Diagnosis(**{each.name: _as_tuple(plain[each.name]) for each in fields(Diagnosis)})
+    with _naming(report):
+        values: dict[str, Any] = {each.name: plain[each.name] for each in fields(Diagnosis)}
+        diagnosis = Diagnosis(**values | {name: tuple(values[name]) for name in ("ranks", "hints")})
         snapshots = [RankSnapshot.from_plain(each) for each in plain["snapshots"]]
         return HangReport(diagnosis, True, plain["time_unix_s"], snapshots, marks)
 
 
 def phases_of(marks: list[TimedMark]) -> list[tuple[float, int]]:
-    """Returns when which phase began."""
+    """Returns the start and the index of each phase."""
     return [(mark.at_unix_s, mark.code) for mark in marks if mark.kind == kinds.PHASE]
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _load(path: Path) -> dict[str, Any]:
-    with _named(path):
+    with _naming(path):
         plain = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(plain, dict):
             raise TypeError("not an object")
@@ -169,7 +157,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Turns errors about a file's content into a ValueError that names the file."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""A diagnosis in words, and what to try, for each kind of hang."""
+"""The sentences and hints of a diagnosis."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _LATE = {
 
 
 def hints_for(kind: str, culprits: Sequence[RankSnapshot], waiting: Sequence[RankSnapshot]) -> tuple[str, ...]:
-    """Returns what to try, the most likely first; nothing for a rank that the user has interrupted."""
+    """Returns hints, the most likely first; none if the user has interrupted a rank."""
     first = culprits[0]
     if kind == "late":
         found = [_LATE.get(PHASES[first.phase].name, "Look at the place above, and at the stacks in the files.")]
@@ -89,12 +89,12 @@ def hints_for(kind: str, culprits: Sequence[RankSnapshot], waiting: Sequence[Ran
     else:
         found = [*_BY_KIND[{"departed": "mismatch", "outlier": "mismatch"}.get(kind, kind)]]
     if found and any(each.missing for each in (*culprits, *waiting)):
-        found.append("What could not be had of a rank, and why, is in its file under missing.")
+        found.append("What could not be read of a rank, and why, is in its file under missing.")
     return tuple(found)
 
 
 def what(kind: str, each: RankSnapshot) -> str:
-    """Returns what a rank at fault does, or has done."""
+    """Describes a rank at fault."""
     where = f"{f'in {each.hook}' if each.hook else PHASES[each.phase].where} of {_position(each)}"
     place = each.place if each.is_waiting or each.is_consequence else each.place or each.innermost
     place = f" ({place})" if place else ""
@@ -143,7 +143,7 @@ def _reason_text(each: RankSnapshot) -> str:
 
 
 def what_skipped(left: RankSnapshot, each: RankSnapshot) -> str:
-    """Describes a rank that has gone on without a gradient sync that ``left`` is in."""
+    """Describes a rank that has skipped the gradient sync that ``left`` is in."""
     place = f" ({each.place})" if each.place else ""
     return (
         f"{{has}} gone on to {_position(each)} without {operation_text(left)} of {_position(left)}, and {{wait}} in"
@@ -169,7 +169,7 @@ def _position(each: RankSnapshot) -> str:
 
 
 def operation_text(each: RankSnapshot) -> str:
-    """Returns what a rank waits in, or waited in when it lost its connection."""
+    """Returns the operation that a rank waits in, or waited in when it lost its connection."""
     if each.is_syncing or (each.bucket is not None and each.called is None):
         return f"the gradient sync of bucket {each.bucket}{_names_text(each.bucket_names)}"
     current = each.current_collective()
@@ -183,12 +183,12 @@ def _group_name(signature: Signature) -> str:
 
 
 def was_waiting(each: RankSnapshot) -> bool:
-    """Returns whether a rank waited when it lost its connection, and what it waited in is known."""
+    """Returns whether a rank waited in a known operation when it lost its connection."""
     return each.is_consequence and (each.bucket is not None or each.current_collective() is not None)
 
 
 def operation_of(difference: Difference, waiting: Sequence[RankSnapshot]) -> str | None:
-    """Returns what the ranks that are not at fault have called."""
+    """Returns the operation that the ranks that are not at fault have called."""
     for each in waiting:
         called = difference.called.get(each.rank)
         if called is not None:
@@ -198,7 +198,7 @@ def operation_of(difference: Difference, waiting: Sequence[RankSnapshot]) -> str
 
 
 def _is_still_in(each: RankSnapshot, called: Signature, number: int) -> bool:
-    """Returns whether a collective of a rank has not ended."""
+    """Returns whether a rank is still in a collective."""
     return any((one.signature, one.number, one.is_done) == (called, number, False) for one in each.parsed_collectives())
 
 
@@ -243,7 +243,7 @@ def difference_text(difference: Difference, everybody: Sequence[RankSnapshot]) -
 
 
 def group_text(snapshots: Iterable[RankSnapshot], describe: Callable[[RankSnapshot], str]) -> str:
-    """Returns one part for all ranks that are described alike."""
+    """Returns descriptions of all ranks, those with equal ones together."""
     groups: dict[str, list[int]] = defaultdict(list)
     for each in snapshots:
         groups[describe(each)].append(each.rank)

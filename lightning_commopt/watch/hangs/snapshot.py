@@ -1,4 +1,4 @@
-"""RankSnapshot: where one rank is, as far as it can be known."""
+"""RankSnapshot: the state of one rank, as far as it is known."""
 
 from __future__ import annotations
 
@@ -11,19 +11,6 @@ from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.flight_recorder import Collective, parse_collectives
 from lightning_commopt.watch.hangs.marks import BACKWARD, PHASES, SETUP, Mark
 
-STATES = (
-    "running",
-    "stopped",
-    "died",
-    "failed",
-    "interrupted",
-    "terminated",
-    "finished",
-    "unreachable",
-    "unwatched",
-    "silent",
-)
-
 _CONNECTION_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted|lost)|closed by peer|broken pipe|remote (process|worker|error)"
     r"|ncclRemoteError|ncclSystemError|Rank \d+ has (died|failed)",
@@ -34,46 +21,46 @@ _TIMED_OUT = re.compile(
     r"|timeout caused pair closure|wait timeout after|Operation timed out",
     re.IGNORECASE,
 )
-"""What gloo, and torch's two backends for NCCL, raise when other ranks do not come in time."""
+"""Errors of gloo and of torch's two NCCL backends when other ranks do not join a collective in time."""
 
 
 @dataclass(kw_only=True)
 class RankSnapshot:
-    """Where a rank is.
+    """The state of one rank.
 
     Attributes:
         rank: the rank.
         host: its host's name.
         pid: of its process.
-        state: one of `STATES`: "failed" has raised, "interrupted" by Ctrl-C or SIGINT, "terminated" by SIGTERM,
-            "finished" has ended its fit, "unreachable" is on a host that does not answer, "unwatched" has lost its
-            watcher, the watcher of a "silent" one could never be reached.
-        detail: what more is known of the state: the exception, or why it is unreachable.
+        state: "running", "stopped", "died", "failed" (has raised), "interrupted" (Ctrl-C or SIGINT), "terminated"
+            (SIGTERM), "finished" (has ended its fit), "unreachable" (its host does not answer), "unwatched" (its
+            watcher has ended) or "silent" (its watcher could never be reached).
+        detail: of the state: the exception, or why it is unreachable.
         stop_reason: what has ended its training before the last batch; "" if nothing has.
-        ended_unix_s: when it has ended, in seconds since 1970; None for one that has not.
+        ended_unix_s: when it has ended, in seconds since 1970; None if it has not.
         phase: index into `lightning_commopt.watch.hangs.marks.PHASES`.
         step: optimizer steps before this one.
         batch: index of the last batch of an evaluation; -1 outside of one.
         idle_s: seconds since the last mark.
-        limit_s: for how long its phase may show no progress.
-        ready: buckets of this backward that are ready.
+        limit_s: seconds without progress that its phase is allowed.
+        ready: number of buckets of this backward that are ready.
         bucket: index of the oldest bucket that is ready and not averaged; None if there is none.
-        bucket_names: of its parameters.
-        all_ready: whether backward has handed over its last bucket.
+        bucket_names: names of its parameters.
+        all_ready: whether the last bucket of this backward is ready.
         called: the collective that the fit's thread is in, or has raised in, or that its device waits in; None if
             there is none.
-        hook: the hook of a callback or a module that the fit's thread is in, in words; None if it is in none.
+        hook: the hook of a callback or a module that the fit's thread is in; None if there is none.
         place: the user's own code that the fit's thread is in, or has raised in, as "file:line in function".
-        innermost: the same of any code.
+        innermost: the same for any code.
         worker_places: the user's own code that the dataloader's workers are in.
         is_compiling: whether the fit's thread is in a compiler.
         is_computing: whether the fit's thread, or in a dataloader its workers, use CPU time; unknown with a GPU, where
-            a thread that waits uses CPU time too.
+            a waiting thread uses CPU time too.
         fit_thread: key of that thread in ``stacks``.
-        process: what the kernel knows of it, in words.
-        collectives: that it has called, as JSON has them; the oldest first.
+        process: its state in the kernel, in words.
+        collectives: that it has called, from the Flight Recorder's JSON; the oldest first.
         stacks: by process and thread.
-        missing: what could not be had, and why.
+        missing: what could not be read, and why.
     """
 
     rank: int
@@ -112,54 +99,52 @@ class RankSnapshot:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the rank has failed because it lost its connection to another, or waited in vain."""
+        """Whether the rank has failed because it lost its connection to another, or timed out."""
         return self.has_timed_out or (self.state == "failed" and _CONNECTION_LOST.search(self.detail) is not None)
 
     @property
     def has_timed_out(self) -> bool:
-        """Whether the rank has failed because others did not come to a collective."""
+        """Whether the rank has failed because others did not join a collective."""
         return self.state == "failed" and _TIMED_OUT.search(self.detail) is not None
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nothing is known of what the rank does."""
+        """Whether the activity of the rank is unknown."""
         return self.state in ("unreachable", "unwatched", "silent")
 
     @property
     def frames(self) -> list[str]:
-        """The fit's thread, the innermost function first, without numbers of lines; empty if that is unknown."""
+        """Stack of the fit's thread, innermost first, without line numbers; empty if unknown."""
         found = self.stacks.get(f"process {self.pid}", {}).get(self.fit_thread, [])
         return [re.sub(r":\d+ in ", " ", frame) for frame in found]
 
     @property
     def is_syncing(self) -> bool:
-        """Whether backward has nothing left to do but to wait for averages."""
+        """Whether backward only waits for averages."""
         return self.phase == BACKWARD and self.all_ready and self.bucket is not None
 
     def parsed_collectives(self) -> list[Collective]:
-        """Returns what the Flight Recorder has kept of this rank."""
         return parse_collectives(self.collectives)
 
     def current_collective(self) -> Collective | None:
-        """Returns what the rank waits in, or waited in when it lost its connection; None if it is in no collective."""
+        """Returns the collective that the rank waits in, or did when it lost its connection; None if there is none."""
         collectives = self.parsed_collectives()
         outstanding = next((each for each in collectives if not each.is_done), None)
         was_in_one = self.is_consequence and (self.called is not None or self.phase == BACKWARD)
         if outstanding is None and was_in_one and collectives:
-            return collectives[-1]  # gloo takes what has failed for ended
+            return collectives[-1]  # gloo marks failed ones as ended
         return outstanding
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
         return plain | {"phase_name": PHASES[self.phase].name}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RankSnapshot:
-        """Returns what `to_plain` made.
+        """Reverts `to_plain`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is not from there.
         """
         names = {each.name for each in fields(cls)}
         try:
@@ -171,11 +156,9 @@ class RankSnapshot:
 
 
 def place_in_training(marks: Sequence[Mark], names: Mapping[int, list[str]]) -> dict[str, Any]:
-    """Returns the fields of a snapshot that follow from a rank's marks.
+    """Returns the fields of a snapshot that follow from a rank's marks, the oldest first.
 
-    Args:
-        marks: the oldest first.
-        names: of every bucket's parameters.
+    ``names`` has every bucket's parameters.
     """
     phase, step, batch, since = SETUP, 0, -1, 0
     for position, mark in enumerate(marks):

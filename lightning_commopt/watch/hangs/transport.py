@@ -1,9 +1,8 @@
-"""How watchers talk: lines of JSON, to their rank over a pair of sockets, to each other over TCP.
+"""Messages of watchers: lines of JSON, to their rank over a socket pair, to each other over TCP.
 
-The watchers of a run share a secret key, which is never sent. A server begins each connection with a random number, and
-reads no more from a client that cannot sign it than `_HELLO_BYTES`, within `_HELLO_S`, from `_MAX_STRANGERS` at a time.
-Question and answer are signed too, over numbers that are used once: a recorded one cannot be sent again. Nothing is
-encrypted.
+The watchers of a run share a secret key, which is never sent. A server begins each connection with a nonce; from a
+client that cannot sign it, it reads at most `_HELLO_BYTES` within `_HELLO_S`, from `_MAX_STRANGERS` at a time.
+Questions and answers are signed too, with nonces of both sides, so that they cannot be replayed. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ def ask(address: Address, key: str, question: dict[str, Any], limit_s: float) ->
 
     Args:
         address: of the watcher.
-        key: that all watchers of a run have.
-        question: to ask.
+        key: shared by all watchers of a run.
+        question: any JSON object.
         limit_s: seconds to wait for the answer, once connected.
 
     Raises:
         GoneError: its process has ended.
-        UnreachableError: there is no answer with the right signature within the limit, or no way to the host.
+        UnreachableError: there is no answer with a valid signature within the limit, or no route to the host.
     """
     try:
         with socket.create_connection((address.ip, address.port), timeout=_CONNECT_S) as connection:
@@ -72,7 +71,7 @@ def ask(address: Address, key: str, question: dict[str, Any], limit_s: float) ->
                 connection.sendall(b"\n".join((hello, own_nonce + signature + body, b"")))
                 line = _receive(reader, _MAX_BYTES)
     except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError, EOFError) as error:
-        raise GoneError(f"its monitor at {address.ip}:{address.port} is gone") from error
+        raise GoneError(f"its monitor at {address.ip}:{address.port} has ended") from error
     except OSError as error:
         raise UnreachableError(f"{address.host} does not answer at {address.ip}:{address.port}") from error
     signature, body = line[:64], line[64:]
@@ -85,13 +84,8 @@ def ask(address: Address, key: str, question: dict[str, Any], limit_s: float) ->
 class Server:
     """Answers other watchers, each on a thread of its own.
 
-    Args:
-        ip: of the interface to listen at.
-        key: that all watchers of a run have.
-        answer: called with a question.
-
     Attributes:
-        port: that it listens at.
+        port: the server's port.
     """
 
     def __init__(self, ip: str, key: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -135,11 +129,11 @@ class Server:
             address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
 
             def process_request(self, request: Any, client_address: Any) -> None:
-                strangers.acquire()  # those above the limit wait unread; a handler frees its place in seconds
+                strangers.acquire()  # those above the limit wait unread, for seconds
                 super().process_request(request, client_address)
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """Prints nothing: who asked has gone."""
+                """Prints nothing: the client has ended."""
 
         self._server = ThreadingServer((ip, 0), Handler)
         self.port: int = self._server.server_address[1]
@@ -147,14 +141,10 @@ class Server:
 
 
 class RankLink:
-    """One end of the connection between a rank and its watcher; both use it.
-
-    Args:
-        connection: of a pair of sockets.
-    """
+    """One end of the connection between a rank and its watcher, over a socket pair."""
 
     def __init__(self, connection: socket.socket) -> None:
-        # Whoever sends must not hang because the other end has been stopped.
+        # A sender must not hang because the other end is stopped.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
         self._connection = connection
         self._on_message: Callable[[dict[str, Any]], None] = lambda message: None
@@ -166,22 +156,17 @@ class RankLink:
         self._thread = threading.Thread(target=self._read, name="commopt-hang-monitor", daemon=True)
 
     def start(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None] = lambda: None) -> None:
-        """Begins to receive.
-
-        Args:
-            on_message: called with each message, on a thread of its own.
-            on_end: called on that thread when the other end has gone.
-        """
+        """Starts a thread that calls ``on_message`` for each message, and ``on_end`` when the other end has closed."""
         self._on_message, self._on_end = on_message, on_end
         self._thread.start()
 
     def send(self, **message: Any) -> None:
-        """Sends a message; nothing happens if the other end has gone, or takes nothing for some seconds."""
+        """Sends a message; gives up if the other end has closed, or does not read for some seconds."""
         with suppress(OSError), self._lock:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def request(self, limit_s: float, **message: Any) -> dict[str, Any] | None:
-        """Sends a message, and returns the answer; None if it does not come within the limit, or the other end goes."""
+        """Sends a message, and returns the answer; None if there is none in time, or the other end closes."""
         number = next(self._numbers)
         threading.Thread(target=self.send, kwargs=message | {"request": number}, daemon=True).start()
         with self._has_answers:
@@ -189,7 +174,6 @@ class RankLink:
             return self._answers.pop(number, None)
 
     def close(self) -> None:
-        """Closes this end."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -211,12 +195,7 @@ class RankLink:
 
 
 def find_own_ip(towards: str, port: int = 0) -> str:
-    """Returns the address of this host's interface towards another host; that of loopback if there is no way to it.
-
-    Args:
-        towards: name or address of the other host.
-        port: any that it has.
-    """
+    """Returns the address of this host's interface towards another host; loopback's if there is no route."""
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(towards, port or 1, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -226,7 +205,7 @@ def find_own_ip(towards: str, port: int = 0) -> str:
 
 
 def is_loopback(ip: str) -> bool:
-    """Returns whether an address can be reached from its own host only."""
+    """Returns whether an address is reachable from its own host only."""
     return ip == "::1" or ip.startswith("127.")
 
 
@@ -234,7 +213,7 @@ def _receive(reader: BufferedIOBase, max_bytes: int) -> bytes:
     """Returns a line without its end.
 
     Raises:
-        EOFError: the other end has closed the connection, or sends more than ``max_bytes``.
+        EOFError: the other end has closed the connection, or has sent more than ``max_bytes``.
     """
     line = reader.readline(max_bytes + 1)
     if not line.endswith(b"\n"):

@@ -1,7 +1,7 @@
 """The watcher: reports a hang even when its rank is stopped or dead.
 
-Every rank has one. Each sees its own rank through memory and the kernel, and asks the others over TCP. Only the lowest
-rank whose watcher can be reached asks all and reports, so that a hang is reported once.
+Every rank has one. It reads the state of its own rank from memory and the kernel, and asks the other watchers over TCP.
+Only the lowest rank whose watcher can be reached asks all and reports, so that a hang is reported once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 from lightning_commopt.watch.hangs.transport import Address, RankLink, Server
 
 SETTINGS_VARIABLE = "COMMOPT_HANG_WATCHER"
-"""In the environment of a watcher: what it is to watch, as JSON. Other users can read arguments, but not this."""
+"""Environment variable with a watcher's settings, as JSON. Other users can read arguments, but not this."""
 
 _WAKE_S = 0.25
 _ASK_AGAIN_S = 5.0
@@ -44,13 +44,7 @@ _PAUSE_S = 5.0
 
 
 class Watcher:
-    """Watches one rank, and with the others all.
-
-    Args:
-        settings: what the rank has handed over.
-        observation: of the rank.
-        link: to its process.
-    """
+    """Watches one rank, and all ranks together with the other watchers."""
 
     def __init__(self, settings: dict[str, Any], observation: Observation, link: RankLink) -> None:
         self._rank: int = settings["rank"]
@@ -69,7 +63,6 @@ class Watcher:
         self._records.begin(settings["world_size"])
 
     def receive(self, message: dict[str, Any]) -> None:
-        """Handles a message of the rank."""
         if "listen" in message:
             self._link.send(port=Server(message["listen"], self._key, self._answer).port)
         elif "peers" in message:
@@ -79,7 +72,6 @@ class Watcher:
             self._own.learn(message)
 
     def run(self) -> None:
-        """Watches until the rank has ended."""
         asked_at = kept_at = time.monotonic()
         while self._own.ended is None and not self._must_abort.is_set():
             slept_at = time.monotonic()
@@ -105,7 +97,7 @@ class Watcher:
             end_rank(self._pid, self._link, _FAILED_S if self._own.ended == "failed" else _ORDERLY_S)
 
     def _end(self) -> None:
-        """Reports that the rank has died, failed or was interrupted, if no other is the reason and others need it."""
+        """Reports that the rank has died, failed or was interrupted, if that is the cause and others wait for it."""
         snapshot = self._own.snapshot(is_whole=False)
         self._peers.send_all(notice=snapshot.to_plain())
         if self._own.ended == "finished":
@@ -113,7 +105,7 @@ class Watcher:
             self._records.discard()
             return
         self._records.keep(snapshot, self._own.marks)
-        time.sleep(_DEATH_S)  # others may end of the same reason, or be ended together: nobody hangs then
+        time.sleep(_DEATH_S)  # others may end for the same reason, or be ended together: that is no hang
         while True:
             # Do not report failures that our own abort caused.
             if self._is_reported or self._must_abort.is_set() or not self._peers:
@@ -129,10 +121,7 @@ class Watcher:
             self._report(diagnose(snapshots), snapshots)
 
     def _inquire(self) -> None:
-        """Finds out whether ranks keep others waiting, and reports it, unless a lower rank does.
-
-        What is found must still be so at a second look: a rank may just have gone on.
-        """
+        """Reports a hang that a second look confirms, as a rank may just have moved, unless a lower rank reports."""
         if not self._peers or self._peers.is_lower_watching():
             return
         first = self._look()
@@ -148,7 +137,7 @@ class Watcher:
         return [self._own.snapshot(), *self._peers.snapshots()]
 
     def _report(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot]) -> None:
-        """Prints and writes a report, once for a hang, and ends all ranks if that is asked for and they wait."""
+        """Prints and writes a report, once for each hang; with ``action="abort"`` ends all ranks if some wait."""
         idle_s = max(each.idle_s for each in [each for each in snapshots if each.state == "running"] or snapshots)
         aborts = self._aborts and may_end_ranks(snapshots, diagnosis.kind)
         if self._is_reported and not aborts:
@@ -158,7 +147,7 @@ class Watcher:
         self._records.keep(snapshots[0], self._own.marks)
         path = self._records.report(diagnosis, snapshots, idle_s)
         lines = [f"HangMonitor: {diagnosis.sentence}"]
-        if diagnosis.kind != "interrupted":  # by the user, who knows
+        if diagnosis.kind != "interrupted":  # by the user, who needs no hints
             verdict = f": {diagnosis.verdict}" if diagnosis.verdict else ""
             lines.append(f"  No progress for {idle_s:.0f} s{verdict}.")
             lines += [f"  Try: {hint}" for hint in diagnosis.hints]
@@ -174,7 +163,7 @@ class Watcher:
             self._must_abort.set()
 
     def _note_progress(self) -> None:
-        """Corrects a report once its rank goes on."""
+        """Corrects a report once its rank makes progress."""
         if self._is_reported and self._own_report is not None:
             diagnosis, snapshots = self._own_report
             idle_s = max(each.idle_s for each in snapshots)
@@ -186,7 +175,7 @@ class Watcher:
         self._is_reported, self._own_report = False, None
 
     def _ask_ras(self, own: RankSnapshot) -> Any:
-        """Returns what NCCL knows of the job; notes why, if there is no answer."""
+        """Returns the answer of NCCL's RAS; records why if there is none."""
         try:
             return ask_ras(ras_address(os.environ), _RAS_S)
         except RasError as error:
@@ -217,16 +206,16 @@ def _print(*lines: str) -> None:
 
 
 def _is_cause(notice: dict[str, Any], own: RankSnapshot) -> bool:
-    """Returns whether another rank, which has sent a notice at its end, is why this one has ended."""
+    """Returns whether another rank, which has sent a notice at its end, is the reason for the end of this one."""
     other = RankSnapshot.from_plain(notice)
     has_failed = other.state not in ("running", "finished") and not other.is_consequence
     return has_failed and (own.is_consequence or (other.ended_unix_s or math.inf) < (own.ended_unix_s or math.inf))
 
 
 def main() -> None:
-    """Watches the rank that has started this process; arguments are the descriptors that it hands over."""
+    """Watches the rank that has started this process; the arguments are descriptors from it."""
     link_fd, marks_fd, stacks_fd = map(int, sys.argv[1:4])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the rank, which decides what they mean
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the rank
         signal.signal(number, signal.SIG_IGN)
     settings = json.loads(os.environ[SETTINGS_VARIABLE])
     link = RankLink(socket.socket(fileno=link_fd))

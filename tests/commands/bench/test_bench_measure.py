@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_commopt.commands.bench import measure as measuring
 from lightning_commopt.commands.bench import operations, pattern
+from lightning_commopt.commands.bench.groups import Memory, Ranks
 from lightning_commopt.commands.bench.measure import measure
-from lightning_commopt.measure.link.bench_result import Row
+from lightning_commopt.measure.link.bench_result import Case, Row
 from lightning_commopt.measure.link.bench_settings import COLLECTIVES, PLACES, BenchSettings
 from support.ranks import run_ranks
 
@@ -87,23 +89,18 @@ def _under_compute() -> None:
 
 
 def _faults() -> None:
-    real, failing = operations._PREPARE["broadcast"], operations._PREPARE["reduce"]
-
-    def off_by_one(job: operations._Job) -> operations.Call:
-        call = real(job)
+    def prepare(case: Case, ranks: Ranks, memory: Memory, root: int) -> operations.Call:
+        if case.operation == "reduce" and ranks.index == 1:
+            raise RuntimeError("not here\nbecause")
+        call, (received, _) = operations.prepare(case, ranks, memory, root), memory.views(torch.float32, case.count)
 
         def run() -> None:
             call.run()
-            job.recv[7] += job.ranks.index  # one element, wrong on rank 1 only
+            received[7] += ranks.index if case.operation == "broadcast" else 0  # one element, wrong on rank 1 only
 
         return operations.Call(run, call.fill, call.num_wrong)
 
-    def refused(job: operations._Job) -> operations.Call:
-        if job.ranks.index == 1:
-            raise RuntimeError("not here\nbecause")
-        return failing(job)
-
-    operations._PREPARE.update(broadcast=off_by_one, reduce=refused)
+    measuring.prepare = prepare
     rows, _ = _measure(_quick(collectives=("broadcast", "reduce"), sizes_bytes=(4096,)), 2)
     assert [row.num_wrong for row in rows] == [1, None]
     assert rows[1].error == ("not here" if dist.get_rank() == 1 else "failed on another rank")

@@ -177,7 +177,7 @@ def test_print_prints_a_shell_command_and_runs_nothing(tmp_path, monkeypatch):
         ("torchrun --speed 3 a.py", "torchrun --speed 3 a.py: unrecognized arguments: --speed"),
         ("torchrun --run-path a.py", "torchrun's --run-path starts no program"),
         ("--nsys-args='\"' python a.py", "--nsys-args='\"': No closing quotation"),
-        ("--nsys-args='-o x' python a.py", "--nsys-args='-o x': the reports of the ranks go to --output-dir"),
+        ("--nsys-args='-o x' python a.py", "--nsys-args='-o x': the reports are written to --output-dir"),
         ("srun -n 2 python a.py", "srun starts the ranks by itself"),
     ],
 )
