@@ -9,34 +9,10 @@ from typing import Any
 
 from lightning_commopt.compat.hooks import activity_of
 from lightning_commopt.watch.hangs import marks as kinds
+from lightning_commopt.watch.hangs import process as processes
 from lightning_commopt.watch.hangs.computing import ComputingProbe
-from lightning_commopt.watch.hangs.marks import (
-    BACKWARD,
-    CALLBACKS,
-    CHECKPOINT,
-    DATA,
-    DATA_START,
-    END,
-    NUM_BYTES,
-    PHASES,
-    SETUP,
-    Mark,
-    PhaseTimes,
-    read_marks,
-)
-from lightning_commopt.watch.hangs.process import (
-    Frame,
-    collective_in,
-    descendants,
-    dump_stack,
-    find_exit,
-    is_alive,
-    is_asleep,
-    is_compiling,
-    process_state,
-    thread_cpu_s,
-    user_place,
-)
+from lightning_commopt.watch.hangs.marks import NUM_BYTES, PHASES, Mark, PhaseTimes, read_marks
+from lightning_commopt.watch.hangs.process import Frame
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
 from lightning_commopt.watch.hangs.transport import RankLink
 
@@ -45,7 +21,11 @@ _ANSWER_S = 3.0
 _HOLDS_GIL_S = 0.5
 _LAST_MESSAGE_S = 0.5
 _MAX_WORKERS = 4
-_DATALOADER = {DATA, DATA_START, *(n for n, phase in enumerate(PHASES) if phase.where.startswith("in the dataloader"))}
+_DATALOADER = {
+    kinds.DATA,
+    kinds.DATA_START,
+    *(n for n, phase in enumerate(PHASES) if phase.where.startswith("in the dataloader")),
+}
 
 
 class Observation:
@@ -90,7 +70,7 @@ class Observation:
         self._lock = threading.Lock()
         self._times = PhaseTimes(after_s)
         self._last = Mark(time.monotonic(), 0, 0, 0, 0)
-        self._phase, self._longest_idle_s = SETUP, 0.0
+        self._phase, self._longest_idle_s = kinds.SETUP, 0.0
         self.ended: str | None = None
         self.ended_unix_s: float | None = None
         self._last_dump: dict[str, Any] = {}
@@ -132,7 +112,7 @@ class Observation:
             if mark.kind == kinds.PHASE:
                 self._times.add(self._phase, self._longest_idle_s)
                 self._phase, self._longest_idle_s = mark.code, 0.0
-        state = process_state(self._pid).state
+        state = processes.process_state(self._pid).state
         is_stopped = state.startswith("stopped")
         if self._was_stopped and not is_stopped:
             self.resume()
@@ -154,8 +134,8 @@ class Observation:
         for _ in range(200):
             if self.ended is not None or self.detail:
                 return
-            self.detail = find_exit(self._pid) or ""
-            if not is_alive(self._pid):
+            self.detail = processes.find_exit(self._pid) or ""
+            if not processes.is_alive(self._pid):
                 return
             time.sleep(0.001)
 
@@ -175,7 +155,7 @@ class Observation:
         return self.ended, max((mark.number for mark in self.marks), default=0)
 
     def _take_snapshot(self, is_whole: bool) -> RankSnapshot:
-        process = process_state(self._pid)
+        process = processes.process_state(self._pid)
         state = self.ended or ("stopped" if process.state.startswith("stopped") else "running")
         found = RankSnapshot(
             rank=self.rank,
@@ -209,15 +189,15 @@ class Observation:
             Whether it has answered.
         """
         ident, thread = self._fit_thread
-        cpu_s = thread_cpu_s(self._pid, thread)
+        cpu_s = processes.thread_cpu_s(self._pid, thread)
         answer = self._link.request(_ANSWER_S, stacks=True)
         if answer is not None:
             stacks = {
                 int(key): [Frame(*fields) for fields in frames] for key, frames in answer.get("stacks", {}).items()
             }
         # No other thread gets the GIL: the training thread waits for it too, or is in a C function that holds it.
-        elif is_asleep(self._pid, thread) or thread_cpu_s(self._pid, thread) - cpu_s > _HOLDS_GIL_S:
-            stacks = {ident: dump_stack(self._pid, thread, self._stacks_fd, _STACK_S)}
+        elif processes.is_asleep(self._pid, thread) or processes.thread_cpu_s(self._pid, thread) - cpu_s > _HOLDS_GIL_S:
+            stacks = {ident: processes.dump_stack(self._pid, thread, self._stacks_fd, _STACK_S)}
         else:
             stacks = {}
         frames = stacks.get(ident, [])
@@ -225,7 +205,7 @@ class Observation:
             found.missing.append(f"stacks: the process has not answered within {_ANSWER_S:g} s")
         found.stacks[f"process {self._pid}"] = {hex(key): list(map(str, each)) for key, each in stacks.items()}
         self._add_thread(found, frames, None)
-        found.is_compiling = is_compiling(frames)
+        found.is_compiling = processes.is_compiling(frames)
         if found.phase in _DATALOADER:
             self._add_workers(found)
         return answer is not None
@@ -238,9 +218,9 @@ class Observation:
             frames: of the thread.
             owner: name of the class whose hook it is in.
         """
-        found.place = _text_of(user_place(frames))
+        found.place = _text_of(processes.user_place(frames))
         found.innermost = _text_of(next(iter(frames), None))
-        found.called = collective_in(frames)
+        found.called = processes.collective_in(frames)
         activity = activity_of([(frame.file, frame.function) for frame in frames])
         if activity is None:
             return
@@ -249,22 +229,22 @@ class Observation:
             return
         if activity.kind == "hook":
             found.hook = _hook_text(activity.owner, owner, activity.hook)
-        if found.called is None and found.phase not in (SETUP, END):
+        if found.called is None and found.phase not in (kinds.SETUP, kinds.END):
             if activity.kind == "hook":
-                found.phase = CALLBACKS
+                found.phase = kinds.CALLBACKS
             elif activity.kind == "checkpoint":
-                found.phase = CHECKPOINT
-            elif found.phase in (CALLBACKS, CHECKPOINT):
-                found.phase = DATA
+                found.phase = kinds.CHECKPOINT
+            elif found.phase in (kinds.CALLBACKS, kinds.CHECKPOINT):
+                found.phase = kinds.DATA
 
     def _add_workers(self, found: RankSnapshot) -> None:
-        for pid in descendants(self._pid)[:_MAX_WORKERS]:
-            if not is_asleep(pid, pid):
+        for pid in processes.descendants(self._pid)[:_MAX_WORKERS]:
+            if not processes.is_asleep(pid, pid):
                 found.missing.append(f"stack of process {pid}: it is running, and the signal could crash it")
                 continue
-            frames = dump_stack(pid, pid, self._stacks_fd, _STACK_S)
+            frames = processes.dump_stack(pid, pid, self._stacks_fd, _STACK_S)
             found.stacks[f"process {pid}"] = {"main": list(map(str, frames))}
-            if (place := user_place(frames)) is not None:
+            if (place := processes.user_place(frames)) is not None:
                 found.worker_places.append(str(place))
 
     def _add_dump(self, found: RankSnapshot) -> None:
@@ -285,9 +265,9 @@ class Observation:
             found.called = current.signature.operation
         if dump.get("device_bucket") is not None and found.bucket is None:
             found.bucket, found.all_ready = dump["device_bucket"], True
-        elif found.phase == BACKWARD and self._num_unmarked:
+        elif found.phase == kinds.BACKWARD and self._num_unmarked:
             self._find_unmarked(found)
-        elif found.phase == BACKWARD and found.bucket is None and found.called is None:
+        elif found.phase == kinds.BACKWARD and found.bucket is None and found.called is None:
             # Another hook than ours, or DDP before it has built its buckets: only the collective is known.
             current = found.current_collective()
             found.called = None if current is None else current.signature.operation
