@@ -47,8 +47,8 @@ def _count_left_out(config: pytest.Config, number: int) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Returns one worker for each core, but at most 4; none where files or tests are named, which are few."""
-    return min(4, len(os.sched_getaffinity(0))) if config.args == config.getini("testpaths") else 0
+    """Returns one worker more than there are cores, as tests wait, but at most 4; none where files are named."""
+    return min(4, len(os.sched_getaffinity(0)) + 1) if config.args == config.getini("testpaths") else 0
 
 
 def pytest_testnodedown(node: Any) -> None:

@@ -95,11 +95,12 @@ def sentences_in(output: str) -> list[str]:
 @pytest.mark.parametrize(
     ("fault", "kind", "beginning", "hint"),
     [
-        (
+        pytest.param(
             "exit",
             "failed",
             "rank 1 has called sys.exit(3) in forward of step 4 (callbacks/hanging_fits.py:",
             "Call sys.exit on all ranks",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             "should_stop",

@@ -84,6 +84,7 @@ for make, cls in zip(makers, ours):
 """
 
 
+@pytest.mark.exhaustive
 def test_start_methods_in_a_notebook() -> None:
     """If it fails, who uses us in a notebook is sent to Lightning's ddp_notebook, without our options."""
     refused = (

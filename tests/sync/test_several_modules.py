@@ -126,6 +126,7 @@ def _come_and_go() -> tuple[list[int], list[int]]:
     return groups, threads
 
 
+@pytest.mark.exhaustive
 def test_modules_that_come_and_go_leak_neither_groups_nor_threads() -> None:
     """If it fails, a program that sets modules up in a loop runs out of sockets or threads."""
     for groups, threads in run_ranks(_come_and_go):

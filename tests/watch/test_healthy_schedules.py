@@ -44,8 +44,8 @@ _MARK = "COMMOPT_TEST"
 _GONE_S = 60.0
 _FAILED_S = 5.0
 
-_SEEDS = (5, 26)
-"""In the last one a rank waits for a slow one while another has raised what all will catch."""
+_SEEDS = (26,)
+"""A rank waits for a slow one while another has raised what all will catch."""
 _NUM_SEEDS = int(os.environ.get("COMMOPT_NUM_SCHEDULES", "20"))
 _MORE_SEEDS = [range(first, first + 20) for first in range(0, _NUM_SEEDS, 20)]
 
