@@ -13,6 +13,7 @@ python benchmarks/hangs.py --num-runs 1 --faults killed,network --strategy commo
 import argparse
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -160,6 +161,7 @@ def main() -> None:
     for unknown in (set(names) - FAULTS.keys()) | (set(strategies) - set(STRATEGIES)):
         parser.error(f"{unknown!r} is none of {', '.join([*FAULTS, *STRATEGIES])}")
     load = os.getloadavg()[0]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ranks
     for module in PRELOADED:
         importlib.import_module(module)
     server = ForkServer(SCRIPT.stem)
