@@ -26,7 +26,7 @@ from results_file import write_result
 from rich.console import Console
 from rich.table import Table
 
-from lightning_commopt.compressors import AllReduce, Cast, Compressor, Int8, PowerSGD
+from lightning_commopt.compressors import AllReduce, Cast, Compressor, Int4, Int8, PowerSGD
 from support.ddp_steps import Training
 from support.fake_cuda import cuda_on
 from support.machine import MAIN, Launch, Machine
@@ -61,6 +61,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "all_reduce": AllReduce(),
     "bf16": Cast(dtype=torch.bfloat16),
     "int8": Int8(),
+    "int4": Int4(),
     "powersgd, rank 4": PowerSGD(matrix_rank=4),
 }
 DESIGNS = {"one stream": (1, False), "two streams": (2, False), "two streams, priority": (2, True)}
@@ -117,7 +118,13 @@ def buckets_of(shapes: Sequence[tuple[int, ...]]) -> list[list[int]]:
 
 
 class _Traced(Training):
-    """Computes nothing but the mark of each bucket's part of backward."""
+    """Computes nothing but the mark of each bucket's part of backward, and has no optimizer."""
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            futures = [self._bucket_ready(index) for index in range(len(self.buckets))]
+            for future in futures:
+                future.wait()
 
     def _bucket_ready(self, index: int) -> Any:
         self._machine.launch(f"backward {index}", [], [])

@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from lightning_commopt.compressors import channel
 from lightning_commopt.compressors.kernels import dispatch, low_rank_tiles, orthonormal_triton
 from lightning_commopt.sync import executors
+from support import moved_bytes
 from support.machine import Clock, Machine
 
 DEVICE = torch.device("cuda", 0)
@@ -186,7 +187,12 @@ class _Operations(TorchDispatchMode):
             named = zip(schema.arguments, args, strict=False)
             given = [*named, *((each, kwargs[each.name]) for each in schema.arguments if each.name in kwargs)]
             written = [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
-            self._machine.launch(name, inputs, [*tree_leaves(written), *outputs])
+            writes = [x for x in (*tree_leaves(written), *outputs) if isinstance(x, Tensor) and x.is_cuda]
+            if name.startswith(moved_bytes.ALLOCATIONS):
+                self._machine.allocate(outputs)
+                return result
+            num_bytes = moved_bytes.of_operation(name, [x for x in inputs if x.is_cuda], writes)
+            self._machine.launch(name, inputs, writes, num_bytes=num_bytes)
             if len({x.device for x in (*inputs, *outputs)}) > 1 and name.startswith(("aten::_to_copy", "aten::copy_")):
                 is_blocking = not kwargs.get("non_blocking", len(args) > 2 and args[2])
                 if is_blocking and all(x.dim() or x.is_cuda for x in inputs):  # a number travels with its launch
@@ -203,7 +209,9 @@ def _triton_launcher(machine: Machine) -> Any:
         details = ", ".join(
             f"{name}={value if name in constants else _specialised_on(value)}" for name, value in sorted(given.items())
         )
-        machine.launch(f"{kernel.fn.__name__}({details})", given.values(), writes)
+        name = kernel.fn.__name__
+        num_bytes = moved_bytes.of_kernel(name, given)
+        machine.launch(f"{name}({details})", given.values(), writes, num_bytes=num_bytes)
 
     return run
 

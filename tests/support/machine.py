@@ -118,7 +118,19 @@ class Machine:
         if self._counts():
             self._block(tensor).recorded.add(stream)
 
-    def launch(self, name: str, reads: Iterable[Any], writes: Iterable[Any], stream: str | None = None) -> None:
+    def allocate(self, values: Iterable[Any]) -> None:
+        """Notes new memory, from the pool of the current stream."""
+        for tensor in _on_device(values):
+            self._block(tensor)
+
+    def launch(
+        self,
+        name: str,
+        reads: Iterable[Any],
+        writes: Iterable[Any],
+        stream: str | None = None,
+        num_bytes: int | None = None,
+    ) -> None:
         """Launches an operation.
 
         Args:
@@ -126,6 +138,7 @@ class Machine:
             reads: tensors; what else there is among them does not count.
             writes: tensors.
             stream: None for the current one.
+            num_bytes: that it moves; None for all of the tensors once.
         """
         stream = self.current if stream is None else stream
         reads, writes = _on_device(reads), _on_device(writes)
@@ -135,7 +148,8 @@ class Machine:
         clock[stream] += 1
         for block, is_write in blocks:
             self._use(block, stream, is_write)
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*reads, *writes))
+        if num_bytes is None:
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*reads, *writes))
         self.launches.append(Launch(stream, name, num_bytes, Clock(clock)))
 
     def _counts(self) -> bool:

@@ -1,0 +1,99 @@
+"""The bytes of device memory that an operation reads and writes in a step of finite gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+ALLOCATIONS = ("aten::empty", "aten::new_empty")
+"""Beginnings of the names of operations that launch no kernel."""
+_WRITES_ONLY = (
+    "aten::zero",
+    "aten::ones",
+    "aten::full",
+    "aten::fill_",
+    "aten::scalar_tensor",
+    "aten::new_zeros",
+    "aten::arange",
+)
+_OVERWRITES = ("aten::copy_", "aten::_foreach_copy_", "aten::cat.out")
+
+
+def of_operation(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+    """Returns the bytes of an operation of torch on these tensors, in which the same one can be several times."""
+    written = {_key(tensor): _num_bytes(tensor) for tensor in writes}
+    read = {_key(tensor): _num_bytes(tensor) for tensor in reads}
+    if name.startswith(_WRITES_ONLY):
+        read = {}
+    elif name.startswith(_OVERWRITES) or ".out" in name:
+        read = {key: num_bytes for key, num_bytes in read.items() if key not in written}
+    return sum(read.values()) + sum(written.values())
+
+
+def of_kernel(name: str, given: Mapping[str, Any]) -> int:
+    """Returns the bytes of a Triton kernel of ours with these arguments, without what only non-finite values need.
+
+    Raises:
+        KeyError: the kernel is not in the table.
+    """
+    return _KERNELS[name](given)
+
+
+def _key(tensor: Tensor) -> tuple[int, int, int]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
+
+
+def _num_bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def _sum(*names: str, twice: str = "") -> Callable[[Mapping[str, Any]], int]:
+    return lambda given: sum(_num_bytes(given[name]) for name in (*names, *twice.split(), *twice.split()))
+
+
+def _encode(given: Mapping[str, Any]) -> int:
+    return _sum("flat", "codes", "scales", twice="residual" if given["HAS_RESIDUAL"] else "")(given)
+
+
+def _narrow(given: Mapping[str, Any]) -> int:
+    return _sum("flat", "out", *(["residual"] if given["HAS_RESIDUAL"] else []))(given)
+
+
+def _reduce(given: Mapping[str, Any]) -> int:
+    of_shard = 2 * given["residual"].element_size() * given["numel"] if given["numel"] else 0
+    return _sum("all_codes", "all_scales", "codes", "scales")(given) + of_shard
+
+
+def _multiply_tile(given: Mapping[str, Any]) -> int:
+    folded = _sum("sent_p", "sent_q", twice="residual")(given) if given["FOLD"] else 0
+    return _sum("flat", "factor", "partials")(given) + folded
+
+
+def _with_older(*names: str) -> Callable[[Mapping[str, Any]], int]:
+    return lambda given: _sum(*names, *(["old"] if given["NUM"] > given["R"] else []))(given)
+
+
+def _flag(given: Mapping[str, Any]) -> int:
+    return 1
+
+
+_KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    "_narrow": _narrow,
+    "_widen": _sum("mean", twice="flat residual"),
+    "_add_lost": _sum("values", "rounded", twice="residual"),
+    "_find_bad": _sum("values"),
+    "_encode": _encode,
+    "_reduce": _reduce,
+    "_decode": _sum("codes", "scales", "flat"),
+    "_undo": _flag,
+    "_undo_reduce": _flag,
+    "_multiply_tile": _multiply_tile,
+    "_add_up": _sum("partials", "out"),
+    "_subtract_product": _sum("flat", "out", "factor_p", "factor_q"),
+    "_write_product": _sum("flat", "factor_p", "factor_q"),
+    "_multiply_candidates": _with_older("x", "partials"),
+    "_combine": _sum("partials", "transforms"),
+    "_apply": _with_older("x", "basis", "transforms"),
+}
