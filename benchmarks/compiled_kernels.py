@@ -255,7 +255,7 @@ def _launch_low_rank(dtype: torch.dtype, sides: Sequence[tuple[int, int]], r: in
     flat, residual = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
     p, q = (torch.zeros(factors_numel(shapes(layout)), dtype=dtype) for shapes in (p_shapes, q_shapes))
     for by_rows in (True, False):
-        low_rank.fold(flat, residual, layout, (p.clone(), q.clone()), p, q, by_rows)
+        low_rank.fold_and_multiply(flat, residual, layout, (p.clone(), q.clone()), p, q, by_rows)
         low_rank.multiply(flat, layout, p, q, by_rows)
     for out in (flat, residual, torch.zeros(numel, dtype=torch.bfloat16)):
         low_rank.subtract_product(flat, layout, (p, q), out, _YES)

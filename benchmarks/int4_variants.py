@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_commopt.compressors.kernels import blockwise
-from lightning_commopt.compressors.kernels.blockwise_format import INT4_CURVE, SMALLEST_SCALE, BlockFormat
+from lightning_commopt.compressors.kernels.blockwise_format import INT4_CURVE, MIN_SCALE, BlockFormat
 from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 
 BASELINE = "none"
@@ -93,7 +93,7 @@ def to_levels(
 
     def apply(flat: Tensor) -> Tensor:
         blocks = flat.view(-1, block_size)
-        lowest, top = blocks.amin(1, keepdim=True), blocks.abs().amax(1, keepdim=True).clamp_min(SMALLEST_SCALE)
+        lowest, top = blocks.amin(1, keepdim=True), blocks.abs().amax(1, keepdim=True).clamp_min(MIN_SCALE)
         sign = torch.where(lowest == -top, 1.0, -1.0) if has_sign else 1.0
         best, least = blocks, torch.full_like(top, torch.inf)
         for shrink in shrinks:

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from model import Classifier, Points
 
-from lightning_commopt import CommOptDDP, Compressor, register_compressor
+from lightning_commopt import Claims, CommOptDDP, Compressor, register_compressor
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder, SpeedMonitor
 
 
@@ -23,7 +23,7 @@ class TopK(Compressor):
     """Sends the ``share`` of a bucket that is largest in magnitude, and its places (Aji and Heafield, EMNLP 2017)."""
 
     share: float = 0.05
-    error_bound = 1.0  # better than to send nothing: what `commopt selftest` and the law tests hold it to
+    claims = Claims(error_bound=1.0)  # better than to send nothing: what `commopt selftest` holds it to
 
     def init(self, layout, device, step=0):
         return {}

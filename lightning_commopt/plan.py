@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compressors import Compressor, compressor_from_config, compressor_to_config
-from lightning_commopt.compressors.registry import say_option, short_name
+from lightning_commopt.compressors.registry import option_in_words, short_name
 from lightning_commopt.text.validation import did_you_mean
 
 DDP_OPTION_SINCE = {
@@ -156,7 +156,7 @@ class CommPlan:
         for name in _SWITCHES:
             value = getattr(self, name)
             if value not in (None, _ddp_default(name)):
-                words.append(say_option(_SHORTER.get(name, name), value))
+                words.append(option_in_words(_SHORTER.get(name, name), value))
         return ", ".join(words)
 
     @classmethod

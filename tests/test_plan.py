@@ -14,7 +14,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
 from lightning_commopt import plan as plan_module
-from lightning_commopt.compressors import AfterSteps, Cast, Compressor, ErrorFeedback, Int8, Layout, Rounds, State
+from lightning_commopt.compressors import (
+    AfterSteps,
+    Cast,
+    Claims,
+    Compressor,
+    ErrorFeedback,
+    Int8,
+    Layout,
+    Rounds,
+    State,
+)
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options
 
@@ -23,6 +33,8 @@ BF16 = Cast(dtype=torch.bfloat16)
 
 class OwnFeedback(Compressor):
     """A user's, not a dataclass, with a residual in its state."""
+
+    claims = Claims(keeps_residual=True)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         return {"residual": torch.zeros(layout.numel)}
@@ -33,7 +45,7 @@ class OwnFeedback(Compressor):
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         raise NotImplementedError
 
-    def residual(self, layout: Layout, state: State) -> torch.Tensor:
+    def residual(self, layout: Layout, state: State, given: torch.Tensor | None = None) -> torch.Tensor:
         return state["residual"]
 
 

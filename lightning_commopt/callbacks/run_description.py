@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import comm_hook_of
+from lightning_commopt.compressors.catalog import ready_compressors, recommendations
 from lightning_commopt.compressors.channel import backends_of
-from lightning_commopt.compressors.registry import compressor_from_config, compressor_name, compressor_to_config
+from lightning_commopt.compressors.registry import (
+    canonical_name,
+    compressor_from_config,
+    compressor_name,
+    compressor_to_config,
+)
 from lightning_commopt.launch.nccl_variables import PREFIX, nccl_variables
 from lightning_commopt.measure.runs.settings import flat
 from lightning_commopt.plan import CommPlan
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 _LOSSLESS_HOOK_OF_TORCH = "allreduce_hook"
+_NOT_OF_THE_ALGORITHM = re.compile("^batched_|(_compress)?_hook$")
+"""What torch's names of hooks have besides what ours have: ``bf16_compress_hook``, ``powerSGD_hook``."""
 
 
 def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
@@ -39,7 +48,7 @@ def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         fields["sync_method"] = "none" if hook is None else compressor_name(hook)
         fields["plan_name"] = plan.name
         fields["plan"] = tuple(flat(_plan_options(plan, is_short=True), "plan."))
-        fields["is_lossy"] = hook is not None and hook.is_lossy
+        fields["is_lossy"] = hook is not None and hook.claims.is_lossy
     return fields
 
 
@@ -55,17 +64,23 @@ def describe_rank(trainer: Trainer) -> dict[str, Any]:
 
 
 def describe_hook(strategy: Strategy) -> dict[str, Any]:
-    """Returns ``comm_hook``, the name of what averages the gradients, and ``is_lossy``, whether it changes them."""
+    """Returns ``comm_hook``, the name of what averages the gradients, and ``is_lossy``, whether it changes them.
+
+    Also what to try instead of it, see `recommendations`.
+    """
     plan = plan_of(strategy)
-    if plan is not None and plan.comm_hook is not None:
-        return {"comm_hook": compressor_name(plan.comm_hook), "is_lossy": plan.comm_hook.is_lossy}
-    if getattr(strategy, "world_size", 1) > 1 and not isinstance(strategy.model, DistributedDataParallel):
-        return {"comm_hook": type(strategy).__name__, "is_lossy": False}
-    hook = comm_hook_of(strategy)
-    if hook is None:
-        return {"comm_hook": "none", "is_lossy": False}
-    name = str(getattr(hook, "__name__", type(hook).__name__))
-    return {"comm_hook": name, "is_lossy": name != _LOSSLESS_HOOK_OF_TORCH}
+    compressor = None if plan is None else plan.comm_hook
+    if compressor is not None:
+        name, is_lossy = compressor_name(compressor), compressor.claims.is_lossy
+    elif getattr(strategy, "world_size", 1) > 1 and not isinstance(strategy.model, DistributedDataParallel):
+        name, is_lossy = type(strategy).__name__, False
+    elif (hook := comm_hook_of(strategy)) is None:
+        name, is_lossy = "none", False
+    else:
+        name = str(getattr(hook, "__name__", type(hook).__name__))
+        is_lossy = name != _LOSSLESS_HOOK_OF_TORCH
+        compressor = ready_compressors().get(str(canonical_name(_NOT_OF_THE_ALGORITHM.sub("", name))))
+    return {"comm_hook": name, "is_lossy": is_lossy, **recommendations(compressor, is_lossy=is_lossy)}
 
 
 def nccl_settings() -> dict[str, str]:

@@ -1,42 +1,28 @@
-"""Ways to average a gradient bucket over ranks; one algorithm a file."""
+"""Ways to average a gradient bucket over ranks; one algorithm a file.
 
-from lightning_commopt.compressors.all_reduce import AllReduce
-from lightning_commopt.compressors.alternating import AlternatingLowRank, AlternatingPowerSGD
-from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.blockwise import BlockInt4, BlockInt8, Int4, Int8
-from lightning_commopt.compressors.by_size import BySize
-from lightning_commopt.compressors.cast import Cast
-from lightning_commopt.compressors.hierarchical import Hierarchical
-from lightning_commopt.compressors.powersgd import LowRank, PowerSGD
-from lightning_commopt.compressors.registry import (
-    compressor_from_config,
-    compressor_names,
-    compressor_to_config,
-    register_compressor,
-)
-from lightning_commopt.compressors.wrappers import AfterSteps, ErrorFeedback
+This lists those that come with the package; importing their files registers their names.
+"""
 
-__all__ = [
-    "AfterSteps",
-    "AllReduce",
-    "AlternatingLowRank",
-    "AlternatingPowerSGD",
-    "BlockInt4",
-    "BlockInt8",
-    "BySize",
-    "Cast",
-    "Compressor",
-    "ErrorFeedback",
-    "Hierarchical",
-    "Int4",
-    "Int8",
-    "Layout",
-    "LowRank",
-    "PowerSGD",
-    "Rounds",
-    "State",
-    "compressor_from_config",
-    "compressor_names",
-    "compressor_to_config",
-    "register_compressor",
-]
+from lightning_commopt.compressors.all_reduce import AllReduce as AllReduce
+from lightning_commopt.compressors.alternating import AlternatingLowRank as AlternatingLowRank
+from lightning_commopt.compressors.alternating import AlternatingPowerSGD as AlternatingPowerSGD
+from lightning_commopt.compressors.base import Claims as Claims
+from lightning_commopt.compressors.base import Compressor as Compressor
+from lightning_commopt.compressors.base import Layout as Layout
+from lightning_commopt.compressors.base import Rounds as Rounds
+from lightning_commopt.compressors.base import State as State
+from lightning_commopt.compressors.blockwise import BlockInt4 as BlockInt4
+from lightning_commopt.compressors.blockwise import BlockInt8 as BlockInt8
+from lightning_commopt.compressors.blockwise import Int4 as Int4
+from lightning_commopt.compressors.blockwise import Int8 as Int8
+from lightning_commopt.compressors.by_size import BySize as BySize
+from lightning_commopt.compressors.cast import Cast as Cast
+from lightning_commopt.compressors.hierarchical import Hierarchical as Hierarchical
+from lightning_commopt.compressors.powersgd import LowRank as LowRank
+from lightning_commopt.compressors.powersgd import PowerSGD as PowerSGD
+from lightning_commopt.compressors.registry import compressor_from_config as compressor_from_config
+from lightning_commopt.compressors.registry import compressor_names as compressor_names
+from lightning_commopt.compressors.registry import compressor_to_config as compressor_to_config
+from lightning_commopt.compressors.registry import register_compressor as register_compressor
+from lightning_commopt.compressors.wrappers import AfterSteps as AfterSteps
+from lightning_commopt.compressors.wrappers import ErrorFeedback as ErrorFeedback

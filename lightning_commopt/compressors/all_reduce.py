@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.kernels.finite import all_finite
 from lightning_commopt.compressors.registry import register_compressor
 
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 class AllReduce(Compressor):
     """Averages the bucket as it is, in its own dtype, with DDP's own arithmetic: scale, then sum."""
 
-    @property
-    def is_lossy(self) -> bool:
-        """Never: the sum is all-reduced in the dtype of the gradients."""
-        return False
+    claims = Claims(is_lossy=False)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         return {}

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
-from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.base import Layout, Rounds, State
 from lightning_commopt.compressors.bucket_matrices import BucketMatrices
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
 from lightning_commopt.compressors.kernels.finite import all_finite
-from lightning_commopt.compressors.kernels.matrices import factors_numel
-from lightning_commopt.compressors.kernels.orthonormal import orthonormalize
-from lightning_commopt.compressors.power_iteration import DEFAULT_EPSILON, PowerIteration
+from lightning_commopt.compressors.kernels.matrices import factors_numel, views
+from lightning_commopt.compressors.kernels.orthonormal import orthonormal, orthonormalize
+from lightning_commopt.compressors.power_iteration import PowerIteration
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.compressors.wrappers import AfterSteps, Preset, with_feedback
+from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
 
 if TYPE_CHECKING:
     from lightning_commopt.compressors.channel import Channel
@@ -75,6 +75,22 @@ class AlternatingLowRank(PowerIteration):
         state[sent] = orthonormalize(mean, shapes, state[sent], self.epsilon, finite)
         return None
 
+    def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:
+        """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what was sent of each."""
+        parts, mean, sent, new = self._cut(layout), shares.mean(0), shares.clone(), []
+        name, other = ("p", "q") if self._begin_step(layout, shares.device, state) % 2 == 0 else ("q", "p")
+        shapes = {"p": parts.p_shapes, "q": parts.q_shapes}
+        old, bases = (views(state[factor], shapes[factor]) for factor in (name, other))
+        for matrix, old_factor, basis in zip(parts.matrices, old, bases, strict=True):
+            for flat in (mean, *sent):
+                view = matrix.of(flat) if name == "q" else matrix.of(flat).T
+                factor = basis @ view
+                if flat is mean:
+                    new.append(orthonormal(factor, old_factor, self.epsilon).flatten())
+                view.copy_(basis.T @ factor)
+        state[name] = torch.cat(new)
+        return mean, sent
+
 
 @register_compressor("alternating_powersgd")
 @final
@@ -82,32 +98,18 @@ class AlternatingLowRank(PowerIteration):
 class AlternatingPowerSGD(Preset):
     """Alternating PowerSGD as it is used: `AlternatingLowRank` with `ErrorFeedback`, `AfterSteps` of exact averages.
 
-    Attributes:
-        matrix_rank: columns of the factors, ``r``; more is more exact and sends more.
-        start_step: steps that are made uncompressed first.
-        min_compression_rate: a matrix of ``(m, k)`` is compressed if ``m * k > min_compression_rate * r * (m + k)``.
-        error_feedback: send later what a step dropped. Without it the gradient is biased.
-        residual_dtype: of what is sent later, "float32" or "bfloat16".
-        refresh_steps: steps after which the factors become random again; None for never.
-        epsilon: added to the norm of a column when it is normalized (``matrix_rank`` 1 only).
-        seed: of the random factors, the same on all ranks.
-
-    Raises:
-        ValueError: a setting is out of range.
+    For the settings see `PowerIteration` and `Preset`.
 
     Source: see `AlternatingLowRank`.
     """
 
-    matrix_rank: int = 1
-    start_step: int = 0
-    min_compression_rate: float = 2.0
-    error_feedback: bool = True
-    residual_dtype: str = "float32"
-    refresh_steps: int | None = None
-    epsilon: float = DEFAULT_EPSILON
-    seed: int = 0
+    algorithm: ClassVar = AlternatingLowRank
 
-    def _build(self) -> Compressor:
-        algorithm = AlternatingLowRank(**self._settings_for(AlternatingLowRank))
-        inner = with_feedback(algorithm, self.error_feedback, self.residual_dtype)
-        return AfterSteps(inner=inner, start_step=self.start_step)
+    matrix_rank: int = AlternatingLowRank.matrix_rank
+    start_step: int = 0
+    min_compression_rate: float = AlternatingLowRank.min_compression_rate
+    error_feedback: bool = True
+    residual_dtype: str = ErrorFeedback.residual_dtype
+    refresh_steps: int | None = AlternatingLowRank.refresh_steps
+    epsilon: float = AlternatingLowRank.epsilon
+    seed: int = AlternatingLowRank.seed

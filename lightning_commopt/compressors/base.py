@@ -98,48 +98,47 @@ def _bucket_stride(x: Tensor) -> tuple[int, ...]:
 Rounds = Generator["Pending", Tensor, None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """What a compressor's class knows about it. Others ask for this, instead of keeping lists of compressors.
+
+    The laws (``commopt selftest``, and the tests) hold it to the first four.
+
+    Attributes:
+        is_lossy: the average can differ from that of a plain all-reduce by more than rounding in the same dtype.
+        error_bound: the error of one average stays below this: its 2-norm over that of the exact average. It is about
+            independent, normally distributed gradients of two to four ranks, and no residual. 1.0 is the error of
+            sending nothing. Lossy compressors must declare it.
+        untracked_error: what neither the averages nor the residual hold stays below this, in the unit of
+            ``error_bound``, a step. The default has room for rounding in float32.
+        keeps_residual: its state holds a residual: what a step left out, and a later one sends.
+        has_c_kernels: its arithmetic has a C form for CPU, which is compiled when gradient sync is set up.
+        is_part: made to stand inside another compressor: no strategy is named after it.
+        is_recommended: reports recommend it where gradient sync is slow and it sends less than what is in use.
+        cheaper_with: the option that makes its arithmetic cheaper, in words; empty if none does.
+    """
+
+    is_lossy: bool = True
+    error_bound: float | None = None
+    untracked_error: float = 1e-5
+    keeps_residual: bool = False
+    has_c_kernels: bool = False
+    is_part: bool = False
+    is_recommended: bool = False
+    cheaper_with: str = ""
+
+
 class Compressor(ABC):
     """Settings of one way to average a bucket; what changes from step to step lives in its state.
 
-    Concrete compressors are frozen dataclasses, compared by value, and final: to change one, wrap it.
+    Concrete compressors are frozen dataclasses, compared by value, and final: to change one, wrap it. Those with fast
+    kernels have a ``reference`` as well, in a few lines of plain torch: the laws compare the two.
     """
 
     @property
-    def is_lossy(self) -> bool:
-        """Whether the average can differ from that of a plain all-reduce by more than rounding in the same dtype.
-
-        Lossy unless a compressor says otherwise. A wrapper is as lossy as what it wraps.
-        """
-        return True
-
-    @property
-    def error_bound(self) -> float | None:
-        """The error of one average stays below this: its 2-norm over that of the exact average; None if not declared.
-
-        It is about independent, normally distributed gradients of two to four ranks, and no residual: that is what the
-        law tests and ``commopt selftest`` measure. They fail a lossy compressor that does not declare it;
-        ``error_bound = 0.9`` in the class will do. 1.0 is the error of sending nothing.
-        """
-        return None
-
-    @property
-    def untracked_error(self) -> float:
-        """What neither the averages nor the residual hold stays below this, in the unit of `error_bound`, a step.
-
-        The default has room for rounding in float32; for compressors inside `ErrorFeedback`, measured as above.
-        """
-        return 1e-5
-
-    @property
-    def has_c_kernels(self) -> bool:
-        """Whether its arithmetic has a C form for CPU, which is compiled when gradient sync is set up."""
-        return False
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether its state holds a residual: what a step left out, and a later one sends."""
-        layout = Layout((torch.Size([1]),), ((1,),), torch.float32)
-        return self.residual(layout, self.init(layout, torch.device("cpu"))) is not None
+    def claims(self) -> Claims:
+        """What others need to know of it. ``claims = Claims(error_bound=0.9)`` in the class will do."""
+        return Claims()
 
     @abstractmethod
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
@@ -166,36 +165,24 @@ class Compressor(ABC):
             state: from `init`; updated in place.
             channel: collectives over the ranks.
             residual: ``(n,)`` what earlier steps left out of this rank's share; may have another floating-point
-                dtype. It is added to the gradients, and then holds, after `flush`, what this step in turn left out.
-                As before, up to rounding, where the average is not finite. None to drop what is left out.
+                dtype. It is added to the gradients, and then holds, completed by the method `residual`, what this step
+                in turn left out: nothing, if the state keeps a residual itself. As before, up to rounding, where the
+                average is not finite. None to drop what is left out.
         """
 
     @abstractmethod
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns the bytes that `rounds` hands to its channel in one call, once it compresses."""
 
-    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:  # noqa: B027 - most defer nothing
-        """Completes the residual, where `rounds` defers its update to the next step.
+    def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
+        """Returns ``(n,)`` what this rank has not sent yet; None if it is not kept.
+
+        A compressor that defers its residual update to the next step, or that keeps a residual in its state, overrides
+        this.
 
         Args:
             layout: what the bucket holds.
             state: from the last `rounds`; updated in place.
-            residual: ``(n,)``, from the last `rounds`; updated in place.
+            given: the residual that `rounds` was given, completed in place; None for the one in the state.
         """
-
-    def residual(self, layout: Layout, state: State) -> Tensor | None:
-        """Returns ``(n,)`` what this rank has not sent yet; None if the compressor keeps no residual."""
-        return None
-
-    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        """Adds the residual of an older state to that of a new one.
-
-        Args:
-            layout: what the bucket holds.
-            state: from `init`; updated in place.
-            residual: ``(n,)``, left as it was.
-
-        Returns:
-            Whether this compressor keeps a residual; if not, the caller adds it to the gradients.
-        """
-        return False
+        return given

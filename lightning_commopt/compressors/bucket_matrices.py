@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_commopt.compat.torch import foreach_copy_, foreach_mul_
 from lightning_commopt.compressors.base import Layout, State
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
-from lightning_commopt.compressors.kernels.low_rank import fold, multiply, subtract_product, write_product
+from lightning_commopt.compressors.kernels.low_rank import fold_and_multiply, multiply, subtract_product, write_product
 from lightning_commopt.compressors.kernels.matrices import Matrix, Shapes, factors_numel, p_shapes, q_shapes
 
 
@@ -162,7 +162,7 @@ class BucketMatrices:
             return
         self._is_summed = True
         if self._in_residual:
-            fold(self._bucket, sums, matrices, self._sent(), p, q, by_rows)
+            fold_and_multiply(self._bucket, sums, matrices, self._sent(), p, q, by_rows)
             return
         if self._residual is not None:
             for matrix in matrices:

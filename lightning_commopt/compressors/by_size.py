@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Layout, Rounds, State
-from lightning_commopt.compressors.registry import register_compressor
+from lightning_commopt.compressors.registry import EXAMPLE, register_compressor
 from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.text.validation import check_integer
 
@@ -32,7 +32,7 @@ class BySize(Wrapper):
         ValueError: ``inner`` is not a compressor, or ``min_numel`` is below 1.
     """
 
-    min_numel: int
+    min_numel: int = field(metadata={EXAMPLE: 100})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,30 +60,20 @@ class BySize(Wrapper):
                         _scatter(of_selected, residual, layout, mask)
         return None
 
-    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        is_large = self._is_large(layout)
-        if any(is_large):
-            of_large = _gather(residual, layout, is_large)
-            self.inner.flush(layout.select(is_large), state["inner"], of_large)
-            _scatter(of_large, residual, layout, is_large)
-
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         is_large = self._is_large(layout)
         sent = self.inner.wire_bytes(layout.select(is_large), world_size) if any(is_large) else 0
         return sent + UNCOMPRESSED.wire_bytes(layout.select([not yes for yes in is_large]), world_size)
 
-    def residual(self, layout: Layout, state: State) -> Tensor | None:
+    def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
         is_large = self._is_large(layout)
-        of_large = self.inner.residual(layout.select(is_large), state["inner"])
+        of_large = None if given is None else _gather(given, layout, is_large)
+        of_large = self.inner.residual(layout.select(is_large), state["inner"], of_large)
         if of_large is None:
             return None
-        residual = of_large.new_zeros(layout.numel)
+        residual = of_large.new_zeros(layout.numel) if given is None else given
         _scatter(of_large, residual, layout, is_large)
         return residual
-
-    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        is_large = self._is_large(layout)
-        return self.inner.add_residual(layout.select(is_large), state["inner"], _gather(residual, layout, is_large))
 
     def _is_large(self, layout: Layout) -> list[bool]:
         return [numel >= self.min_numel for numel in layout.numels]

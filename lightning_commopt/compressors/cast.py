@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.kernels.cast import add_lost, narrow, sum_rows, widen
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
 from lightning_commopt.compressors.kernels.finite import all_finite
@@ -51,14 +51,11 @@ class Cast(Compressor):
         check_choice("accumulate", self.accumulate, (None, "float32"))
 
     @property
-    def error_bound(self) -> float:
-        """Room for one rounding of each gradient, and of each sum of a few ranks."""
-        return torch.finfo(self.dtype).eps
-
-    @property
-    def untracked_error(self) -> float:
-        """The rounding inside an all-reduce, which no residual sees."""
-        return super().untracked_error if self.accumulate else torch.finfo(self.dtype).eps / 2
+    def claims(self) -> Claims:
+        """One rounding of each gradient and of each sum; no residual sees those inside an all-reduce."""
+        eps = torch.finfo(self.dtype).eps
+        unseen = Claims.untracked_error if self.accumulate else eps / 2
+        return Claims(error_bound=eps, untracked_error=unseen, is_recommended=self.dtype == torch.bfloat16)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         return {}
@@ -103,6 +100,16 @@ class Cast(Compressor):
             own_shard = residual[channel.rank * s : (channel.rank + 1) * s]
             numel = own_shard.numel()
             add_lost(own_shard, mean[:numel], rounded[:numel], channel.size, finite)
+
+    def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:
+        """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what was sent of each."""
+        num_ranks, n = shares.shape
+        rounded = (shares / num_ranks).to(self.dtype).to(shares.dtype)
+        mean, sent = rounded.sum(0).to(self.dtype).to(shares.dtype), rounded * num_ranks
+        if self.accumulate is not None:  # then each rank knows what rounding the mean of its shard has lost
+            places = torch.arange(n)
+            sent[places // -(-n // num_ranks), places] += num_ranks * (mean - rounded.sum(0))
+        return mean, sent
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         padded = layout.numel if self.accumulate is None else -(-layout.numel // world_size) * world_size

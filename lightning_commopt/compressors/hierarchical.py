@@ -80,7 +80,7 @@ class Hierarchical(Wrapper):
         if across.size > 1 and mine.numel():  # a small bucket leaves some ranks without a part
             yield from self.inner.rounds(mine, mine_layout, state["inner"], across, dropped)
             if dropped is not None:
-                self.inner.flush(mine_layout, state["inner"], dropped)
+                self.inner.residual(mine_layout, state["inner"], dropped)
         gathered = yield within.all_gather(row)
         for row, (begin, part) in zip(gathered, parts, strict=True):
             flat[begin : begin + part.numel].copy_(row[: part.numel])
@@ -96,10 +96,10 @@ class Hierarchical(Wrapper):
         parts = shards(layout, self._known_ranks_per_node())
         return max(self.inner.wire_bytes(part, num_nodes) for _, part in parts)
 
-    def residual(self, layout: Layout, state: State) -> Tensor | None:
-        """Returns the residual of ``inner`` in this rank's part, as the mean over all ranks counts it."""
-        if "inner" not in state:
-            return None
+    def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
+        """Returns what was given, or the residual of ``inner`` in this rank's part, as a mean over ranks counts it."""
+        if given is not None or "inner" not in state:
+            return given
         start, part = shards(layout, state["ranks_per_node"])[state["rank_in_node"]]
         of_part = self.inner.residual(part, state["inner"])
         if of_part is None:
@@ -120,7 +120,7 @@ def place_on_nodes(compressor: Compressor, world_size: int, ranks_per_node: int)
     Args:
         compressor: perhaps with a `Hierarchical` in it.
         world_size: number of ranks.
-        ranks_per_node: that the launcher started, for one that does not say.
+        ranks_per_node: that the launcher started, for one that leaves it open.
 
     Returns:
         The compressor, and the ranks per node, None if there is no `Hierarchical` in it.

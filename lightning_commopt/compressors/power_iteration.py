@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
-from lightning_commopt.compressors.base import Compressor, Layout, State
+from lightning_commopt.compressors.base import Claims, Compressor, Layout, State
 from lightning_commopt.compressors.bucket_matrices import Parts, cut, flush
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
 from lightning_commopt.compressors.kernels.matrices import Shapes, factors_numel
 from lightning_commopt.compressors.kernels.orthonormal import orthonormal
 from lightning_commopt.text.validation import check_integer, warn, warn_once
-
-DEFAULT_EPSILON = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,7 @@ class PowerIteration(Compressor):
     matrix_rank: int = 1
     min_compression_rate: float = 2.0
     refresh_steps: int | None = None
-    epsilon: float = DEFAULT_EPSILON
+    epsilon: float = 1e-12
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,17 +56,13 @@ class PowerIteration(Compressor):
             raise ValueError(f"min_compression_rate must be a number above 0, got {self.min_compression_rate!r}")
         if not isinstance(self.epsilon, Real) or not self.epsilon >= 0:
             raise ValueError(f"epsilon must be a number of at least 0, got {self.epsilon!r}")
-        if self.matrix_rank > 1 and self.epsilon != DEFAULT_EPSILON:
+        if self.matrix_rank > 1 and self.epsilon != PowerIteration.epsilon:
             warn(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}")
 
     @property
-    def error_bound(self) -> float:
-        """That of any projection: hardly anything of a random matrix is in a subspace of low rank."""
-        return 1.0
-
-    @property
-    def has_c_kernels(self) -> bool:
-        return True
+    def claims(self) -> Claims:
+        """The error is that of any projection: hardly anything of a random matrix is in a subspace of low rank."""
+        return Claims(error_bound=1.0, has_c_kernels=True, is_part=True, cheaper_with="a smaller matrix_rank")
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         self._warn_of_clamped_rank(layout)
@@ -82,9 +76,10 @@ class PowerIteration(Compressor):
         num_factors, num_rest = factors_numel(parts.p_shapes + parts.q_shapes), sum(parts.rest_numels)
         return (num_factors + num_steps * num_rest) * wide_dtype(layout.dtype).itemsize // num_steps
 
-    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        """Subtracts what was sent of the matrices in the last step."""
-        flush(residual, self._cut(layout), state)
+    def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
+        if given is not None:
+            flush(given, self._cut(layout), state)
+        return given
 
     @abstractmethod
     def _first_factors(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
@@ -113,7 +108,7 @@ class PowerIteration(Compressor):
             )
 
     def _random_factors(self, shapes: Shapes, device: torch.device, dtype: torch.dtype, step: int) -> Tensor:
-        """Returns factors with orthonormal columns, one behind another; the same on every rank."""
+        """Returns factors with orthonormal columns, concatenated; the same on every rank."""
         # Drawn on the CPU, whose generator gives the same numbers on every kind of machine.
         generator = torch.Generator().manual_seed(self.seed + step)
         drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]

@@ -1,26 +1,27 @@
 """PowerSGD: low-rank gradients by one step of power iteration, in two rounds.
 
 Shapes: a gradient as a matrix ``M`` ``(m, k)``; its factors ``P`` ``(m, r)`` and ``Q`` ``(k, r)``, which are stored
-column by column. A tensor of factors holds those of all matrices of a bucket, one behind another.
+column by column. A tensor of factors holds those of all matrices of a bucket, concatenated.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
-from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.base import Claims, Layout, Rounds, State
 from lightning_commopt.compressors.bucket_matrices import BucketMatrices
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
 from lightning_commopt.compressors.kernels.finite import all_finite
-from lightning_commopt.compressors.kernels.orthonormal import orthonormalize
-from lightning_commopt.compressors.power_iteration import DEFAULT_EPSILON, PowerIteration
+from lightning_commopt.compressors.kernels.matrices import views
+from lightning_commopt.compressors.kernels.orthonormal import orthonormal, orthonormalize
+from lightning_commopt.compressors.power_iteration import PowerIteration
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.compressors.wrappers import AfterSteps, Preset, with_feedback
+from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
 from lightning_commopt.text.validation import check_switch
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class LowRank(PowerIteration):
         super().__post_init__()
         check_switch("warm_start", self.warm_start)
 
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, is_recommended=True)
+
     def _first_factors(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
         shapes = self._cut(layout).q_shapes
         return {"q": self._random_factors(shapes, device, wide_dtype(layout.dtype), step)}
@@ -92,6 +97,21 @@ class LowRank(PowerIteration):
         state["q"] = orthonormalize(mean_q, parts.q_shapes, old_q, self.epsilon, finite)
         return None
 
+    def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:
+        """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what was sent of each."""
+        parts, mean, sent, new_q = self._cut(layout), shares.mean(0), shares.clone(), []
+        self._begin_step(layout, shares.device, state)
+        for matrix, old_q in zip(parts.matrices, views(state["q"], parts.q_shapes), strict=True):
+            p = orthonormal(old_q @ matrix.of(mean).T, old_q.new_zeros(matrix.r, matrix.m), self.epsilon)
+            all_q = [p @ matrix.of(share) for share in shares]
+            for q, its_share in zip(all_q, sent, strict=True):
+                matrix.of(its_share).copy_(p.T @ q)
+            mean_q = torch.stack(all_q).mean(0)
+            matrix.of(mean).copy_(p.T @ mean_q)
+            new_q.append(orthonormal(mean_q, old_q, self.epsilon).flatten())
+        state["q"] = torch.cat(new_q)
+        return mean, sent
+
 
 @register_compressor("powersgd")
 @final
@@ -99,35 +119,20 @@ class LowRank(PowerIteration):
 class PowerSGD(Preset):
     """PowerSGD as it is used: `LowRank` with `ErrorFeedback`, `AfterSteps` of exact averages.
 
-    Attributes:
-        matrix_rank: columns of the factors, ``r``; more is more exact and sends more.
-        start_step: steps that are made uncompressed first.
-        min_compression_rate: a matrix of ``(m, k)`` is compressed if ``m * k > min_compression_rate * r * (m + k)``.
-        error_feedback: send later what a step dropped. Without it the gradient is biased.
-        residual_dtype: of what is sent later, "float32" or "bfloat16".
-        warm_start: reuse the last step's ``Q``.
-        refresh_steps: steps after which ``Q`` becomes random again; None for never.
-        epsilon: added to the norm of a column when it is normalized (``matrix_rank`` 1 only).
-        seed: of the random ``Q``, the same on all ranks.
-
-    Raises:
-        ValueError: a setting is out of range.
+    Without error feedback the gradient is biased. For the settings see `LowRank` and `Preset`.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization", NeurIPS 2019, algorithms 1 and 2.
     """
 
-    matrix_rank: int = 1
-    start_step: int = 0
-    min_compression_rate: float = 2.0
-    error_feedback: bool = True
-    residual_dtype: str = "float32"
-    warm_start: bool = True
-    refresh_steps: int | None = None
-    epsilon: float = DEFAULT_EPSILON
-    seed: int = 0
+    algorithm: ClassVar = LowRank
 
-    def _build(self) -> Compressor:
-        algorithm = LowRank(**self._settings_for(LowRank))
-        inner = with_feedback(algorithm, self.error_feedback, self.residual_dtype)
-        return AfterSteps(inner=inner, start_step=self.start_step)
+    matrix_rank: int = LowRank.matrix_rank
+    start_step: int = 0
+    min_compression_rate: float = LowRank.min_compression_rate
+    error_feedback: bool = True
+    residual_dtype: str = ErrorFeedback.residual_dtype
+    warm_start: bool = LowRank.warm_start
+    refresh_steps: int | None = LowRank.refresh_steps
+    epsilon: float = LowRank.epsilon
+    seed: int = LowRank.seed

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_commopt.compressors.base import Compressor
-from lightning_commopt.text.validation import did_you_mean, fold
+from lightning_commopt.text.validation import did_you_mean, normalize_name
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """A name, its class, and the options that the name stands for."""
+
     name: str
     cls: type[Compressor]
     fixed: Mapping[str, Any]
@@ -29,7 +31,10 @@ class _Entry(NamedTuple):
         }
 
 
-_BY_FOLDED_NAME: dict[str, _Entry] = {}
+EXAMPLE = "example"
+"""Key in the metadata of a field without a default: a value to try the compressor with."""
+
+_BY_NORMALIZED_NAME: dict[str, Entry] = {}
 
 _C = TypeVar("_C", bound=type[Compressor])
 
@@ -50,14 +55,14 @@ def register_compressor(name: str, *, aliases: Sequence[str] = (), **fixed: Any)
     """
 
     def register(cls: _C) -> _C:
-        for each in (name, *aliases):
-            if "." in each or fold(each) in ("", "none"):
-                raise ValueError(f"a compressor's name must not be empty or 'none', nor have a dot, got {each!r}")
-            taken = _BY_FOLDED_NAME.get(fold(each))
+        for written in (name, *aliases):
+            if "." in written or normalize_name(written) in ("", "none"):
+                raise ValueError(f"a compressor's name must not be empty or 'none', nor have a dot, got {written!r}")
+            taken = _BY_NORMALIZED_NAME.get(normalize_name(written))
             if taken is not None and not (taken.name == name and _is_redefinition(taken.cls, cls)):
-                raise ValueError(f"{each!r} is taken: it is the name of {_path(taken.cls)}")
-        for each in (name, *aliases):
-            _BY_FOLDED_NAME[fold(each)] = _Entry(name, cls, fixed)
+                raise ValueError(f"{written!r} is taken: it is the name of {_path(taken.cls)}")
+        for written in (name, *aliases):
+            _BY_NORMALIZED_NAME[normalize_name(written)] = Entry(name, cls, fixed)
         return cls
 
     return register
@@ -65,18 +70,23 @@ def register_compressor(name: str, *, aliases: Sequence[str] = (), **fixed: Any)
 
 def compressor_names() -> list[str]:
     """Returns the names that `compressor_from_config` knows, "none" first, without aliases."""
-    return ["none", *sorted({entry.name for entry in _BY_FOLDED_NAME.values()})]
+    return ["none", *sorted(registered())]
 
 
 def canonical_name(name: Any) -> str | None:
     """Returns the name that a plan would hold for a name as the user wrote it; None if there is none."""
-    entry = _BY_FOLDED_NAME.get(fold(name)) if isinstance(name, str) else None
+    entry = _BY_NORMALIZED_NAME.get(normalize_name(name)) if isinstance(name, str) else None
     return None if entry is None else entry.name
 
 
 def names_with_option(option: str) -> list[str]:
     """Returns the names of the compressors that have this option."""
-    return sorted({entry.name for entry in _BY_FOLDED_NAME.values() if option in entry.options})
+    return sorted(name for name, entry in registered().items() if option in entry.options)
+
+
+def registered() -> dict[str, Entry]:
+    """Returns what is registered under each name, without aliases."""
+    return {entry.name: entry for entry in _BY_NORMALIZED_NAME.values()}
 
 
 def compressor_from_config(
@@ -112,7 +122,7 @@ def compressor_from_config(
     name = options.pop("name", None)
     if name is None and "name" not in config:
         raise ValueError(f"has no 'name' in {dict(config)!r}; known names: {', '.join(compressor_names())}")
-    if name is None or (isinstance(name, str) and fold(name) == "none"):
+    if name is None or (isinstance(name, str) and normalize_name(name) == "none"):
         if options:
             raise ValueError(f"'none' has no options, got {options!r}")
         return None
@@ -137,7 +147,7 @@ def compressor_to_config(compressor: Compressor) -> dict[str, Any]:
     entry = _entry_of(compressor)
     if entry is None and "<locals>" in cls.__qualname__:
         raise ValueError(f"{cls.__qualname__} has no import path: give it a name with @register_compressor")
-    entry = entry or _Entry(_path(cls), cls, {})
+    entry = entry or Entry(_path(cls), cls, {})
     options = {key: value for key, value in values.items() if key not in entry.fixed}
     if isinstance(options.get("inner"), Compressor):
         options["inner"] = compressor_to_config(options["inner"])
@@ -155,7 +165,7 @@ def compressor_name(compressor: Compressor) -> str:
 
 
 def fixed_options(compressor: Compressor) -> frozenset[str]:
-    """Returns the options of a compressor that its name says already."""
+    """Returns the options of a compressor that its name implies."""
     entry = _entry_of(compressor)
     return frozenset() if entry is None else frozenset(entry.fixed)
 
@@ -170,20 +180,20 @@ def _is_redefinition(earlier: type, cls: type) -> bool:
     return is_same_module and earlier.__qualname__ == cls.__qualname__
 
 
-def _entry_of(compressor: Compressor) -> _Entry | None:
-    for entry in _BY_FOLDED_NAME.values():
+def _entry_of(compressor: Compressor) -> Entry | None:
+    for entry in registered().values():
         if type(compressor) is entry.cls and all(getattr(compressor, key) == entry.fixed[key] for key in entry.fixed):
             return entry
     return None
 
 
-def _entry(name: Any, may_import: bool) -> _Entry:
+def _entry(name: Any, may_import: bool) -> Entry:
     if isinstance(name, str) and "." in name:
-        return _Entry(name, _import_compressor(name, may_import), {})
-    entry = _BY_FOLDED_NAME.get(fold(name)) if isinstance(name, str) else None
+        return Entry(name, _import_compressor(name, may_import), {})
+    entry = _BY_NORMALIZED_NAME.get(normalize_name(name)) if isinstance(name, str) else None
     if entry is None:
         known = compressor_names()
-        hint = did_you_mean(name, [*_BY_FOLDED_NAME, *known])
+        hint = did_you_mean(name, [*_BY_NORMALIZED_NAME, *known])
         raise ValueError(f"{name!r} is unknown; known names: {', '.join(known)}{hint}")
     return entry
 
@@ -200,7 +210,7 @@ def _import_compressor(path: str, may_import: bool) -> type[Compressor]:
     return found
 
 
-def _check_options(entry: _Entry, options: Mapping[str, Any]) -> None:
+def _check_options(entry: Entry, options: Mapping[str, Any]) -> None:
     unknown = [option for option in options if option not in entry.options]
     if unknown:
         known, hint = ", ".join(entry.options) or "no options", did_you_mean(unknown[0], entry.options)
@@ -240,15 +250,15 @@ def short_name(compressor: Compressor) -> str:
         if isinstance(value, Compressor):
             inner = f" ({short_name(value)})"
         elif value != field.default and field.name not in ("matrix_rank", *fixed_options(compressor)):
-            words.append(say_option(field.name, value))
+            words.append(option_in_words(field.name, value))
     return f"{compressor_name(compressor)}{inner}{' ' if words else ''}{', '.join(words)}"
 
 
-def say_option(name: str, value: Any) -> str:
+def option_in_words(name: str, value: Any) -> str:
     """Returns an option and its value in words.
 
-    >>> say_option("error_feedback", False), say_option("start_step", 5), say_option("residual_dtype", "bfloat16")
-    ('no error feedback', 'start 5', 'residual dtype bfloat16')
+    >>> option_in_words("error_feedback", False), option_in_words("start_step", 5)
+    ('no error feedback', 'start 5')
     """
     words = _WORDS.get(name, name.replace("_", " "))
     if isinstance(value, bool):

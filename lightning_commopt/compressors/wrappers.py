@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
-from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
-from lightning_commopt.compressors.registry import compressor_name, register_compressor
+from lightning_commopt.compressors.registry import EXAMPLE, compressor_name, register_compressor
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch
 
 if TYPE_CHECKING:
@@ -32,34 +31,21 @@ class Wrapper(Compressor):
         ValueError: ``inner`` is not a compressor.
     """
 
-    inner: Compressor
+    inner: Compressor = field(metadata={EXAMPLE: "bf16"})
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor):
             raise ValueError(f"inner must be a compressor, got {self.inner!r}")
 
     @property
-    def is_lossy(self) -> bool:
-        return self.inner.is_lossy
-
-    @property
-    def error_bound(self) -> float | None:
-        return self.inner.error_bound
-
-    @property
-    def untracked_error(self) -> float:
-        return self.inner.untracked_error
-
-    @property
-    def has_c_kernels(self) -> bool:
-        return self.inner.has_c_kernels
-
-    @property
-    def keeps_residual(self) -> bool:
-        return self.inner.keeps_residual
+    def claims(self) -> Claims:
+        return self.inner.claims
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         return self.inner.wire_bytes(layout, world_size)
+
+    def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
+        return self.inner.residual(layout, state["inner"], given)
 
 
 def _residual_owner(compressor: Compressor) -> Compressor:
@@ -97,7 +83,7 @@ class ErrorFeedback(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
-        if self.inner.keeps_residual:
+        if self.inner.claims.keeps_residual:
             its_owner = _residual_owner(self.inner)
             name, is_option = compressor_name(its_owner), hasattr(its_owner, "error_feedback")
             raise ValueError(
@@ -107,14 +93,11 @@ class ErrorFeedback(Wrapper):
             )
 
     @property
-    def keeps_residual(self) -> bool:
-        return True
-
-    @property
-    def untracked_error(self) -> float:
-        """That of ``inner``, and what the dtype of the residual rounds off."""
+    def claims(self) -> Claims:
+        """Those of ``inner``, with a residual, whose dtype rounds something off."""
         rounding = 0.0 if self.residual_dtype == "float32" else torch.finfo(torch.bfloat16).eps / 2
-        return self.inner.untracked_error + rounding
+        claims = self.inner.claims
+        return replace(claims, keeps_residual=True, untracked_error=claims.untracked_error + rounding)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         dtype = wide_dtype(layout.dtype) if self.residual_dtype == "float32" else torch.bfloat16
@@ -130,13 +113,8 @@ class ErrorFeedback(Wrapper):
             residual.zero_()
         yield from self.inner.rounds(flat, layout, state["inner"], channel, state["residual"])
 
-    def residual(self, layout: Layout, state: State) -> Tensor | None:
-        self.inner.flush(layout, state["inner"], state["residual"])
-        return state["residual"]
-
-    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        state["residual"].add_(residual)
-        return True
+    def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
+        return self.inner.residual(layout, state["inner"], state["residual"])
 
 
 @register_compressor("after_steps")
@@ -153,7 +131,7 @@ class AfterSteps(Wrapper):
         ValueError: ``inner`` is not a compressor, or ``start_step`` is negative.
     """
 
-    start_step: int
+    start_step: int = field(metadata={EXAMPLE: 2})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,64 +150,42 @@ class AfterSteps(Wrapper):
         else:
             yield from UNCOMPRESSED.rounds(flat, layout, {}, channel, residual)
 
-    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        self.inner.flush(layout, state["inner"], residual)
-
-    def residual(self, layout: Layout, state: State) -> Tensor | None:
-        return self.inner.residual(layout, state["inner"])
-
-    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        return self.inner.add_residual(layout, state["inner"], residual)
-
-
-def with_feedback(inner: Compressor, error_feedback: bool, residual_dtype: str) -> Compressor:
-    """Returns ``inner`` in `ErrorFeedback`, or as it is where no ``error_feedback`` is wanted.
-
-    Raises:
-        ValueError: ``error_feedback`` is not a boolean, or ``residual_dtype`` is out of range.
-    """
-    check_switch("error_feedback", error_feedback)
-    return ErrorFeedback(inner=inner, residual_dtype=residual_dtype) if error_feedback else inner
-
 
 class Preset(Compressor):
-    """Delegates to the compressor built from its settings."""
+    """An algorithm as it is used: with `ErrorFeedback`, and `AfterSteps` if it has a ``start_step``.
+
+    Concrete presets have the settings of their algorithm as fields, and those below.
+
+    Attributes:
+        algorithm: the class that does the work.
+        error_feedback: send later what a step left out.
+        residual_dtype: of what is sent later, "float32" or "bfloat16".
+        start_step: steps that are made uncompressed first; not all presets have it.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    algorithm: ClassVar[type[Compressor]]
+    error_feedback: bool
+    residual_dtype: str
 
     def __post_init__(self) -> None:
         self.compressor  # noqa: B018 - its parts check their settings
 
-    @abstractmethod
-    def _build(self) -> Compressor:
-        """Returns the algorithm in its wrappers."""
-
-    def _settings_for(self, part: type[Compressor]) -> dict[str, Any]:
-        """Returns the values of all settings of ``part``, each of which this compressor has under the same name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(part)}  # type: ignore[arg-type]
-
     @cached_property
     def compressor(self) -> Compressor:
-        """The compressor built from these settings."""
-        return self._build()
+        """The algorithm in its wrappers."""
+        settings = {field.name for field in dataclasses.fields(self.algorithm)}  # type: ignore[arg-type]
+        inner = self.algorithm(**{name: getattr(self, name) for name in settings})
+        check_switch("error_feedback", self.error_feedback)
+        if self.error_feedback:
+            inner = ErrorFeedback(inner=inner, residual_dtype=self.residual_dtype)
+        return AfterSteps(inner=inner, start_step=self.start_step) if hasattr(self, "start_step") else inner
 
     @property
-    def is_lossy(self) -> bool:
-        return self.compressor.is_lossy
-
-    @property
-    def error_bound(self) -> float | None:
-        return self.compressor.error_bound
-
-    @property
-    def untracked_error(self) -> float:
-        return self.compressor.untracked_error
-
-    @property
-    def has_c_kernels(self) -> bool:
-        return self.compressor.has_c_kernels
-
-    @property
-    def keeps_residual(self) -> bool:
-        return self.compressor.keeps_residual
+    def claims(self) -> Claims:
+        return replace(self.compressor.claims, is_part=False)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         return self.compressor.init(layout, device, step)
@@ -239,15 +195,8 @@ class Preset(Compressor):
     ) -> Rounds:
         return (yield from self.compressor.rounds(flat, layout, state, channel, residual))
 
-    def flush(self, layout: Layout, state: State, residual: Tensor) -> None:
-        self.compressor.flush(layout, state, residual)
-
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns what is sent once the compression has started."""
         return self.compressor.wire_bytes(layout, world_size)
 
-    def residual(self, layout: Layout, state: State) -> Tensor | None:
-        return self.compressor.residual(layout, state)
-
-    def add_residual(self, layout: Layout, state: State, residual: Tensor) -> bool:
-        return self.compressor.add_residual(layout, state, residual)
+    def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
+        return self.compressor.residual(layout, state, given)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_commopt.measure.exposed_share import share_of_step
 from lightning_commopt.text.formatting import short_percent
@@ -21,6 +22,10 @@ class Costs:
         num_buckets: that the gradients travel in; 0 where none were observed.
         comm_hook: the name of what averages the gradients.
         is_lossy: whether it changes them.
+        alternatives: compressors that send less, most bytes first, each with ``name``, ``share`` of the bytes that
+            travel now, ``error_bound`` and ``is_last_resort``; as the compressors' classes claim.
+        milder: the name of a compressor that sends more; empty if none is worth it.
+        cheaper_with: the option that makes ``comm_hook`` cheaper, in words; empty if none does.
         straggler_rank: that the others wait for; None if there is none.
     """
 
@@ -38,11 +43,24 @@ class Costs:
     num_buckets: int
     comm_hook: str
     is_lossy: bool
+    alternatives: Sequence[Mapping[str, Any]]
+    milder: str
+    cheaper_with: str
     straggler_rank: int | None
     straggler_slowdown: float
 
     @classmethod
-    def of(cls, metrics: Mapping[str, float], *, num_buckets: int, comm_hook: str, is_lossy: bool) -> Costs:
+    def of(
+        cls,
+        metrics: Mapping[str, float],
+        *,
+        num_buckets: int,
+        comm_hook: str,
+        is_lossy: bool,
+        alternatives: Sequence[Mapping[str, Any]] = (),
+        milder: str = "",
+        cheaper_with: str = "",
+    ) -> Costs:
         """Takes the metrics of `Steps.statistics`; unknown waits count as none."""
         same = ("step_s", "data_s", "comm_s", "wire_s", "compression_s", "exposed_s", "gradient_bytes")
         rank = int(metrics["straggler_rank"])
@@ -53,6 +71,9 @@ class Costs:
             num_buckets=num_buckets,
             comm_hook=comm_hook,
             is_lossy=is_lossy,
+            alternatives=alternatives,
+            milder=milder,
+            cheaper_with=cheaper_with,
             straggler_rank=rank if rank >= 0 else None,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.padding import Padding
@@ -36,16 +37,14 @@ class FitSummary:
     scope: str
 
     @classmethod
-    def of(cls, steps: Steps, *, world_size: int, num_buckets: int, comm_hook: str, is_lossy: bool) -> FitSummary:
+    def of(cls, steps: Steps, *, world_size: int, num_buckets: int, **method: Any) -> FitSummary:
         """Summarizes a fit; for the arguments see `verdict`."""
         metrics = steps.statistics(world_size)
         num_seen = steps.num_ranks
         ranks = count(world_size, "rank") if num_seen == world_size else f"{num_seen} of {world_size} ranks"
         return cls(
             metrics=metrics,
-            verdict=verdict(
-                metrics, world_size=world_size, num_buckets=num_buckets, comm_hook=comm_hook, is_lossy=is_lossy
-            ),
+            verdict=verdict(metrics, world_size=world_size, num_buckets=num_buckets, **method),
             scope=f"{count(steps.num_steps, 'step')} and {ranks}",
         )
 
@@ -90,6 +89,7 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
         num_buckets=len(ranks[0].layouts[-1]),
         comm_hook=comm_hook,
         is_lossy=bool(header.get("is_lossy", comm_hook != "none")),
+        **{key: header[key] for key in ("alternatives", "milder", "cheaper_with") if key in header},
     )
     return summary, notices(ranks)
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_commopt.measure.costs import Costs
 from lightning_commopt.text.formatting import MILLISECONDS, short_percent
 
-# Names of ours, then those of torch's hooks.
 _PARAMETERWISE = ("NaiveDP", "InterleavedDP")
-_CASTS = ("bf16", "fp16", "bf16_compress_hook", "fp16_compress_hook")
-_LOW_RANK = ("powersgd", "alternating_powersgd", "powerSGD_hook", "batched_powerSGD_hook")
 _GOOD_CAPS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
 _ENOUGH_BUCKETS = 8
 _SMALL_BUCKET_BYTES = 2**20
 _DATA_DOMINATES = 0.2
+_HARDLY_LOSSY = 0.1
+"""Error bound above which the final metric may differ."""
+_PARTS = ("", "", "half", "a third", "a quarter", "a fifth", "a sixth", "a seventh", "an eighth", "a ninth", "a tenth")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Verdict:
 
 
 def verdict(
-    metrics: Mapping[str, float], *, world_size: int, num_buckets: int, comm_hook: str, is_lossy: bool
+    metrics: Mapping[str, float], *, world_size: int, num_buckets: int, comm_hook: str, is_lossy: bool, **advice: Any
 ) -> Verdict:
     """Returns what communication costs, and what to do about it.
 
@@ -47,11 +48,12 @@ def verdict(
         num_buckets: that the gradients travel in; 0 where none were observed.
         comm_hook: the name of what averages the gradients, "none" for DDP's own all-reduce.
         is_lossy: whether that changes them.
+        advice: compressors to try instead, see `Costs`; without it none is recommended.
 
     Raises:
         KeyError: a metric is missing.
     """
-    costs = Costs.of(metrics, num_buckets=num_buckets, comm_hook=comm_hook, is_lossy=is_lossy)
+    costs = Costs.of(metrics, num_buckets=num_buckets, comm_hook=comm_hook, is_lossy=is_lossy, **advice)
     data, exposed, bound = _for_data(costs), costs.share(costs.exposed_s), costs.speedup_bound(costs.exposed_s)
     if world_size == 1:
         headline, recommendations = "One rank: there are no gradients to synchronize.", data
@@ -168,33 +170,50 @@ def _for_compression(costs: Costs) -> list[str]:
     if not costs.is_worth(costs.sending_s):
         return []
     if costs.is_lossy and costs.compression_s > costs.comm_s / 2:
-        if costs.comm_hook in _CASTS:
-            cheaper = 'comm_hook="none", lossless'
-        elif costs.comm_hook in _LOW_RANK:
-            cheaper = 'comm_hook="bf16", or a smaller matrix_rank, both lossy'
-        else:
-            cheaper = 'comm_hook="bf16", lossy, or "none"'
-        comm, compression = MILLISECONDS.text(costs.comm_s), MILLISECONDS.text(costs.compression_s)
-        return [f"{cheaper}: of {comm} of communication {compression} are compression."]
-    bound = costs.speedup_bound
-    half_s, three_quarters_s, six_sevenths_s = (
-        min(costs.sending_s, share * costs.transfer_s) for share in (0.5, 0.75, 0.86)
-    )
-    found, compare = [], "Compare the final metric as well."
-    if not costs.is_lossy and costs.is_worth(half_s):
-        found.append(f'comm_hook="bf16", lossy: half the bytes; {bound(half_s)}.')
-    if not costs.is_lossy and costs.is_worth(three_quarters_s - half_s):
-        found.append(f'comm_hook="int8", lossy: about a quarter of the bytes; {bound(three_quarters_s)}.')
-    if not costs.is_lossy and costs.is_worth(six_sevenths_s - three_quarters_s):
-        found.append(f'comm_hook="int4", lossy: about a seventh of the bytes; {bound(six_sevenths_s)}. {compare}')
-    if costs.comm_hook == "int8" and costs.is_worth(0.9 * half_s):
-        found.append(f'comm_hook="int4", lossy: about half the bytes that travel now; {bound(0.9 * half_s)}. {compare}')
-    if costs.comm_hook in _CASTS and costs.is_worth(half_s):
-        found.append(f'comm_hook="int8", lossy: about half the bytes that travel now; {bound(half_s)}.')
-    if costs.comm_hook not in _LOW_RANK and costs.transfer_s > 2 * costs.backward_s:
-        transfer, backward = MILLISECONDS.text(costs.transfer_s), MILLISECONDS.text(costs.backward_s)
-        found.append(
-            f'comm_hook="powersgd", lossy: collectives take {transfer} and backward computes for {backward}, which is'
-            f" too short to hide them; {bound(costs.sending_s)}. {compare}"
-        )
+        return [_cheaper_compression(costs)]
+    found, saved_before_s = [], 0.0
+    for other in costs.alternatives:
+        if other["is_last_resort"]:
+            if costs.transfer_s > 2 * costs.backward_s:
+                found.append(_try_compressor(costs, other, costs.sending_s))
+            continue
+        saved_s = min(costs.sending_s, (1 - other["share"]) * costs.transfer_s)
+        if costs.is_worth(saved_s - saved_before_s):
+            found.append(_try_compressor(costs, other, saved_s))
+        saved_before_s = saved_s
     return found
+
+
+def _cheaper_compression(costs: Costs) -> str:
+    if not costs.milder:
+        cheaper = 'comm_hook="none", lossless'
+    elif costs.cheaper_with:
+        cheaper = f'comm_hook="{costs.milder}", or {costs.cheaper_with}, both lossy'
+    else:
+        cheaper = f'comm_hook="{costs.milder}", lossy, or "none"'
+    comm, compression = MILLISECONDS.text(costs.comm_s), MILLISECONDS.text(costs.compression_s)
+    return f"{cheaper}: of {comm} of communication {compression} are compression."
+
+
+def _try_compressor(costs: Costs, other: Mapping[str, Any], saved_s: float) -> str:
+    """Recommends one of `Costs.alternatives`."""
+    if other["is_last_resort"]:
+        transfer, backward = MILLISECONDS.text(costs.transfer_s), MILLISECONDS.text(costs.backward_s)
+        reason = f"collectives take {transfer} and backward computes for {backward}, which is too short to hide them"
+    else:
+        reason = f"{_in_words(other['share'])} the bytes{' that travel now' if costs.is_lossy else ''}"
+    compare = "" if other["error_bound"] <= _HARDLY_LOSSY else " Compare the final metric as well."
+    return f'comm_hook="{other["name"]}", lossy: {reason}; {costs.speedup_bound(saved_s)}.{compare}'
+
+
+def _in_words(share: float) -> str:
+    """Returns a share as people say it.
+
+    >>> _in_words(0.5), _in_words(0.26), _in_words(0.14), _in_words(0.01), _in_words(0.7)
+    ('half', 'about a quarter of', 'about a seventh of', '1.0 % of', '70 % of')
+    """
+    num = round(1 / share)
+    if not 2 <= num < len(_PARTS):
+        return f"{short_percent(share)} of"
+    part = _PARTS[num] if num == 2 else f"{_PARTS[num]} of"
+    return part if share == 1 / num else f"about {part}"

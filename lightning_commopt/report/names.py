@@ -18,8 +18,6 @@ _ALIASES = {
 _PREFIXES = ("trainer.strategy.comm_hook.", "strategy.comm_hook.", "comm_hook.", "trainer.strategy.", "strategy.")
 _SPELLED = {
     "none": "uncompressed",
-    "powersgd": "PowerSGD",
-    "alternating_powersgd": "alternating PowerSGD",
     "ddp": "DDP",
     "fsdp": "FSDP",
     "commopt": "CommOptDDP",

@@ -1,4 +1,4 @@
-"""The names by which Lightning's registries know the strategies. Imports neither torch nor Lightning."""
+"""The names by which Lightning's registries know the strategies. Importing this imports neither torch nor Lightning."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ REGISTRIES: Mapping[str, tuple[str, str]] = {
 }
 """For each module that has a registry: the registry's name in it, and the module of ours that has its `CommOptDDP`."""
 
-_COMM_HOOKS = (None, "bf16", "fp16", "int8", "int4", "powersgd")
 # As Lightning names them for ddp.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _UNUSED_PARAMETERS = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
 
 
 def aliases() -> dict[str, dict[str, Any]]:
-    """Returns the arguments of `CommOptDDP` that each name stands for.
+    """Returns the arguments of `CommOptDDP` that each name stands for: one for each compressor that is used as it is.
 
     >>> aliases()["commopt_ddp_bf16_spawn_find_unused_parameters_true"]
     {'comm_hook': 'bf16', 'start_method': 'spawn', 'find_unused_parameters': True}
     """
+    # Not at the top: this imports torch, as Lightning's registries have by then.
+    from lightning_commopt.compressors.catalog import ready_compressors
+
     return {
         f"commopt_ddp{f'_{comm_hook}' if comm_hook else ''}{start}{unused}": {
             "comm_hook": comm_hook,
@@ -34,7 +36,7 @@ def aliases() -> dict[str, dict[str, Any]]:
             "find_unused_parameters": find_unused,
         }
         for comm_hook, (start, start_method), (unused, find_unused) in product(
-            _COMM_HOOKS, _START_METHODS.items(), _UNUSED_PARAMETERS.items()
+            (None, *ready_compressors()), _START_METHODS.items(), _UNUSED_PARAMETERS.items()
         )
     }
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
 from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors.catalog import recommended
 from lightning_commopt.compressors.registry import canonical_name, compressor_name, names_with_option
 from lightning_commopt.plan import (
     CommPlan,
@@ -26,7 +27,6 @@ OWN_OPTIONS = ("save_comm_state", "uneven_batches", "nccl", "watch")
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _CHOICES = {"start_method": get_args(StartMethod), "uneven_batches": POLICIES}
-_EXAMPLES = ("powersgd", "int8")
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -150,6 +150,6 @@ def _refuse_options_of_compressors(others: Mapping[str, Any], comm_hook: Any) ->
     if name in owners:
         owners = [name]
     else:
-        written, name = {}, next((each for each in _EXAMPLES if each in owners), owners[0])
+        written, name = {}, next((each for each in recommended() if each in owners), owners[0])
     example = json.dumps({**written, "name": name, **misplaced}, default=repr)
     raise UnknownOptionError(f"{first} is an option of comm_hook {' or '.join(owners)}: write comm_hook={example}")

@@ -85,7 +85,7 @@ def attach_bucket_hook(
     groups = None
     executor: Executor
     if model.device_type == "cpu":
-        if compressor.has_c_kernels:
+        if compressor.claims.has_c_kernels:
             c_library.load()  # here, so that no backward waits for a compiler
         groups = borrow_groups(group, ranks_per_node=ranks_per_node, timeout=timeout)
         channel, executor = Channel(groups.all_ranks, groups.within, groups.across), WorkerThread()

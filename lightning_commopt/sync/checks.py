@@ -113,7 +113,7 @@ def warn_of_fp16_under_scaler(comm_hook: Any, precision: object) -> None:
 
 def warn_of_unused_residuals(comm_hook: Compressor) -> None:
     """Warns that error feedback loses residuals of unused parameters."""
-    if comm_hook.keeps_residual:
+    if comm_hook.claims.keeps_residual:
         warn(
             "find_unused_parameters=True with error feedback: part of a parameter's residual is lost in each step"
             " in which no rank uses that parameter."

@@ -193,7 +193,7 @@ class GradientSync:
             self._resume(resumed, module)
         elif self.hook is not None:
             self.hook.add_residuals(residuals)
-        elif hook is not None and hook.compressor.keeps_residual:  # also on a rank that has lost its residuals
+        elif hook is not None and hook.compressor.claims.keeps_residual:  # also on a rank that has lost its residuals
             self._residual_adder = ResidualAdder(module, residuals)
 
     def state(self) -> CommState | None:

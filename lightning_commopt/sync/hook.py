@@ -140,7 +140,7 @@ class BucketHook:
         if self._executor.close() and self._groups is not None:
             self._groups.return_to_pool()
         broken = [self._states.pop(index) for index in sorted(self._under_way) if index in self._states]
-        if self.compressor.keeps_residual:
+        if self.compressor.claims.keeps_residual:
             self.lost = tuple(name for names, _, _ in broken for name in names)
         self._retire_states()
         residuals, self._residuals = self._residuals, {}
@@ -197,7 +197,11 @@ class BucketHook:
 
     def _rounds(self, bucket: Bucket) -> Rounds:
         if bucket.is_compressible:
-            return self.compressor.rounds(bucket.flat, bucket.layout, self._state_of(bucket), self._channel)
+            state, residual = self._state_of(bucket), self._carried_residual(bucket)
+            if residual is not None and not self.compressor.claims.keeps_residual:
+                bucket.flat.add_(residual)
+                residual = None
+            return self.compressor.rounds(bucket.flat, bucket.layout, state, self._channel, residual)
         kind = "sparse" if bucket.flat.is_sparse else str(bucket.flat.dtype).removeprefix("torch.")
         warn_once(f"comm_hook sends {kind} gradients uncompressed: it compresses dense floating-point ones only.")
         return self._uncompressed_rounds(bucket.flat)
@@ -213,7 +217,6 @@ class BucketHook:
             self._retire_states_alone()  # DDP has rebuilt its buckets
         state = self.compressor.init(bucket.layout, bucket.flat.device, bucket.step)
         self._states[bucket.index] = bucket.names, bucket.layout, state
-        self._add_residuals(bucket, state)
         return state
 
     def _retire_states(self) -> None:
@@ -230,16 +233,15 @@ class BucketHook:
     def _protect_states(self) -> None:
         self._executor.protect([state for _, _, state in self._states.values()])
 
-    def _add_residuals(self, bucket: Bucket, state: State) -> None:
-        """Adds the residuals of dropped states to ``state``, or to the gradients if the compressor keeps none."""
-        if not any(name in self._residuals for name in bucket.names):
-            return
+    def _carried_residual(self, bucket: Bucket) -> Tensor | None:
+        """Takes ``(n,)`` this bucket's residuals that dropped states have left; None if there are none."""
+        if not self._residuals or not any(name in self._residuals for name in bucket.names):
+            return None
         residual = torch.zeros_like(bucket.flat)
         for name, part in zip(bucket.names, bucket.layout.split(residual), strict=True):
             if name in self._residuals:
                 part.copy_(self._residuals.pop(name))
-        if not self.compressor.add_residual(bucket.layout, state, residual):
-            bucket.flat.add_(residual)
+        return residual
 
 
 def _run(rounds: Rounds, sync: BucketSync) -> None:

@@ -65,19 +65,18 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """
     if not isinstance(name, str):
         return ""
-    folded, by_folded = fold(name), {fold(choice): choice for choice in known}
-    near = difflib.get_close_matches(folded, by_folded, n=1)
+    normalized, by_normalized = normalize_name(name), {normalize_name(choice): choice for choice in known}
+    near = difflib.get_close_matches(normalized, by_normalized, n=1)
     if not near:  # too different in length to be similar: one of the two may contain the other
-        near = [
-            other for other in by_folded if min(len(other), len(folded)) >= 4 and (folded in other or other in folded)
-        ]
-    return f"; did you mean {by_folded[near[0]]!r}?" if len(near) == 1 else ""
+        long = [other for other in by_normalized if min(len(other), len(normalized)) >= 4]
+        near = [other for other in long if normalized in other or other in normalized]
+    return f"; did you mean {by_normalized[near[0]]!r}?" if len(near) == 1 else ""
 
 
-def fold(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Returns a name without case, hyphens, underscores and blanks, which users spell differently.
 
-    >>> fold("PowerSGD") == fold("power_sgd") == fold("power-SGD")
+    >>> normalize_name("PowerSGD") == normalize_name("power_sgd") == normalize_name("power-SGD")
     True
     """
     return name.lower().replace("_", "").replace("-", "").replace(" ", "")

@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compressors import BySize, Compressor, Layout, Rounds, State
+from lightning_commopt.commands.selftest.gradients import Net, flatten, random_gradients, send
+from lightning_commopt.compressors import BySize, Compressor, Int4, Layout, PowerSGD, Rounds, State
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.sync.gradient_sync import GradientSync
+from support.ranks import run_ranks
 
 ALONE: Any = SimpleNamespace(size=1, all_reduce=lambda tensor: tensor)
 
@@ -57,4 +63,38 @@ def test_large_gradients_are_copied_only_if_small_ones_lie_between(numels: list[
 
 def test_a_compressor_of_ones_own_is_lossy_unless_it_says_otherwise() -> None:
     """If it fails, reports call a user's compressor lossless."""
-    assert BySize(inner=Doubles(), min_numel=10).is_lossy
+    assert BySize(inner=Doubles(), min_numel=10).claims.is_lossy
+
+
+def _steps_of_two_plans() -> tuple[list[float], list[float]]:
+    wrappers = []
+
+    def wrap(module: nn.Module) -> None:
+        wrappers.append(DistributedDataParallel(module))
+        sync.attach(wrappers[-1], timeout=None, ranks_per_node=1)
+
+    def step(number: int) -> None:
+        gradients = random_gradients(number, dist.get_rank())
+        received.add_(flatten(send(wrappers[-1], gradients)))
+        sent.add_(flatten(gradients))
+        sync.end_backward(ends_static_graph=False)
+
+    received, sent = torch.zeros(2, sum(p.numel() for p in Net().parameters()), dtype=torch.float64)
+    sync = GradientSync(CommPlan(comm_hook=Int4(error_feedback=True)))
+    wrap(Net())
+    for number in range(3):
+        step(number)
+    sync.change_plan(CommPlan(comm_hook=BySize(inner=PowerSGD(), min_numel=500)), wrap)
+    for number in range(3, 6):
+        step(number)
+    rest = sync.detach()
+    residual = flatten({name: rest.get(name, torch.zeros_like(p)) for name, p in Net().named_parameters()})
+    missing = sent - residual
+    dist.all_reduce(missing)
+    return received.tolist(), (missing / dist.get_world_size()).tolist()
+
+
+def test_residuals_of_another_plan_are_sent_for_small_gradients_too() -> None:
+    """If it fails, a change of plan drops what error feedback has held back of small gradients."""
+    for received, sent in run_ranks(_steps_of_two_plans):
+        assert received == pytest.approx(sent, abs=1e-4)

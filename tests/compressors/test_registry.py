@@ -50,7 +50,7 @@ class Mine(Compressor):
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BY_FOLDED_NAME", dict(registry._BY_FOLDED_NAME))
+    monkeypatch.setattr(registry, "_BY_NORMALIZED_NAME", dict(registry._BY_NORMALIZED_NAME))
 
 
 @pytest.mark.parametrize(

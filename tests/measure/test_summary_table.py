@@ -4,12 +4,12 @@ import io
 
 import pytest
 from rich.console import Console
-from sample_metrics import NAN, sample_metrics
 
 from lightning_commopt.measure.statistics import TIMES
 from lightning_commopt.measure.summary import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
 from support.narrow import WIDTHS, check_numbers_are_whole
+from support.sample_metrics import NAN, sample_metrics
 
 
 def rendered(metrics: dict[str, float], width: int = 80, result: Verdict | None = None) -> list[str]:

@@ -43,7 +43,7 @@ def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Memory, ran
     configured = compressor_from_config(case.comm_hook)
     assert configured is not None
     compressor, _ = place_on_nodes(configured, ranks.size, ranks_per_node)
-    if compressor.has_c_kernels:
+    if compressor.claims.has_c_kernels:
         c_library.load()
     dtype = getattr(torch, case.dtype)
     flat, other = memory.views(dtype, case.count)

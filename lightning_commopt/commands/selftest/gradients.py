@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +26,20 @@ class Net(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
 
+class Vectors(nn.Module):
+    """Nothing that is worth compressing, and a parameter that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.arange(7.0))
+        self.one = nn.Parameter(torch.ones(1))
+        self.unused = nn.Parameter(torch.ones(5, 300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a loss, whose gradients are ``x`` and its sum."""
+        return (self.bias * x).sum() + self.one.sum() * x.sum()
+
+
 def random_gradients(step: int, rank: int, scale: float = 1.0) -> dict[str, Tensor]:
     """Returns normally distributed gradients of `Net` on the CPU, different on every rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -32,7 +48,7 @@ def random_gradients(step: int, rank: int, scale: float = 1.0) -> dict[str, Tens
     }
 
 
-def send(model: DistributedDataParallel, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def send(model: DistributedDataParallel, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Sends gradients through DDP: those of the loss ``sum(parameter * gradient)``.
 
     Returns:

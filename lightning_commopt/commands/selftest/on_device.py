@@ -10,15 +10,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.commands.selftest.checks import NotChecked, check
 from lightning_commopt.commands.selftest.gradients import send
-from lightning_commopt.commands.selftest.laws import all_compressors, each_compressor, gradients_of, run_step, wrap
 from lightning_commopt.commands.selftest.places import TestDevices
+from lightning_commopt.commands.selftest.steps import NUM_STEPS, Setup, run_step
+from lightning_commopt.compressors.catalog import example_compressors
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.record import covered_s
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.gradient_sync import GradientSync
 
-_NUM_STEPS = 8
 _RTOL_PROFILER = 0.2
 
 
@@ -39,11 +39,11 @@ def _recorded_time(place: TestDevices) -> str:
         recorder.end_step(0, 64)
     recorder.take(5)
     with torch.profiler.profile(activities=activities) as profiler:
-        for step in range(_NUM_STEPS):
+        for step in range(NUM_STEPS):
             model(inputs).sum().backward()
             recorder.end_step(step, 64)
         recorder.take(0)
-        steps = recorder.take(_NUM_STEPS)
+        steps = recorder.take(NUM_STEPS)
     ours = [span for step in steps for bucket in step.record.buckets for span in bucket.wire]
     theirs = [
         (event.time_range.start / 1e6, event.time_range.end / 1e6)
@@ -52,7 +52,7 @@ def _recorded_time(place: TestDevices) -> str:
     ]
     assert len(theirs) == len(ours), f"{len(ours)} collectives, torch.profiler has {len(theirs)}"
     ours_s, theirs_s = covered_s(ours), covered_s(theirs)
-    shown = f"{1e3 * ours_s / _NUM_STEPS:.3g} ms a step, torch.profiler {1e3 * theirs_s / _NUM_STEPS:.3g} ms"
+    shown = f"{1e3 * ours_s / NUM_STEPS:.3g} ms a step, torch.profiler {1e3 * theirs_s / NUM_STEPS:.3g} ms"
     assert device.type == "cpu" or abs(ours_s / theirs_s - 1) < _RTOL_PROFILER, shown
     return shown
 
@@ -67,11 +67,12 @@ def _is_collective(event: Any, device_type: str) -> bool:
 def _no_synchronization(place: TestDevices) -> str:
     if place.device_type == "cpu":
         raise NotChecked("needs a CUDA device")
-    for name, compressor in each_compressor():
-        model, sync = wrap(place, compressor)
+    setup, compressors = Setup(place=place), example_compressors()
+    for name, compressor in compressors.items():
+        model, sync = setup.wrap(compressor)
         for step in range(4):
-            run_step(place, model, sync, step)
-        gradients = gradients_of(place, 4)
+            run_step(model, sync, setup.gradients(step))
+        gradients = setup.gradients(4)
         torch.cuda.set_sync_debug_mode("error")
         try:
             send(model, gradients)
@@ -80,21 +81,22 @@ def _no_synchronization(place: TestDevices) -> str:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         sync.detach()
-    return f"{len(all_compressors())} compressors"
+    return f"{len(compressors)} compressors"
 
 
 @check("memory does not grow")
 def _memory(place: TestDevices) -> str:
     if place.device_type == "cpu":
         raise NotChecked("torch counts memory on CUDA devices only")
-    for name, compressor in each_compressor():
-        model, sync = wrap(place, compressor)
+    setup, compressors = Setup(place=place), example_compressors()
+    for name, compressor in compressors.items():
+        model, sync = setup.wrap(compressor)
         allocated = []
-        for step in range(3 * _NUM_STEPS):
-            run_step(place, model, sync, step)
+        for step in range(3 * NUM_STEPS):
+            run_step(model, sync, setup.gradients(step))
             torch.cuda.synchronize()
             allocated.append(torch.cuda.memory_allocated())
-        late = allocated[_NUM_STEPS:]
-        assert max(late) <= max(allocated[:_NUM_STEPS]), f"{name}: grew from {late[0]} to {max(late)} bytes"
+        late = allocated[NUM_STEPS:]
+        assert max(late) <= max(allocated[:NUM_STEPS]), f"{name}: grew from {late[0]} to {max(late)} bytes"
         sync.detach()
-    return f"{len(all_compressors())} compressors, {3 * _NUM_STEPS} steps each"
+    return f"{len(compressors)} compressors, {3 * NUM_STEPS} steps each"

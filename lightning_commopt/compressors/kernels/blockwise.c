@@ -14,7 +14,7 @@
 #define INFINITE 0x7f800000 /* the bits of the smallest magnitude that is not finite */
 #define SCALE_OF_TOP_8 (float)((1 - 0x1p-22) / 127)
 #define SCALE_OF_TOP_4 (float)((1 - 0x1p-22) / (8 * (8 + INT4_CURVE)))
-#define SMALLEST_SCALE 0x1p-126f
+#define MIN_SCALE 0x1p-126f
 #define ROUNDING_MAGIC 0x1.8p23f
 #define INT4_CURVE 4
 #define INT4_OFFSET (INT4_CURVE * INT4_CURVE / 4.0f - 0.25f)
@@ -91,7 +91,7 @@ INLINE float encode_block_8(ptrdiff_t size, const float *values, float *rest, in
         return float_of(top);
     }
     float scale = float_of(top) * SCALE_OF_TOP_8;
-    if (scale < SMALLEST_SCALE) scale = SMALLEST_SCALE;
+    if (scale < MIN_SCALE) scale = MIN_SCALE;
     float inverse = 1 / scale;
     if (top == 0) scale = 0;
     for (ptrdiff_t i = 0; i < size; i++) {
@@ -116,7 +116,7 @@ INLINE float scale_of_block_4(ptrdiff_t size, const float *values) {
     if (top >= INFINITE) return float_of(top > INFINITE ? 0x7fc00000 : INFINITE);
     if (top == 0) return 0;
     float scale = float_of(top) * SCALE_OF_TOP_4;
-    if (scale < SMALLEST_SCALE) scale = SMALLEST_SCALE;
+    if (scale < MIN_SCALE) scale = MIN_SCALE;
     uint32_t sign = (uint32_t)((uint32_t)positive >= negative) << 31; /* no branch: half of them are positive */
     return float_of((bits_of(scale) & 0xffff0000) | sign);
 }

@@ -32,11 +32,10 @@ Example, 8 bits, B = 4: ``[1, -0.5, 0.1, 0]`` has scale 0.007874 and codes ``[12
 ``[1, -0.5039, 0.1024, 0]``; ``[0, 0.0039, -0.0024, 0]`` stay in the residual. 4 bits: it has scale -0.01038 and codes
 ``[-8, 5, -2, 0]``, and decodes to ``[0.9961, -0.4669, 0.1245, 0]``.
 
-All forms, in plain torch, Triton and C,
-multiply and add with one rounding where a sum follows a product, in plain torch wherever its vectors do that (AVX2,
-AVX-512). There they give the same bits, but for the last one of a residual; elsewhere means differ in the last bit, and
-codes by one where ``c / scale`` is half way between two. Blocks of less than 32 are slow in plain torch on CPU, which
-does not vectorise maxima over so few.
+All forms, in plain torch, Triton and C, multiply and add with one rounding where a sum follows a product; plain torch
+does so wherever its vectors do (AVX2, AVX-512). There all give the same bits, but for the last one of a residual;
+elsewhere means differ in the last bit, and codes by one where ``c / scale`` is half way between two. Blocks of less
+than 32 are slow in plain torch on CPU, which does not vectorise maxima over so few.
 
 Source: blocks as in Dettmers et al., 8-bit Optimizers (arXiv:2110.02861); there 8-bit levels grow by a table, here 8
 bits are even and 4 bits quadratic; two quantized transfers around a float32 sum as in Wang et al., ZeRO++
@@ -45,21 +44,19 @@ bits are even and 4 bits quadratic; two quantized transfers around a float32 sum
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
-from lightning_commopt.compressors.kernels.blockwise_stretches import (
-    Scratch,
+from lightning_commopt.compressors.kernels.blockwise_torch import (
     add_finite,
     average_shares,
+    chunks,
     fill,
-    find_scales,
-    is_whole,
+    new_chunks,
     put_finite,
+    put_rest,
     read_levels,
-    stretches,
-    write_codes,
+    round_blocks,
 )
 from lightning_commopt.compressors.kernels.dispatch import also_in
 
@@ -76,19 +73,15 @@ def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format:
     """
     parts = block_format.split_for(flat, message)
     assert residual is None or residual.shape == flat.shape
-    scratch = Scratch.like(parts, block_format)
-    for elements, codes, scales in stretches(parts, len(scratch.stretch), block_format.block_size):
-        before, shape = None if residual is None else residual[elements], (len(codes), block_format.block_size)
-        corrected = fill(flat[elements], before, shape, scratch.stretch)
-        found = find_scales(block_format, corrected, scratch)
-        scales.copy_(found)
-        if before is None:
-            write_codes(block_format, corrected, codes, found, scratch, rest=None)
-        elif is_whole(before, shape) and found.amax().isfinite():
-            write_codes(block_format, corrected, codes, found, scratch, rest=before.view(shape))
-        else:
-            write_codes(block_format, corrected, codes, found, scratch, rest=corrected)
-            put_finite(corrected, found, before)
+    memory = new_chunks(2, parts, block_format.block_size)
+    for elements, codes, scales in chunks(parts, block_format.block_size):
+        before = None if residual is None else residual[elements]
+        blocks, levels = memory[:, : len(codes)]
+        rounded = round_blocks(fill(flat[elements], before, blocks), block_format, levels)
+        codes.copy_(rounded.codes)
+        scales.copy_(rounded.scales.squeeze(1))
+        if before is not None:
+            put_rest(blocks, rounded, before)
 
 
 @also_in("triton", "c")
@@ -107,14 +100,14 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
     """
     shares, mean = block_format.split(received), block_format.split(mean_message)
     assert shares.codes.shape[1:] == mean.codes.shape[1:]
-    scratch = Scratch.like(mean, block_format)
-    for elements, codes, scales in stretches(mean, len(scratch.stretch), block_format.block_size):
-        average = average_shares(block_format, shares, elements, scratch)
-        found = find_scales(block_format, average, scratch)
-        scales.copy_(found)
-        write_codes(block_format, average, codes, found, scratch, rest=None if residual_shard is None else average)
+    for elements, codes, scales in chunks(mean, block_format.block_size):
+        average = average_shares(shares, elements, block_format)
+        rounded = round_blocks(average, block_format)
+        codes.copy_(rounded.codes)
+        scales.copy_(rounded.scales.squeeze(1))
         if residual_shard is not None:
-            add_finite(average, found, residual_shard[elements], len(received))
+            average.addcmul_(rounded.levels, rounded.scales, value=-1)
+            add_finite(average, rounded.scales, residual_shard[elements], len(received))
 
 
 @also_in("triton", "c")
@@ -127,14 +120,9 @@ def decode(message: Tensor, flat: Tensor, block_format: BlockFormat) -> None:
         block_format: of the blocks.
     """
     parts = block_format.split_for(flat, message)
-    scratch = Scratch.like(parts, block_format)
-    for elements, codes, scales in stretches(parts, len(scratch.chunk), block_format.block_size):
-        part, shape = flat[elements], (len(codes), block_format.block_size)
-        whole = is_whole(part, shape)
-        blocks = part.view(shape) if whole else scratch.chunk[: len(codes)]
-        read_levels(block_format, codes, blocks).mul_(scales.float().unsqueeze(1))
-        if not whole:
-            part.copy_(blocks.view(-1)[: part.numel()])
+    for elements, codes, scales in chunks(parts, block_format.block_size):
+        part = flat[elements]
+        part.copy_((read_levels(codes, block_format) * scales.float().unsqueeze(1)).view(-1)[: part.numel()])
 
 
 def is_finite(message: Tensor, block_format: BlockFormat) -> Tensor:
@@ -158,9 +146,8 @@ def undo(flat: Tensor, residual: Tensor, message: Tensor, finite: Tensor, block_
     assert residual.shape == flat.shape
     if finite:
         return
-    scratch = Scratch.like(parts, block_format)
-    for elements, codes, scales in stretches(parts, len(scratch.stretch), block_format.block_size):
-        sent = read_levels(block_format, codes, scratch.stretch[: len(codes)]).mul_(scales.float().unsqueeze(1))
+    for elements, codes, scales in chunks(parts, block_format.block_size):
+        sent = read_levels(codes, block_format).mul_(scales.float().unsqueeze(1))
         values = sent.view(-1)[: flat[elements].numel()]
         values.add_(residual[elements]).sub_(flat[elements])
         put_finite(sent, scales, residual[elements])
@@ -185,9 +172,7 @@ def undo_reduce(
     shares, mean = block_format.split(received), block_format.split(mean_message)
     if finite:
         return
-    scratch = Scratch.like(mean, block_format)
-    for elements, codes, scales in stretches(mean, len(scratch.stretch), block_format.block_size):
-        lost = average_shares(block_format, shares, elements, scratch)
-        levels = read_levels(block_format, codes, torch.empty_like(lost))
-        lost.addcmul_(levels, scales.float().unsqueeze(1), value=-1)
+    for elements, codes, scales in chunks(mean, block_format.block_size):
+        lost = average_shares(shares, elements, block_format)
+        lost.addcmul_(read_levels(codes, block_format), scales.float().unsqueeze(1), value=-1)
         add_finite(lost, scales, residual_shard[elements], -len(received))

@@ -7,8 +7,8 @@ from torch import Tensor
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 from lightning_commopt.compressors.kernels.c_library import call
 
-_LONGEST_BLOCK = 256
-_SHORTEST_INT4_BLOCK = 32
+_MAX_BLOCK_SIZE = 256
+_MIN_INT4_BLOCK_SIZE = 32
 
 
 def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format: BlockFormat) -> object:
@@ -49,8 +49,8 @@ def decode(message: Tensor, flat: Tensor, block_format: BlockFormat) -> object:
 
 def _has_loops_for(block_format: BlockFormat) -> bool:
     return (
-        block_format.bits == 8 or block_format.block_size >= _SHORTEST_INT4_BLOCK
-    ) and block_format.block_size <= _LONGEST_BLOCK
+        block_format.bits == 8 or block_format.block_size >= _MIN_INT4_BLOCK_SIZE
+    ) and block_format.block_size <= _MAX_BLOCK_SIZE
 
 
 def _span(row: int, shard_numel: int, flat: Tensor) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SMALLEST_SCALE = 2.0**-126
+MIN_SCALE = 2.0**-126
 ROUNDING_MAGIC = 1.5 * 2.0**23
 """Added to a small float32 it rounds it, half to even, and leaves the integer in the lowest bits."""
 INT4_CURVE = 4

@@ -22,25 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels.blockwise_format import (
-    INT4_CURVE,
-    INT4_OFFSET,
-    MAX_CODE_4,
-    ROUNDING_MAGIC,
-    SMALLEST_SCALE,
-    BlockFormat,
-    Parts,
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Parts
+from lightning_commopt.compressors.kernels.blockwise_tiles_triton import (
+    add_to,
+    average_tile,
+    positions,
+    read_tile,
+    write_tile,
 )
-from lightning_commopt.compressors.kernels.division_triton import inverse_of, over_ranks
 
-_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
-_MAGIC = tl.constexpr(ROUNDING_MAGIC)
-_CURVE = tl.constexpr(INT4_CURVE)
-_OFFSET = tl.constexpr(INT4_OFFSET)
-_MAX_CODE_4 = tl.constexpr(MAX_CODE_4)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_INFINITE = tl.constexpr(0x7F800000)
-_UPPER_HALF = tl.constexpr(-0x10000)
 _TILE_NUMEL = 4096
 
 
@@ -114,113 +104,6 @@ def _launch(kernel: Any, block_format: BlockFormat, parts: Parts, *args: Any, **
 
 
 @triton.jit
-def _positions(num_blocks, numel, TILE: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
-    """Returns which of the row's blocks, and which elements of the bucket, are in this program's tile."""
-    blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    first = (tl.program_id(1).to(tl.int64) * num_blocks + blocks) * B
-    within = tl.arange(0, H)[:, None] * (B // H) + tl.arange(0, B // H)[None, :]
-    elements = first[:, None, None] + within[None, :, :]
-    return blocks, elements, (blocks < num_blocks)[:, None, None] & (elements < numel)
-
-
-@triton.jit
-def _places(row, blocks, num_blocks, B: tl.constexpr, H: tl.constexpr):
-    """Returns where codes ``(TILE, 1, B / H)`` and scales ``(TILE,)`` of blocks in this ``row`` of a message are."""
-    scale_bytes: tl.constexpr = 4 // H
-    start = row.to(tl.int64) * num_blocks * (B // H + scale_bytes)
-    codes = start + blocks[:, None, None] * (B // H) + tl.arange(0, B // H)[None, None, :]
-    return codes, start // scale_bytes + blocks
-
-
-@triton.jit
-def _level(code, H: tl.constexpr):
-    """Returns what codes in float32 stand for, before the scale."""
-    if H == 2:
-        code = code * (tl.abs(code) + _CURVE)
-    return code
-
-
-@triton.jit
-def _read(codes, scales, row, blocks, num_blocks, B: tl.constexpr, H: tl.constexpr):
-    """Returns a tile's levels in float32 and its scales ``(TILE, 1, 1)`` from this ``row`` of a message."""
-    at, its_scale = _places(row, blocks, num_blocks, B, H)
-    inside = blocks < num_blocks
-    code = tl.load(codes + at, inside[:, None, None], 0)
-    scale = tl.load(scales + its_scale, inside, 0)
-    if H == 2:
-        code = (code.to(tl.int32) << (28 - 4 * tl.arange(0, H)[None, :, None])) >> 28
-        scale = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return _level(code.to(tl.float32), H), scale[:, None, None]
-
-
-@triton.jit
-def _average(
-    codes, scales, blocks, num_blocks, WORLD_SIZE: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr, H: tl.constexpr
-):
-    """Returns the mean ``(TILE, H, B / H)`` over the rows of a message."""
-    mean = tl.zeros((TILE, H, B // H), tl.float32)
-    for rank in range(WORLD_SIZE):
-        level, scale = _read(codes, scales, tl.program_id(1) + rank, blocks, num_blocks, B, H)
-        weight = over_ranks(scale, WORLD_SIZE, (TILE, 1, 1))
-        mean = tl.fma(level, tl.broadcast_to(weight, (TILE, H, B // H)), mean)
-    return mean
-
-
-@triton.jit
-def _largest(x):
-    """Returns the largest element ``(TILE,)`` of each block."""
-    return tl.max(tl.max(x, 2), 1)
-
-
-@triton.jit
-def _scale(c, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
-    """Returns the scales ``(TILE,)`` of blocks, and the inverses of their magnitudes."""
-    # As integers magnitudes have the same order, with NaN above infinity: one maximum that loses neither.
-    bits = c.to(tl.int32, bitcast=True)
-    top = _largest(bits & _MAGNITUDE)
-    wanted = top.to(tl.float32, bitcast=True) * K
-    scale = tl.where(wanted < _SMALLEST_SCALE, _SMALLEST_SCALE, wanted)
-    if H == 2:
-        scale = (scale.to(tl.int32, bitcast=True) & _UPPER_HALF).to(tl.float32, bitcast=True)
-        scale = tl.where(top > _INFINITE, float("nan"), scale)
-        scale = tl.where(top == _INFINITE, float("inf"), scale)
-    inverse = inverse_of(scale, (TILE,))
-    scale = tl.where(top == 0, 0.0, scale)
-    if H == 2:
-        # As signed integers all negative numbers are below the positive ones.
-        turned = (_largest(bits) == top) & (top < _INFINITE) & (top > 0)
-        scale = tl.where(turned, -scale, scale)
-    return scale, inverse
-
-
-@triton.jit
-def _quantize(
-    c, codes, scales, blocks, num_blocks, K: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr, H: tl.constexpr
-):
-    """Writes ``c`` ``(TILE, H, B / H)`` to a message; returns what that leaves out, and which blocks are finite."""
-    scale, inverse = _scale(c, K, H, TILE)
-    inverse = tl.broadcast_to(inverse[:, None, None], (TILE, H, B // H))
-    if H == 2:
-        root = tl.sqrt_rn(tl.fma(tl.abs(c), inverse, tl.full((TILE, H, B // H), _OFFSET, tl.float32))) - _CURVE / 2
-        root = tl.where((c < 0) != (scale < 0)[:, None, None], -root, root)
-        rounded = tl.where(root < _MAX_CODE_4, root, _MAX_CODE_4) + _MAGIC
-    else:
-        rounded = tl.fma(c, inverse, tl.full((TILE, H, B // H), _MAGIC, tl.float32))
-    code = rounded.to(tl.int32, bitcast=True).to(tl.int8)
-    at, its_scale = _places(tl.program_id(1), blocks, num_blocks, B, H)
-    inside = blocks < num_blocks
-    if H == 2:
-        packed = tl.sum((code.to(tl.int32) & 15) << (4 * tl.arange(0, H)[None, :, None]), 1)[:, None, :]
-        tl.store(codes + at, packed.to(tl.int8), inside[:, None, None])
-        tl.store(scales + its_scale, (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16), inside)
-    else:
-        tl.store(codes + at, code, inside[:, None, None])
-        tl.store(scales + its_scale, scale, inside)
-    wide = tl.broadcast_to(scale[:, None, None], (TILE, H, B // H))
-    return tl.fma(-_level(code.to(tl.float32), H), wide, c), (scale < float("inf"))[:, None, None]
-
-
-@triton.jit
 def _encode(
     codes,
     scales,
@@ -234,11 +117,11 @@ def _encode(
     H: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    blocks, elements, inside = _positions(num_blocks, numel, TILE, B, H)
+    blocks, elements, inside = positions(num_blocks, numel, TILE, B, H)
     c = tl.load(flat + elements, inside, 0).to(tl.float32)
     if HAS_RESIDUAL:
         c += tl.load(residual + elements, inside, 0).to(tl.float32)
-    rest, finite = _quantize(c, codes, scales, blocks, num_blocks, K, TILE, B, H)
+    rest, finite = write_tile(c, codes, scales, blocks, num_blocks, K, TILE, B, H)
     if HAS_RESIDUAL:
         tl.store(residual + elements, rest.to(residual.dtype.element_ty), inside & finite)
 
@@ -258,16 +141,16 @@ def _reduce(
     H: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    blocks, elements, inside = _positions(num_blocks, numel, TILE, B, H)
-    mean = _average(all_codes, all_scales, blocks, num_blocks, WORLD_SIZE, TILE, B, H)
-    rest, finite = _quantize(mean, codes, scales, blocks, num_blocks, K, TILE, B, H)
-    _add(residual, elements, rest * WORLD_SIZE, inside & finite)
+    blocks, elements, inside = positions(num_blocks, numel, TILE, B, H)
+    mean = average_tile(all_codes, all_scales, blocks, num_blocks, WORLD_SIZE, TILE, B, H)
+    rest, finite = write_tile(mean, codes, scales, blocks, num_blocks, K, TILE, B, H)
+    add_to(residual, elements, rest * WORLD_SIZE, inside & finite)
 
 
 @triton.jit
 def _decode(codes, scales, num_blocks, flat, numel, B: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
-    blocks, elements, inside = _positions(num_blocks, numel, TILE, B, H)
-    level, scale = _read(codes, scales, tl.program_id(1), blocks, num_blocks, B, H)
+    blocks, elements, inside = positions(num_blocks, numel, TILE, B, H)
+    level, scale = read_tile(codes, scales, tl.program_id(1), blocks, num_blocks, B, H)
     tl.store(flat + elements, (level * scale).to(flat.dtype.element_ty), inside)
 
 
@@ -285,8 +168,8 @@ def _undo(
     TILE: tl.constexpr,
 ):
     if tl.load(finite) == 0:
-        blocks, elements, inside = _positions(num_blocks, numel, TILE, B, H)
-        level, scale = _read(codes, scales, tl.program_id(1), blocks, num_blocks, B, H)
+        blocks, elements, inside = positions(num_blocks, numel, TILE, B, H)
+        level, scale = read_tile(codes, scales, tl.program_id(1), blocks, num_blocks, B, H)
         inside = inside & (scale < float("inf"))
         values = tl.load(flat + elements, inside, 0).to(tl.float32)
         kept = tl.load(residual + elements, inside, 0).to(tl.float32)
@@ -310,15 +193,8 @@ def _undo_reduce(
     TILE: tl.constexpr,
 ):
     if tl.load(finite) == 0:
-        blocks, elements, inside = _positions(num_blocks, numel, TILE, B, H)
-        mean = _average(all_codes, all_scales, blocks, num_blocks, WORLD_SIZE, TILE, B, H)
-        level, scale = _read(codes, scales, tl.program_id(1), blocks, num_blocks, B, H)
+        blocks, elements, inside = positions(num_blocks, numel, TILE, B, H)
+        mean = average_tile(all_codes, all_scales, blocks, num_blocks, WORLD_SIZE, TILE, B, H)
+        level, scale = read_tile(codes, scales, tl.program_id(1), blocks, num_blocks, B, H)
         rest = tl.fma(-level, tl.broadcast_to(scale, (TILE, H, B // H)), mean)
-        _add(residual, elements, rest * -WORLD_SIZE, inside & (scale < float("inf")))
-
-
-@triton.jit
-def _add(residual, elements, values, inside):
-    """Adds ``values`` to what is ``inside`` of ``residual``."""
-    kept = tl.load(residual + elements, inside, 0).to(tl.float32)
-    tl.store(residual + elements, (kept + values).to(residual.dtype.element_ty), inside)
+        add_to(residual, elements, rest * -WORLD_SIZE, inside & (scale < float("inf")))

@@ -60,7 +60,7 @@ def widen(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Te
     Args:
         flat: ``(n,)`` as `narrow` had it; overwritten.
         residual: ``(n,)`` as `narrow` had it; updated in place.
-        mean: ``(n,)`` what came of all that was sent, in the dtype of ``out`` in `narrow`.
+        mean: ``(n,)`` the result of all that was sent, in the dtype of ``out`` in `narrow`.
         scale: as `narrow` had it.
         finite: 0-dim bool; if it is false, ``residual`` stays. On CUDA the host does not wait for it.
     """

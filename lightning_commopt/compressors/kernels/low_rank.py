@@ -4,12 +4,14 @@ Shapes: as in `matrices`. Factors are stored column by column: in memory ``p`` i
 
 The residual update is deferred to the next step, which saves one read and one write of all matrices: 8 of 28 bytes for
 each element in a step of two rounds. Between the steps a residual holds the sums, of gradient and residual, that were
-to be sent, and beside it are the factors of what was sent of them. `fold` makes the sums of the next step from these.
+to be sent, and beside it are the factors of what was sent of them. `fold_and_multiply` makes the sums of the next step
+from these.
 
 Example: the bucket ``[1, 2, 3, 4, 5]`` holds ``Matrix(start=1, m=2, k=2, r=1)``, which is ``[[2, 3], [4, 5]]``. With
-a residual of zeros and ``q = [1, 0]``, `fold` by rows gives its first column, ``p = [2, 4]``, and leaves the matrix in
-the residual. With ``p = [0, 1]``, `multiply` by columns gives its last row, ``q = [4, 5]``. This row is sent:
-`write_product` makes ``[1, 0, 0, 4, 5]`` of the bucket, and by `subtract_product` the residual is ``[2, 3, 0, 0]``.
+a residual of zeros and ``q = [1, 0]``, `fold_and_multiply` by rows gives its first column, ``p = [2, 4]``, and leaves
+the matrix in the residual. With ``p = [0, 1]``, `multiply` by columns gives its last row, ``q = [4, 5]``. This row is
+sent: `write_product` makes ``[1, 0, 0, 4, 5]`` of the bucket, and by `subtract_product` the residual is
+``[2, 3, 0, 0]``.
 
 Plain torch forms, which define the operations and run on CPU in chunks that stay in its cache. On CUDA one fused kernel
 each, for all matrices at once; most are fused for float32 on CPU as well, in C.
@@ -29,7 +31,7 @@ MAX_COLUMNS_ONE_BY_ONE = 4
 
 
 @also_in("triton", "c")
-def fold(
+def fold_and_multiply(
     gradient: Tensor,
     residual: Tensor,
     matrices: tuple[Matrix, ...],
@@ -83,7 +85,7 @@ def multiply(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor, b
 def subtract_product(
     flat: Tensor, matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor
 ) -> None:
-    """Sets ``out = M - P Q^T`` for every matrix. In place with the bits that `fold` would have of it.
+    """Sets ``out = M - P Q^T`` for every matrix. In place with the bits that `fold_and_multiply` would have of it.
 
     Args:
         flat: ``(n,)`` float32 or float64.
@@ -115,7 +117,7 @@ def write_product(
 
     Args:
         flat: ``(n,)`` the bucket with its gradients, float32 or float64; its matrices are overwritten.
-        residual: ``(n,)`` of the same dtype, from `fold`; None if nothing was folded.
+        residual: ``(n,)`` of the same dtype, from `fold_and_multiply`; None if nothing was folded.
         matrices: of the bucket.
         factors: ``(sum of r * m,)`` and ``(sum of r * k,)``, of the same dtype.
         finite: 0-dim bool. On CUDA the host does not wait for it.

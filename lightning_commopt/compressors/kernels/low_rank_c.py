@@ -9,7 +9,7 @@ from lightning_commopt.compressors.kernels.low_rank import MAX_COLUMNS_ONE_BY_ON
 from lightning_commopt.compressors.kernels.matrices import Matrix, per_matrix
 
 
-def fold(
+def fold_and_multiply(
     gradient: Tensor,
     residual: Tensor,
     matrices: tuple[Matrix, ...],

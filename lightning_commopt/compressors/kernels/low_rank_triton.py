@@ -28,7 +28,7 @@ from lightning_commopt.compressors.kernels.matrices import Matrix
 _SUM_SPLITS = 16
 
 
-def fold(
+def fold_and_multiply(
     gradient: Tensor,
     residual: Tensor,
     matrices: tuple[Matrix, ...],
@@ -99,7 +99,7 @@ def _shape(tile: tuple[int, int]) -> dict[str, int]:
 
 @triton.jit
 def _load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """Returns what this program's row in the table says.
+    """Reads this program's row of the table.
 
     A row is: start, m, k and r of the matrix; first row and column of the tile; where the matrix's ``P`` and ``Q``
     begin, and this tile's share of a product. Factors are stored column by column.

@@ -2,7 +2,7 @@
 
 Shapes: a matrix ``M`` ``(m, k)``, contiguous within the bucket; its factors ``P`` ``(m, r)`` and ``Q`` ``(k, r)``,
 which stand for ``P Q^T``. Factors are stored column by column, as tensors ``(r, m)`` and ``(r, k)``. Those of all
-matrices of a bucket lie one behind another in one tensor: ``p`` ``(sum of r * m,)`` and ``q`` ``(sum of r * k,)``.
+matrices of a bucket are concatenated in one tensor: ``p`` ``(sum of r * m,)`` and ``q`` ``(sum of r * k,)``.
 """
 
 from __future__ import annotations

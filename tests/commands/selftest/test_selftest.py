@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from typer.testing import CliRunner
 from lightning_commopt.commands.app import app
 from lightning_commopt.commands.selftest import laws
 from lightning_commopt.commands.selftest.places import candidates
-from lightning_commopt.compressors import AfterSteps, Compressor, ErrorFeedback, Layout, Rounds, State
+from lightning_commopt.commands.selftest.steps import Setup
+from lightning_commopt.compressors import AfterSteps, Claims, Compressor, ErrorFeedback, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
 from support.ranks import run_ranks
 
@@ -31,7 +31,7 @@ class Faulty(Compressor):
     fault: str
     hidden: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
-    is_lossy = False
+    claims = Claims(is_lossy=False)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Needs no state."""
@@ -47,7 +47,7 @@ class Faulty(Compressor):
         """Averages, with the fault."""
         yield channel.all_reduce(flat.div_(channel.size))
         self.hidden.append(flat.clone())
-        if self.fault == "inexact":
+        if self.fault in ("inexact", "inexact vectors"):
             flat.mul_(1.001)
         elif self.fault == "unequal":
             flat.add_(dist.get_rank(), alpha=1e-7)
@@ -57,14 +57,28 @@ class Faulty(Compressor):
             flat.add_(torch.stack(self.hidden).sum(0), alpha=1e-12)
         elif self.fault == "forgetful":
             flat.add_(len(self.hidden), alpha=1e-6)
+        elif self.fault == "leaky" and not flat.any():
+            flat.add_(1e-9)
+        elif self.fault == "almost exact":
+            flat.mul_(1 + 2e-5)
+        elif self.fault == "unlike its reference":
+            flat.mul_(1.01)
+
+    def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:
+        """Averages without a fault."""
+        return shares.mean(0), shares
 
 
 _FINDS = {
-    "inexact": laws._averages,
-    "unequal": laws._ranks_agree,
-    "talkative": laws._bytes,
-    "poisoned": laws._overflow,
-    "forgetful": laws._resume,
+    "inexact": laws.averages,
+    "unequal": laws.ranks_agree,
+    "talkative": laws.bytes_as_declared,
+    "unlike its reference": laws.as_reference,
+    "almost exact": laws.as_ddp,
+    "poisoned": laws.overflow,
+    "leaky": laws.tiny,
+    "inexact vectors": laws.small_and_unused,
+    "forgetful": laws.resume,
 }
 
 
@@ -79,6 +93,11 @@ class Lossy(Compressor):
 
     factor: float
     error_bound: float | None = None
+
+    @property
+    def claims(self) -> Claims:
+        """Lossy."""
+        return Claims(error_bound=self.error_bound)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         """Needs no state."""
@@ -113,12 +132,7 @@ _LOSSY: dict[str, tuple[Compressor, str]] = {
 
 
 def _messages_about_averages() -> dict[str, str]:
-    (place,) = candidates("cpu")
-    messages = {}
-    for name, (compressor, _) in _LOSSY.items():
-        laws.all_compressors = lambda name=name, found=compressor: {name: found}  # type: ignore[misc]
-        messages[name] = _message(laws._averages, place)
-    return messages
+    return {name: _message(laws.averages, name, compressor) for name, (compressor, _) in _LOSSY.items()}
 
 
 def test_lossy_compressors_are_held_to_what_they_declare_and_must_declare_it() -> None:
@@ -129,18 +143,14 @@ def test_lossy_compressors_are_held_to_what_they_declare_and_must_declare_it() -
             assert expected in messages[name]
 
 
-def _said() -> dict[str, str]:
+def _messages_about_faults() -> dict[str, str]:
+    return {fault: _message(law, fault, Faulty(fault=fault)) for fault, law in _FINDS.items()}
+
+
+def _message(law: laws.Law, name: str, compressor: Compressor) -> str:
     (place,) = candidates("cpu")
-    said = {}
-    for fault, law in _FINDS.items():
-        laws.all_compressors = lambda fault=fault: {fault: Faulty(fault=fault)}  # type: ignore[misc, assignment]
-        said[fault] = _message(law, place)
-    return said
-
-
-def _message(law: Any, place: Any) -> str:
     try:
-        law(place)
+        law(Setup(place=place), name, compressor)
     except AssertionError as error:
         return str(error)
     return ""
@@ -148,8 +158,9 @@ def _message(law: Any, place: Any) -> str:
 
 def test_a_fault_is_found_and_named() -> None:
     """If it fails, the self-test passes on a machine where training is wrong."""
-    for said in run_ranks(_said):
-        for fault, message in said.items():
+    assert set(_FINDS.values()) == set(laws.LAWS.values())
+    for messages in run_ranks(_messages_about_faults):
+        for fault, message in messages.items():
             assert message.startswith(f"{fault}: ")
 
 
@@ -159,7 +170,7 @@ def test_the_command(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--output", str(tmp_path / "selftest.json")])
     assert ran.exit_code == 0, ran.output
     written = json.loads((tmp_path / "selftest.json").read_text())
-    assert [outcome["status"] for outcome in written["outcomes"]] == ["passed"] * 7 + ["not checked"] * 2
+    assert [outcome["status"] for outcome in written["outcomes"]] == ["passed"] * 10 + ["not checked"] * 2
     assert written["info"]["versions"]["torch"] == torch.__version__
 
 

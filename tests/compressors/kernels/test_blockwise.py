@@ -14,7 +14,7 @@ import torch
 from forms import in_form
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels import blockwise, blockwise_stretches
+from lightning_commopt.compressors.kernels import blockwise, blockwise_torch
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 
 LEVELS = {8: np.arange(-127.0, 128.0), 4: np.array([k * (abs(k) + 4.0) for k in range(-8, 8)])}
@@ -274,9 +274,8 @@ def test_the_worked_example(form: str, bits: int, codes: list[int], values: list
 def test_parts_are_as_the_whole(monkeypatch: pytest.MonkeyPatch, block_format: BlockFormat, dtype: torch.dtype) -> None:
     """Small buckets fit into one part; if this fails, large ones are wrong."""
     steps = []
-    for stretch, chunk in ((2**20, 2**19), (512, 128), (64, 64)):
-        monkeypatch.setattr(blockwise_stretches, "STRETCH_NUMEL", stretch)
-        monkeypatch.setattr(blockwise_stretches, "CHUNK_NUMEL", chunk)
+    for num in (2**19, 512, 64):
+        monkeypatch.setattr(blockwise_torch, "CHUNK_NUMEL", num)
         flats = gradients(5001, 2, seed=1)
         flats[0][900] = float("nan")
         residuals = [residual.to(dtype) for residual in gradients(5001, 2, seed=2)]

@@ -94,7 +94,7 @@ def fold(bucket: Bucket, by_rows: bool) -> tuple[Tensor, Tensor]:
     """Folds, and returns the factors with the new one in place of the old."""
     p, q = (x.clone() for x in bucket.factors)
     (p if by_rows else q).fill_(torch.nan)
-    low_rank.fold(bucket.flat, bucket.residual, bucket.matrices, bucket.sent, p, q, by_rows)
+    low_rank.fold_and_multiply(bucket.flat, bucket.residual, bucket.matrices, bucket.sent, p, q, by_rows)
     return p, q
 
 

@@ -1,0 +1,166 @@
+"""What a new compressor takes: its file, the line that imports it, and one YAML; everything else asks its class."""
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from own_compressor import TopK
+
+import lightning_commopt
+from lightning_commopt.compat.hydra import allow_targets
+from lightning_commopt.compressors import Layout, register_compressor, registry
+from lightning_commopt.compressors.catalog import example_compressors, recommendations, recommended
+from lightning_commopt.measure.verdict import verdict
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.report.names import display_name, setting_name
+from lightning_commopt.strategy.aliases import aliases
+from lightning_commopt.train.sweep.config import check_config, sync_method
+from lightning_commopt.train.sweep.job import SweepObserver
+from lightning_commopt.train.train import register_with_hydra
+from support.composed import composed
+from support.ranks import run_ranks
+from support.sample_metrics import sample_metrics
+
+_FILE = '''
+from dataclasses import dataclass
+
+import torch
+
+from lightning_commopt import Claims, Compressor, register_compressor
+
+
+@register_compressor("fp8")
+@dataclass(frozen=True, kw_only=True)
+class Float8(Compressor):
+    """Sends numbers of eight bits to all ranks, and adds them up there."""
+
+    claims = Claims(error_bound=0.12, is_recommended=True)
+
+    def init(self, layout, device, step=0):
+        return {}
+
+    def rounds(self, flat, layout, state, channel, residual=None):
+        gathered = yield channel.all_gather((flat / channel.size).to(torch.float8_e5m2))
+        flat.copy_(gathered.to(flat.dtype).sum(0))
+
+    def wire_bytes(self, layout, world_size):
+        return layout.numel * world_size // 2  # an all-gather is half an all-reduce
+
+
+def broken_laws():
+    """Returns what the laws say of it, on a rank."""
+    from lightning_commopt.commands.selftest.laws import LAWS
+    from lightning_commopt.commands.selftest.places import candidates
+    from lightning_commopt.commands.selftest.steps import Setup
+    from lightning_commopt.compressors.catalog import example_compressors
+    from support.every_compressor import COMPRESSORS
+
+    assert COMPRESSORS["fp8"] == example_compressors()["fp8"] == Float8()
+    found = {}
+    for name, law in LAWS.items():
+        try:
+            law(Setup(place=candidates("cpu")[0]), "fp8", Float8())
+        except AssertionError as error:
+            found[name] = str(error)
+    return found
+'''
+
+
+@pytest.fixture
+def new_compressor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A file with a compressor, imported; the registry is as before afterwards."""
+    monkeypatch.setattr(registry, "_BY_NORMALIZED_NAME", dict(registry._BY_NORMALIZED_NAME))
+    (tmp_path / "new_float8.py").write_text(_FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("new_float8")
+    sys.modules.pop("new_float8")
+
+
+@pytest.mark.usefixtures("new_compressor")
+def test_its_name_is_known_everywhere() -> None:
+    """If it fails, something outside of compressors/ keeps a list of them."""
+    assert CommPlan(comm_hook="fp8").name == "fp8"  # type: ignore[arg-type]
+    assert display_name("fp8") == setting_name({"strategy.comm_hook.name": "fp8"}) == "fp8"
+    assert aliases()["commopt_ddp_fp8_spawn"]["comm_hook"] == "fp8"
+    assert "fp8" in example_compressors()
+
+
+@pytest.mark.usefixtures("new_compressor")
+def test_it_is_recommended_by_what_it_claims() -> None:
+    """If it fails, recommendations know only the compressors that they were written with."""
+    assert recommended() == ["bf16", "int8", "fp8", "int4", "powersgd"]
+    advice = recommendations(None, is_lossy=False)
+    assert [other["name"] for other in advice["alternatives"]] == recommended()
+    eighth = recommendations(CommPlan(comm_hook="int8").comm_hook, is_lossy=True)  # type: ignore[arg-type]
+    assert [other["name"] for other in eighth["alternatives"]] == ["fp8", "powersgd"]
+    advice["alternatives"] = [other for other in advice["alternatives"] if other["name"] == "fp8"]
+    found = verdict(sample_metrics(), world_size=8, num_buckets=12, comm_hook="none", is_lossy=False, **advice)
+    (text,) = (text for text in found.recommendations if '"fp8"' in text)
+    assert text.startswith('comm_hook="fp8", lossy: a quarter of the bytes; at most ')
+    assert text.endswith("Compare the final metric as well.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unready(TopK):
+    """Its defaults do not go together, and only training knows its bytes."""
+
+    share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.share:
+            raise ValueError("share must be given")
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.usefixtures("new_compressor")
+def test_a_class_that_cannot_be_asked_ends_no_fit() -> None:
+    """If it fails, the summary of a fit raises because of a class that the fit may not even use."""
+    register_compressor("unready")(_Unready)
+    assert "unready" not in aliases()
+    advice = recommendations(_Unready(share=0.1), is_lossy=True)
+    assert (advice["alternatives"], advice["milder"]) == ([], "bf16")
+
+
+@pytest.mark.usefixtures("new_compressor")
+def test_its_yaml_is_an_option_of_commopt_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a YAML in the group is not enough."""
+    monkeypatch.setattr("sys.argv", ["commopt-train"])
+    register_with_hydra(SweepObserver())
+    folder = tmp_path / "conf" / "strategy" / "comm_hook"
+    folder.mkdir(parents=True)
+    (folder / "fp8.yaml").write_text("name: fp8\n")
+    with allow_targets(["lightning_commopt", "lightning"]):
+        config = composed("strategy/comm_hook=fp8", f"hydra.searchpath=[file://{tmp_path / 'conf'}]")
+        check_config(config)
+    assert sync_method(config) == "fp8"
+
+
+def test_the_laws_are_checked_for_it(new_compressor: ModuleType) -> None:
+    """If it fails, the self-test or the law tests leave it out."""
+    assert run_ranks(new_compressor.broken_laws) == [{}, {}]
+
+
+_MAY_NAME_THEM = {
+    "lightning_commopt/__init__.py",  # the public names, which tests freeze
+    "lightning_commopt/report/names.py",  # how PowerSGD is spelled
+    "lightning_commopt/report/published.py",  # what others measured
+}
+
+
+def test_no_other_file_names_compressors() -> None:
+    """If it fails, a new compressor needs an edit there as well: ask its class instead, see `Claims`."""
+    package = Path(lightning_commopt.__file__).parent
+    names = {"bf16", "fp16", "int4", "powersgd", "alternating_powersgd", "Int4", "PowerSGD", "AlternatingPowerSGD"}
+    found = set()
+    for path in package.rglob("*.py"):
+        constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        if path.parent.name not in ("compressors", "kernels") and constants & names:
+            found.add(str(path.relative_to(package.parent)))
+    assert found == _MAY_NAME_THEM
