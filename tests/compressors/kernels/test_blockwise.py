@@ -302,9 +302,11 @@ def results(
     residual_dtype: torch.dtype | None,
     magnitude: float = 1.0,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The messages, the mean and the residuals of a step that is not finite if it has 1500 elements."""
+    """The messages, the mean and the residuals of a step that is not finite if it has 1500 elements, or many."""
     flats = [flat.mul(magnitude).to(device) for flat in gradients(numel, world_size, dtype)]
     flats[0][numel // 2] = float("nan") if numel == 1500 else 0
+    if numel > 2 * 4096:
+        flats[-1][numel - 3] = float("inf")
     residuals = None
     if residual_dtype is not None:
         residuals = [x.mul(0.01 * magnitude).to(device, residual_dtype) for x in gradients(numel, world_size, seed=1)]
@@ -315,6 +317,15 @@ def results(
             step.undo(step.finite)
     residuals_after = [*step.encoded_residuals, *after, *(residuals or [])]
     return [x.cpu() for x in (*step.sent, step.gathered)], [step.mean.cpu()], [x.cpu() for x in residuals_after]
+
+
+# A tile of Triton's has 4096 elements: shards of several, with a last one that is not full.
+SEVERAL_TILES: list[tuple[int, int, BlockFormat, torch.dtype, torch.dtype | None]] = [
+    (2 * 4096 * 3 + 100, 2, BlockFormat(8, 128), torch.float32, torch.float32),
+    (2 * 4096 * 3 + 100, 2, BlockFormat(4, 32), torch.float32, torch.float32),
+    (3 * 4096 * 2 + 17, 3, BlockFormat(8, 16), torch.float32, torch.bfloat16),
+    (2 * 4096 * 2 + 1000, 2, BlockFormat(4, 256), torch.float32, None),
+]
 
 
 def forms_agree(
@@ -335,10 +346,10 @@ def forms_agree(
         BlockFormat(4, size) for size in (32, 32, 256, 64)
     ]
     sizes = zip(2 * (1, 300, 300, 1500), 2 * (1, 3, 2, 3), formats, strict=True)
-    for size, dtype, residual_dtype in list(itertools.product(sizes, dtypes, residual_dtypes))[::every]:
-        if form == "c" and residual_dtype == torch.bfloat16:
+    cases = [(*size, *others) for size, *others in itertools.product(sizes, dtypes, residual_dtypes)][::every]
+    for case in [*cases, *SEVERAL_TILES]:
+        if form == "c" and case[4] == torch.bfloat16:
             continue
-        case = (*size, dtype, residual_dtype)
         messages, mean, residuals = results("torch", "cpu", *case)
         its_messages, its_mean, its_residuals = results(form, device, *case)
         for message, its_message in zip(messages, its_messages, strict=True):

@@ -34,7 +34,7 @@ def test_nothing_is_finite() -> None:
 
 
 def both_forms_agree(device: str) -> None:
-    for values in [*cases(1), *cases(9000), torch.empty(0)]:
+    for values in [*cases(1), *cases(20_001), torch.empty(0)]:  # one tile, and three
         with in_form("triton"):
             found = finite.all_finite(values.to(device))
         assert found.device.type == device

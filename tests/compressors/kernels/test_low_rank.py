@@ -22,6 +22,8 @@ SIDES = {
     "many": [(40, 130), (8, 9), (2, 3), (257, 33), (33, 257), (64, 128)],
     "long": [(90, 700), (8, 2**14 + 3)],
 }
+# In Triton a side has more tiles than are added up at once.
+MANY_TILES = [[(8, 4099), (2, 3)], [(4400, 8), (5, 7)]]
 SMALL = {"one": SIDES["one"], "many": SIDES["many"], "aligned": [(300, 32), (40, 260)]}
 
 
@@ -269,6 +271,13 @@ def results(device: str, sides: list[tuple[int, int]], r: int, dtype: torch.dtyp
 
 def both_forms_agree(device: str) -> None:
     """The interpreter cuts bfloat16 off where devices round to nearest, and is slow: it gets some of the cases."""
+    for sides in MANY_TILES:
+        plain = results("cpu", sides, 2, torch.float32, True)
+        with in_form("triton"):
+            by_triton = results(device, sides, 2, torch.float32, True)
+        for ours, theirs in zip(by_triton, plain, strict=True):
+            rtol = 2.0**-6 if theirs.dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-2)
     for name, sides in SMALL.items():
         cases = list(itertools.product(RANKS if name == "many" else (2,), DTYPES, (True, False)))
         if device == "cpu":

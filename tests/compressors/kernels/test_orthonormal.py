@@ -21,6 +21,7 @@ SHAPES: list[Shapes] = [
     ((5, 2100), (3, 11)),
     ((8, 70), (8, 3000)),
 ]
+MANY_TILES: list[Shapes] = [((8, 9000), (8, 40))]  # more than are added up at once
 FEW_SHAPES = SHAPES[1::2]  # for the interpreter, which is slow
 DTYPES = [torch.float32, torch.float64]
 EPSILON = 0.0
@@ -152,8 +153,10 @@ def both_forms_agree(device: str) -> None:
     with in_form("triton"):
         if is_interpreted:
             check_random(device, torch.float32, shapes, scales=(1e35,))
+            check_random(device, torch.float32, MANY_TILES, scales=(1,))
             check_nearly_parallel(device, shapes, conditions=(1e6,))
         else:
+            check_random(device, torch.float32, MANY_TILES)
             check_random(device, torch.float32)
             check_nearly_parallel(device)
         check_deficient(device, True, shapes)
