@@ -40,6 +40,7 @@ PRELOADED = ("torch._dynamo", "lightning.pytorch", "lightning_commopt.lightning"
 STRATEGIES = ("ddp", "commopt")
 START_S = 180
 POLL_S = 0.1
+COPIED_S = 1.0  # for the threads that copy the ranks' output
 COUNTED = (
     "is_injected",
     "is_told",
@@ -93,6 +94,8 @@ def watch(job: Job, wait_s: float) -> dict[str, float]:
     while True:
         is_over = not job.left()
         is_over |= time.time() > (deadline if job.fault_at_s is None else wait_s + job.fault_at_s)
+        if is_over:
+            time.sleep(COPIED_S)
         outputs = job.outputs
         if any(MONITOR_LINE.search(output) for output in outputs):
             told_at_s.setdefault("report", time.time())
