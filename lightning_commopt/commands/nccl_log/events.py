@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_commopt.text.findings import Line
@@ -79,6 +79,16 @@ class Progress:
     enqueued: int  # number of its last collective that was started
     completed: int
     line: Line
+
+
+@dataclass(kw_only=True)
+class RasReport:
+    """A part of the report: what is wrong with a communicator, or with the job."""
+
+    comm_id: str  # "" for the job
+    status: str
+    line: Line
+    details: list[str] = field(default_factory=list)
 
 
 class Choice(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from lightning_commopt.commands.nccl_log.events import CallList, Choice, LoggedWarning, Progress, Timeout
+from lightning_commopt.commands.nccl_log.events import CallList, Choice, LoggedWarning, Progress, RasReport, Timeout
 from lightning_commopt.commands.nccl_log.inspector import Inspected
 from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.text.findings import Line
@@ -236,6 +236,14 @@ class NcclLog:
     warnings: list[LoggedWarning] = field(default_factory=list)
     timeouts: dict[tuple[object, ...], Timeout] = field(default_factory=dict)  # each once: PyTorch repeats them
     progress: dict[tuple[int, str], Progress] = field(default_factory=dict)  # the last of each rank and group
+    ras: list[RasReport] = field(default_factory=list)
     choices: Counter[Choice] = field(default_factory=Counter)
     choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first
     inspected: Inspected = field(default_factory=Inspected)
+
+    @cached_property
+    def rest(self) -> Communicator:
+        """Processes that name no communicator."""
+        known = {id(member.process) for each in self.communicators for member in each.all_members}
+        processes = [process for process in self.processes if id(process) not in known]
+        return Communicator(number=0, unknown=[Member(process=process) for process in processes])

@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog
+from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of
 from lightning_commopt.commands.nccl_log.networks import find_slow_networks
 from lightning_commopt.commands.nccl_log.paths import find_slow_paths
 from lightning_commopt.commands.nccl_log.processes import find_process_differences
 from lightning_commopt.commands.nccl_log.ranks import find_rank_problems
+from lightning_commopt.commands.nccl_log.ras import find_ras
 from lightning_commopt.commands.nccl_log.warnings import find_timeouts, find_warnings
 from lightning_commopt.text.findings import Finding, worst_first
 
@@ -26,28 +27,19 @@ def find_all(log: NcclLog) -> list[Finding]:
     Returns:
         Errors first, then what is slow, what differs and notes; one finding for communicators that have it alike.
     """
-    found = [*find_warnings(log), *find_timeouts(log), *find_process_differences(log)]
+    found = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *find_process_differences(log)]
     for communicator in log.communicators:
         for find in (find_rank_problems, find_slow_paths, find_slow_networks):
             where = f"communicator {communicator.number}" if communicator.count == 1 else "communicators without an id"
             found += [replace(each, where=where) for each in find(communicator)]
-    rest = _without_communicator(log)
     for find in (find_slow_paths, find_slow_networks):
-        found += find(rest)
+        found += find(log.rest)
     found += [*_find_forced(log), *_find_topology_file(log), *_find_small_protocol(log), *_find_late_rank(log)]
     found += _find_unknown(log, found)
     once: dict[tuple[str, str, str], Finding] = {}
     for each in found:
         once.setdefault((each.code, each.what, each.why), each)
     return worst_first(once.values())
-
-
-def _without_communicator(log: NcclLog) -> Communicator:
-    """Returns processes that name no communicator, for findings that need none."""
-    known = {id(member.process) for each in log.communicators for member in each.all_members}
-    return Communicator(
-        number=0, unknown=[Member(process=process) for process in log.processes if id(process) not in known]
-    )
 
 
 def _find_forced(log: NcclLog) -> Iterator[Finding]:

@@ -14,14 +14,14 @@ BOOTSTRAP = re.compile(r"(?:Bootstrap|NET) ?: Using (?:interface )?(?:\[\d+\])?(
 INTERFACE = re.compile(r"\[\d+\]([^\s:\[\]]+):([^\s<]+)<\d+>")
 NIC = re.compile(r"([\w.+-]+:\d+/(?:IB/SHARP|IB|RoCE))")
 NETWORK = re.compile(r"Using (?:network|(?:in|ex)ternal Network) (.+)$")
-VERSION = re.compile(r"NCCL version:? *(\d+\.\d+(?:\.\d+)?(?:\+cuda\d+(?:\.\d+)?)?)", re.IGNORECASE)
+VERSION = re.compile(r"[NR]CCL version ?:? *(\d+\.\d+(?:\.\d+)?(?:\+cuda\d+(?:\.\d+)?)?)", re.IGNORECASE)
 PACKAGE = re.compile(r"(?:nvidia-nccl-cu\d+|using nccl)[ =]+(\d+\.\d+\.\d+)")
 DRIVER = re.compile(r"cudaDriverVersion (\d+)")
 GDR = re.compile(
     r"GPU Direct RDMA (?:\(.*?\) )?(enabled?|disabled) for (?:HCA \d+ '(.+?)'|(GPU \S+ / HCA \d+.*))", re.IGNORECASE
 )
 IDENTITY = re.compile(r"\bcomm (0x[0-9a-fA-F]+) rank (\d+) n[rR]anks (\d+)\b(.*)$")
-COMM_ID = re.compile(r"commId (0x[0-9a-fA-F]+)")
+COMM_ID = re.compile(r"commId (0x[0-9a-fA-F]+) ")  # whole: something stands behind it
 SPLIT = re.compile(r"parent (0x[0-9a-fA-F]+) (?:splitCount|childCount) (\d+) color (-?\d+)")
 BUS_ID = re.compile(r"(?:nvmlDev (\d+) )?busId ([0-9a-fA-F]+)")
 NODES = re.compile(r"nNodes (\d+) localRanks (\d+)")
@@ -49,7 +49,7 @@ _SEARCH = re.compile(
 _CHOICE = re.compile(r"(?:(\w+): )?(\d+) Bytes -> Algo (\w+) proto (\w+)(?:.*channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\})?")
 _KERNEL_CHOICE = re.compile(r"(\w+) \[([\w ]+)\]: (\d+) Bytes -> (?:Kernel )?(\S+)(?: nchannels (\d+))?")
 _TIMEOUT = re.compile(
-    r"Watchdog caught collective operation timeout: WorkNCCL\((.*?Timeout\(ms\) ?= ?\d+)\)"
+    r"Watchdog caught collective operation timeout:\s*WorkNCCL\((.*?Timeout\(ms\) ?= ?\d+)\)"
     r"(?: ran for (\d+) milliseconds)?"
 )
 _PROGRESS = re.compile(

@@ -19,9 +19,11 @@ _MAX_BYTES = 1 << 16  # of a line: what is longer is no line of NCCL, whose own 
 _MAX_CHARACTERS = 4000  # so that no number is too long for int()
 _SHOWN_CHARACTERS = 400
 _LARGE_BYTES = 16 << 20
+_MAX_RAS_LINES = 600
 _OF_INTEREST = re.compile(
-    rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA|nccl.?version", re.IGNORECASE
+    rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA|[nr]ccl.?version", re.IGNORECASE
 )
+_RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)\r?\n")
 # Versions before 2.3 write no "NCCL" in front of the level; then the head must be whole.
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
 _HEAD = re.compile(
@@ -72,6 +74,8 @@ def read_messages(path: Path) -> Iterator[Message]:
         for number, raw in enumerate(lines, start=1):
             # "Last error:" and a wrapped line of the watchdog go on in the next lines.
             wanted = 3 if b"Last error:" in raw or b"atchdog caught" in raw else wanted - 1
+            if _RAS.match(raw):
+                wanted = _MAX_RAS_LINES
             if b"NCCL" in raw or wanted >= 0 or _OF_INTEREST.search(raw):
                 text = raw.decode("utf-8", errors="replace")
                 yield from split_line(text.rstrip("\r\n"), name, number, is_whole=raw.endswith(b"\n"))

@@ -106,8 +106,11 @@ def _read_connection(source: Source, message: Message) -> Member | None:
         return None
     own = connection.receiver if connection.direction == "receive" else connection.sender
     _, named, address = message.text.partition(" comm 0x")
-    member = source.by_address.get(f"0x{address.split()[0]}") if named and address else None
+    words = address.split() if named else []
+    member = source.by_address.get(f"0x{words[0]}") if words else None
     member = member if member is not None and member.rank == own else source.member(message, rank=own)
+    if member.num_ranks is None and words[1:2] == ["nRanks"] and words[-1].isdecimal() and int(words[-1]) > own:
+        member.num_ranks = int(words[-1])  # RCCL
     ends = (connection.sender, connection.receiver)
     key = (connection.channel, *ends, connection.direction, connection.path)
     member.connections.setdefault(key, connection)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Process
+from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Fact, Process
 from lightning_commopt.commands.nccl_log.finding import (
     Reason,
     finding,
@@ -39,8 +39,10 @@ def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
     found = select(communicator, lambda each: each.method == "Socket" and is_in_host(communicator, each) is not True)
     processes = ends_of(communicator, found) if found else processes_of(communicator)
     chosen = next((each.network for each in processes if each.network is not None), None)
-    is_tcp = chosen is not None and chosen.value == "Socket"
     several = spans_hosts(communicator)
+    if chosen is None and several and (no_ib := switched_on(processes, "NCCL_IB_DISABLE")):
+        chosen = Fact("Socket", no_ib.line)  # only a plugin would change that
+    is_tcp = chosen is not None and chosen.value == "Socket"
     if not found and not (is_tcp and several is not False and not communicator.connections):
         return
     reason = _socket_reason(processes)

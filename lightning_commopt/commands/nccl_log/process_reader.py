@@ -13,14 +13,17 @@ _NOTES = {
     "no_ibverbs": ("Failed to open libibverbs.so", "NET/IB : Failed to open libibverbs"),
     "no_plugin": ("NET/Plugin : No plugin found", "NET/Plugin: Could not find", "NET/Plugin : Plugin load"),
     "no_open": ("NET/IB : Unable to open device",),
+    "ofi": ("NET/OFI ",),
     "dmabuf": ("DMA-BUF is available on GPU device",),
     "p2p_disabled": ("P2P is disabled between",),
     "p2p_refused": ("Could not enable P2P between", "P2P not supported between"),
 }
 _BEGINNINGS = re.compile(
-    r"NCCL_|Bootstrap|NET|Using (?:network|internal N|external N)|NCCL v|cudaD|DMA-BUF|GPU Direct|Failed to open lib"
+    r"NCCL_|Bootstrap|NET|Using (?:network|internal N|external N)|[NR]CCL v|cudaD|DMA-BUF|GPU Direct|Failed to open lib"
     r"|P2P|Could not enable P2P|[\w/]+\.(?:cc|cu|h):"
 )
+
+_ABORTED = re.compile(r"\S*socket\.cc:\d+ -> 3\b")  # sockets fail so once the communicator is being aborted
 
 
 def read_process_line(process: Process, message: Message) -> bool:
@@ -46,7 +49,8 @@ def read_process_line(process: Process, message: Message) -> bool:
         process.gdr[found[2] or found[3]] = message.line
         return True
     if found := grammar.FAILED_AT.match(text):
-        process.failed_at = process.failed_at or Fact(found[1], message.line)
+        if not _ABORTED.match(text):
+            process.failed_at = process.failed_at or Fact(found[1], message.line)
         return True
     if "disabling GDR" in text:
         process.notes.setdefault("gdr_disabled", message.line)
@@ -65,13 +69,13 @@ def _read_value(process: Process, message: Message) -> bool:
         _read_interfaces(process, message)
     elif text.startswith("NET/Socket : Using"):
         _read_interfaces(process, message)
-    elif text.startswith(("NET/IB : Using", "NET/IB: Using")):
+    elif text.startswith(("NET/IB : Using", "NET/IB: Using", "NET/IB: [")):
         for name in grammar.NIC.findall(text):
             process.nics.setdefault(name, line)
     elif found := grammar.NETWORK.match(text):
         process.network = Fact(found[1].removeprefix("Network "), line)
     elif found := grammar.VERSION.match(text):
-        process.version = Fact(found[1], line)
+        process.version = Fact(f"{found[1]} (RCCL)" if text.startswith("R") else found[1], line)
     elif found := grammar.DRIVER.match(text):
         process.driver = Fact(found[1], line)
     else:

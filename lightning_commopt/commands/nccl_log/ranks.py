@@ -62,9 +62,9 @@ def _find_aborted(communicator: Communicator) -> Iterator[Finding]:
     if aborted:
         first = next(iter(aborted.values()))
         what = f"{ranks_text(aborted)} aborted the communicator"
-        why = "PyTorch aborts after a timeout or an error, of this rank or of another one"
-        advice = "the first warning or watchdog line in time tells more than this one"
-        yield finding("error", "aborted", what, Reason(why, advice), first.ended)
+        why = "PyTorch aborts at the end of a run (destroy_process_group), and after a timeout or an error of any rank"
+        advice = "nothing at the end of a run; else see the first warning or watchdog line in time"
+        yield finding("note", "aborted", what, Reason(why, advice), first.ended)
 
 
 def _find_slow_init(communicator: Communicator) -> Iterator[Finding]:

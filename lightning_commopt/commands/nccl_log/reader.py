@@ -14,11 +14,14 @@ from lightning_commopt.commands.nccl_log.inspector import InspectorReader
 from lightning_commopt.commands.nccl_log.lines import Message, read_messages
 from lightning_commopt.commands.nccl_log.member_reader import MemberReader
 from lightning_commopt.commands.nccl_log.process_reader import read_process_line
+from lightning_commopt.commands.nccl_log.ras import read_ras
 from lightning_commopt.commands.nccl_log.sources import Sources
+from lightning_commopt.commands.nccl_log.warn_texts import explain
 from lightning_commopt.text.findings import Line
 
 _LAST_ERROR = re.compile(r"Last (?:error:|NCCL warning\(error\):)")
 _TEST_FAILURE = re.compile(r"Test (CUDA|NCCL) failure \S+ '(.+?)(?: / .*)?'|(watchdog got stuck for \d+ seconds)")
+_LABEL = re.compile(r"\s*(?:\d{1,5}: +|\(\w+ pid=[^)]*\) +)")  # of srun and Ray, in front of a line
 _RANK = re.compile(r"\[rank(\d+)\]:? ?|\[(?:default|trainer)(\d+)(?:\|\d+)?\]:? ?")
 
 
@@ -98,7 +101,8 @@ class _Reader:
             member = source.find_member(message)
             ranks = {m.rank for m in ([member] if member else source.members) if m.device == message.device}
             rank = ranks.pop() if len(ranks) == 1 else None
-            self._warn(message.text, message.line, rank=rank, host=source.process.host, place=message.place)
+            if message.is_whole or explain(message.text, message.place) is not None:
+                self._warn(message.text, message.line, rank=rank, host=source.process.host, place=message.place)
             read_process_line(source.process, message)
         elif " Bytes -> " in message.text:
             choice = grammar.parse_choice(message.text) if message.is_whole else None
@@ -113,7 +117,8 @@ class _Reader:
 
     def _read_other(self, message: Message) -> None:
         """Reads a line that has no head of NCCL's: a version, PyTorch's errors and watchdog, nccl-tests' list."""
-        found = [self._read_error(message), self._read_watchdog(message), self._read_version(message)]
+        found = [read_ras(message, self.log.ras), self._read_error(message), self._read_watchdog(message)]
+        found.append(self._read_version(message))
         if listed := grammar.LISTED.search(message.text):
             host, pid, device, bus = listed[3], int(listed[2]), int(listed[4]), listed[5].lower()
             self.log.listed[int(listed[1])] = (host, pid, device, f"{bus}000")
@@ -124,7 +129,7 @@ class _Reader:
         text, rank = message.text, self._last_error
         if rank is not None and text:
             self._last_error = None
-            text = _RANK.sub("", text)
+            text = _RANK.sub("", _LABEL.sub("", text, count=1))
         elif marked := _LAST_ERROR.search(text):
             start, text = text[: marked.start()], text[marked.end() :]
             found = _RANK.search(start)
@@ -156,7 +161,7 @@ class _Reader:
         if timeout is not None:
             key = (timeout.rank, timeout.group, timeout.sequence, timeout.operation, timeout.sizes)
             self.log.timeouts.setdefault(key, timeout)
-        elif "WorkNCCL(" in text:
+        elif "atchdog caught" in text:
             self._wrapped = message
         if progress is not None:
             self.log.progress[progress.rank, progress.group] = progress

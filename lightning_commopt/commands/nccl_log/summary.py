@@ -61,7 +61,8 @@ def extras_of(communicator: Communicator) -> dict[str, str]:
     if "nvls" in notes or num_nvls:
         found["NVLS"] = f"{num_nvls or 'some'} channels"
     elif "nvls_available" in notes:
-        found["NVLS"] = "available, not used"
+        is_known = any("nvls" in member.channels for member in members)
+        found["NVLS"] = "available, not used" if is_known else "available"
     elif "nvls_unavailable" in notes:
         found["NVLS"] = "not available"
     if "collnet" in notes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Console
 
 from lightning_commopt.commands.nccl_log.facts import Communicator, NcclLog
@@ -40,6 +42,7 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     if others:
         sizes = list_some([each.num_ranks or "?" for each in others], _MAX_CHOICES)
         print_text(f"{len(others)} more communicators, of {sizes} ranks: see --json", console)
+    _print_rest(log, console)
     _print_choices(log, console)
     _print_inspected(log, console)
     _print_settings(log, console)
@@ -70,6 +73,21 @@ def _print_communicator(communicator: Communicator, console: Console) -> None:
         print_text(f"  ring on {_channels_text(channels)}: {order}", console)
     if len(rings) > _MAX_RINGS:
         print_text(f"  and {len(rings) - _MAX_RINGS} other rings", console)
+
+
+def _print_rest(log: NcclLog, console: Console) -> None:
+    """Prints where the processes are that name no communicator, and the ranks of which only nccl-tests says so."""
+    hosts = Counter(member.process.host or "an unknown host" for member in log.rest.unknown)
+    if hosts:
+        shown = list_some([f"{number} on {host}" for host, number in hosts.items()], _MAX_PAIRS)
+        nics = list(dict.fromkeys(name for member in log.rest.unknown for name in member.process.nics))
+        parts = [shown, *(f"network {name}" for name in networks_of(log.rest))]
+        parts += [f"NICs {list_some(nics, _MAX_PAIRS)}"] if nics else []
+        print_text(f"processes that name no communicator: {', '.join(parts)}", console)
+    if log.listed and not log.communicators:
+        listed = Counter(host for host, *_ in log.listed.values())
+        shown = list_some([f"{count(number, 'rank')} on {host}" for host, number in listed.items()], _MAX_PAIRS)
+        print_text(f"nccl-tests lists {shown}", console)
 
 
 def _size_text(communicator: Communicator) -> str:

@@ -37,14 +37,14 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
         groups.setdefault(key, []).append(warning)
         if entry is not None:
             known[key] = entry
-    has_cause = any(entry.severity == "error" and not entry.follows for entry in known.values())
+    has_cause = any(key not in known or (known[key].severity == "error" and not known[key].follows) for key in groups)
     for key, warnings in groups.items():
         entry = known.get(key)
         text = max((each.text for each in warnings), key=len)[:200] or "without text"
         what = f"{_who(warnings)}: {text}" + (f" ({len(warnings)} times)" if len(warnings) > 1 else "")
         if entry is None:
             reason = Reason("unknown: this warning has no explanation here", "search NCCL's issues for its text")
-            yield finding("error", "warning", what, reason, *warnings[:3])
+            yield finding("warning", "warning", what, reason, *warnings[:3])
         elif entry.follows and has_cause:
             yield finding("note", entry.code, what, Reason(entry.why, "begin with the other errors"), *warnings[:3])
         else:
