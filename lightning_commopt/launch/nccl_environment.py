@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 
 from lightning_commopt.launch.nccl_variables import PREFIX, Variable, nccl_variables, other_variables, parse_version
 from lightning_commopt.text.findings import Finding
@@ -30,6 +30,7 @@ _THIRD_PARTY = re.compile(
 _MISSPELT_PREFIX = re.compile(r"(?:N+C*L*C*|CNCL)_?(?=[A-Z])")
 _OPPOSITES = {"DISABLE": "ENABLE", "ENABLE": "DISABLE"}
 _NEAR = 0.88  # NCCL_DEBUG_FLAG stands for no NCCL_DEBUG_FILE
+_ALIKE = 0.65  # of words
 _OLDEST = (2, 21)  # which comes with the oldest torch that we support
 
 
@@ -93,7 +94,15 @@ def _suggest(name: str, value: str) -> str | None:
     if opposite is not None:
         return f"{opposite}={int(value == '0')}"
     longer = [each for each in names if re.match(rf"{each}[A-Z]", name)]
-    return next(iter([*longer, *get_close_matches(name, names, n=1, cutoff=_NEAR)]), None)
+    near = [each for each in get_close_matches(name, names, cutoff=_NEAR) if _is_alike(name, each)]
+    return next(iter([*longer, *near]), None)
+
+
+def _is_alike(name: str, other: str) -> bool:
+    """Returns whether each word of a name may be a word of another one, misspelt; NET is no NVTX."""
+    words, others = name.split("_"), other.split("_")
+    pairs = [(one, another) for one, another in zip(words, others, strict=False) if one != another]
+    return len(words) != len(others) or all(SequenceMatcher(None, *pair).ratio() > _ALIKE for pair in pairs)
 
 
 def _with_right_prefix(name: str) -> str | None:

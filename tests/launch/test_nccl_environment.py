@@ -160,3 +160,9 @@ def test_what_public_scripts_set() -> None:
         source, mistaken, names = line.split("\t")
         found = {mistake.what.split()[0] for mistake in find_mistakes(dict.fromkeys(names.split(), ""))}
         assert found == set(mistaken.split()), source
+
+
+def test_another_word_is_no_misspelling() -> None:
+    """If it fails, a variable of a fork is taken for an unlike one of NCCL."""
+    assert find_mistakes({"NCCL_NET_DISABLE": "0"}) == []
+    assert "did you mean NCCL_NVTX_DISABLE" in find_mistakes({"NCCL_NVXT_DISABLE": "1"})[0].what

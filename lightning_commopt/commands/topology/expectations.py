@@ -44,7 +44,7 @@ _NVLINK_MODELS = (
     (re.compile(r"\b(H100 \d+GB HBM|H100 SXM|H200\b(?! NVL)|H20\b(?! NVL))"), _HOPPER),
     (re.compile(r"\bH800\b(?! (PCIe|NVL))"), NVLinkModel(8, 25e9)),
     (re.compile(r"\b(RTX 3090|RTX A[456]000|A40)\b"), NVLinkModel(4, 14e9)),
-    (re.compile(r"\bB(100|200|300)\b"), NVLinkModel(18, 50e9)),
+    (re.compile(r"\bG?B(100|200|300)\b"), NVLinkModel(18, 50e9)),
 )
 
 

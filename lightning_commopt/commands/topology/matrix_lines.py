@@ -16,6 +16,8 @@ _HEADING = re.compile(r"CPU\s+Affinity|GPU\s+NUMA\s+ID|NUMA(?:\s+Affinity)?", re
 _HEADING_WORDS = ("cpu", "numa", "gpu", "affinity", "id")
 _CELL = re.compile(r"[A-Z][A-Z0-9#?]{0,9}|-|\?+|\.{2,3}|N/A")
 _ROW = re.compile(r"(GPU|NIC|mlx\w{0,3}_)\d{1,4}\s+(X|NV\d+|PIX|PXB|PHB|NODE|SYS|SOC|PSB)(\s|$)")
+_GLUED_LABELS = re.compile(r"(?<=\d)(?=(?:GPU|NIC|mlx5_)\d)")
+_GLUED_CELLS = re.compile(r"(NV\d+|PIX|PXB|PHB|NODE|SYS|SOC)(?=(?:NV\d+|PIX|PXB|PHB|NODE|SYS|SOC)+\b)")
 _MAX_LABELS = 512
 
 
@@ -60,7 +62,7 @@ def find_tables(lines: Sequence[str]) -> list[Table]:
     """Returns all matrices with at least one row, also those that are none of links."""
     tables: list[Table] = []
     prefix = ""
-    for index, line in _unwrap(lines):
+    for index, line in _unwrap([_GLUED_CELLS.sub(r"\1 ", _GLUED_LABELS.sub(" ", line)) for line in lines]):
         behind = _behind_prefix(line)
         header = _parse_header(_without(prefix, line), index) or _parse_header(behind, index)
         if header is not None:
@@ -68,6 +70,8 @@ def find_tables(lines: Sequence[str]) -> list[Table]:
             tables.append(header)
             continue
         row = _parse_row(_without(prefix, line), tables[-1] if tables else Table())
+        if row is None and tables and _HEADING.match(prefix) and (found := _parse_row(behind, tables[-1])):
+            row = found._replace(tail=line[: len(line) - len(behind)].split())  # columns in front of the matrix
         if row is None:
             continue
         if not tables or row.label in tables[-1].rows:
@@ -99,7 +103,7 @@ def _unwrap(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
 def _behind_prefix(line: str) -> str:
     """Returns a line without what a launcher has put before its first GPU."""
     found = re.search(r"(?<![\w/])GPU\d", line)
-    return line[found.start() :] if found and len(line[: found.start()].split()) <= 3 else line
+    return line[found.start() :] if found and len(line[: found.start()].split()) <= 4 else line
 
 
 def _without(prefix: str, line: str) -> str:

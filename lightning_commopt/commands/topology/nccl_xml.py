@@ -47,6 +47,8 @@ def read_nccl_xml(text: str, source: str) -> Machine:
         TopologyError: it is cut off, or damaged, or has no GPU.
     """
     devices, notices = _read_devices(text, source)
+    if any(each.element.tag in ("nvlink", "xgmi") and _integer(each.element.get("count")) is None for each in devices):
+        raise TopologyError(f"{source}: a link of a GPU has no count: this is not as NCCL writes it")
     gpus = _find_gpus(devices)
     nics = _find_nets(devices, notices)
     targets = {label: Counter(_targets(device)) for label, device in gpus.items()}

@@ -40,9 +40,10 @@ def read_smi_text(text: str, source: str) -> Machine:
     if not any(table.is_topology for table in tables):
         tables = find_tables([row for line in plain for row in split_rows(line)])
     topologies = [table for table in tables if table.is_topology]
-    if not topologies:
+    about_p2p = [table for table in tables if _P2P & set(table.cells)]
+    if not topologies and not about_p2p:
         raise TopologyError(f"{source}: no matrix of nvidia-smi topo -m, and no XML of NCCL_TOPO_DUMP_FILE")
-    table = topologies[0]
+    table = (topologies or about_p2p)[0]
     _drop_cut_word(table, text.rsplit(None, 1)[-1])
     labels = table.labels or _labels_of_rows(list(table.rows.values()))
     links, conflicts = _links_of(table, labels)
@@ -111,6 +112,8 @@ def _notices(table: Table, labels: Sequence[str], conflicts: Sequence[str], num_
         yield f"no row for {', '.join(missing)}: their links are read from the other rows"
     if conflicts:
         yield f"two rows disagree on {', '.join(conflicts)}: the slower counts"
+    if not table.is_topology:
+        yield "only a matrix of topo -p2p: what lies between GPUs is unknown"
     if num_tables > 1:
         yield f"there are {num_tables} matrices in it: this is the first"
 

@@ -45,7 +45,7 @@ def gpu_pairs(machine: Machine) -> list[Pair]:
 def nic_pairs(machine: Machine) -> list[Pair]:
     """Returns each GPU with each adapter, as far as their link is known."""
     return [
-        Pair(gpu.label, nic.label, link, meaning(link), expect_to_nic(link, nic))
+        Pair(gpu.label, nic.label, link, meaning(link), None if gpu.is_coherent else expect_to_nic(link, nic))
         for gpu in machine.gpus
         for nic in machine.nics
         if (link := machine.link(gpu.label, nic.label)) is not None

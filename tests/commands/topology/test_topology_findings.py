@@ -10,7 +10,7 @@ from lightning_commopt.commands.topology.expectations import expect_between_gpus
 from lightning_commopt.commands.topology.findings import find_all
 from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, parse_cpus
 from lightning_commopt.commands.topology.smi_text import read_smi_text
-from lightning_commopt.commands.topology.summary import gpu_pairs
+from lightning_commopt.commands.topology.summary import gpu_pairs, nic_pairs
 from lightning_commopt.text.findings import Finding
 from support.topology_samples import SAMPLES, Sample, halves
 
@@ -218,3 +218,12 @@ def test_grace() -> None:
     machine = read_smi_text("\n".join(lines), "sent")
     assert [(gpu.numa_node, gpu.is_coherent) for gpu in machine.gpus] == [(0, True), (10, True)]
     assert {finding.code for finding in find_all(machine)} == {"fewer_nics"}
+
+
+def test_grace_blackwell() -> None:
+    """If it fails, a GB200 gets the rate of older NVLinks, or GPUDirect RDMA is denied where C2C joins GPU and CPU."""
+    gpus = tuple(Gpu(label=f"GPU{index}", name="NVIDIA GB200", is_coherent=True) for index in range(2))
+    links = {frozenset(("GPU0", "GPU1")): Link("NV", 18), frozenset(("GPU0", "NIC0")): Link("SYS")}
+    machine = Machine(source="sent", gpus=gpus, nics=(Nic(label="NIC0", name="mlx5_0"),), links=links)
+    assert expect_between_gpus(Link("NV", 18), gpus[0]).bytes_per_s == 900e9  # type: ignore[union-attr]
+    assert [pair.expectation for pair in nic_pairs(machine)] == [None]

@@ -452,3 +452,18 @@ def test_docs_show_what_is_printed(name: str, tmp_path: Path, monkeypatch: pytes
     lines = [f"$ commopt topo --from {name}.txt", *output.splitlines()]
     block = "\n".join(f"    {line}".rstrip() for line in lines)
     assert block in (Path(__file__).parents[3] / "docs" / "topology.md").read_text()
+
+
+def test_links_without_a_count_are_not_nccls() -> None:
+    """If it fails, an invented example with NVLinks reads as a machine without them."""
+    text = '<system version="1"><cpu numaid="0"><pci busid="0000:01:00.0"><gpu dev="0"><nvlink target="1"/></gpu></pci>'
+    with pytest.raises(TopologyError, match="a link of a GPU has no count"):
+        read_content(f"{text}</cpu></system>".encode(), "invented")
+
+
+def test_manifest_of_public_tables_and_files() -> None:
+    rows = [row.split("\t") for row in (Path(__file__).parent / "read_sources.tsv").read_text().splitlines()]
+    assert len({source for source, _ in rows}) == len(rows) > 100
+    for source, shown in rows:
+        assert re.match(r"[\w.-]+/[\w.-]+(#\d+$| \S+$)|public (file|page) \S+$", source), source
+        assert shown
