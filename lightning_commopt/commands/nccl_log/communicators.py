@@ -30,8 +30,8 @@ def group_members(members: Sequence[Member]) -> list[Communicator]:
     lost = [member for member in unsized if not _absorb(members, keys, member)]
     found = [_communicator(group) for group in named.values()]
     for size, group in sized.items():
-        found += _by_size(size, _join_named(found, group))
-    found += _by_size(None, lost)
+        found += _by_size(size, _join_open(found, group))
+    found += _by_size(None, _join_open(found, lost))
     order = {id(member): index for index, member in enumerate(members)}
     found.sort(key=lambda each: min(order[id(member)] for member in each.all_members))
     for number, communicator in enumerate(found, start=1):
@@ -118,17 +118,19 @@ def _communicator(members: Sequence[Member]) -> Communicator:
     return found
 
 
-def _join_named(found: Sequence[Communicator], group: Sequence[Member]) -> list[Member]:
-    """Adds members to the one communicator with an id that lacks them, and returns the others."""
+def _join_open(found: Sequence[Communicator], group: Sequence[Member]) -> list[Member]:
+    """Adds members to the one communicator that lacks them, and returns the others."""
     left = []
     for member in group:
-        assert member.num_ranks is not None  # as sized
+        owner = (id(member.process), member.device)
         open_ones = [
             each
             for each in found
-            if each.num_ranks == member.num_ranks
+            if each.count == 1
+            and member.num_ranks in (None, each.num_ranks)
+            and member.min_ranks <= (each.num_ranks or 0)
             and member.rank in each.missing
-            and all(other.process is not member.process for other in each.all_members)
+            and owner not in [(id(other.process), other.device) for other in each.all_members]
         ]
         if len(open_ones) == 1 and member.rank is not None:
             open_ones[0].members[member.rank] = member

@@ -27,7 +27,7 @@ _RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIM
 # Versions before 2.3 write no "NCCL" in front of the level; then the head must be whole.
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
 _HEAD = re.compile(
-    r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
+    r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}`*'\"]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
     r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}]+):(?P<pid_only>\d{1,10}) +(?=\[))?"
     r"(?:\[(?P<device>-?\d{1,10})\] +)?"
     r"(?P<place>(?:[^\s:]+\.\w+|\w+):\d+ +(?:\([^()]*\) +)?)?$"

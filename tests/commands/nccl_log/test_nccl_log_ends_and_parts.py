@@ -127,6 +127,27 @@ def test_processes_without_a_communicator_are_shown(read: Read) -> None:
     assert "1 on node-a" in shown(read(f"{HEAD}NET/OFI Initializing aws-ofi-nccl 1.9.1-aws\n")[0])
 
 
+def test_lines_that_name_no_communicator_belong_to_the_one_that_lacks_their_rank(read: Read) -> None:
+    """Threads of one process, of which a cut log has the name of the communicator only for some."""
+    name = "n:9:1{rank} [{rank}] NCCL INFO comm 0x5f0{rank} rank {rank} nRanks 4 nNodes 1 localRanks 4 localRank 0\n"
+    tree = "n:9:1{rank} [{device}] NCCL INFO Trees [0] -1/-1/-1->{rank}->0\n"
+    named = "".join(name.format(rank=rank) for rank in (0, 2))
+    (communicator,) = read(named + "".join(tree.format(rank=rank, device=rank) for rank in (1, 3)))[0].communicators
+    assert communicator.is_complete
+    # Another rank on a GPU that has one already is in another communicator.
+    assert len(read(named + "".join(tree.format(rank=rank, device=2) for rank in (1, 3)))[0].communicators) > 1
+
+
+def test_quotes_are_no_part_of_a_host(read: Read) -> None:
+    log, _ = read("log `node-a:10:11 [1] NCCL INFO Using network IB\nnode-a:10:11 [1] NCCL INFO Using network IB\n")
+    assert [process.host for process in log.processes] == ["node-a"]
+
+
+def test_a_plugin_without_its_hardware_is_a_note(read: Read) -> None:
+    found = read("n:9:9 [0] ofi_init:1134 NCCL WARN NET/OFI Only EFA provider is supported\n")[1]
+    assert found["no_efa"].severity == "note"
+
+
 RAS = """NCCL version 2.26.2 compiled with CUDA 12.6
 
     #  in group  per comm  per node  per comm  in group
