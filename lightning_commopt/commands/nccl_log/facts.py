@@ -130,8 +130,6 @@ class Member:
     channels: dict[str, int] = field(default_factory=dict)  # by kind: coll, collnet, nvls, p2p
     searches: list[SearchResult] = field(default_factory=list)
     nvlinks: dict[tuple[str, str], Line] = field(default_factory=dict)  # from one GPU to another, by bus id
-    init_s: dict[str, float] = field(default_factory=dict)  # seconds by part, and total
-    init_line: Line | None = None
     calls: CallList = field(default_factory=CallList)
     notes: dict[str, Line] = field(default_factory=dict)
 

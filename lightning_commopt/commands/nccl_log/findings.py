@@ -6,19 +6,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lightning_commopt.commands.nccl_log.differences import find_process_differences, find_rank_problems
 from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of
 from lightning_commopt.commands.nccl_log.networks import find_slow_networks
 from lightning_commopt.commands.nccl_log.paths import find_slow_paths
-from lightning_commopt.commands.nccl_log.processes import find_process_differences
-from lightning_commopt.commands.nccl_log.ranks import find_rank_problems
 from lightning_commopt.commands.nccl_log.ras import find_ras
 from lightning_commopt.commands.nccl_log.warnings import find_timeouts, find_warnings
 from lightning_commopt.text.findings import Finding, worst_first
 
 _FORCED = re.compile(r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|M(IN|AX)_(NCHANNELS|CTAS|NRINGS)|LAUNCH_MODE)$")
+_FILES = re.compile(r"NCCL_(TOPO|GRAPH)_FILE$")
 _LARGE_BYTES = 16 << 20
-_LATE_SHARE = 0.05
 
 
 def find_all(log: NcclLog) -> list[Finding]:
@@ -34,7 +33,7 @@ def find_all(log: NcclLog) -> list[Finding]:
             found += [replace(each, where=where) for each in find(communicator)]
     for find in (find_slow_paths, find_slow_networks):
         found += find(log.rest)
-    found += [*_find_forced(log), *_find_topology_file(log), *_find_small_protocol(log), *_find_late_rank(log)]
+    found += [*_find_settings(log), *_find_small_protocol(log)]
     found += _find_unknown(log, found)
     once: dict[tuple[str, str, str], Finding] = {}
     for each in found:
@@ -42,23 +41,26 @@ def find_all(log: NcclLog) -> list[Finding]:
     return worst_first(once.values())
 
 
-def _find_forced(log: NcclLog) -> Iterator[Finding]:
-    forced = {name: fact for process in log.processes for name, fact in process.settings.items() if _FORCED.match(name)}
-    if forced:
-        what = f"the environment sets {', '.join(f'{name}={fact.value}' for name, fact in sorted(forced.items()))}"
-        why = "NCCL does not choose these by itself any more; what was best elsewhere is often slower here"
-        advice = "measure without them, at the sizes of your buckets"
-        yield finding("note", "forced_settings", what, Reason(why, advice), *forced.values())
-
-
-def _find_topology_file(log: NcclLog) -> Iterator[Finding]:
-    names = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE")
-    found = {name: p.settings[name] for p in log.processes for name in names if name in p.settings}
-    if found:
-        what = f"the environment sets {', '.join(f'{name}={fact.value}' for name, fact in found.items())}"
-        why = "NCCL takes the hardware from this file instead of looking: a file of another machine makes it slow"
-        advice = "compare it with nvidia-smi topo -m and NCCL_TOPO_DUMP_FILE; clouds have one for each machine type"
-        yield finding("note", "topology_file", what, Reason(why, advice), *found.values())
+def _find_settings(log: NcclLog) -> Iterator[Finding]:
+    """Finds settings that replace NCCL's own choice, or its look at the hardware."""
+    for code, pattern, why, advice in (
+        (
+            "forced_settings",
+            _FORCED,
+            "NCCL does not choose these by itself any more; what was best elsewhere is often slower here",
+            "measure without them, at the sizes of your buckets",
+        ),
+        (
+            "topology_file",
+            _FILES,
+            "NCCL takes the hardware from this file instead of looking: a file of another machine makes it slow",
+            "compare it with nvidia-smi topo -m and NCCL_TOPO_DUMP_FILE; clouds have one for each machine type",
+        ),
+    ):
+        found = {name: fact for p in log.processes for name, fact in sorted(p.settings.items()) if pattern.match(name)}
+        if found:
+            what = f"the environment sets {', '.join(f'{name}={fact.value}' for name, fact in found.items())}"
+            yield finding("note", code, what, Reason(why, advice), *found.values())
 
 
 def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
@@ -74,21 +76,6 @@ def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
         advice = "unset NCCL_PROTO and NCCL_ALGO: LL sends twice the bytes, and is for messages below some 100 KB"
         line = log.choice_lines[first] if first else None
         yield finding("slow", "small_protocol", what, Reason(why, advice), proto, line)
-
-
-def _find_late_rank(log: NcclLog) -> Iterator[Finding]:
-    """Finds the rank that others wait for, by the Inspector's times: it is in each collective for the shortest."""
-    spans = log.inspected.spans_s
-    for (comm_id, rank), waited_s in list(log.inspected.late_ranks().items())[:1]:
-        total_s = sum(most for (other, *_), (_, most, _) in spans.items() if other == comm_id)
-        if len(log.inspected.ranks[comm_id]) > 1 and waited_s > _LATE_SHARE * total_s:
-            what = (
-                f"other ranks waited {waited_s:.3g} s of {total_s:.3g} s in collectives for rank {rank}"
-                f" (communicator {comm_id})"
-            )
-            why = "NCCL's Inspector has the shortest times there: the rank that comes last waits least"
-            advice = "see what this rank does before collectives: data, a slower GPU, other processes on its host"
-            yield finding("slow", "late_rank", what, Reason(why, advice))
 
 
 def _find_unknown(log: NcclLog, found: list[Finding]) -> Iterator[Finding]:

@@ -25,7 +25,6 @@ COMM_ID = re.compile(r"commId (0x[0-9a-fA-F]+) ")  # whole: something stands beh
 SPLIT = re.compile(r"parent (0x[0-9a-fA-F]+) (?:splitCount|childCount) (\d+) color (-?\d+)")
 BUS_ID = re.compile(r"(?:nvmlDev (\d+) )?busId ([0-9a-fA-F]+)")
 NODES = re.compile(r"nNodes (\d+) localRanks (\d+)")
-INIT_TIMINGS = re.compile(r"Init timings - \w+: rank (\d+) nranks (\d+) total ([\d.]+)(.*)")
 RING_ORDER = re.compile(r"Channel (\d+)/(\d+) :((?: +\d+)+)( ?\.\.\.)?$")
 RING_PLACE = re.compile(r"Ring (\d+) : (\d+) -> (\d+) -> (\d+)$")
 TREES = re.compile(r"\[\d+\] (-?\d+(?:/-?\d+)*->\d+->-?\d+(?:/-?\d+)*)")
@@ -59,7 +58,6 @@ _TORCH_ERROR = re.compile(
     r"NCCL error(?: in)?: .*?((?:unhandled \w+|internal) error|invalid (?:usage|argument)|remote process exited)"
 )
 _GROUP_AND_RANK = re.compile(r"\[(?:(PG [^\[\]]*?) )?Rank (\d+)\]|\[rank(\d+)\]")
-_PART_S = re.compile(r"(\w+) ([\d.]+)")
 _MAX_RANKS = 1 << 20
 _MAX_CHANNELS = 1 << 10
 _ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
@@ -67,15 +65,7 @@ _PROTOCOLS = ("LL", "LL128", "SIMPLE")
 
 
 def parse_connection(text: str, line: Line) -> Connection | None:
-    """Parses a line such as ``Channel 02/0 : 7[7] -> 8[0] [send] via NET/IB/0(3)/GDRDMA``.
-
-    >>> line = Line(file="log", number=1, text="")
-    >>> parse_connection("Ring 00 : 12[41000] -> 11[2d000] via P2P/IPC", line).path
-    'P2P/IPC'
-    >>> found = parse_connection("Channel 02/0 : 7[7] -> 8[0] [send] via NET/AWS Libfabric/0(3)/GDRDMA/Shared", line)
-    >>> found.path, found.nic, found.proxy_rank, found.direction
-    ('NET/AWS Libfabric/GDRDMA', 0, 3, 'send')
-    """
+    """Parses a line such as ``Channel 02/0 : 7[7] -> 8[0] [send] via NET/IB/0(3)/GDRDMA``."""
     found = _CONNECTION.match(text)
     if found is None:
         return None
@@ -103,11 +93,7 @@ def parse_connection(text: str, line: Line) -> Connection | None:
 
 
 def parse_trees(text: str) -> tuple[int, set[int]] | None:
-    """Parses a rank's places in the trees; returns the rank and all ranks that are named, None if it is broken.
-
-    >>> parse_trees("Trees [0] 1/2/-1->0->-1 [1] -1/-1/-1->0->2")
-    (0, {0, 1, 2})
-    """
+    """Parses a rank's places in the trees; returns the rank and all ranks that are named, None if it is broken."""
     named: set[int] = set()
     rank = None
     for shown in TREES.findall(text):
@@ -129,15 +115,7 @@ def parse_search(text: str, line: Line) -> SearchResult | None:
 
 
 def parse_choice(text: str) -> Choice | None:
-    """Parses a line of the tuner; algorithms and protocols of old versions are numbers.
-
-    >>> parse_choice("AllReduce: 4194304 Bytes -> Algo 1 proto 2 time 55.3")
-    Choice(operation='AllReduce', num_bytes=4194304, algorithm='RING', protocol='SIMPLE', channels='')
-    >>> parse_choice("AllReduce: 512 Bytes -> Algo TREE proto LL channel{Lo..Hi}={0..1}").channels
-    '0..1'
-    >>> parse_choice("AllGather [Symmetric]: 8192 Bytes -> Kernel AllGather_LL nchannels 4 nthreads 512").algorithm
-    'Symmetric AllGather_LL'
-    """
+    """Parses a line of the tuner; algorithms and protocols of old versions are numbers."""
     if found := _KERNEL_CHOICE.match(text):
         channels = f"{found[5]} channels" if found[5] else ""
         return Choice(found[1], int(found[3]), f"{found[2]} {found[4]}", "", channels)
@@ -153,27 +131,8 @@ def _named(shown: str, names: tuple[str, ...]) -> str:
     return names[int(shown)] if shown.isdecimal() and len(shown) < 3 and int(shown) < len(names) else shown.upper()
 
 
-def parse_init_s(text: str) -> dict[str, float]:
-    """Returns the seconds of initialization, by part, and ``total``.
-
-    >>> parse_init_s("Init timings - ncclCommInitRank: rank 0 nranks 8 total 1.40 (kernels 0.19, alloc 0.6)")
-    {'total': 1.4, 'kernels': 0.19, 'alloc': 0.6}
-    """
-    found = INIT_TIMINGS.match(text)
-    if found is None:
-        return {}
-    parts = {name: parse_number(value) for name, value in _PART_S.findall(found[4])}
-    return {"total": parse_number(found[3]), **parts}
-
-
 def parse_timeout(text: str, line: Line) -> Timeout | None:
-    """Parses a line of PyTorch's watchdog that gives a collective up.
-
-    >>> text = "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
-    >>> found = parse_timeout(text, Line(file="log", number=1, text=text))
-    >>> found.rank, found.sequence, found.operation, found.sizes, found.waited_s
-    (3, 5, 'ALLREDUCE', 'NumelIn=8, NumelOut=8', 600.029)
-    """  # noqa: E501 - a line of PyTorch
+    """Parses a line of PyTorch's watchdog that gives a collective up."""
     found = _TIMEOUT.search(text)
     who = _group_and_rank(text[: found.start()]) if found else None
     if found is None or who is None:

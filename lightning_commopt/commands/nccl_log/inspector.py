@@ -25,21 +25,8 @@ class Inspected:
     """What the Inspector's files say."""
 
     bus_gb_per_s: dict[Measured, array[float]] = field(default_factory=dict)
-    # Shortest and longest seconds and the rank of the shortest, by communicator, operation and number.
-    spans_s: dict[tuple[str, str, int], tuple[float, float, int]] = field(default_factory=dict)
-    ranks: dict[str, set[int]] = field(default_factory=dict)  # of each communicator that have a file
     num_dropped: int = 0  # collectives that did not fit the Inspector's memory
     num_records: int = 0
-
-    def late_ranks(self) -> dict[tuple[str, int], float]:
-        """Returns the seconds that others waited for each rank, by communicator and rank, the most first.
-
-        A collective takes a rank longer, the earlier it comes: the one that it takes least came last.
-        """
-        waits: dict[tuple[str, int], float] = {}
-        for (comm_id, *_), (least, most, rank) in self.spans_s.items():
-            waits[comm_id, rank] = waits.get((comm_id, rank), 0.0) + most - least
-        return dict(sorted(waits.items(), key=lambda item: -item[1]))
 
     def rows(self) -> list[tuple[Measured, int, float]]:
         """Returns each kind with its number and median bus bandwidth in GB/s, those of most bytes in all first."""
@@ -89,16 +76,8 @@ class InspectorReader:
             return False
         kind = Measured(comm_id, names[0], _integer(measured.get("coll_msg_size_bytes")), names[1], names[2])
         self.found.bus_gb_per_s.setdefault(kind, array("d")).append(bandwidth)
-        self.found.ranks.setdefault(comm_id, set()).add(rank)
         self.found.num_records += 1
-        self._compare((comm_id, names[0], _integer(measured.get("coll_sn"))), microseconds * 1e-6, rank)
         return True
-
-    def _compare(self, collective: tuple[str, str, int], seconds: float, rank: int) -> None:
-        least, most, first = self.found.spans_s.get(collective, (seconds, seconds, rank))
-        if seconds < least:
-            least, first = seconds, rank
-        self.found.spans_s[collective] = least, max(most, seconds), first
 
 
 def _integer(value: object) -> int:

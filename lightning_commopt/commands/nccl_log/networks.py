@@ -31,7 +31,7 @@ _LINK_LOCAL = ("fe80", "169.254.")
 
 def find_slow_networks(communicator: Communicator) -> Iterator[Finding]:
     """Finds what keeps the traffic between hosts slow."""
-    for find in (_find_sockets, _find_virtual_interface, _find_no_gdr, _find_collnet):
+    for find in (_find_sockets, _find_virtual_interface, _find_no_gdr):
         yield from find(communicator)
 
 
@@ -173,19 +173,3 @@ def _gdr_reason(rdma: list[Connection], without: list[Connection], ends: list[Pr
         return Reason(why, f"{advice} it after OFED; nvidia-smi topo -m for the distance", lines(disabled))
     why = "unknown: the log does not say why: nvidia-peermem is missing, or NIC and GPU are on different sockets"
     return Reason(why, "nvidia-smi topo -m; lsmod | grep peermem; measure NCCL_NET_GDR_LEVEL=SYS", lines(level))
-
-
-def _find_collnet(communicator: Communicator) -> Iterator[Finding]:
-    members, processes = list(communicator.members.values()), processes_of(communicator)
-    wanted = switched_on(processes, "NCCL_COLLNET_ENABLE")
-    ready = [m for m in members if m.finished is not None]
-    if wanted and ready and not any("collnet" in m.notes for m in members) and spans_hosts(communicator):
-        sharp = any("SHARP" in name for process in processes for name in process.nics)
-        what = "NCCL_COLLNET_ENABLE is set, but no rank connected CollNet"
-        why = (
-            "the plugin found SHARP ports, so the fabric or its aggregation manager refused"
-            if sharp
-            else "CollNet needs a plugin with SHARP (nccl-rdma-sharp-plugins) and switches that have it"
-        )
-        advice = "put the plugin's libnccl-net.so on LD_LIBRARY_PATH; ask the fabric's administrator for sharp_am"
-        yield finding("note", "collnet_unused", what, Reason(why, advice), wanted, first_of(processes, "no_plugin"))

@@ -37,7 +37,6 @@ def find_slow_paths(communicator: Communicator) -> Iterator[Finding]:
         _find_indirect,
         _find_far_links,
         _find_one_way,
-        _find_nvls,
     ):
         yield from find(communicator)
 
@@ -197,21 +196,3 @@ def _find_one_way(communicator: Communicator) -> Iterator[Finding]:
         why = "a link is down or its other end is not read: NCCL does not use it, and goes another way"
         advice = "nvidia-smi nvlink -s; nvidia-smi topo -m; dmesg | grep -i nvlink"
         yield finding("slow", "one_way_nvlink", what, Reason(why, advice), *[links[pair] for pair in one_way[:2]])
-
-
-def _find_nvls(communicator: Communicator) -> Iterator[Finding]:
-    members = communicator.all_members
-    off = switched_on(processes_of(communicator), "NCCL_NVLS_ENABLE", on=False)
-    unused = next((m for m in members if "nvls_available" in m.notes and m.channels.get("nvls") == 0), None)
-    if off or (unused is not None and len(members) > 2):
-        what = "NVLink SHARP (NVLS), in which the switch adds, is not used"
-        why = (
-            "the environment sets NCCL_NVLS_ENABLE=0"
-            if off
-            else "the GPUs have it, but NCCL made no channel for it; it takes NVSwitch and more than two ranks"
-        )
-        advice = (
-            "unset it, unless NCCL_NVLS_ENABLE=0 was measured to be faster" if off else "nothing, on two GPUs a host"
-        )
-        line = None if unused is None else unused.notes["nvls_available"]
-        yield finding("note", "nvls_unused", what, Reason(why, advice), off, line)

@@ -12,11 +12,10 @@ from lightning_commopt.commands.nccl_log.events import LoggedWarning
 from lightning_commopt.commands.nccl_log.facts import Fact, NcclLog
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader
 from lightning_commopt.commands.nccl_log.lines import Message, read_messages
-from lightning_commopt.commands.nccl_log.member_reader import MemberReader
-from lightning_commopt.commands.nccl_log.process_reader import read_process_line
+from lightning_commopt.commands.nccl_log.message_readers import MemberReader, read_process_line
 from lightning_commopt.commands.nccl_log.ras import read_ras
 from lightning_commopt.commands.nccl_log.sources import Sources
-from lightning_commopt.commands.nccl_log.warn_texts import explain
+from lightning_commopt.commands.nccl_log.warnings import explain
 from lightning_commopt.text.findings import Line
 
 _LAST_ERROR = re.compile(r"Last (?:error:|NCCL warning\(error\):)")

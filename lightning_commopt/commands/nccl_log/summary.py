@@ -124,7 +124,6 @@ def _plain_member(rank: int, member: Member) -> dict[str, Any]:
         "bus_id": member.bus_id,
         "channels": member.channels,
         "finished_init": member.finished is not None,
-        "init_s": member.init_s,
         "connections": [{name: getattr(each, name) for name in _OF_CONNECTION} for each in member.connections.values()],
     }
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, cast
 
 from lightning_commopt.commands.nccl_log.events import LoggedWarning, Progress, Timeout
 from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.finding import Reason, finding, lines, ranks_of
-from lightning_commopt.commands.nccl_log.warn_texts import WarnText, explain
-from lightning_commopt.text.findings import Finding
+from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import list_some, ranks_text
 
 _RESULTS = {
@@ -22,6 +24,43 @@ _RESULTS = {
     "6": "a remote error",
 }
 _LATE = 1.5  # times the limit: the watchdog looks every few seconds, so more is no waiting of a collective
+
+
+class WarnText(NamedTuple):
+    """A kind of warning."""
+
+    code: str
+    place: re.Pattern[str]  # of NCCL's file and line
+    pattern: re.Pattern[str]  # of the text
+    why: str
+    advice: str
+    severity: Severity
+    follows: bool  # whether it is only the consequence of another warning, where there is one
+
+
+@cache
+def _table() -> list[WarnText]:
+    found = []
+    text = Path(__file__).with_name("warn_texts.txt").read_text()
+    for block in re.split(r"^\[", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE)[1:]:
+        code, _, rest = block.partition("]\n")
+        values = dict(line.split(": ", 1) for line in rest.splitlines() if line)
+        place, pattern = re.compile(values.get("in", "")), re.compile(values["text"], re.IGNORECASE)
+        kinds = values.get("as", "error").split(", ")
+        severity = cast(Severity, "error" if kinds[0] == "follows" else kinds[0])
+        found.append(WarnText(code, place, pattern, values["why"], values["try"], severity, "follows" in kinds))
+    return found
+
+
+def explain(text: str, place: str) -> WarnText | None:
+    """Returns the first entry of the table that matches a warning; None for an unknown one.
+
+    >>> explain("Cuda failure 217 'peer access is not supported'", "transport/shm.cc:590").code
+    'shared_memory_refused'
+    >>> explain("The moon is in the wrong place", "") is None
+    True
+    """
+    return next((each for each in _table() if each.place.search(place) and each.pattern.search(text)), None)
 
 
 def find_warnings(log: NcclLog) -> Iterator[Finding]:

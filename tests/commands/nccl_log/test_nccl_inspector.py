@@ -77,17 +77,14 @@ def test_damaged_lines(text: str) -> None:
     assert reader.found.rows() == []
 
 
-def test_communicators_and_collectives_are_matched(tmp_path: Path) -> None:
-    """By the id that NCCL's log has too, and by number: rank 3 comes last to each collective."""
+def test_communicators_are_matched(tmp_path: Path) -> None:
+    """By the id that NCCL's log has too."""
     (tmp_path / "nccl.log").write_text(SampleJob().mixed())
     for rank in range(4):
-        records = [measured(number, microseconds=400 if rank == 3 else 1000) for number in range(10)]
-        (tmp_path / f"rank_{rank}.json").write_text(lines(rank, records))
+        (tmp_path / f"rank_{rank}.json").write_text(lines(rank, [measured(number) for number in range(10)]))
     files = sorted(tmp_path.iterdir())
     log = read_log(files)
-    assert log.silent_files == []
-    (late,) = find_all(log)
-    assert late.what == f"other ranks waited 0.006 s of 0.01 s in collectives for rank 3 (communicator {COMM})"
+    assert (log.silent_files, find_all(log)) == ([], [])
     output = CliRunner().invoke(app, ["nccl-log", *map(str, files)], env={"COLUMNS": "120"}).output
     assert "and 40 records of the Inspector in 5 files" in output
     row = next(line for line in output.splitlines() if "AllReduce" in line)

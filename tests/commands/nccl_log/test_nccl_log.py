@@ -198,14 +198,6 @@ CASES = [
         "SYS link, 9 GB/s",
         "between sockets",
     ),
-    (SampleJob(settings={"NCCL_NVLS_ENABLE": "0"}), "nvls_unused", "NVLS", "NCCL_NVLS_ENABLE=0"),
-    (SampleJob(notes=["NVLS multicast support is available on dev 0"]), "nvls_unused", "NVLS", "made no channel"),
-    (
-        change(HEALTHY, settings={"NCCL_COLLNET_ENABLE": "1"}),
-        "collnet_unused",
-        "no rank connected",
-        "plugin with SHARP",
-    ),
     (SampleJob(settings={"NCCL_PROTO": "LL"}), "forced_settings", "NCCL_PROTO=LL", "does not choose"),
     (
         change(HEALTHY, rank_settings={5: {"NCCL_ALGO": "Tree"}}),
@@ -232,19 +224,6 @@ CASES = [
         "unfinished_init",
         "the log of ranks 0-7 ends before initialization",
         "rank 3 is the furthest behind, at its start; it waits there, or the log is cut",
-    ),
-    (
-        SampleJob(
-            ends={
-                2: [
-                    "node-a:4020:4025 [2] NCCL INFO Init timings - ncclCommInitRank: rank 2 nranks 4 total 42.10"
-                    " (kernels 0.19, alloc 0.6, bootstrap 40.01, allgathers 0.0)"
-                ]
-            }
-        ),
-        "slow_init",
-        "took rank 2 42.1 s, of which bootstrap 40.01 s",
-        "ranks that came later",
     ),
 ]
 

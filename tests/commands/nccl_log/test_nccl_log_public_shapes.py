@@ -17,7 +17,7 @@ from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.lines import split_line
 from lightning_commopt.commands.nccl_log.reader import read_lines, read_log
 from lightning_commopt.commands.nccl_log.summary import versions_of
-from lightning_commopt.commands.nccl_log.warn_texts import explain
+from lightning_commopt.commands.nccl_log.warnings import explain
 from lightning_commopt.text.findings import Finding
 from support.nccl_sample_logs import HEALTHY, SampleJob
 

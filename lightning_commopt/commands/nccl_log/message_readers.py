@@ -1,11 +1,11 @@
-"""Reads messages about a rank of a communicator: who it is, its channels, connections and collectives."""
+"""Reads messages about a process (version, network, environment) and about a rank (channels, connections, calls)."""
 
 from __future__ import annotations
 
 import re
 
 from lightning_commopt.commands.nccl_log import grammar
-from lightning_commopt.commands.nccl_log.facts import Member
+from lightning_commopt.commands.nccl_log.facts import Fact, Member, Process
 from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.commands.nccl_log.sources import Source
 
@@ -24,6 +24,22 @@ _NOTES = (
 _FIRST_WORDS = {beginning.split()[0] for beginning, *_ in _NOTES}
 _GPU_LINE = re.compile(r"GPU/(?:\d+-)?([0-9A-Fa-f]+) \(")
 _NVLINK_LINE = re.compile(r"\+ NVL\[[\d.]+\] - GPU/(?:\d+-)?([0-9A-Fa-f]+)")
+_PROCESS_NOTES = {
+    "no_ib": ("NET/IB : No device found", "NET/IB: No device found"),
+    "no_ibverbs": ("Failed to open libibverbs.so", "NET/IB : Failed to open libibverbs"),
+    "no_plugin": ("NET/Plugin : No plugin found", "NET/Plugin: Could not find", "NET/Plugin : Plugin load"),
+    "no_open": ("NET/IB : Unable to open device",),
+    "ofi": ("NET/OFI ",),
+    "dmabuf": ("DMA-BUF is available on GPU device",),
+    "p2p_disabled": ("P2P is disabled between",),
+    "p2p_refused": ("Could not enable P2P between", "P2P not supported between"),
+}
+_PROCESS_BEGINNINGS = re.compile(
+    r"NCCL_|Bootstrap|NET|Using (?:network|internal N|external N)|[NR]CCL v|cudaD|DMA-BUF|GPU Direct|Failed to open lib"
+    r"|P2P|Could not enable P2P|[\w/]+\.(?:cc|cu|h):"
+)
+
+_ABORTED = re.compile(r"\S*socket\.cc:\d+ -> 3\b")  # sockets fail so once the communicator is being aborted
 
 
 class MemberReader:
@@ -167,9 +183,6 @@ def _read_graphs(source: Source, message: Message) -> Member | None:
         member = source.member(message, begins=True)
         member.searches.append(search)
         member.reach(1)
-    elif init_s := grammar.parse_init_s(text):
-        member = source.member(message)
-        member.init_s, member.init_line = init_s, message.line
     else:
         return None
     return member
@@ -190,3 +203,65 @@ def _read_ring(source: Source, message: Message, found: re.Match[str]) -> Member
     member.channels.setdefault("coll", int(found[2]))
     member.reach(1, *ring)
     return member
+
+
+def read_process_line(process: Process, message: Message) -> bool:
+    """Adds what a message says of a process.
+
+    Args:
+        process: changed.
+        message: a line of ``NCCL INFO`` or ``NCCL WARN``.
+
+    Returns:
+        Whether the message was of this kind.
+    """
+    text = message.text
+    if not _PROCESS_BEGINNINGS.match(text):
+        return False
+    for name, beginnings in _PROCESS_NOTES.items():
+        if text.startswith(beginnings):
+            process.notes.setdefault(name, message.line)
+            return True
+    if found := grammar.GDR.search(text):
+        state = "gdr_enabled" if found[1].lower().startswith("enable") else "gdr_disabled"
+        process.notes.setdefault(state, message.line)
+        process.gdr[found[2] or found[3]] = message.line
+        return True
+    if found := grammar.FAILED_AT.match(text):
+        if not _ABORTED.match(text):
+            process.failed_at = process.failed_at or Fact(found[1], message.line)
+        return True
+    if "disabling GDR" in text:
+        process.notes.setdefault("gdr_disabled", message.line)
+        return True
+    return message.is_whole and _read_value(process, message)
+
+
+def _read_value(process: Process, message: Message) -> bool:
+    """Adds a value; one that is cut off would be another value."""
+    text, line = message.text, message.line
+    if text.startswith("NCCL_") and (found := grammar.SETTING.match(text)):
+        process.settings.setdefault(found[1], Fact(found[2], line))
+    elif found := grammar.BOOTSTRAP.match(text):
+        process.bootstrap = process.bootstrap or Fact(f"{found[1]}:{found[2]}", line)
+        process.interfaces.setdefault(found[1], Fact(found[2], line))
+        _read_interfaces(process, message)
+    elif text.startswith("NET/Socket : Using"):
+        _read_interfaces(process, message)
+    elif text.startswith(("NET/IB : Using", "NET/IB: Using", "NET/IB: [")):
+        for name in grammar.NIC.findall(text):
+            process.nics.setdefault(name, line)
+    elif found := grammar.NETWORK.match(text):
+        process.network = Fact(found[1].removeprefix("Network "), line)
+    elif found := grammar.VERSION.match(text):
+        process.version = Fact(f"{found[1]} (RCCL)" if text.startswith("R") else found[1], line)
+    elif found := grammar.DRIVER.match(text):
+        process.driver = Fact(found[1], line)
+    else:
+        return False
+    return True
+
+
+def _read_interfaces(process: Process, message: Message) -> None:
+    for name, address in grammar.INTERFACE.findall(message.text):
+        process.interfaces.setdefault(name, Fact(address, message.line))

@@ -1,0 +1,209 @@
+"""Findings about ranks that are missing or hang, and about ranks and processes that are unlike the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from lightning_commopt.commands.nccl_log.facts import STAGES, Communicator, Fact, Member, NcclLog, Process
+from lightning_commopt.commands.nccl_log.finding import Reason, finding, processes_of
+from lightning_commopt.text.findings import Finding, Line, Severity
+from lightning_commopt.text.formatting import list_some, ranks_text
+
+# Every rank reads these while it is initialized, so one that does not print them does not have them. Others, such as
+# NCCL_SHM_DISABLE and NCCL_IB_TIMEOUT, are read only by ranks that come to need them.
+_READ_BY_ALL = (
+    *("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
+    *("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_CROSS_NIC", "NCCL_NET_GDR_LEVEL"),
+)
+_OF_ONE_RANK = ("NCCL_HOSTID", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE")
+
+
+def find_process_differences(log: NcclLog) -> Iterator[Finding]:
+    """Finds processes of a communicator that differ in version, driver, network, interface or environment."""
+    ranks = _ranks_by_process(log)
+    yield from _find_versions(log, ranks)
+    for communicator in log.communicators:
+        processes = processes_of(communicator)
+        for code, name, advice in (
+            ("driver", "CUDA drivers", "the same driver on every host"),
+            ("network", "networks", "ranks that use different networks cannot talk; make NCCL_NET and plugins equal"),
+        ):
+            facts = {id(p): fact for p in processes if (fact := getattr(p, code)) is not None}
+            yield from _differing(code, name, advice, facts, ranks)
+        ready = {id(m.process) for m in communicator.all_members if m.finished and m.started}
+        yield from _find_settings([p for p in processes if id(p) in ready and p.bootstrap is not None], ranks)
+
+
+def _find_settings(complete: list[Process], ranks: Mapping[int, str]) -> Iterator[Finding]:
+    for name in sorted({name for process in complete for name in process.settings} - set(_OF_ONE_RANK)):
+        have = {id(p): p.settings[name] for p in complete if name in p.settings}
+        absent = [p for p in complete if name not in p.settings]
+        if len({fact.value for fact in have.values()}) > 1:
+            yield from _differing("settings", f"values of {name}", f"set {name} alike on all hosts", have, ranks)
+        elif absent and name in _READ_BY_ALL:
+            first = next(iter(have.values()))
+            without = _named([id(process) for process in absent], ranks)
+            what = f"{name}={first.value} is set on {_named(have, ranks)}, not on {without}"
+            why = "the environment differs between hosts or ranks: NCCL chooses other paths there, or hangs"
+            advice = f"set {name} on all ranks or on none (torchrun and mpirun pass only what they are told to)"
+            yield finding("differs", "different_settings", what, Reason(why, advice), first)
+
+
+def _find_versions(log: NcclLog, ranks: Mapping[int, str]) -> Iterator[Finding]:
+    """Finds versions that differ: an error in one communicator, else there may be several jobs."""
+    for communicator in log.communicators:
+        facts = {id(p): p.version for p in processes_of(communicator) if p.version is not None}
+        named = {fact.value.partition("+")[0]: fact for fact in facts.values()}
+        if len(named) > 1 and communicator.count == 1:
+            what = f"ranks have several versions of NCCL: {', '.join(sorted(named))}"
+            why = "ranks of one job need the same; LD_LIBRARY_PATH or LD_PRELOAD brings another one on some hosts"
+            advice = "python -c 'import torch; print(torch.cuda.nccl.version())' on every host; one image for all"
+            yield finding("error", "different_version", what, Reason(why, advice), *named.values())
+            return
+    facts_of_all = [*(p.version for p in log.processes if p.version is not None), *log.versions.values()]
+    named = {fact.value.partition("+")[0]: fact for fact in facts_of_all}
+    if len(named) > 1:
+        what = f"the log has several versions of NCCL: {', '.join(sorted(named))}"
+        why = "it has several jobs, or one whose ranks load different libraries: no communicator has both"
+        advice = "if it is one job: python -c 'import torch; print(torch.cuda.nccl.version())' on every host"
+        yield finding("note", "several_versions", what, Reason(why, advice), *named.values())
+
+
+def _differing(
+    code: str, name: str, advice: str, facts: Mapping[int, Fact], ranks: Mapping[int, str]
+) -> Iterator[Finding]:
+    by_value: dict[str, list[int]] = {}
+    for process, fact in facts.items():
+        by_value.setdefault(fact.value, []).append(process)
+    if len(by_value) > 1:
+        shown = "; ".join(f"{value} on {_named(each, ranks)}" for value, each in by_value.items())
+        what = f"ranks have different {name}: {shown}"
+        why = "hosts are set up differently, or the launcher passes the environment to some only"
+        firsts = [facts[each[0]] for each in by_value.values()][:4]
+        yield finding("differs", f"different_{code}", what, Reason(why, advice), *firsts)
+
+
+def _ranks_by_process(log: NcclLog) -> dict[int, str]:
+    """Returns how to call each process: by the ranks that it has in the largest communicator."""
+    names: dict[int, str] = {}
+    for communicator in sorted(log.communicators, key=lambda each: len(each.members)):
+        by_process: dict[int, list[int]] = {}
+        for rank, member in communicator.members.items():
+            by_process.setdefault(id(member.process), []).append(rank)
+        names.update({process: ranks_text(ranks) for process, ranks in by_process.items()})
+    for process in log.processes:
+        names.setdefault(id(process), _shown(process))
+    return names
+
+
+def _shown(process: Process) -> str:
+    return f"{process.host}:{process.pid}" if process.host else "a process"
+
+
+def _named(processes: Iterable[int], ranks: Mapping[int, str]) -> str:
+    names = list(dict.fromkeys(ranks[each] for each in processes))
+    numbers = [name.split()[1] for name in names if name.startswith("rank ")]
+    if len(numbers) == len(names):
+        return ranks_text(map(int, numbers))
+    return list_some(names)
+
+
+def find_rank_problems(communicator: Communicator) -> Iterator[Finding]:
+    """Finds ranks that are missing, that are not initialized at the end of the log, and that are unlike the others."""
+    if communicator.count > 1:
+        return  # whose lines these are is not known
+    yield from _find_missing(communicator)
+    yield from _find_unfinished(communicator)
+    yield from _find_aborted(communicator)
+    yield from _find_different_calls(communicator)
+
+
+def _find_missing(communicator: Communicator) -> Iterator[Finding]:
+    missing, present = communicator.missing, list(communicator.members)
+    if missing and present:
+        first = next(m for m in communicator.members.values() if m.num_ranks is not None)
+        what = f"the log has {ranks_text(present)} of {communicator.num_ranks}, and no line of {ranks_text(missing)}"
+        why = "their logs are not among the files, or the log is cut; whether these ranks ran is unknown"
+        advice = "name the logs of all ranks; NCCL_DEBUG=INFO must be set on every host"
+        yield finding("note", "missing_ranks", what, Reason(why, advice), first.started or first.last)
+
+
+def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
+    """Finds ranks without ``Init COMPLETE``; a log that begins behind the start of a rank says nothing about it.
+
+    That is an error only where all ranks are in the log, or where others are ready: else the log may just be cut.
+    """
+    began = {rank: m for rank, m in communicator.members.items() if m.started is not None}
+    open_ones = {rank: m for rank, m in began.items() if not (m.finished or m.ended)}
+    if not open_ones:
+        return
+    finished = [rank for rank, member in communicator.members.items() if member.finished]
+    first = min(member.stage for member in open_ones.values())
+    behind = [rank for rank, member in open_ones.items() if member.stage == first]
+    ahead = bool(finished) or max(member.stage for member in open_ones.values()) - first > 1
+    who = f"{ranks_text(behind)} {'is' if len(behind) == 1 else 'are'}"
+    others = f"; {ranks_text(finished)} finished" if finished else ""
+    shown = [open_ones[rank] for rank in [*behind, *(rank for rank in open_ones if rank not in behind)][:2]]
+    advice = f"read the last lines of {ranks_text(behind)} and all warnings; py-spy dump --pid PID if it still runs"
+    what = f"the log of {ranks_text(open_ones)} ends before initialization was complete{others}"
+    why = f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}; it waits there, or the log is cut"
+    severity: Severity = "error" if ahead and not communicator.missing else "note"
+    yield finding(severity, "unfinished_init", what, Reason(why, advice), *[member.last for member in shown])
+
+
+def _find_aborted(communicator: Communicator) -> Iterator[Finding]:
+    aborted = {r: m for r, m in communicator.members.items() if m.ended is not None and "Abort" in m.ended.text}
+    if aborted:
+        first = next(iter(aborted.values()))
+        what = f"{ranks_text(aborted)} aborted the communicator"
+        why = "PyTorch aborts at the end of a run (destroy_process_group), and after a timeout or an error of any rank"
+        advice = "nothing at the end of a run; else see the first warning or watchdog line in time"
+        yield finding("note", "aborted", what, Reason(why, advice), first.ended)
+
+
+def _find_different_calls(communicator: Communicator) -> Iterator[Finding]:
+    """Finds the first collective that ranks do not call alike, and ranks that called fewer."""
+    called = {rank: member for rank, member in communicator.members.items() if member.calls}
+    if len(called) < 2:
+        return
+    first, *others = called.values()
+    place = min(filter(None, (_first_difference(first, other) for other in others)), default=None)
+    if place is not None:
+        by_call: dict[str, list[int]] = {}
+        found: dict[str, Line] = {}
+        for rank, member in called.items():
+            calls = member.calls.by_counter().get(place[0], [])
+            if len(calls) > place[1]:
+                text, number = calls[place[1]]
+                by_call.setdefault(text, []).append(rank)
+                found.setdefault(text, member.calls.line(text, number))
+        shown = "; ".join(f"{ranks_text(ranks)}: {call}" for call, ranks in by_call.items())
+        what = f"ranks call different collectives as number {place[0]}: {shown}"
+        why = "a collective needs the same call, size and order on every rank: this one hangs"
+        advice = "look for code that depends on the rank: logging, conditions, batches of unequal number"
+        yield finding("error", "different_collectives", what, Reason(why, advice), *list(found.values())[:4])
+        return
+    last = {rank: member.calls.last for rank, member in called.items()}
+    behind = {rank: count for rank, count in last.items() if count < max(last.values())}
+    if behind:
+        rank, count = min(behind.items(), key=lambda item: item[1])
+        what = f"{ranks_text(behind)} called fewer collectives: {count} of {max(last.values())} on rank {rank}"
+        why = "the others wait for it, or the log of this rank ends earlier"
+        advice = f"py-spy dump --pid PID of rank {rank}, if it still runs"
+        line = called[rank].calls.line(*called[rank].calls.by_counter()[count][-1])
+        yield finding("note", "behind", what, Reason(why, advice), line)
+
+
+def _first_difference(one: Member, other: Member) -> tuple[int, int] | None:
+    """Returns the number of the first call that two members do not have alike, and its place among calls of it."""
+    calls, others_calls = one.calls.by_counter(), other.calls.by_counter()
+    # A log that was cut may begin in the middle of the calls that have one number.
+    cut = {min(calls)} if not one.started else set()
+    cut |= {min(others_calls)} if not other.started else set()
+    for count in sorted((calls.keys() & others_calls.keys()) - cut):
+        pairs = zip(calls[count], others_calls[count], strict=False)
+        for index, ((call, _), (others_call, _)) in enumerate(pairs):
+            if call != others_call:
+                return count, index
+    return None
