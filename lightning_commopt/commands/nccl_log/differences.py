@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from lightning_commopt.commands.nccl_log.facts import STAGES, Communicator, Fact, Member, NcclLog, Process
+from lightning_commopt.commands.nccl_log.facts import STAGES, Communicator, Fact, NcclLog, Process
 from lightning_commopt.commands.nccl_log.finding import Reason, finding, processes_of
-from lightning_commopt.text.findings import Finding, Line, Severity
+from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import list_some, ranks_text
 
 # Every rank reads these while it is initialized, so one that does not print them does not have them. Others, such as
@@ -116,7 +116,6 @@ def find_rank_problems(communicator: Communicator) -> Iterator[Finding]:
     yield from _find_missing(communicator)
     yield from _find_unfinished(communicator)
     yield from _find_aborted(communicator)
-    yield from _find_different_calls(communicator)
 
 
 def _find_missing(communicator: Communicator) -> Iterator[Finding]:
@@ -160,50 +159,3 @@ def _find_aborted(communicator: Communicator) -> Iterator[Finding]:
         why = "PyTorch aborts at the end of a run (destroy_process_group), and after a timeout or an error of any rank"
         advice = "nothing at the end of a run; else see the first warning or watchdog line in time"
         yield finding("note", "aborted", what, Reason(why, advice), first.ended)
-
-
-def _find_different_calls(communicator: Communicator) -> Iterator[Finding]:
-    """Finds the first collective that ranks do not call alike, and ranks that called fewer."""
-    called = {rank: member for rank, member in communicator.members.items() if member.calls}
-    if len(called) < 2:
-        return
-    first, *others = called.values()
-    place = min(filter(None, (_first_difference(first, other) for other in others)), default=None)
-    if place is not None:
-        by_call: dict[str, list[int]] = {}
-        found: dict[str, Line] = {}
-        for rank, member in called.items():
-            calls = member.calls.by_counter().get(place[0], [])
-            if len(calls) > place[1]:
-                text, number = calls[place[1]]
-                by_call.setdefault(text, []).append(rank)
-                found.setdefault(text, member.calls.line(text, number))
-        shown = "; ".join(f"{ranks_text(ranks)}: {call}" for call, ranks in by_call.items())
-        what = f"ranks call different collectives as number {place[0]}: {shown}"
-        why = "a collective needs the same call, size and order on every rank: this one hangs"
-        advice = "look for code that depends on the rank: logging, conditions, batches of unequal number"
-        yield finding("error", "different_collectives", what, Reason(why, advice), *list(found.values())[:4])
-        return
-    last = {rank: member.calls.last for rank, member in called.items()}
-    behind = {rank: count for rank, count in last.items() if count < max(last.values())}
-    if behind:
-        rank, count = min(behind.items(), key=lambda item: item[1])
-        what = f"{ranks_text(behind)} called fewer collectives: {count} of {max(last.values())} on rank {rank}"
-        why = "the others wait for it, or the log of this rank ends earlier"
-        advice = f"py-spy dump --pid PID of rank {rank}, if it still runs"
-        line = called[rank].calls.line(*called[rank].calls.by_counter()[count][-1])
-        yield finding("note", "behind", what, Reason(why, advice), line)
-
-
-def _first_difference(one: Member, other: Member) -> tuple[int, int] | None:
-    """Returns the number of the first call that two members do not have alike, and its place among calls of it."""
-    calls, others_calls = one.calls.by_counter(), other.calls.by_counter()
-    # A log that was cut may begin in the middle of the calls that have one number.
-    cut = {min(calls)} if not one.started else set()
-    cut |= {min(others_calls)} if not other.started else set()
-    for count in sorted((calls.keys() & others_calls.keys()) - cut):
-        pairs = zip(calls[count], others_calls[count], strict=False)
-        for index, ((call, _), (others_call, _)) in enumerate(pairs):
-            if call != others_call:
-                return count, index
-    return None

@@ -2,46 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_commopt.text.findings import Line
-
-
-class CallList:
-    """Collectives that a rank called; there may be millions, so each takes 24 bytes."""
-
-    def __init__(self) -> None:
-        self._counters, self._numbers = array("q"), array("q")
-        self._texts: list[str] = []
-        self._file = ""
-
-    def __bool__(self) -> bool:
-        return bool(self._texts)
-
-    def append(self, counter: int, text: str, file: str, number: int) -> None:
-        """Adds a call with NCCL's counter, which grouped calls and some versions repeat."""
-        self._counters.append(counter)
-        self._numbers.append(number)
-        self._texts.append(sys.intern(text))
-        self._file = file
-
-    @property
-    def last(self) -> int:
-        return max(self._counters)
-
-    def by_counter(self) -> dict[int, list[tuple[str, int]]]:
-        """Returns the calls that have each number, with their lines."""
-        found: dict[int, list[tuple[str, int]]] = {}
-        for counter, text, number in zip(self._counters, self._texts, self._numbers, strict=True):
-            found.setdefault(counter, []).append((text, number))
-        return found
-
-    def line(self, text: str, number: int) -> Line:
-        """Returns the place of a call."""
-        return Line(file=self._file, number=number, text=text)
 
 
 @dataclass(frozen=True, kw_only=True)

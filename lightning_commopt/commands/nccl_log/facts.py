@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from lightning_commopt.commands.nccl_log.events import CallList, Choice, LoggedWarning, Progress, RasReport, Timeout
+from lightning_commopt.commands.nccl_log.events import Choice, LoggedWarning, Progress, RasReport, Timeout
 from lightning_commopt.commands.nccl_log.inspector import Inspected
 from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.text.findings import Line
@@ -130,7 +130,6 @@ class Member:
     channels: dict[str, int] = field(default_factory=dict)  # by kind: coll, collnet, nvls, p2p
     searches: list[SearchResult] = field(default_factory=list)
     nvlinks: dict[tuple[str, str], Line] = field(default_factory=dict)  # from one GPU to another, by bus id
-    calls: CallList = field(default_factory=CallList)
     notes: dict[str, Line] = field(default_factory=dict)
 
     @property

@@ -29,9 +29,6 @@ RING_ORDER = re.compile(r"Channel (\d+)/(\d+) :((?: +\d+)+)( ?\.\.\.)?$")
 RING_PLACE = re.compile(r"Ring (\d+) : (\d+) -> (\d+) -> (\d+)$")
 TREES = re.compile(r"\[\d+\] (-?\d+(?:/-?\d+)*->\d+->-?\d+(?:/-?\d+)*)")
 CHANNELS = re.compile(r"\b(\d{1,6}) (coll|collnet|nvls|p2p) channels(?! per)")
-COLLECTIVE = re.compile(
-    r"(\w+): opCount ([0-9a-fA-F]+) .*? count (\d+) datatype (\d+) op (\d+) root (\d+) comm (0x[0-9a-fA-F]+)"
-)
 FAILED_AT = re.compile(r"([\w/]+\.(?:cc|h|cu):\d+ -> \d)\b")
 LISTED = re.compile(
     r"#\s+Rank\s+(\d+)(?:\s+Group\s+\d+)?\s+Pid\s+(\d+)\s+on\s+(\S+)\s+device\s+(\d+)\s+\[(?:0x|0000:)?(\w\w)"

@@ -56,9 +56,6 @@ class MemberReader:
             message: the line.
         """
         text = message.text
-        if " opCount " in text and (found := grammar.COLLECTIVE.match(text)):
-            _read_call(source, message, found)
-            return
         first = text.partition(" ")[0]
         member = None
         if " comm 0x" in f" {text}" and " rank " in text and (found := grammar.IDENTITY.search(text)):
@@ -132,16 +129,6 @@ def _read_connection(source: Source, message: Message) -> Member | None:
     member.connections.setdefault(key, connection)
     member.reach(3, *ends)
     return member
-
-
-def _read_call(source: Source, message: Message, found: re.Match[str]) -> None:
-    operation, counter, count, dtype, reduction, root, address = found.groups()
-    member = source.by_address.get(address) or source.find_member(message)
-    # Sends and receives differ between ranks by right.
-    if member is None or operation in ("Send", "Recv") or len(counter) > 15:
-        return
-    shown = f"{operation} of {count} elements (datatype {dtype}, op {reduction}, root {root})"
-    member.calls.append(int(counter, 16), shown, message.file, message.number)
 
 
 def _read_notes(source: Source, message: Message) -> Member | None:

@@ -337,22 +337,6 @@ def test_timeouts() -> None:
     assert behind.why == "rank 2 had not started it: the last collective there is number 4, 5 elsewhere"
 
 
-def call(rank: int, counter: int, count: int, operation: str = "AllReduce") -> str:
-    return (
-        f"node-a:{4000 + 10 * rank}:{4001 + 10 * rank} [{rank}] NCCL INFO {operation}: opCount {counter:x}"
-        f" sendbuff 0x7f recvbuff 0x7 count {count} datatype 7 op 0 root 0 comm 0x55d0{rank:04x} [nranks=4]\n"
-    )
-
-
-def test_collectives_that_differ() -> None:
-    alike = SampleJob().mixed() + "".join(call(rank, 10, 64) for rank in range(4))
-    assert findings(alike) == {}
-    found = findings(alike + "".join(call(rank, 11, 64 + (rank == 3)) for rank in range(4)))["different_collectives"]
-    assert found.what.startswith("ranks call different collectives as number 11: ranks 0-2: AllReduce of 64 elements")
-    late = findings(alike + call(0, 11, 64))
-    assert late["behind"].what == "ranks 1-3 called fewer collectives: 10 of 11 on rank 1"
-
-
 def test_tuner() -> None:
     lines = [
         "AllReduce: 4194304 Bytes -> Algo 1 proto 2 time 55.3",
