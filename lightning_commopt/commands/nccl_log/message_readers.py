@@ -56,6 +56,8 @@ class MemberReader:
             message: the line.
         """
         text = message.text
+        if " opCount " in text:
+            return  # a call of a collective
         first = text.partition(" ")[0]
         member = None
         if " comm 0x" in f" {text}" and " rank " in text and (found := grammar.IDENTITY.search(text)):
