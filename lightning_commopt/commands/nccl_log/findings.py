@@ -83,7 +83,8 @@ def _find_unknown(log: NcclLog, found: list[Finding]) -> Iterator[Finding]:
     silent = [each for each in log.communicators if (each.num_ranks or 2) > 1 and not each.connections]
     if silent or (log.processes and not log.communicators):
         members = [member for each in silent for member in each.all_members]
-        whose = f"how {ranks_of(members)} talk" + ("s" if len(members) == 1 else "") if members else "how ranks talk"
+        who = ranks_of(members) if members else "ranks"
+        whose = f"how {who} talk{'' if who.startswith('ranks') else 's'}"
         no_network = ", and which network they use" if not any(p.network for p in log.processes) else ""
         what = f"unknown: {whose}{no_network}"
         why = "the log has no line of their connections (Channel ... via): it is cut, or they have not talked yet"

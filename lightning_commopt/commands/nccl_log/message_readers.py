@@ -211,7 +211,7 @@ def read_process_line(process: Process, message: Message) -> bool:
         if text.startswith(beginnings):
             process.notes.setdefault(name, message.line)
             return True
-    if found := grammar.GDR.search(text):
+    if not text.startswith("NET/Socket") and (found := grammar.GDR.search(text)):
         state = "gdr_enabled" if found[1].lower().startswith("enable") else "gdr_disabled"
         process.notes.setdefault(state, message.line)
         process.gdr[found[2] or found[3]] = message.line

@@ -80,9 +80,10 @@ def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
     reason = _forbidden_paths(ends) or _split_host(communicator, ends)
     is_shared = any(each.kind != "NET" for each in communicator.connections)
     is_by_design = reason is None and (is_shared or any(each.has_gdr for each in found))
-    host = ends[0].host if ends and ends[0].host else "one host"
+    hosts = sorted({process.host for process in ends if process.host})
+    where = f"on one host ({hosts[0]})" if len(hosts) == 1 else f"each on one host ({list_some(hosts) or 'unnamed'})"
     reason = reason or (_NIC_IS_FASTER if is_by_design else _no_shared_memory(ends))
-    what = f"{pairs_text(pairs_of(found))} are on one host ({host}) but talk over {found[0].path}"
+    what = f"{pairs_text(pairs_of(found))} are {where} but talk over {found[0].path}"
     yield finding("note" if is_by_design else "slow", "network_in_host", what, reason, found[0])
 
 

@@ -148,6 +148,28 @@ def test_a_plugin_without_its_hardware_is_a_note(read: Read) -> None:
     assert found["no_efa"].severity == "note"
 
 
+def test_a_socket_never_has_gpudirect(read: Read) -> None:
+    found = read(f"{HEAD}NET/Socket : GPU Direct RDMA Disabled for HCA 0 'enp1s0f0'\n")[1]
+    assert set(found) == {"unknown"}
+    assert "no_gdr" in read(f"{HEAD}NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'\n")[1]
+
+
+def test_pairs_of_several_hosts_are_not_put_on_one(read: Read) -> None:
+    line = "{host}:1{rank}:2{rank} [0] NCCL INFO Channel 01 : {first}[1c0] -> {last}[1d0] [{way}] via NET/Socket/0\n"
+    text = "".join(
+        line.format(host=host, rank=rank, first=first, last=first + 1, way="send" if rank == first else "receive")
+        for host, first in (("node-a", 0), ("node-b", 2))
+        for rank in (first, first + 1)
+    )
+    found = read(text)[1]["network_in_host"]
+    assert "(0 and 1, 2 and 3) are each on one host (node-a, node-b) but talk over NET/Socket" in found.what
+
+
+def test_a_link_seen_from_one_end(read: Read) -> None:
+    found = read("n:9:9 [2] src/graph/paths.cc:82 NCCL WARN Failed to find reverse path from remNode 0/2 nlinks 3\n")[1]
+    assert "seen from one end only" in found["one_way_link"].why
+
+
 RAS = """NCCL version 2.26.2 compiled with CUDA 12.6
 
     #  in group  per comm  per node  per comm  in group
