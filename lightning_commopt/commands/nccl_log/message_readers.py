@@ -184,7 +184,8 @@ def _read_ring(source: Source, message: Message, found: re.Match[str]) -> Member
         return None
     member = source.member(message, begins=True, rank=0)
     is_all = len(ring) < grammar.MAX_RING and not found[4] and max(ring) == len(ring) - 1
-    if is_all and member.num_ranks is None:
+    # A second channel has to agree: a single line may be cut, also in front of a line end.
+    if is_all and member.num_ranks is None and (found[2] == "1" or len(ring) in map(len, member.rings.values())):
         member.num_ranks = len(ring)
     if member.num_ranks is not None and len(ring) != min(member.num_ranks, grammar.MAX_RING) and not found[4]:
         return None

@@ -40,9 +40,9 @@ def paths_of(communicator: Communicator) -> list[Path]:
 
 
 def rings_of(communicator: Communicator) -> dict[tuple[int, ...], list[int]]:
-    """Returns the channels of each order of ranks."""
+    """Returns the channels of each order of ranks; none where the number of ranks is unknown: the line may be cut."""
     found: dict[tuple[int, ...], list[int]] = {}
-    for channel, ring in communicator.rings.items():
+    for channel, ring in communicator.rings.items() if communicator.num_ranks is not None else ():
         found.setdefault(ring, []).append(channel)
     return found
 

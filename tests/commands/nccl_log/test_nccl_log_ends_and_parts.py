@@ -219,3 +219,14 @@ def test_ras_report(read: Read) -> None:
             " (process 32 on 10.13.0.124)",
         ),
     ]
+
+
+def test_a_port_of_ras_is_no_fault_of_the_run(read: Read) -> None:
+    warn = "node-a:10:11 [0] ras/client_support.cc:1 NCCL WARN Call to bind failed: Address already in use\n"
+    assert read(warn)[1]["ras_port"].severity == "note"
+    assert "ras_port" not in read(warn.replace("ras/client_support", "misc/socket"))[1]
+
+
+def test_one_cut_line_of_a_ring_is_no_communicator_of_one_rank(read: Read) -> None:
+    log, _ = read(f"{HEAD}Channel 00/02 :    0\n")
+    assert (log.communicators[0].num_ranks, "ring on" in shown(log)) == (None, False)
