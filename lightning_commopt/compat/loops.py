@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from itertools import islice
 from typing import Any
 
@@ -39,7 +39,6 @@ class LoopEvents:
         on_error: Callable[[BaseException], None],
     ) -> None:
         loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self._patched: list[tuple[Any, str]] = []
 
         def setup_data(inner: Callable[..., None], *args: Any) -> None:
             before = loop._data_fetcher, loop._combined_loader
@@ -68,21 +67,27 @@ class LoopEvents:
                 on_epoch_end()
             inner(*args)
 
-        self._patch(loop, "setup_data", setup_data)
-        self._patch(loop, "run", run_fit)
-        self._patch(epoch_loop, "run", run_epoch)
-        self._patch(epoch_loop, "advance", advance)
-        self._patch(epoch_loop, "on_advance_end", on_advance_end)
+        self._undo = [
+            wrap_method(loop, "setup_data", setup_data),
+            wrap_method(loop, "run", run_fit),
+            wrap_method(epoch_loop, "run", run_epoch),
+            wrap_method(epoch_loop, "advance", advance),
+            wrap_method(epoch_loop, "on_advance_end", on_advance_end),
+        ]
 
     def close(self) -> None:
-        while self._patched:
-            owner, name = self._patched.pop()
-            delattr(owner, name)
+        while self._undo:
+            self._undo.pop()()
 
-    def _patch(self, owner: Any, name: str, around: Callable[..., None]) -> None:
-        inner = getattr(owner, name)
-        setattr(owner, name, wraps(inner)(lambda *args: around(inner, *args)))
-        self._patched.append((owner, name))
+
+def wrap_method(owner: Any, name: str, around: Callable[..., None]) -> Callable[[], None]:
+    """Makes one object call ``around(method, *args)`` instead of a method; returns a function that undoes it.
+
+    Where a method is wrapped twice, the later wrapper must be undone first.
+    """
+    inner, own = getattr(owner, name), vars(owner).get(name)
+    setattr(owner, name, wraps(inner)(lambda *args: around(inner, *args)))
+    return partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own)
 
 
 def num_batches(trainer: Any) -> int | None:
