@@ -36,6 +36,7 @@ def test_names() -> None:
         "BySize",
         "Cast",
         "CommOptDDP",
+        "CommOptModelParallel",
         "CommPlan",
         "Compressor",
         "ErrorFeedback",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -83,11 +83,33 @@ class LoopEvents:
 def wrap_method(owner: Any, name: str, around: Callable[..., None]) -> Callable[[], None]:
     """Makes one object call ``around(method, *args)`` instead of a method; returns a function that undoes it.
 
-    Where a method is wrapped twice, the later wrapper must be undone first.
+    A method may be wrapped several times, the last outermost, and unwrapped in any order.
     """
-    inner, own = getattr(owner, name), vars(owner).get(name)
-    setattr(owner, name, wraps(inner)(lambda *args: around(inner, *args)))
-    return partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own)
+    own = vars(owner).get(name)
+    chain = own if isinstance(own, _Wrapped) else _Wrapped(getattr(owner, name))
+    setattr(owner, name, chain)
+    chain.arounds.append(around)
+
+    def undo() -> None:
+        chain.arounds.remove(around)
+        if not chain.arounds:
+            delattr(owner, name)
+
+    return undo
+
+
+class _Wrapped:
+    """A method of an object, and what is called around it."""
+
+    def __init__(self, inner: Callable[..., None]) -> None:
+        self.inner = inner
+        self.arounds: list[Callable[..., None]] = []
+
+    def __call__(self, *args: Any) -> None:
+        call = self.inner
+        for around in self.arounds:
+            call = partial(around, call)
+        call(*args)
 
 
 def num_batches(trainer: Any) -> int | None:

@@ -25,6 +25,13 @@ def broadcasts_sigterm(trainer: Any) -> bool:
     return hasattr(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST)
 
 
+def around_broadcasts(trainer: Any, around: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
+    """Calls ``around(broadcast)`` instead of that broadcast, if there is one; returns a function that ends this."""
+    if not broadcasts_sigterm(trainer):
+        return lambda: None
+    return wrap_method(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST, around)
+
+
 def report_lost_broadcasts(trainer: Any, report: Callable[[Exception], None]) -> Callable[[], None]:
     """Reports exceptions of that broadcast, which Lightning ignores; returns a function that ends this.
 
@@ -32,8 +39,6 @@ def report_lost_broadcasts(trainer: Any, report: Callable[[Exception], None]) ->
         trainer: in a fit.
         report: called with the exception, for example of a timeout, before Lightning catches it.
     """
-    if not broadcasts_sigterm(trainer):
-        return lambda: None
 
     def around(inner: Callable[[], None]) -> None:
         broadcast = dist.broadcast
@@ -51,7 +56,7 @@ def report_lost_broadcasts(trainer: Any, report: Callable[[Exception], None]) ->
         finally:
             dist.broadcast = broadcast
 
-    return wrap_method(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST, around)
+    return around_broadcasts(trainer, around)
 
 
 class SigtermCheck:

@@ -25,7 +25,11 @@ OWN_OPTIONS = ("save_comm_state", "uneven_batches", "sigterm_every_n_steps", "nc
 """Options that are neither Lightning's nor of a plan."""
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-_CHOICES = {"start_method": get_args(StartMethod), "uneven_batches": POLICIES}
+_CHOICES = {
+    "start_method": get_args(StartMethod),
+    "uneven_batches": POLICIES,
+    "accumulate_grads": ("sharded", "unsharded"),
+}
 _EXAMPLES = ("powersgd", "int8")
 _Class = TypeVar("_Class", bound=type)
 

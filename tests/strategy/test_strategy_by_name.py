@@ -38,7 +38,12 @@ def test_aliases_are_those_of_ddp() -> None:
     expected = {name.replace("ddp", f"commopt_ddp{suffix}", 1) for name in _OF_LIGHTNING for suffix in _HOOKS}
     registries = [import_module(f"{package}.strategies").StrategyRegistry for package in ADAPTERS]
     for registry in (*registries, STRATEGY_REGISTRY):
-        assert {name for name in registry if name.startswith("commopt")} == expected
+        assert {name for name in registry if name.startswith("commopt_ddp")} == expected
+    assert ["commopt_model_parallel" in registry for registry in (*registries, STRATEGY_REGISTRY)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("name", _OF_LIGHTNING)
