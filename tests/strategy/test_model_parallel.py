@@ -50,7 +50,7 @@ def _fit(strategy: Any, num_replicas: int, **options: Any) -> tuple[Counter[str]
     with torch.random.fork_rng(), counted_collectives(all_groups=True) as counted:
         run.fit(model, loader(_BATCHES * 4 * dist.get_world_size()))
     assert run.global_step == _STEPS
-    return counted, {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}  # type: ignore
+    return counted, {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}
 
 
 def _fit_in_each_way(num_replicas: int, options: dict[str, Any]) -> list[tuple[Counter[str], Params]]:
