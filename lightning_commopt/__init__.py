@@ -17,6 +17,7 @@ __all__ = [
     "Cast",
     "Claims",
     "CommOptDDP",
+    "CommOptModelParallel",
     "CommPlan",
     "Compressor",
     "ErrorFeedback",
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
         register_compressor,
     )
     from lightning_commopt.launch.nccl_options import NcclOptions
-    from lightning_commopt.lightning import CommOptDDP
+    from lightning_commopt.lightning import CommOptDDP, CommOptModelParallel
     from lightning_commopt.plan import CommPlan, OptionError
 else:
     _MODULES = {
@@ -57,8 +58,8 @@ else:
     _PACKAGES = ("baselines", "callbacks", "compressors", "fabric", "metrics", "plan")
 
     def __getattr__(name: str) -> Any:
-        if name == "CommOptDDP":
-            value = import_module("lightning_commopt.strategy.adapters").adapter_in_use()
+        if name in ("CommOptDDP", "CommOptModelParallel"):
+            value = import_module("lightning_commopt.strategy.adapters").adapter_in_use(name)
         elif name in __all__:
             value = getattr(import_module(_MODULES.get(name, "lightning_commopt.compressors")), name)
         elif name in _PACKAGES:

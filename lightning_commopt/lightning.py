@@ -1,14 +1,20 @@
-"""CommOptDDP for the Trainer of the package ``lightning``."""
+"""CommOptDDP and CommOptModelParallel for the Trainer of the package ``lightning``."""
 
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_commopt.strategy.adapters import accept_everywhere
 from lightning_commopt.strategy.ddp import CommOptStrategy
+from lightning_commopt.strategy.model_parallel import CommOptModelParallelStrategy
 
-__all__ = ["CommOptDDP"]
+__all__ = ["CommOptDDP", "CommOptModelParallel"]
 
 
 @accept_everywhere
 class CommOptDDP(CommOptStrategy, DDPStrategy):  # noqa: D101
     __doc__ = CommOptStrategy.__doc__
     _flushes_static_graph = "post_backward" in vars(DDPStrategy)
+
+
+@accept_everywhere
+class CommOptModelParallel(CommOptModelParallelStrategy, ModelParallelStrategy):  # noqa: D101
+    __doc__ = CommOptModelParallelStrategy.__doc__

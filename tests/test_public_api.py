@@ -37,6 +37,7 @@ def test_names() -> None:
         "Cast",
         "Claims",
         "CommOptDDP",
+        "CommOptModelParallel",
         "CommPlan",
         "Compressor",
         "ErrorFeedback",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from rich.console import Console
 
+from lightning_commopt.callbacks.collectives import CollectiveWatch, borrow_gathering_group
 from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends, samples_in, step_of_loggers
 from lightning_commopt.callbacks.publisher import MetricPublisher
 from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
@@ -20,12 +21,13 @@ from lightning_commopt.callbacks.step_files import StepFiles
 from lightning_commopt.measure.all_ranks import AllRanks
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.in_run import NUM_MESSAGES, LinkTracker
+from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
 from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
 from lightning_commopt.measure.verdict import Verdict
 from lightning_commopt.metrics import StepStatistics
-from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
+from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.sync.observed import observe, stop_observing
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch, info, warn
 
@@ -40,8 +42,8 @@ class CommTimeMonitor(PhaseCallback):
     """Times every step and every bucket, and reports the cost of communication.
 
     Works with `CommOptDDP` and any of its plans, with Lightning's ``DDPStrategy`` and its hooks, and with one rank.
-    With other strategies only the phases of a step are timed. Training is not affected. On CUDA times are those of
-    events that the device has passed; training does not wait for them.
+    With other strategies phases are timed, and from torch 2.14 on collectives counted, of all kinds by phase. Training
+    is not affected. On CUDA times are those of events that the device has passed; training does not wait for them.
 
     Every ``every_n_steps`` steps the ranks gather their measurements in one small message. Its statistics over steps
     and ranks are published a window later, when the message has long arrived: to all loggers of the Trainer under
@@ -96,6 +98,7 @@ class CommTimeMonitor(PhaseCallback):
         self._fit_link_model = fit_link_model
         self._print_summary = print_summary
         self._recorder: StepRecorder | None = None
+        self._collectives: CollectiveWatch | None = None
         self._reset(world_size=1)
 
     def _reset(self, world_size: int) -> None:
@@ -108,6 +111,7 @@ class CommTimeMonitor(PhaseCallback):
         self._num_samples = self._num_gathered = self._num_buckets = self._last_step = 0
         self._world_size = world_size
         self._fit_statistics = StepStatistics(world_size=world_size)
+        self._operations = OperationTotals(self._num_warmup_steps)
         self._all_ranks: AllRanks | None = None
         self._group: BorrowedGroups | None = None
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=False)
@@ -121,6 +125,8 @@ class CommTimeMonitor(PhaseCallback):
             observe(trainer.strategy, self._recorder)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._collectives is not None:
+            self._collectives.close()
         if self._recorder is not None:
             stop_observing(trainer.strategy, self._recorder)
             self._recorder = None
@@ -128,13 +134,15 @@ class CommTimeMonitor(PhaseCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         has_peers = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
-        self._group = _borrow_group() if has_peers else None
+        self._group = borrow_gathering_group() if has_peers else None
         group = self._group.all_ranks if self._group is not None else None
         is_shared = group is not None or trainer.world_size == 1
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=is_shared)
+        assert self._recorder is not None
+        if has_peers:
+            self._collectives = CollectiveWatch(trainer, self._recorder)
         # All ranks must access log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
-        assert self._recorder is not None
         header = describe_rank(trainer) | {
             "origin_unix_s": self._recorder.origin_unix_s,
             "num_warmup_steps": self._num_warmup_steps,
@@ -154,6 +162,8 @@ class CommTimeMonitor(PhaseCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         assert self._recorder is not None
+        if self._collectives is not None:
+            self._collectives.close()
         while self._recorder.num_pending or (self._all_ranks is not None and not self._all_ranks.is_free):
             if not self._receive(trainer, _LAST_WINDOW_LIMIT_S):
                 warn(
@@ -197,6 +207,8 @@ class CommTimeMonitor(PhaseCallback):
         self._num_samples += samples_in(trainer, batch) or 0
         if self._recorder is None:
             return
+        if self._collectives is not None:
+            self._collectives.update()
         if has_stepped:
             self._recorder.end_step(step_of_loggers(trainer), self._num_samples)
             self._num_samples = 0
@@ -231,6 +243,7 @@ class CommTimeMonitor(PhaseCallback):
             if self._files is not None:
                 self._files.save_steps(steps)
         records = [step.record for step in steps]
+        self._operations.add(records)
         if self._link is None:
             return [row(record) for record in records]
         times_s = self._link.rows(records, describe_hook(trainer.strategy)["comm_hook"])
@@ -276,23 +289,10 @@ class CommTimeMonitor(PhaseCallback):
         steps = self._fit_statistics.steps
         if not steps.num_steps:
             return
-        summary = FitSummary.of(
-            steps, world_size=self._world_size, num_buckets=self._num_buckets, **describe_hook(trainer.strategy)
-        )
+        about = {"num_buckets": self._num_buckets, **describe_hook(trainer.strategy)}
+        operations = self._operations.operations()
+        summary = FitSummary.of(steps, world_size=self._world_size, operations=operations, **about)
         self.summary = {**summary.metrics, **(self._link.metrics if self._link is not None else {})}
         self.verdict = summary.verdict
         if self._print_summary and trainer.is_global_zero:
             Console().print(summary.table())
-
-
-def _borrow_group() -> BorrowedGroups | None:
-    """Returns a gloo group of all ranks; None, with a warning, if they cannot connect over gloo."""
-    try:
-        return borrow_host_group()
-    except RuntimeError as error:
-        warn(
-            f"CommTimeMonitor: the ranks cannot connect over gloo ({error}), so each logs its own times; perhaps"
-            " GLOO_SOCKET_IFNAME must name the network device.",
-            on_every_rank=True,
-        )
-        return None

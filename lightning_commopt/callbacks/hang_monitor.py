@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from lightning_commopt.callbacks.phases import PhaseCallback
+from lightning_commopt.compat.sigterm import report_lost_broadcasts
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.buckets import bucket_names
-from lightning_commopt.text.validation import check_choice, check_positive, warn_once
+from lightning_commopt.text.validation import check_choice, check_positive, warn, warn_once
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
 
@@ -27,6 +29,10 @@ _PHASES = {
     "other": kinds.CALLBACKS,
 }
 _STAGES = {"fit": "validation", "validate": "validation", "test": "test", "predict": "predict"}
+
+
+def _nothing() -> None:
+    """A monitor may be pickled before it is used."""
 
 
 class HangMonitor(PhaseCallback):
@@ -64,6 +70,7 @@ class HangMonitor(PhaseCallback):
         self._step = 0
         self._stage = 0
         self._is_ending = self._has_waited = False
+        self._unwatch_broadcast: Callable[[], None] = _nothing
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Starts the watch, and begins to observe the gradient sync."""
@@ -110,6 +117,11 @@ class HangMonitor(PhaseCallback):
         super().on_fit_start(trainer, pl_module)
         self._meet()
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins to watch Lightning's broadcast before every batch."""
+        super().on_train_start(trainer, pl_module)
+        self._unwatch_broadcast = report_lost_broadcasts(trainer, self._report_lost_broadcast)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._enter_number(kinds.DATA_START)
 
@@ -120,6 +132,8 @@ class HangMonitor(PhaseCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops watching: ranks may do different things after the fit."""
         super().on_train_end(trainer, pl_module)
+        self._unwatch_broadcast()
+        self._unwatch_broadcast = _nothing
         self._note_stop(trainer)
         self._end()
 
@@ -167,7 +181,19 @@ class HangMonitor(PhaseCallback):
                     " before they have."
                 )
 
+    def _report_lost_broadcast(self, error: Exception) -> None:
+        """Reports a timeout or a lost connection that Lightning ignores: what follows fails elsewhere."""
+        if self._watched is not None:
+            warn(
+                f"HangMonitor: Lightning's broadcast of SIGTERM, before a batch of step {self._step}, has failed"
+                f" ({type(error).__name__}: {error}). Lightning ignores that; collectives after it fail or hang.",
+                on_every_rank=True,
+            )
+            self._watched.close(error)
+
     def _stop_watching(self, exception: BaseException | None = None) -> None:
+        self._unwatch_broadcast()
+        self._unwatch_broadcast = _nothing
         if self._watched is not None:
             if self._observed is not None:
                 self._observed.sync_observers.remove(self._watched.observer)

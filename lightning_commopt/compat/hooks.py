@@ -22,6 +22,9 @@ _LOGGER_FILE, _LOGS = "/logger_connector/logger_connector.py", "log_metrics"
 _FETCHER_FILE = "/loops/fetchers.py"
 _TRAINER_FILE = "/trainer/trainer.py"
 _SIGNAL_FILE, _SIGTERM_HANDLER = "/connectors/signal_connector.py", "_sigterm_notifier_fn"
+SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
+"""A method of the epoch loop, from Lightning 2.5.2 on."""
+
 _PACKAGES = ("/lightning/pytorch/", "/pytorch_lightning/")
 
 
@@ -29,8 +32,8 @@ class Activity(NamedTuple):
     """What the training thread does within Lightning.
 
     Attributes:
-        kind: "hook", "data", "checkpoint", or "SIGTERM" for the handler of that signal, in which Lightning 2.6 waits
-            for the other ranks.
+        kind: "hook", "data", "checkpoint"; "SIGTERM" for the handler of that signal, in which Lightning 2.6 waits
+            for the other ranks; "SIGTERM broadcast" for what it does before every batch.
         owner: "callback", "module", "datamodule" or "logger" of a hook.
         hook: its name.
     """
@@ -57,6 +60,8 @@ def activity_of(frames: Sequence[tuple[str, str]]) -> Activity | None:
                 return Activity("hook", "logger", "save" if inner == "save" else _LOGS)
             if file.endswith(_SIGNAL_FILE) and function == _SIGTERM_HANDLER:
                 return Activity("SIGTERM")
+            if function == SIGTERM_BROADCAST:
+                return Activity("SIGTERM broadcast")
             if file.endswith(_FETCHER_FILE):
                 return Activity("data")
             if file.endswith(_TRAINER_FILE) and function == "save_checkpoint":

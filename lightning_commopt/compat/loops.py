@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -39,7 +39,6 @@ class LoopEvents:
         on_error: Callable[[BaseException], None],
     ) -> None:
         loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self._patched: list[tuple[Any, str]] = []
 
         def setup_data(inner: Callable[..., None], *args: Any) -> None:
             before = loop._data_fetcher, loop._combined_loader
@@ -68,21 +67,49 @@ class LoopEvents:
                 on_epoch_end()
             inner(*args)
 
-        self._patch(loop, "setup_data", setup_data)
-        self._patch(loop, "run", run_fit)
-        self._patch(epoch_loop, "run", run_epoch)
-        self._patch(epoch_loop, "advance", advance)
-        self._patch(epoch_loop, "on_advance_end", on_advance_end)
+        self._undo = [
+            wrap_method(loop, "setup_data", setup_data),
+            wrap_method(loop, "run", run_fit),
+            wrap_method(epoch_loop, "run", run_epoch),
+            wrap_method(epoch_loop, "advance", advance),
+            wrap_method(epoch_loop, "on_advance_end", on_advance_end),
+        ]
 
     def close(self) -> None:
-        while self._patched:
-            owner, name = self._patched.pop()
+        while self._undo:
+            self._undo.pop()()
+
+
+def wrap_method(owner: Any, name: str, around: Callable[..., None]) -> Callable[[], None]:
+    """Makes one object call ``around(method, *args)`` instead of a method; returns a function that undoes it.
+
+    A method may be wrapped several times, the last outermost, and unwrapped in any order.
+    """
+    own = vars(owner).get(name)
+    chain = own if isinstance(own, _Wrapped) else _Wrapped(getattr(owner, name))
+    setattr(owner, name, chain)
+    chain.arounds.append(around)
+
+    def undo() -> None:
+        chain.arounds.remove(around)
+        if not chain.arounds:
             delattr(owner, name)
 
-    def _patch(self, owner: Any, name: str, around: Callable[..., None]) -> None:
-        inner = getattr(owner, name)
-        setattr(owner, name, wraps(inner)(lambda *args: around(inner, *args)))
-        self._patched.append((owner, name))
+    return undo
+
+
+class _Wrapped:
+    """A method of an object, and what is called around it."""
+
+    def __init__(self, inner: Callable[..., None]) -> None:
+        self.inner = inner
+        self.arounds: list[Callable[..., None]] = []
+
+    def __call__(self, *args: Any) -> None:
+        call = self.inner
+        for around in self.arounds:
+            call = partial(around, call)
+        call(*args)
 
 
 def num_batches(trainer: Any) -> int | None:

@@ -64,6 +64,26 @@ class BucketSpan:
     wire: tuple[tuple[float, float], ...]
 
 
+class Collective(NamedTuple):
+    """One collective of a step, as it was handed to its process group; those of gradient sync are among them.
+
+    Attributes:
+        operation: its name in ``torch.distributed``: "all_reduce", "broadcast", ...
+        phase: the phase that it was issued in; "pause" if that belongs to no step, as a validation does.
+        source: "lightning" for Lightning's own check for SIGTERM before a batch, "" for all others.
+        num_bytes: of its inputs or of its outputs on this rank, whichever are more.
+        start_s: it was issued; None on CUDA, where the device's time is not known.
+        end_s: it had completed, or the thread had gone on; None on CUDA.
+    """
+
+    operation: str
+    phase: str
+    source: str
+    num_bytes: int
+    start_s: float | None
+    end_s: float | None
+
+
 class Totals(NamedTuple):
     """A step in single numbers. Parts are sums of different terms than the whole, and may round apart.
 
@@ -104,7 +124,7 @@ class Totals(NamedTuple):
 _STEP_JSON = (
     '{"step":%d,"num_samples":%d,'
     + "".join([f'"{name}":%.7f,' for name in Totals._fields[:-2]])
-    + '"overlapped_share":%s,"gradient_bytes":%d,"wire_bytes":%d,"phases":[%s],"buckets":[%s]}'
+    + '"overlapped_share":%s,"gradient_bytes":%d,"wire_bytes":%d,"phases":[%s],"buckets":[%s],"collectives":[%s]}'
 )
 _PHASE_JSON = '["%s",%.7f,%.7f]'
 _BUCKET_JSON = (
@@ -112,6 +132,7 @@ _BUCKET_JSON = (
     '"ready_s":%.7f,"start_s":%.7f,"end_s":%.7f,"wire":[%s]}'
 )
 _WIRE_JSON = "[%.7f,%.7f]"
+_COLLECTIVE_JSON = '["%s","%s","%s",%d,%s,%s]'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +144,14 @@ class StepRecord:
         num_samples: of this rank.
         phases: in the order of time.
         buckets: in the order in which they were ready; empty with one rank, or where none are observed.
+        collectives: in the order in which they were issued; empty where none are observed.
     """
 
     step: int
     num_samples: int
     phases: tuple[Phase, ...]
     buckets: tuple[BucketSpan, ...]
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def start_s(self) -> float:
@@ -190,6 +213,7 @@ class StepRecord:
                     for b in self.buckets
                 ]
             ),
+            ",".join([_COLLECTIVE_JSON % (*one[:4], *map(_seconds_json, one[4:])) for one in self.collectives]),
         )
 
     @classmethod
@@ -213,7 +237,19 @@ class StepRecord:
                 )
                 for bucket in values["buckets"]
             ),
+            collectives=tuple(
+                Collective(
+                    *(str(operation), str(phase), str(source), int(num_bytes)),
+                    start_s=None if start_s is None else float(start_s),
+                    end_s=None if end_s is None else float(end_s),
+                )
+                for operation, phase, source, num_bytes, start_s, end_s in values.get("collectives", ())
+            ),
         )
+
+
+def _seconds_json(at_s: float | None) -> str:
+    return "null" if at_s is None else f"{at_s:.7f}"
 
 
 def covered_s(intervals: Iterable[tuple[float, float]]) -> float:

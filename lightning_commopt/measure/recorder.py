@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
-from lightning_commopt.measure.clock import Clock
+from lightning_commopt.measure.clock import Clock, HostClock
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
-from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
+from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
 
 
 class RecordedStep(NamedTuple):
@@ -20,13 +21,20 @@ class RecordedStep(NamedTuple):
 
 
 class StepRecorder(SyncObserver):
-    """Records the steps of one rank, on the clock of its device. Only `take` waits for the device."""
+    """Records the steps of one rank, on the clock of its device. Only `take` waits for the device.
+
+    Attributes:
+        source: of the collectives that are issued next; see `Collective`.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._mark = clock.mark
         self._phases: list[tuple[str | None, Any]] = []
         self._syncs: list[_RecordedSync] = []
+        self._collectives: list[_IssuedCollective] = []
+        self._collective_mark = clock.mark if isinstance(clock, HostClock) else _unknown
+        self.source = ""
         self._backward = 0
         self._pending: deque[_Marks] = deque()
 
@@ -45,11 +53,18 @@ class StepRecorder(SyncObserver):
         self._backward += bucket.is_last
         return sync
 
+    def issue(self, operation: str, num_bytes: int) -> _IssuedCollective:
+        """Records that a collective is issued, on any thread; see `Collective`."""
+        phase = self._phases[-1][0] if self._phases else None
+        issued = _IssuedCollective(self._collective_mark, operation, phase or "pause", self.source, num_bytes)
+        self._collectives.append(issued)
+        return issued
+
     def end_step(self, step: int, num_samples: int) -> None:
         """Ends a step, which consists of all marks since the last one."""
         self.enter(None)
-        self._pending.append(_Marks(step, num_samples, self._phases, self._syncs))
-        self._phases, self._syncs, self._backward = [], [], 0
+        self._pending.append(_Marks(step, num_samples, self._phases, self._syncs, self._collectives))
+        self._phases, self._syncs, self._collectives, self._backward = [], [], [], 0
 
     def has(self, num_steps: int) -> bool:
         """Returns whether this many steps have ended, on the device too. Never waits."""
@@ -84,6 +99,7 @@ class StepRecorder(SyncObserver):
             num_samples=marks.num_samples,
             phases=tuple(phases),
             buckets=tuple([sync.span(seconds) for sync in marks.syncs if sync.has_ended]),
+            collectives=_spans(marks.collectives, [at_s for _, at_s in began], seconds),
         )
         return RecordedStep(record, {sync.bucket.index: sync.bucket for sync in marks.syncs})
 
@@ -95,6 +111,7 @@ class _Marks(NamedTuple):
     num_samples: int
     phases: list[tuple[str | None, Any]]
     syncs: list[_RecordedSync]
+    collectives: list[_IssuedCollective]
 
     @property
     def end(self) -> Any:
@@ -141,3 +158,37 @@ class _RecordedSync(BucketSync):
             end_s=end_s,
             wire=tuple(zip(wire_s[::2], wire_s[1::2], strict=True)),
         )
+
+
+def _unknown() -> None:
+    """Is the mark of a collective on a device, whose stream is not that of the caller."""
+
+
+class _IssuedCollective:
+    """A collective and its marks; without an end where torch does not tell."""
+
+    __slots__ = ("_mark", "about", "ended", "started")
+
+    def __init__(self, mark: Callable[[], Any], operation: str, phase: str, source: str, num_bytes: int) -> None:
+        self._mark = mark
+        self.about = operation, phase, source, num_bytes
+        self.started, self.ended = mark(), None
+
+    def end(self) -> None:
+        self.ended = self._mark()
+
+
+def _spans(
+    issued: list[_IssuedCollective], boundaries_s: list[float], seconds: Callable[[Any], float]
+) -> tuple[Collective, ...]:
+    """Returns collectives in seconds. One without an end has blocked its thread until the next event."""
+    starts_s = [None if one.started is None else seconds(one.started) for one in issued]
+    events_s = sorted([*boundaries_s, *(at_s for at_s in starts_s if at_s is not None)])
+    collectives = []
+    for one, start_s in zip(issued, starts_s, strict=True):
+        end_s = None if one.ended is None else seconds(one.ended)
+        if start_s is not None and end_s is None:
+            after = bisect_right(events_s, start_s)
+            end_s = events_s[after] if after < len(events_s) else start_s
+        collectives.append(Collective(*one.about, start_s, end_s))
+    return tuple(collectives)

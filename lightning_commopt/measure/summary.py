@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from lightning_commopt.measure.exposed_share import share_of_step
 from lightning_commopt.measure.files import notices, read_run
+from lightning_commopt.measure.operations import Operation, OperationTotals
 from lightning_commopt.measure.statistics import Steps, row
 from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.text.formatting import count, number, percent
@@ -30,22 +32,27 @@ class FitSummary:
         metrics: from `Steps.statistics`.
         verdict: on the metrics.
         scope: number of steps and ranks, in words.
+        operations: what the first rank's collectives cost; empty where none were observed.
     """
 
     metrics: Mapping[str, float]
     verdict: Verdict
     scope: str
+    operations: Sequence[Operation] = ()
 
     @classmethod
-    def of(cls, steps: Steps, *, world_size: int, num_buckets: int, **method: Any) -> FitSummary:
+    def of(
+        cls, steps: Steps, *, world_size: int, num_buckets: int, operations: Sequence[Operation] = (), **method: Any
+    ) -> FitSummary:
         """Summarizes a fit; for the arguments see `verdict`."""
         metrics = steps.statistics(world_size)
         num_seen = steps.num_ranks
         ranks = count(world_size, "rank") if num_seen == world_size else f"{num_seen} of {world_size} ranks"
         return cls(
             metrics=metrics,
-            verdict=verdict(metrics, world_size=world_size, num_buckets=num_buckets, **method),
+            verdict=verdict(metrics, world_size=world_size, num_buckets=num_buckets, operations=operations, **method),
             scope=f"{count(steps.num_steps, 'step')} and {ranks}",
+            operations=operations,
         )
 
     def table(self) -> Group:
@@ -53,7 +60,10 @@ class FitSummary:
 
         Times are in milliseconds and shares of the step. An unknown number is a dash.
         """
-        return summary_table(self.metrics, self.verdict, scope=self.scope)
+        table = summary_table(self.metrics, self.verdict, scope=self.scope)
+        if self.operations:
+            table.renderables.insert(1, operations_table(self.operations, self.metrics["step_s"]))
+        return table
 
 
 def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> tuple[FitSummary, list[str]]:
@@ -83,12 +93,15 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
         raise ValueError(f"{recorded}, and num_warmup_steps={num_warmup_steps} are left out")
     by_rank = [{record.step: record for record in records.steps} for records in ranks]
     comm_hook = str(header.get("comm_hook", "none"))
+    operations = OperationTotals()
+    operations.add(by_rank[0][step] for step in steps)
     summary = FitSummary.of(
         Steps.of([[row(records[step]) for step in steps] for records in by_rank]).sampled(),
         world_size=ranks[0].world_size,
         num_buckets=len(ranks[0].layouts[-1]),
         comm_hook=comm_hook,
         is_lossy=bool(header.get("is_lossy", comm_hook != "none")),
+        operations=operations.operations(),
         **{key: header[key] for key in ("alternatives", "milder", "cheaper_with") if key in header},
     )
     return summary, notices(ranks)
@@ -140,6 +153,23 @@ def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str 
         Padding(Text(verdict.headline, style="bold"), _INDENT_BELOW),
         *([Padding(recommendations, _INDENT)] if verdict.recommendations else []),
     )
+
+
+def operations_table(operations: Sequence[Operation], step_s: float) -> TextTable:
+    """Returns a table of the collectives of a step by phase; an unknown time is a dash."""
+    columns = ("operation", "calls", "bytes", "ms", "of step")
+    table = TextTable("phase", *columns, numbers=columns[1:], title=" Collectives of a step on the first rank")
+    for one in operations:
+        seconds = math.nan if one.seconds is None else one.seconds
+        table.add_row(
+            one.phase,
+            one.label,
+            f"{one.num_calls:.3g}",
+            _size(one.num_bytes),
+            number(1e3 * seconds, max_decimals=_MAX_DECIMALS),
+            percent(share_of_step(seconds, step_s)),
+        )
+    return table
 
 
 def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, str]]], title: str) -> TextTable:

@@ -1,7 +1,8 @@
 """A trace of a run's steps in Chrome's Trace Event Format, for https://ui.perfetto.dev and chrome://tracing.
 
 Every rank is a process with these rows: its steps, their phases, the buckets of gradients from being ready to holding
-the average, and their collectives. Slices of a row do not overlap: overlapping buckets get several rows.
+the average, their collectives, and all collectives whoever has issued them. Slices of a row do not overlap: overlapping
+buckets get several rows.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -168,7 +169,16 @@ def _rows(steps: Sequence[tuple[StepRecord, Mapping[int, BucketInfo]]], shift_s:
             for number, (start_s, end_s) in enumerate(bucket.wire):
                 args = {"step": record.step, "bucket": bucket.index, "collective": number}
                 wire.append([piece(f"bucket {bucket.index} on the wire", start_s, end_s, **args)])
-    return [_Row("steps", whole), _Row("phases", phases), *_lanes("buckets", buckets), *_lanes("wire", wire)]
+    collectives = []
+    for record, _ in steps:
+        for one in record.collectives:
+            if one.start_s is not None and one.end_s is not None:
+                args = {"step": record.step, "phase": one.phase, "source": one.source, "bytes": one.num_bytes}
+                collectives.append([piece(one.operation, one.start_s, one.end_s, **args)])
+    return [
+        *(_Row("steps", whole), _Row("phases", phases)),
+        *(*_lanes("buckets", buckets), *_lanes("wire", wire), *_lanes("collectives", collectives)),
+    ]
 
 
 def _step_args(record: StepRecord) -> dict[str, Any]:

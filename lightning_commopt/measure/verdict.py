@@ -7,17 +7,19 @@ cannot save a twentieth of a step is not recommended.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_commopt.measure.costs import Costs
+from lightning_commopt.measure.operations import Operation
 from lightning_commopt.text.formatting import MILLISECONDS, short_percent
 
 _PARAMETERWISE = ("NaiveDP", "InterleavedDP")
 _GOOD_CAPS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
 _ENOUGH_BUCKETS = 8
 _SMALL_BUCKET_BYTES = 2**20
+_SMALL_BYTES = 2**16  # of metrics
 _DATA_DOMINATES = 0.2
 _HARDLY_LOSSY = 0.1
 """Error bound above which the final metric may differ."""
@@ -38,7 +40,14 @@ class Verdict:
 
 
 def verdict(
-    metrics: Mapping[str, float], *, world_size: int, num_buckets: int, comm_hook: str, is_lossy: bool, **advice: Any
+    metrics: Mapping[str, float],
+    *,
+    world_size: int,
+    num_buckets: int,
+    comm_hook: str,
+    is_lossy: bool,
+    operations: Sequence[Operation] = (),
+    **advice: Any,
 ) -> Verdict:
     """Returns what communication costs, and what to do about it.
 
@@ -48,6 +57,7 @@ def verdict(
         num_buckets: that the gradients travel in; 0 where none were observed.
         comm_hook: the name of what averages the gradients, "none" for DDP's own all-reduce.
         is_lossy: whether that changes them.
+        operations: the collectives of a step; empty where none were observed.
         advice: compressors to try instead, see `Costs`; without it none is recommended.
 
     Raises:
@@ -61,7 +71,7 @@ def verdict(
         headline = f"No gradient sync was observed on {world_size} ranks, so its cost is unknown."
         observable = (
             'Trainer(strategy="commopt_ddp"), or Lightning\'s "ddp": their gradient sync can be observed. With other'
-            " strategies only the phases of a step are timed."
+            " strategies the phases of a step are timed, and from torch 2.14 on the collectives of each."
         )
         recommendations = [observable, *data]
     elif costs.straggler_rank is not None:
@@ -79,7 +89,25 @@ def verdict(
     else:
         headline = f"Communication is hidden: {exposed} of the step waits for it. Without any: {bound}."
         recommendations = [*_without_compression(costs), *data]
-    return Verdict(headline=headline, recommendations=tuple(recommendations))
+    return Verdict(headline=headline, recommendations=(*recommendations, *_for_operations(costs, operations)))
+
+
+def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
+    """Recommends what to do about collectives that are not gradient sync."""
+    found = []
+    for one in operations:
+        seconds = one.seconds or 0.0
+        if one.source == "lightning" and one.operation == "broadcast" and one.num_calls > 1:
+            found.append(
+                f"{one.num_calls:.3g} broadcasts a step are Lightning's own check for SIGTERM before every batch"
+                f" ({costs.share(seconds)} of the step): sigterm_every_n_steps=10 checks every tenth step."
+            )
+        elif one.phase in ("forward", "other") and one.num_bytes < _SMALL_BYTES and costs.is_worth(seconds):
+            found.append(
+                f"{costs.share(seconds)} of the step is {one.label} of {one.num_bytes / one.num_calls:.0f} bytes in"
+                f" {one.phase}, {one.num_calls:.3g} times: log less often, or without sync_dist, if it is metrics."
+            )
+    return found
 
 
 def _for_straggler(costs: Costs) -> str:

@@ -21,6 +21,7 @@ _SPELLED = {
     "ddp": "DDP",
     "fsdp": "FSDP",
     "commopt": "CommOptDDP",
+    "commopt_fsdp": "CommOptModelParallel",
     "single": "one process",
     "ddp_one_process": "DDP on one process",
     "DDPStrategy": "Lightning's DDP",

@@ -13,7 +13,9 @@ REGISTRIES: Mapping[str, tuple[str, str]] = {
     "pytorch_lightning.strategies": ("StrategyRegistry", "lightning_commopt.pytorch_lightning"),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_commopt.fabric"),
 }
-"""For each module that has a registry: the registry's name in it, and the module of ours that has its `CommOptDDP`."""
+"""For each module that has a registry: the registry's name in it, and the module of ours that has its strategies."""
+
+MODEL_PARALLEL = "commopt_model_parallel"
 
 # As Lightning names them for ddp.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -61,4 +63,9 @@ def register_with(module: ModuleType) -> None:
     def strategy(**arguments: Any) -> Any:
         return import_module(ours).CommOptDDP(**arguments)  # not before: this imports torch and Lightning
 
+    def model_parallel(**arguments: Any) -> Any:
+        return import_module(ours).CommOptModelParallel(**arguments)
+
     register_aliases(getattr(module, registry), strategy)
+    if ours != "lightning_commopt.fabric" and MODEL_PARALLEL not in getattr(module, registry):
+        getattr(module, registry).register(MODEL_PARALLEL, model_parallel, description="CommOptModelParallel()")

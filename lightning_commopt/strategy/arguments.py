@@ -22,11 +22,15 @@ from lightning_commopt.plan import (
 from lightning_commopt.text.validation import did_you_mean
 from lightning_commopt.watch.uneven_batches import POLICIES
 
-OWN_OPTIONS = ("save_comm_state", "uneven_batches", "nccl", "watch")
+OWN_OPTIONS = ("save_comm_state", "uneven_batches", "sigterm_every_n_steps", "nccl", "watch")
 """Options that are neither Lightning's nor of a plan."""
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-_CHOICES = {"start_method": get_args(StartMethod), "uneven_batches": POLICIES}
+_CHOICES = {
+    "start_method": get_args(StartMethod),
+    "uneven_batches": POLICIES,
+    "accumulate_grads": ("sharded", "unsharded"),
+}
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -100,6 +104,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     uneven_batches = arguments.get("uneven_batches")
     if uneven_batches in ("drop", "pad") and not arguments["watch"]:
         raise OptionError(f"uneven_batches={uneven_batches!r} needs watch=True: with watch=False nothing is compared")
+    if uneven_batches == "allow" and arguments.get("sigterm_every_n_steps") is not None:
+        raise OptionError(
+            "sigterm_every_n_steps and uneven_batches='allow' exclude each other: the ranks must take the same steps"
+        )
 
 
 def _optional(is_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -111,6 +119,10 @@ def _is_no_name(value: Any) -> bool:
 
 
 _CALLABLE = _optional(callable), "a callable or None"
+_NUM_STEPS = (
+    _optional(lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
+    "a number of steps above 0 or None",
+)
 _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "accelerator": (_is_no_name, 'an Accelerator or None; names such as "gpu" are for the Trainer or Fabric'),
     "parallel_devices": (_optional(lambda value: isinstance(value, list)), "a list of torch.device or None"),
@@ -125,10 +137,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{name: (choices.__contains__, f"one of {', '.join(choices)}") for name, choices in _CHOICES.items()},
     "ddp_comm_hook": _CALLABLE,
     "ddp_comm_wrapper": _CALLABLE,
-    "model_averaging_period": (
-        _optional(lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
-        "a number of steps above 0 or None",
-    ),
+    "model_averaging_period": _NUM_STEPS,
+    "sigterm_every_n_steps": _NUM_STEPS,
     "watch": (lambda value: isinstance(value, bool), "true or false"),
     "save_comm_state": (lambda value: isinstance(value, bool), "true or false"),
 }

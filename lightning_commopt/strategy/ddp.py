@@ -16,22 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import package_of
+from lightning_commopt.compat.sigterm import SigtermCheck
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.strategy import base, fit
 from lightning_commopt.strategy.adapters import move_to_package_of
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
-from lightning_commopt.strategy.base import (
-    check_start_method,
-    exchange_plan,
-    explain_one_rank,
-    join_group,
-    strategy_from_plan,
-    warn_of_local_decisions,
-)
-from lightning_commopt.strategy.fit import add_comm_state, is_in_batch, must_rewrap, take_comm_state, watch_fit
 from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher, forget_previous_job
 from lightning_commopt.sync.checks import check_backward, explain_error, warn_of_fp16_under_scaler
 from lightning_commopt.sync.gradient_sync import GradientSync
@@ -61,6 +54,8 @@ class CommOptStrategy(_DDPStrategy):
             "error"; "drop" to end epochs after the smallest number; "pad" to repeat batches up to the largest; "allow"
             to compare nothing, for training in which ranks need not step together. "drop" and "pad" need dataloaders
             with a length.
+        sigterm_every_n_steps: let the ranks agree on SIGTERM before every n-th optimizer step and at the end of an
+            epoch, and end together. None for Lightning's own way: since 2.5.2 a broadcast before every batch.
         nccl: settings of NCCL: the name of a profile ("debug", "pcie", "ethernet", "infiniband"), or a mapping such as
             ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. What the environment has counts first.
         watch: report which ranks a process group or an epoch waits for, compare the ranks' numbers of batches, and end
@@ -108,6 +103,7 @@ class CommOptStrategy(_DDPStrategy):
         lazy_bucket_allocation: bool | None = None,
         save_comm_state: bool = True,
         uneven_batches: Literal["error", "drop", "pad", "allow"] = "error",
+        sigterm_every_n_steps: int | None = None,
         nccl: str | dict[str, Any] | NcclOptions | None = None,
         watch: bool = True,
         **kwargs: Any,
@@ -119,7 +115,9 @@ class CommOptStrategy(_DDPStrategy):
         self._save_comm_state = save_comm_state
         self._uneven_batches = uneven_batches
         self._watch = watch
+        self._sigterm_every_n_steps = sigterm_every_n_steps
         self._fit_watch: FitWatch | None = None
+        self._sigterm_check: SigtermCheck | None = None
         self._next_plan: CommPlan | None = None
         forget_previous_job()
         super().__init__(**self._lightnings_arguments)
@@ -127,7 +125,7 @@ class CommOptStrategy(_DDPStrategy):
     @classmethod
     def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
         """Makes a strategy from a plan; see `strategy_from_plan`."""
-        return strategy_from_plan(cls, plan, **kwargs)
+        return base.strategy_from_plan(cls, plan, **kwargs)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -169,28 +167,29 @@ class CommOptStrategy(_DDPStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         configure_multirun_launcher(self)
-        check_start_method(self._launcher)
+        base.check_start_method(self._launcher)
 
     def setup_distributed(self) -> None:
         """Joins the process group, with NCCL's variables set; see `join_group`."""
-        with join_group(self, watch=self._watch, nccl=self._nccl):
+        with base.join_group(self, watch=self._watch, nccl=self._nccl):
             super().setup_distributed()
 
     def setup_environment(self) -> None:
         """Joins the process group, and guards a fit against ranks that do not come."""
         super().setup_environment()
-        self._fit_watch = watch_fit(self) if self._watch else None
+        self._fit_watch = fit.watch_fit(self) if self._watch else None
+        self._sigterm_check = fit.check_sigterm(self, self._sigterm_every_n_steps)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Makes the optimizers, and warns of those that cannot be used on several ranks as they are."""
         super().setup_optimizers(trainer)
         if self.world_size > 1:
-            warn_of_local_decisions(self.optimizers)
+            base.warn_of_local_decisions(self.optimizers)
 
     def configure_ddp(self) -> None:
         """Wraps the model, unless there is only one rank."""
         if self.world_size == 1:
-            explain_one_rank(self.gradient_sync.unused_hook)
+            base.explain_one_rank(self.gradient_sync.unused_hook)
         else:
             super().configure_ddp()
             self._pl_static_graph_delay_done = False
@@ -244,21 +243,21 @@ class CommOptStrategy(_DDPStrategy):
             plan = (self._next_plan or self.plan).with_comm_hook(plan)
         self.gradient_sync.check_plan(plan)
         self._next_plan = plan
-        if not is_in_batch(self):
+        if not fit.is_in_batch(self):
             self._apply_next_plan()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Applies a plan that arrived within the last batch; wraps again where parameters were frozen or unfrozen."""
         super().on_train_batch_start(batch, batch_idx)
         self._apply_next_plan()
-        if must_rewrap(self):
+        if fit.must_rewrap(self):
             self.gradient_sync.rewrap(self._wrap)
 
     def _apply_next_plan(self) -> None:
         plan, self._next_plan = self._next_plan, None
         if plan is not None:
             self.gradient_sync.check_agreement(plan)
-            exchange_plan(self._ddp_kwargs, self.plan, plan)
+            base.exchange_plan(self._ddp_kwargs, self.plan, plan)
             self.gradient_sync.change_plan(plan, self._wrap)
 
     def _wrap(self, module: Module) -> None:
@@ -270,13 +269,13 @@ class CommOptStrategy(_DDPStrategy):
     ) -> None:
         """Writes a checkpoint, with the gradient-sync state of all ranks unless it is of weights only."""
         if self._save_comm_state and "optimizer_states" in checkpoint:
-            add_comm_state(checkpoint, self)
+            fit.add_comm_state(checkpoint, self)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a checkpoint; if it is to be trained further, keeps this rank's part of the state."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        take_comm_state(checkpoint, self)
+        fit.take_comm_state(checkpoint, self)
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
@@ -288,13 +287,14 @@ class CommOptStrategy(_DDPStrategy):
     def teardown(self) -> None:
         """Removes the wrapper, and ends the hook."""
         try:
-            if self._save_comm_state and not is_in_batch(self):
+            if self._save_comm_state and not fit.is_in_batch(self):
                 self.gradient_sync.keep_state()
             self.gradient_sync.release_wrapper()  # so that Lightning can free its buckets
             super().teardown()
         finally:
             self.gradient_sync.end_fit()
-            if self._fit_watch is not None:
-                self._fit_watch.close()
-                self._fit_watch = None
+            for guard in (self._sigterm_check, self._fit_watch):
+                if guard is not None:
+                    guard.close()
+            self._sigterm_check = self._fit_watch = None
         self._apply_next_plan()

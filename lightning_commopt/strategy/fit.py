@@ -8,9 +8,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_commopt.compat.lightning import has_trainer, optimizer_is_toggled
 from lightning_commopt.compat.loops import batch_is_open
+from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
 from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.sync.checkpoint import gather_state, read_state
 from lightning_commopt.sync.state import KEY
+from lightning_commopt.text.validation import warn_once
 from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:
@@ -32,6 +34,25 @@ def watch_fit(strategy: CommOptStrategy) -> FitWatch | None:
         launcher_pid=launcher_pid(strategy._start_method),
         timeout=strategy._timeout or default_pg_timeout,
     )
+
+
+def check_sigterm(strategy: Any, every_n_steps: int | None) -> SigtermCheck | None:
+    """Replaces Lightning's check for SIGTERM in a fit of several ranks; None where nothing is to be replaced.
+
+    Args:
+        strategy: for a Trainer; its process group exists.
+        every_n_steps: optimizer steps; None for Lightning's own check.
+    """
+    if every_n_steps is None or strategy.world_size == 1 or not _is_fit(strategy):
+        return None
+    trainer = strategy.lightning_module.trainer
+    if not broadcasts_sigterm(trainer):
+        warn_once(
+            f"sigterm_every_n_steps={every_n_steps} has no effect: this version of Lightning does not broadcast SIGTERM"
+            " between batches; those from 2.5.2 on do."
+        )
+        return None
+    return SigtermCheck(trainer, every_n_steps)
 
 
 def is_in_batch(strategy: CommOptStrategy) -> bool:
@@ -75,7 +96,7 @@ def take_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> No
         sync.resume(module)
 
 
-def _is_fit(strategy: CommOptStrategy) -> bool:
+def _is_fit(strategy: Any) -> bool:
     module = strategy.lightning_module
     # After a fit in spawned processes the module of the process that started them belongs to no trainer.
     return module is not None and has_trainer(module) and module.trainer.state.fn == "fit"

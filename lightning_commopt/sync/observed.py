@@ -64,7 +64,10 @@ def observe_wrapped(strategy: Any) -> None:
         return
     if not isinstance(model, DistributedDataParallel):
         if getattr(strategy, "world_size", 1) > 1:
-            warn_once(f"{type(strategy).__name__}'s gradient sync cannot be observed: only step phases are timed.")
+            warn_once(
+                f"{type(strategy).__name__}'s gradient sync cannot be observed: step phases are timed, and from torch"
+                " 2.14 on the collectives of each phase."
+            )
         return
     if not registered_hooks(model):
         observe_all_reduce(model, observers)

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import HangMonitor
+from lightning_commopt.compat.sigterm import broadcasts_sigterm
 from support.lightnings import Callback, DDPStrategy
 from support.strategy_models import Tiny, loader, trainer
 
+HAS_SIGTERM_BROADCAST = broadcasts_sigterm(trainer("auto"))
 AFTER_S = 1.0
 LONG_END_AFTER_S = 0.5
 LIMIT_S = 120.0
@@ -82,14 +85,29 @@ class Holding(Tiny):
 
 
 class Blocking(Callback):
-    """Another callback, whose hook comes after that of the monitor; on rank 1 it takes until a hang is reported."""
+    """Another callback, whose hook comes after that of the monitor; on one rank it takes until a hang is reported."""
 
-    def __init__(self, report: Path) -> None:
-        self.report = report
+    def __init__(self, report: Path, rank: int = 1) -> None:
+        self.report, self.rank = report, rank
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4 and trainer.global_rank == 1:
+        if batch_idx == 4 and trainer.global_rank == self.rank:
             wait_for(self.report)
+
+
+class LosingBroadcast(Callback):
+    """Makes every rank's broadcast before the second batch fail, as a timeout does."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.broadcast, dist.broadcast = dist.broadcast, self.fail
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            dist.broadcast = self.broadcast
+
+    def fail(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Timed out waiting 2000ms")
 
 
 def wait_for(path: Path) -> None:
@@ -112,7 +130,8 @@ def fit_with_faults(folder: Path, faults: list[tuple[str, str]]) -> list[dict[st
     for fault, strategy in faults:
         own = folder / f"{fault}-{strategy}"
         monitor = HangMonitor(after_s=AFTER_S, dirpath=own)
-        others = [Blocking(own / "hangs" / "report.json")] if fault == "hook" else []
+        blocking_rank = {"hook": 1, "first_hook": 0}.get(fault)
+        others = [] if blocking_rank is None else [Blocking(own / "hangs" / "report.json", blocking_rank)]
         run = trainer(STRATEGIES[strategy](), callbacks=[monitor, *others], max_epochs=1)
         run.fit(Holding(fault, own))
         assert run.global_step == 6

@@ -9,6 +9,7 @@ from small_fit import fit
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
+from lightning_commopt.callbacks import collectives as collectives_module
 from lightning_commopt.callbacks import comm_time as comm_time_module
 from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT
 from lightning_commopt.measure.all_ranks import AllRanks
@@ -129,7 +130,7 @@ def alone() -> tuple[dict[str, float], int]:
     def fail() -> None:
         raise RuntimeError("connection refused")
 
-    comm_time_module.borrow_host_group = fail  # type: ignore[assignment]
+    collectives_module.borrow_host_group = fail  # type: ignore[assignment]
     witness = Witness()
     monitor = CommTimeMonitor(every_n_steps=5, num_warmup_steps=0, save_records=False)
     with warnings.catch_warnings():

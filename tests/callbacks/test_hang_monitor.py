@@ -1,16 +1,19 @@
 """HangMonitor, on real ranks of which one keeps the others waiting."""
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hanging_fits import fit_slowly, fit_with_faults
+from hanging_fits import HAS_SIGTERM_BROADCAST, LosingBroadcast, fit_slowly, fit_with_faults
 
 from lightning_commopt.callbacks import HangMonitor
 from lightning_commopt.watch.hangs.records import read_hang_report
+from support.lightnings import DDPStrategy
 from support.marked_processes import Program
 from support.ranks import run_ranks
+from support.strategy_models import Tiny, loader, trainer
 
 _FAULTS = [("forward", "ddp"), ("stopped", "int8"), ("hook", "native")]
 _MORE_FAULTS = [
@@ -35,6 +38,34 @@ def test_the_rank_that_is_waited_for_is_named(faults: list[tuple[str, str]], tmp
             snapshot.rank: snapshot for snapshot in read_hang_report(tmp_path / f"{fault}-{strategy}").snapshots
         }
         assert any("hanging_fits.py" in frame for frame in frames_of(snapshots[1])) == (fault != "stopped")
+
+
+@pytest.mark.skipif(not HAS_SIGTERM_BROADCAST, reason="Lightning broadcasts SIGTERM from 2.5.2 on")
+def test_lightnings_own_broadcast_is_named(tmp_path: Path) -> None:
+    """If it fails, a rank that waits in Lightning's broadcast before a batch is reported in an unknown collective."""
+    ((report,), _) = run_ranks(fit_with_faults, tmp_path, [("first_hook", "ddp")])
+    assert report["ranks"] == [0]
+    assert report["sentence"].startswith("rank 0 is still in Blocking.on_train_batch_end of step 5")
+    assert report["sentence"].endswith("; rank 1 waits in Lightning's broadcast of SIGTERM before a batch of step 5")
+
+
+def _lose_broadcast(folder: Path) -> tuple[list[str], int]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(DDPStrategy(), callbacks=[HangMonitor(dirpath=folder), LosingBroadcast()], max_epochs=1)
+        run.fit(Tiny(), loader())
+    assert "_broadcast_sigterm_tensor" not in vars(run.fit_loop.epoch_loop)
+    return [str(one.message) for one in caught if "HangMonitor" in str(one.message)], run.global_step
+
+
+@pytest.mark.skipif(not HAS_SIGTERM_BROADCAST, reason="Lightning broadcasts SIGTERM from 2.5.2 on")
+def test_a_broadcast_that_lightning_gives_up_is_reported(tmp_path: Path) -> None:
+    """If it fails, Lightning ignores a timeout in its own broadcast, and nobody learns why training breaks later."""
+    for messages, num_steps in run_ranks(_lose_broadcast, tmp_path):
+        assert num_steps == 3
+        (message,) = messages
+        assert "Lightning's broadcast of SIGTERM, before a batch of step 1, has failed" in message
+        assert "(RuntimeError: Timed out waiting 2000ms)" in message
 
 
 def check(fault: str, report: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compressors import PowerSGD
 from lightning_commopt.measure.clock import Clock, CudaClock, HostClock
 from lightning_commopt.measure.observer import BucketInfo, Observers
-from lightning_commopt.measure.record import Phase
+from lightning_commopt.measure.record import Collective, Phase
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.attach import attach_bucket_hook
 from support.ranks import run_ranks
@@ -70,6 +70,50 @@ def test_a_step_is_recorded_when_the_device_has_passed_it() -> None:
     assert spans == [(0, 3, 5, ((6, 7),), 8, 4), (1, 4, 9, ((10, 11),), 12, 4)]
     assert step.layout == {0: bucket(0, False), 1: bucket(1, True)}
     assert recorder.num_pending == 0
+
+
+class CountingClock(HostClock):
+    """Counts seconds by its marks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        self.now += 1
+        return self.now
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
+def issue_some(recorder: StepRecorder) -> tuple[Collective, ...]:
+    recorder.issue("barrier", 0)
+    recorder.enter("data")
+    recorder.source = "lightning"
+    broadcast = recorder.issue("broadcast", 8)
+    recorder.source = ""
+    recorder.enter("backward")
+    recorder.issue("reduce_scatter", 16)
+    recorder.issue("all_gather", 32)
+    broadcast.end()
+    recorder.end_step(0, 1)
+    (step,) = recorder.take(1)
+    return step.record.collectives
+
+
+def test_collectives_without_an_end_last_until_the_next_event() -> None:
+    """If it fails, gloo's reduce_scatter takes no time, or that of what follows it."""
+    assert issue_some(StepRecorder(CountingClock())) == (
+        Collective("barrier", "pause", "", 0, 1, 2),
+        Collective("broadcast", "data", "lightning", 8, 3, 7),
+        Collective("reduce_scatter", "backward", "", 16, 5, 6),
+        Collective("all_gather", "backward", "", 32, 6, 8),
+    )
+
+
+def test_collectives_of_a_device_have_no_times() -> None:
+    """If it fails, events in a stream that a collective is not in are taken for its time."""
+    assert {(one.start_s, one.end_s) for one in issue_some(StepRecorder(LateClock()))} == {(None, None)}
 
 
 def test_a_sync_that_failed_is_left_out() -> None:

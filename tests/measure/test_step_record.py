@@ -4,10 +4,11 @@ import dataclasses
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
-from lightning_commopt.measure.record import PHASES, BucketSpan, Phase, StepRecord, covered_s
+from lightning_commopt.measure.record import PHASES, BucketSpan, Collective, Phase, StepRecord, covered_s
 
 
 def bucket(
@@ -98,11 +99,25 @@ def test_without_buckets() -> None:
     assert totals.gradient_bytes == totals.wire_bytes == 0
 
 
-@pytest.mark.parametrize("record", [TWO_BACKWARDS, step(), step(bucket(1, 2, 3))])
+COLLECTIVES = (
+    Collective("broadcast", "data", "lightning", 8, 0.5, 0.75),
+    Collective("reduce_scatter", "backward", "", 2400, None, None),
+)
+
+
+@pytest.mark.parametrize(
+    "record", [TWO_BACKWARDS, step(), step(bucket(1, 2, 3)), replace(TWO_BACKWARDS, collectives=COLLECTIVES)]
+)
 def test_json_brings_it_back(record: StepRecord) -> None:
     back = StepRecord.from_dict(json.loads(record.to_json()))
     assert back == record
     assert back.to_json() == record.to_json()
+
+
+def test_records_of_before_collectives_were_observed() -> None:
+    values = json.loads(TWO_BACKWARDS.to_json())
+    del values["collectives"]
+    assert StepRecord.from_dict(values) == TWO_BACKWARDS
 
 
 def test_json_keeps_a_tenth_of_a_microsecond() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_commopt.compressors.catalog import example_compressors, recommendations
+from lightning_commopt.measure.operations import Operation
 from lightning_commopt.measure.verdict import Verdict, verdict
 from support.sample_metrics import sample_metrics
 
@@ -48,6 +49,35 @@ def test_the_headline_says_what_is_exposed_and_what_could_be_won() -> None:
     result = judged()
     assert "43 %" in result.headline
     assert bound(result.headline) == pytest.approx(0.7 / 0.4, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("operation", "text"),
+    [
+        (
+            Operation("broadcast", "data", "lightning", 4.0, 32.0, 0.007),
+            "4 broadcasts a step are Lightning's own check for SIGTERM before every batch (1.0 % of the step):"
+            " sigterm_every_n_steps=10 checks every tenth step.",
+        ),
+        (Operation("broadcast", "data", "lightning", 1.0, 8.0, 0.007), None),
+        (Operation("all_reduce", "data", "lightning", 0.1, 0.4, 0.007), None),
+        (
+            Operation("all_reduce", "forward", "", 12.0, 48.0, 0.07),
+            "10 % of the step is all_reduce of 4 bytes in forward, 12 times: log less often, or without sync_dist,"
+            " if it is metrics.",
+        ),
+        (Operation("all_reduce", "forward", "", 12.0, 48.0, 0.007), None),
+        (Operation("all_reduce", "forward", "", 12.0, 48e6, 0.07), None),
+        (Operation("all_reduce", "backward", "", 12.0, 48.0, 0.07), None),
+        (Operation("all_reduce", "forward", "", 12.0, 48.0, None), None),
+    ],
+)
+def test_collectives_that_are_not_gradient_sync(operation: Operation, text: str | None) -> None:
+    """If it fails, gradients or rare checks are taken for metrics, or what costs a tenth of a step is not mentioned."""
+    settings: dict[str, Any] = {"world_size": 8, "num_buckets": 12, "comm_hook": "none", "is_lossy": False}
+    usual = verdict(sample_metrics(), **settings).recommendations
+    found = verdict(sample_metrics(), **settings, operations=[operation]).recommendations
+    assert found == (*usual, *([text] if text else []))
 
 
 def test_hidden_communication_needs_nothing() -> None:

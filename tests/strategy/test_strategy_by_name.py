@@ -34,7 +34,12 @@ def test_aliases_are_those_of_ddp() -> None:
     registries = [import_module(f"{package}.strategies").StrategyRegistry for package in ADAPTERS]
     for registry in (*registries, STRATEGY_REGISTRY):
         # topk is an example's, which another test of this process may have registered before Lightning was imported.
-        assert {name for name in registry if name.startswith("commopt") and "topk" not in name} == expected
+        assert {name for name in registry if name.startswith("commopt_ddp") and "topk" not in name} == expected
+    assert ["commopt_model_parallel" in registry for registry in (*registries, STRATEGY_REGISTRY)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("name", _OF_LIGHTNING)

@@ -26,7 +26,7 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     from lightning.pytorch.loggers import CSVLogger, Logger
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.plugins.precision import MixedPrecision
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities import CombinedLoader
 else:
     from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -43,7 +43,7 @@ else:
     from pytorch_lightning.loggers import CSVLogger, Logger
     from pytorch_lightning.plugins.io import TorchCheckpointIO
     from pytorch_lightning.plugins.precision import MixedPrecision
-    from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+    from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from pytorch_lightning.utilities import CombinedLoader
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "MisconfigurationException",
     "MixedPrecision",
     "ModelCheckpoint",
+    "ModelParallelStrategy",
     "OnExceptionCheckpoint",
     "SingleDeviceStrategy",
     "ThroughputMonitor",

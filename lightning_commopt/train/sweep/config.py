@@ -100,8 +100,11 @@ def _check_devices(config: DictConfig) -> None:
                 "strategy=single trains in one process, and each of several would train by itself into the same "
                 "directory: run it without torchrun and srun, or with one task"
             )
-    if name == "ModelParallelStrategy" and not _shards_itself(model := str(config.model.get("_target_"))):
-        raise ConfigError(f"strategy=fsdp needs a model with configure_model, in which it shards itself, got {model}")
+    sharding = {"ModelParallelStrategy": "fsdp", "CommOptModelParallel": "commopt_fsdp"}
+    if name in sharding and not _shards_itself(model := str(config.model.get("_target_"))):
+        raise ConfigError(
+            f"strategy={sharding[name]} needs a model with configure_model, in which it shards itself, got {model}"
+        )
 
 
 def _shards_itself(model: str) -> bool:

@@ -13,7 +13,7 @@ from lightning_commopt.watch.hangs import process as processes
 from lightning_commopt.watch.hangs.computing import ComputingProbe
 from lightning_commopt.watch.hangs.marks import NUM_BYTES, PHASES, Mark, PhaseTimes, read_marks
 from lightning_commopt.watch.hangs.process import Frame
-from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
+from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot, place_in_training
 from lightning_commopt.watch.hangs.transport import RankLink
 
 _STACK_S = 1.0
@@ -227,7 +227,9 @@ class Observation:
         if activity.kind == "SIGTERM":
             found.stop_reason = activity.kind
             return
-        if activity.kind == "hook":
+        if activity.kind == "SIGTERM broadcast":
+            found.hook = SIGTERM_BROADCAST
+        elif activity.kind == "hook":
             found.hook = _hook_text(activity.owner, owner, activity.hook)
         if found.called is None and found.phase not in (kinds.SETUP, kinds.END):
             if activity.kind == "hook":

@@ -10,7 +10,7 @@ from textwrap import shorten
 from lightning_commopt.text.formatting import ranks_text
 from lightning_commopt.watch.hangs.flight_recorder import Difference, Signature, find_departure
 from lightning_commopt.watch.hangs.marks import PHASES
-from lightning_commopt.watch.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot
 
 _NAMES_IN_SENTENCE = 2
 _DETAIL_WIDTH = 240
@@ -172,6 +172,8 @@ def operation_text(each: RankSnapshot) -> str:
     """Returns the operation that a rank waits in, or waited in when it lost its connection."""
     if each.is_syncing or (each.bucket is not None and each.called is None):
         return f"the gradient sync of bucket {each.bucket}{_names_text(each.bucket_names)}"
+    if each.hook == SIGTERM_BROADCAST:
+        return each.hook
     current = each.current_collective()
     if current is not None:
         return f"{current.signature} (number {current.number} of group {_group_name(current.signature)})"

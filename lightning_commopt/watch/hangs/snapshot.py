@@ -23,6 +23,8 @@ _TIMED_OUT = re.compile(
 )
 """Errors of gloo and of torch's two NCCL backends when other ranks do not join a collective in time."""
 
+SIGTERM_BROADCAST = "Lightning's broadcast of SIGTERM before a batch"
+
 
 @dataclass(kw_only=True)
 class RankSnapshot:
@@ -49,7 +51,8 @@ class RankSnapshot:
         all_ready: whether the last bucket of this backward is ready.
         called: the collective that the fit's thread is in, or has raised in, or that its device waits in; None if
             there is none.
-        hook: the hook of a callback or a module that the fit's thread is in; None if there is none.
+        hook: the hook of a callback or a module that the fit's thread is in, or `SIGTERM_BROADCAST`; None if there is
+            none.
         place: the user's own code that the fit's thread is in, or has raised in, as "file:line in function".
         innermost: the same for any code.
         worker_places: the user's own code that the dataloader's workers are in.

@@ -346,7 +346,8 @@ def forms_agree(
         BlockFormat(4, size) for size in (32, 32, 256, 64)
     ]
     sizes = zip(2 * (1, 300, 300, 1500), 2 * (1, 3, 2, 3), formats, strict=True)
-    cases = [(*size, *others) for size, *others in itertools.product(sizes, dtypes, residual_dtypes)][::every]
+    products = itertools.product(sizes, dtypes, residual_dtypes)
+    cases = [(*size, dtype, residual_dtype) for size, dtype, residual_dtype in products][::every]
     for case in [*cases, *SEVERAL_TILES]:
         if form == "c" and case[4] == torch.bfloat16:
             continue

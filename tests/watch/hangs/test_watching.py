@@ -428,6 +428,14 @@ STEP = ("/x/site-packages/lightning/pytorch/loops/training_epoch_loop.py", "adva
             ("checkpoint", "", ""),
         ),
         (
+            [
+                ("/x/torch/distributed/distributed_c10d.py", "broadcast"),
+                ("/x/lightning/pytorch/loops/training_epoch_loop.py", "_broadcast_sigterm_tensor"),
+                STEP,
+            ],
+            ("SIGTERM broadcast", "", ""),
+        ),
+        (
             [("/x/queue.py", "get"), ("/x/pytorch_lightning/loops/fetchers.py", "__next__"), STEP],
             ("data", "", ""),
         ),

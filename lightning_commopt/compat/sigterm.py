@@ -1,0 +1,111 @@
+"""Lightning's broadcast of SIGTERM before every batch; see `lightning_commopt.compat`.
+
+Lightning 2.5.2 and later broadcast a flag from rank 0 before every batch and wait for it on the host; the signal's
+handler broadcasts too, wherever training is. Replaced are ``_broadcast_sigterm_tensor`` and ``run`` of the epoch loop
+and ``_sigterm_notifier_fn`` of the signal connector, whose ``received_sigterm`` is set. The names are the same in
+``lightning`` and ``pytorch_lightning``, of which nothing is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_commopt.compat.hooks import SIGTERM_BROADCAST
+from lightning_commopt.compat.lightning import batches_that_stepped, package_of
+from lightning_commopt.compat.loops import wrap_method
+
+
+def broadcasts_sigterm(trainer: Any) -> bool:
+    """Returns whether this Lightning broadcasts SIGTERM before every batch."""
+    return hasattr(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST)
+
+
+def around_broadcasts(trainer: Any, around: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
+    """Calls ``around(broadcast)`` instead of that broadcast, if there is one; returns a function that ends this."""
+    if not broadcasts_sigterm(trainer):
+        return lambda: None
+    return wrap_method(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST, around)
+
+
+def report_lost_broadcasts(trainer: Any, report: Callable[[Exception], None]) -> Callable[[], None]:
+    """Reports exceptions of that broadcast, which Lightning ignores; returns a function that ends this.
+
+    Args:
+        trainer: in a fit.
+        report: called with the exception, for example of a timeout, before Lightning catches it.
+    """
+
+    def around(inner: Callable[[], None]) -> None:
+        broadcast = dist.broadcast
+
+        def reporting(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return broadcast(*args, **kwargs)
+            except Exception as error:
+                report(error)
+                raise
+
+        dist.broadcast = reporting
+        try:
+            inner()
+        finally:
+            dist.broadcast = broadcast
+
+    return around_broadcasts(trainer, around)
+
+
+class SigtermCheck:
+    """Makes the ranks agree on SIGTERM before every n-th optimizer step and at the end of an epoch, until `close`.
+
+    The signal only sets a flag. When any rank has received it, all ranks raise Lightning's ``SIGTERMException`` before
+    the same batch. All ranks must make it, for the same fit.
+
+    Args:
+        trainer: about to fit on several ranks, with a Lightning that `broadcasts_sigterm`.
+        every_n_steps: optimizer steps.
+    """
+
+    def __init__(self, trainer: Any, every_n_steps: int) -> None:
+        self._trainer, self._every_n_steps = trainer, every_n_steps
+        self._has_received = False
+        self._checked_step = -1
+        loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+        self._undo = [
+            wrap_method(loop, SIGTERM_BROADCAST, self._before_batch),
+            wrap_method(loop, "run", self._run_epoch),
+            wrap_method(connector, "_sigterm_notifier_fn", self._receive),
+        ]
+
+    def close(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _receive(self, inner: Callable[..., None], number: int, frame: Any) -> None:
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not self._has_received:
+            launcher.kill(number)  # to the ranks that this one has started, as Lightning does
+        self._has_received = True
+
+    def _before_batch(self, inner: Callable[[], None]) -> None:
+        step = batches_that_stepped(self._trainer)
+        if step % self._every_n_steps == 0 and step != self._checked_step:
+            self._checked_step = step
+            if self._agree():
+                raise import_module(f"{package_of(self._trainer)}.utilities.exceptions").SIGTERMException
+
+    def _run_epoch(self, inner: Callable[..., None], *args: Any) -> None:
+        inner(*args)
+        self._agree()  # Lightning raises the exception itself when it has ended the epoch
+
+    def _agree(self) -> bool:
+        """Returns whether any rank has received SIGTERM; then Lightning on this rank knows."""
+        flag = torch.tensor([self._has_received], dtype=torch.int32, device=self._trainer.strategy.root_device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        if flag.item():
+            self._trainer._signal_connector.received_sigterm = True
+        return bool(self._trainer.received_sigterm)

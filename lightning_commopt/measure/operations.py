@@ -1,0 +1,84 @@
+"""What each kind of collective costs in a step, by phase."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lightning_commopt.measure.record import PHASES, Collective, StepRecord
+
+_SOURCES = {"lightning": "Lightning's own"}
+
+
+class Operation(NamedTuple):
+    """All collectives of one kind, in the mean of steps on one rank.
+
+    Attributes:
+        operation: see `Collective`, as for the next two.
+        phase: that they were issued in.
+        source: of them.
+        num_calls: in a step.
+        num_bytes: of all of them in a step.
+        seconds: sum of their times in a step, which may overlap each other and computation; None where it is not known.
+    """
+
+    operation: str
+    phase: str
+    source: str
+    num_calls: float
+    num_bytes: float
+    seconds: float | None
+
+    @property
+    def label(self) -> str:
+        """The operation, and who has issued it if that is known.
+
+        >>> Operation("broadcast", "data", "lightning", 1.0, 8.0, None).label
+        "broadcast (Lightning's own)"
+        """
+        source = _SOURCES.get(self.source, self.source)
+        return f"{self.operation} ({source})" if source else self.operation
+
+
+class OperationTotals:
+    """Sums up the collectives of steps.
+
+    Args:
+        num_warmup_steps: first steps to leave out.
+    """
+
+    def __init__(self, num_warmup_steps: int = 0) -> None:
+        self._num_steps = -num_warmup_steps
+        self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+
+    def add(self, records: Iterable[StepRecord]) -> None:
+        for record in records:
+            self._num_steps += 1
+            if self._num_steps <= 0:
+                continue
+            for one in record.collectives:
+                sums = self._sums[one.phase, one.operation, one.source]
+                sums[0] += 1
+                sums[1] += one.num_bytes
+                sums[2] += _seconds(one)
+
+    def operations(self) -> tuple[Operation, ...]:
+        """Returns the means of a step, by phase, the most time first."""
+        means = [
+            Operation(
+                operation=operation,
+                phase=phase,
+                source=source,
+                num_calls=num_calls / self._num_steps,
+                num_bytes=num_bytes / self._num_steps,
+                seconds=seconds / self._num_steps if seconds > 0 else None,
+            )
+            for (phase, operation, source), (num_calls, num_bytes, seconds) in self._sums.items()
+        ]
+        phases = (*PHASES, "pause")
+        return tuple(sorted(means, key=lambda one: (phases.index(one.phase), -(one.seconds or 0.0), one.operation)))
+
+
+def _seconds(one: Collective) -> float:
+    return 0.0 if one.start_s is None or one.end_s is None else one.end_s - one.start_s

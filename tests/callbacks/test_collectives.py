@@ -1,0 +1,175 @@
+"""Every collective of a step, as CommTimeMonitor records it, beside torch's Flight Recorder."""
+
+import io
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_commopt import CommOptDDP, CommOptModelParallel
+from lightning_commopt.callbacks import CommTimeMonitor
+from lightning_commopt.compat.torch import flight_records
+from lightning_commopt.measure.files import read_run
+from lightning_commopt.measure.record import Collective, StepRecord
+from lightning_commopt.measure.summary import summarize_run
+from lightning_commopt.measure.trace import write_trace
+from support.collectives import needs_hooks
+from support.lightnings import Callback, DDPStrategy
+from support.ranks import run_ranks
+from support.strategy_models import Tiny, loader, trainer
+
+_BYTES = {"Float": 4, "Double": 8, "Int": 4, "Long": 8, "Byte": 1}
+_NUM_STEPS, _ACCUMULATED = 4, 2
+_STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": DDPStrategy,
+    "int8": lambda: CommOptDDP(comm_hook="int8"),
+    "every_2_steps": lambda: CommOptDDP(sigterm_every_n_steps=2),
+    "fsdp2": lambda: CommOptModelParallel(2, 1),
+}
+
+
+class _Chatty(Tiny):
+    """Issues collectives of many kinds, in forward and after the step."""
+
+    def configure_model(self) -> None:
+        if type(self.trainer.strategy).__name__ == "CommOptModelParallel" and not isinstance(self, FSDPModule):
+            for module in (self.layers[2], self):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, sync_dist=True)
+        self.all_gather(torch.ones(10))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        gathered = [torch.empty(3, dtype=torch.float64) for _ in range(2)]
+        dist.all_gather(gathered, torch.ones(3, dtype=torch.float64), group=self.own_group)
+
+    def on_train_epoch_start(self) -> None:
+        self.own_group: Any = dist.new_group()  # made after the monitor has started
+
+
+class _Count(Callback):
+    """Counts what the Flight Recorder has when training starts, after the monitor."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.num_before = len(flight_records()["entries"])
+
+
+def _fit(folder: Path, name: str) -> list[tuple[str, int]]:
+    """Returns the Flight Recorder's operations since training has started, with their bytes."""
+    count = _Count()
+    monitor = CommTimeMonitor(dirpath=folder, num_warmup_steps=0, print_summary=False, fit_link_model=False)
+    run = trainer(
+        _STRATEGIES[name](),
+        callbacks=[monitor, count],
+        max_epochs=1,
+        accumulate_grad_batches=_ACCUMULATED,
+    )
+    run.fit(_Chatty(), loader(8 * _NUM_STEPS * _ACCUMULATED))
+    assert "_broadcast_sigterm_tensor" not in vars(run.fit_loop.epoch_loop)
+    return [_recorded(entry) for entry in flight_records()["entries"][count.num_before :]]
+
+
+_PREFIXES = {
+    "all_reduce": "all_reduce",
+    "allreduce": "all_reduce",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+}
+
+
+def _recorded(entry: dict[str, Any]) -> tuple[str, int]:
+    """Returns the operation and the bytes of an entry of the Flight Recorder."""
+    name = entry["profiling_name"].partition(":")[2].lstrip("_")
+    name = next((ours for prefix, ours in _PREFIXES.items() if name.replace("_", "").startswith(prefix)), name)
+    sizes = [
+        sum(
+            math.prod(size) * _BYTES[dtype]
+            for size, dtype in zip(entry[f"{side}_sizes"], entry[f"{side}_dtypes"], strict=True)
+        )
+        for side in ("input", "output")
+    ]
+    return name, max(sizes)
+
+
+def _as_gloo_records(one: Collective) -> tuple[str, int]:
+    """Gloo's Flight Recorder has a reduce-scatter as the all-reduce that gloo makes of it."""
+    return one.operation.replace("reduce_scatter", "all_reduce"), one.num_bytes
+
+
+@needs_hooks
+@pytest.mark.parametrize("name", ["ddp", "int8", "fsdp2"])
+def test_collectives_of_steps(name: str, tmp_path: Path) -> None:
+    """If it fails, collectives are missing or counted twice, or have another phase or size than torch has recorded."""
+    recorded = run_ranks(_fit, tmp_path, name)
+    for rank, expected in zip(read_run(tmp_path), recorded, strict=True):
+        assert len(rank.steps) == _NUM_STEPS
+        seen = [one for step in rank.steps for one in step.collectives]
+        # Gloo's Flight Recorder does not have messages between two ranks, which int8 consists of.
+        got = [_as_gloo_records(one) for one in seen if one.operation not in ("send", "recv")]
+        assert got == expected[: len(got)]
+        for step in rank.steps[2:]:  # DDP rebuilds its buckets in the second
+            _check_step(name, step)
+        check_table(tmp_path, name)
+
+
+def _check_step(name: str, step: StepRecord) -> None:
+    counted = Counter((one.operation, one.phase, one.source) for one in step.collectives)
+    num = _ACCUMULATED
+    expected = {
+        ("broadcast", "data", "lightning"): num,
+        ("all_reduce", "forward", ""): num,  # self.log(sync_dist=True), with a barrier before it
+        ("barrier", "forward", ""): num,
+        ("all_gather", "forward", ""): num,
+        ("all_gather", "data", ""): num,  # the callback's hook has ended the batch before that of the module
+    }
+    if name == "fsdp2":  # two units; the outer one stays gathered from forward to backward
+        expected[("all_gather", "forward", "")] += 2 * num
+        expected |= {("all_gather", "backward", ""): num, ("reduce_scatter", "backward", ""): 2 * num}
+    if name == "ddp":
+        expected[("all_reduce", "backward", "")] = 1
+    if name == "int8":
+        expected |= {(direction, "backward", ""): 2 for direction in ("send", "recv")}
+    assert counted == expected
+    for one in step.collectives:
+        assert one.start_s is not None
+        assert one.end_s is not None
+        assert step.start_s <= one.start_s <= one.end_s <= step.end_s
+
+
+def check_table(folder: Path, name: str) -> None:
+    """The table and the verdict of a run, and its trace, show the same."""
+    summary, _ = summarize_run(folder, num_warmup_steps=2)
+    own = {(one.phase, one.label): one for one in summary.operations}
+    assert own["data", "broadcast (Lightning's own)"].num_calls == _ACCUMULATED
+    assert own["data", "broadcast (Lightning's own)"].num_bytes == 8 * _ACCUMULATED
+    assert own["forward", "all_reduce"].num_bytes == 4 * _ACCUMULATED
+    console = Console(width=120, file=io.StringIO())
+    console.print(summary.table())
+    assert "broadcast (Lightning's own)" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert any("sigterm_every_n_steps" in text for text in summary.verdict.recommendations)
+    trace = json.loads(write_trace(folder).path.read_text())
+    shown = [event for event in trace["traceEvents"] if event.get("cat") == "collectives"]
+    (first, second) = read_run(folder)
+    assert len(shown) == sum(len(step.collectives) for rank in (first, second) for step in rank.steps)
+
+
+@needs_hooks
+def test_without_the_broadcast(tmp_path: Path) -> None:
+    """If it fails, sigterm_every_n_steps does not change what is shown, or is recommended although it is set."""
+    run_ranks(_fit, tmp_path, "every_2_steps")
+    summary, _ = summarize_run(tmp_path, num_warmup_steps=0)
+    (own,) = [one for one in summary.operations if one.source == "lightning"]
+    assert (own.operation, own.num_calls, own.num_bytes) == ("all_reduce", 0.5, 2.0)
+    assert not any("sigterm_every_n_steps" in text for text in summary.verdict.recommendations)

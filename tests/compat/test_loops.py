@@ -1,0 +1,38 @@
+"""Methods of Lightning's loops that several of ours wrap."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lightning_commopt.compat.loops import wrap_method
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.called: list[Any] = []
+
+    def run(self, value: int) -> None:
+        self.called.append(value)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_wrappers_are_removed_in_any_order(order: tuple[int, ...]) -> None:
+    """If it fails, a callback that ends before another removes its wrapper, or leaves its own behind."""
+    loop = Loop()
+
+    def around(name: str, inner: Any, value: int) -> None:
+        loop.called.append(name)
+        inner(value)
+
+    undo = [wrap_method(loop, "run", partial(around, name)) for name in "abc"]
+    left = set(range(3))
+    for number in (None, *order):
+        if number is not None:
+            left.remove(number)
+            undo[number]()
+        loop.called.clear()
+        loop.run(7)
+        assert loop.called == [*("abc"[one] for one in sorted(left, reverse=True)), 7]
+    assert vars(loop) == {"called": loop.called}
