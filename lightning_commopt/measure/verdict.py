@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_commopt.measure.costs import Costs
 from lightning_commopt.measure.operations import Operation
-from lightning_commopt.text.formatting import MILLISECONDS, short_percent
+from lightning_commopt.text.formatting import MILLISECONDS, byte_unit, short_percent
 
 _PARAMETERWISE = ("NaiveDP", "InterleavedDP")
 _GOOD_CAPS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
@@ -68,7 +68,7 @@ def verdict(
     if world_size == 1:
         headline, recommendations = "One rank: there are no gradients to synchronize.", data
     elif not costs.comm_s > 0:
-        headline = f"No gradient sync was observed on {world_size} ranks, so its cost is unknown."
+        headline = _without_sync(world_size, operations)
         observable = (
             'Trainer(strategy="commopt_ddp"), or Lightning\'s "ddp": their gradient sync can be observed. With other'
             " strategies the phases of a step are timed, and from torch 2.14 on the collectives of each."
@@ -92,6 +92,18 @@ def verdict(
     return Verdict(headline=headline, recommendations=(*recommendations, *_for_operations(costs, operations)))
 
 
+def _without_sync(world_size: int, operations: Sequence[Operation]) -> str:
+    """Returns the headline for a strategy whose gradient sync cannot be observed as such, as FSDP2's."""
+    sharded = [one for one in operations if one.phase in ("forward", "backward") and one.num_bytes >= _SMALL_BYTES]
+    if not sharded:
+        return f"No gradient sync was observed on {world_size} ranks, so its cost is unknown."
+    num_calls, num_bytes = sum(one.num_calls for one in sharded), sum(one.num_bytes for one in sharded)
+    return (
+        f"Forward and backward issue {num_calls:.3g} collectives a step, of {byte_unit(num_bytes).text(num_bytes)} in"
+        " all. How long the step waits for them is not measured."
+    )
+
+
 def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
     """Recommends what to do about collectives that are not gradient sync."""
     found = []
@@ -100,7 +112,7 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
         if one.source == "lightning" and one.operation == "broadcast" and one.num_calls > 1:
             found.append(
                 f"{one.num_calls:.3g} broadcasts a step are Lightning's own check for SIGTERM before every batch"
-                f" ({costs.share(seconds)} of the step): sigterm_every_n_steps=10 checks every tenth step."
+                f" ({costs.share(seconds)} of the step): CommOptDDP(sigterm_every_n_steps=10) checks every tenth step."
             )
         elif one.phase in ("forward", "other") and one.num_bytes < _SMALL_BYTES and costs.is_worth(seconds):
             found.append(

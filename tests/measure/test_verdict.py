@@ -57,7 +57,7 @@ def test_the_headline_says_what_is_exposed_and_what_could_be_won() -> None:
         (
             Operation("broadcast", "data", "lightning", 4.0, 32.0, 0.007),
             "4 broadcasts a step are Lightning's own check for SIGTERM before every batch (1.0 % of the step):"
-            " sigterm_every_n_steps=10 checks every tenth step.",
+            " CommOptDDP(sigterm_every_n_steps=10) checks every tenth step.",
         ),
         (Operation("broadcast", "data", "lightning", 1.0, 8.0, 0.007), None),
         (Operation("all_reduce", "data", "lightning", 0.1, 0.4, 0.007), None),
@@ -254,6 +254,22 @@ def test_a_sync_that_is_not_observed() -> None:
     assert "No gradient sync was observed on 8 ranks" in result.headline
     assert 'strategy="commopt_ddp"' in result.recommendations[0]
     assert "num_workers=" in result.recommendations[1]
+
+
+def test_collectives_of_sharded_training() -> None:
+    """FSDP2's gradient sync is no bucket of ours; its collectives are counted all the same."""
+    operations = [
+        Operation("all_gather", "forward", "", 2.0, 8e6, 0.01),
+        Operation("reduce_scatter", "backward", "", 2.0, 8e6, None),
+        Operation("broadcast", "data", "lightning", 1.0, 8.0, 0.001),
+    ]
+    nothing = {name: 0.0 for name in sample_metrics() if name in ("comm_s", "exposed_s", "exposed_wait_s")}
+    settings: dict[str, Any] = {"world_size": 8, "num_buckets": 0, "comm_hook": "none", "is_lossy": False}
+    found = verdict({**sample_metrics(), **nothing}, **settings, operations=operations).headline
+    assert "4 collectives a step, of 16.0 MB in all." in found
+    assert (
+        "No gradient sync" in verdict({**sample_metrics(), **nothing}, **settings, operations=operations[2:]).headline
+    )
 
 
 def test_before_the_first_step() -> None:
