@@ -72,9 +72,14 @@ def package_of(instance: object) -> str:
     Args:
         instance: a Trainer, an accelerator, a strategy.
     """
-    for cls in type(instance).__mro__:
+    return package_of_class(type(instance))
+
+
+def package_of_class(cls: type) -> str:
+    """Returns the same for the class of such an object."""
+    for base in cls.__mro__:
         for package in PACKAGES:
-            if cls.__module__.startswith(f"{package}."):
+            if base.__module__.startswith(f"{package}."):
                 return package
     return PACKAGES[0]
 

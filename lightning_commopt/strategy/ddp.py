@@ -28,6 +28,7 @@ from lightning_commopt.strategy.base import (
     exchange_plan,
     explain_one_rank,
     join_group,
+    refuse_ray,
     strategy_from_plan,
     warn_of_local_decisions,
 )
@@ -79,6 +80,7 @@ class CommOptStrategy(_DDPStrategy):
 
     # Whether Lightning's own class ends the first backward of a static graph under manual optimization: 2.5 does not.
     _flushes_static_graph: ClassVar[bool]
+    _check_environment = refuse_ray
 
     def __init__(
         self,
@@ -167,6 +169,7 @@ class CommOptStrategy(_DDPStrategy):
         return self.gradient_sync.wire_bytes
 
     def _configure_launcher(self) -> None:
+        self._check_environment()
         super()._configure_launcher()
         configure_multirun_launcher(self)
         check_start_method(self._launcher)
