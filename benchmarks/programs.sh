@@ -7,12 +7,12 @@ cd "$(dirname "$0")/.."
 environment=build/programs
 [ -d "$environment" ] || uv venv --quiet --python 3.11 "$environment"
 install() { uv pip install --quiet --python "$environment/bin/python" "$@"; }
-install --group dev --editable . transformers pytorch-forecasting
+install --group dev --editable '.[ray]' transformers pytorch-forecasting
 # Its requirements and those of transformers exclude each other; the tests use its model only.
 install --no-deps litgpt psutil
 "$environment/bin/python" -c '
 from importlib.metadata import version
 import litgpt.model, pytorch_forecasting, transformers
-names = ("torch", "lightning", "transformers", "pytorch-forecasting", "litgpt")
+names = ("torch", "lightning", "transformers", "pytorch-forecasting", "litgpt", "ray")
 print(*(f"{name} {version(name)}" for name in names))'
 exec "$environment/bin/python" -m pytest --all -n0 tests/programs "$@"

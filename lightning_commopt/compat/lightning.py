@@ -68,9 +68,14 @@ for _package in _FABRICS:
 
 def package_of(instance: object) -> str:
     """Returns which of `PACKAGES` defines the class of an object, or a base of it; the first one if none does."""
-    for cls in type(instance).__mro__:
+    return package_of_class(type(instance))
+
+
+def package_of_class(cls: type) -> str:
+    """Returns the same for the class of such an object."""
+    for base in cls.__mro__:
         for package in PACKAGES:
-            if cls.__module__.startswith(f"{package}."):
+            if base.__module__.startswith(f"{package}."):
                 return package
     return PACKAGES[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -84,6 +85,22 @@ def _check_group(world_size: int, strategy: str) -> None:
             f" {dist.get_world_size()}. Probably an earlier training run in this process left it behind: call"
             " torch.distributed.destroy_process_group() and remove LOCAL_RANK and WORLD_SIZE from the environment"
             " after each run, or start every run in a process of its own (commopt-train does)."
+        )
+
+
+def refuse_ray(strategy: Any) -> None:
+    """Refuses to train in a worker of Ray Train, which takes subclasses of its own strategies only.
+
+    Raises:
+        MisconfigurationException: the cluster environment is Ray's; or Ray has made a group that the strategy does not
+            fit.
+    """
+    has_environment = any(cls.__module__.startswith("ray.train.") for cls in type(strategy.cluster_environment).__mro__)
+    is_worker = "ray.train" in sys.modules and dist.is_available() and dist.is_initialized()
+    if has_environment or (is_worker and dist.get_world_size() != strategy.num_nodes * strategy.num_processes):
+        raise MisconfigurationException(
+            "In a worker of Ray Train use lightning_commopt.ray.CommOptDDP, with"
+            " Trainer(plugins=[ray.train.lightning.RayLightningEnvironment()])."
         )
 
 

@@ -74,6 +74,7 @@ class CommOptStrategy(_DDPStrategy):
 
     # Whether Lightning's own class ends the first backward of a static graph under manual optimization: 2.5 does not.
     _flushes_static_graph: ClassVar[bool]
+    _check_environment = base.refuse_ray
 
     def __init__(
         self,
@@ -165,6 +166,7 @@ class CommOptStrategy(_DDPStrategy):
         return self.gradient_sync.wire_bytes
 
     def _configure_launcher(self) -> None:
+        self._check_environment()
         super()._configure_launcher()
         configure_multirun_launcher(self)
         base.check_start_method(self._launcher)

@@ -113,7 +113,7 @@ def test_torchrun_and_srun_leave_the_records_of_a_sweep(tmp_path):
 def test_slurm_launcher_composes(monkeypatch):
     monkeypatch.setattr("sys.argv", ["commopt-train"])
     register_with_hydra(SweepObserver())
-    (words,) = commands("commopt-train -m hydra/launcher=submitit_slurm")
+    words, *_ = commands("commopt-train -m hydra/launcher=submitit_slurm")
     # A sweep's lists are split before a job is composed.
     one_job = [
         word.split(",")[0] if OverridesParser.create().parse_override(word).is_sweep_override() else word

@@ -24,6 +24,7 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.demos.boring_classes import BoringModel
     from lightning.pytorch.loggers import CSVLogger, Logger
+    from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.plugins.precision import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -41,6 +42,7 @@ else:
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.demos.boring_classes import BoringModel
     from pytorch_lightning.loggers import CSVLogger, Logger
+    from pytorch_lightning.plugins.environments import LightningEnvironment
     from pytorch_lightning.plugins.io import TorchCheckpointIO
     from pytorch_lightning.plugins.precision import MixedPrecision
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -56,6 +58,7 @@ __all__ = [
     "CombinedLoader",
     "DDPStrategy",
     "EarlyStopping",
+    "LightningEnvironment",
     "LightningModule",
     "LightningOptimizer",
     "Logger",

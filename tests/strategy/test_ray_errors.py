@@ -1,0 +1,67 @@
+"""What a wrong use of Ray is told, where Ray itself is not needed; ``tests/programs`` trains with Ray."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lightning_commopt.strategy.adapters import ADAPTERS
+from support.lightnings import PACKAGE, LightningEnvironment, MisconfigurationException, Trainer
+from support.ranks import run_ranks
+from support.strategy_models import trainer
+
+
+@pytest.mark.parametrize(
+    ("package", "of_train", "reason"),
+    [
+        (None, None, "import of ray halted"),
+        ("__version__ = '2.9.3'", None, "this is Ray 2.9.3"),
+        ("__version__ = '2.60.0'", "raise ImportError('no pandas')", "no pandas"),
+    ],
+)
+def test_without_a_ray_that_fits(package: str | None, of_train: str | None, reason: str, tmp_path: Path) -> None:
+    """If it fails, a user without Ray, with an old one or without its part for training gets to know no cure."""
+    for path, text in ((tmp_path / "ray", package), (tmp_path / "ray" / "train", of_train)):
+        if text is not None:
+            path.mkdir()
+            (path / "__init__.py").write_text(text)
+    hidden = "" if package else "import sys; sys.modules['ray'] = None; "
+    code = f"{hidden}import lightning_commopt.ray"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = ran.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: lightning_commopt.ray needs Ray Train 2.51 or newer: pip install")
+    assert "'lightning-commopt[ray]'" in last
+    assert reason in last
+
+
+def _environment() -> Any:
+    return type("RayLightningEnvironment", (LightningEnvironment,), {"__module__": "ray.train.lightning"})()
+
+
+def test_the_environment_of_ray() -> None:
+    """If it fails, Ray's own error is all that shows: it names three classes of Ray."""
+    strategy = __import__(ADAPTERS[PACKAGE], fromlist=["CommOptDDP"]).CommOptDDP()
+    with pytest.raises(MisconfigurationException, match=r"lightning_commopt\.ray\.CommOptDDP"):
+        Trainer(accelerator="cpu", devices=2, strategy=strategy, plugins=[_environment()], logger=False)
+
+
+def _without_the_environment() -> str:
+    sys.modules["ray.train"] = ModuleType("ray.train")
+    strategy = __import__(ADAPTERS[PACKAGE], fromlist=["CommOptDDP"]).CommOptDDP()
+    with pytest.raises(MisconfigurationException) as raised:
+        trainer(strategy, devices=1)
+    return str(raised.value)
+
+
+def test_a_worker_of_ray_without_its_environment() -> None:
+    """If it fails, each worker trains alone, or the message blames an earlier training run."""
+    for message in run_ranks(_without_the_environment):
+        assert "lightning_commopt.ray.CommOptDDP" in message
