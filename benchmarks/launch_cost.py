@@ -6,7 +6,7 @@ takes. Launches and bytes: from the simulated device (tests/streams), for a buck
 
     PYTHONPATH=tests python benchmarks/launch_cost.py
 
-What it leaves out: the driver's call, 2 to 4 us a launch, and the stream and its events, which the hook adds to a bucket.
+What it leaves out: the driver's call, 2 to 4 us a launch, and the stream and events that the hook adds to a bucket.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
@@ -43,9 +44,8 @@ from lightning_commopt.compressors import (
     Layout,
     PowerSGD,
 )
-from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors.channel import Channel, Pending
 from lightning_commopt.compressors.kernels import dispatch
-from lightning_commopt.sync.warm_up import _Alone
 from support.ddp_steps import Training
 from support.fake_cuda import cuda_on
 from support.machine import Machine
@@ -84,18 +84,43 @@ def stubbed_launcher() -> Iterator[None]:
     driver.set_active(cast(Any, device))
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", get_ready))
-        stack.enter_context(mock.patch.object(dispatch, "form_for", lambda *args: "triton"))
-        stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: -1))
+        stack.enter_context(mock.patch.object(dispatch, "form_for", _in_triton))
         stack.enter_context(torch.no_grad())
         yield
+
+
+def _in_triton(*args: Any) -> str:
+    return "triton"
+
+
+class _NoCollectives:
+    """Replaces a channel: what is received is there already, and holds anything."""
+
+    def __init__(self, size: int, within: _NoCollectives | None = None, across: _NoCollectives | None = None) -> None:
+        self.size, self.rank, self.within, self.across = size, 0, within, across
+        self._gathered: dict[int, Tensor] = {}
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return Pending(tensor, [])
+
+    all_to_all = all_reduce
+
+    def reduce_scatter(self, message: Tensor) -> Pending:
+        return Pending(message[0], [])
+
+    def all_gather(self, part: Tensor) -> Pending:
+        if part.numel() not in self._gathered:
+            self._gathered[part.numel()] = part.repeat(self.size, 1)
+        return Pending(self._gathered[part.numel()], [])
 
 
 def host_us(compressor: Compressor, num_repeats: int) -> tuple[float, int]:
     """Returns the microseconds of a bucket without collectives, the shortest of all repeats, and Triton's launches."""
     layout = Layout.of([torch.empty(shape) for shape in SMALL_SHAPES], torch.float32)
-    node = types.SimpleNamespace(size=2, rank=0, within=None, across=None)
-    peers = types.SimpleNamespace(size=NUM_RANKS // 2, rank=0, within=None, across=None)
-    channel = cast(Channel, _Alone(cast(Any, types.SimpleNamespace(size=NUM_RANKS, rank=0, within=node, across=peers))))
+    channel = cast(Channel, _NoCollectives(NUM_RANKS, _NoCollectives(2), _NoCollectives(NUM_RANKS // 2)))
     flat = torch.ones(layout.numel)
     state = compressor.init(layout, flat.device, 5)
 
