@@ -37,7 +37,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from lightning_commopt.compressors.kernels import blockwise, cast, dispatch, finite, low_rank, orthonormal
-from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
 from lightning_commopt.compressors.kernels.matrices import Matrix, factors_numel, p_shapes, q_shapes
 
 CAPABILITIES = (80, 90, 100)
@@ -240,10 +240,10 @@ def _launch_blockwise(
         residual = None if residual_dtype is None else torch.zeros(numel, dtype=residual_dtype)
         blockwise.encode(flat, residual, message, block_format)
         blockwise.reduce(message, mean, None if residual is None else residual[shard], block_format)
+        undo = None
         if residual is not None:
-            blockwise.undo_reduce(message, mean, residual[shard], _YES, block_format)
-            blockwise.undo(flat, residual, message, _YES, block_format)
-        blockwise.decode(message, flat, block_format)
+            undo = Undo(message, message, mean, residual, 0, blockwise.is_finite(message, block_format))
+        blockwise.decode(message, flat, block_format, undo)
 
 
 def _launch_low_rank(dtype: torch.dtype, sides: Sequence[tuple[int, int]], r: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.kernels import blockwise
-from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
 from lightning_commopt.compressors.kernels.blockwise_torch import round_blocks
 from lightning_commopt.compressors.pieces import in_pieces
 from lightning_commopt.compressors.registry import register_compressor
@@ -57,11 +57,11 @@ class Blockwise(Compressor):
         blockwise.reduce(received, mean, own_shard, block_format)  # and those of the mean
         gathered = yield channel.all_gather(mean)
 
-        if residual is not None and own_shard is not None:
+        undo = None
+        if residual is not None:
             finite = blockwise.is_finite(gathered, block_format)
-            blockwise.undo_reduce(received, mean, own_shard, finite, block_format)
-            blockwise.undo(flat, residual, message, finite, block_format)
-        blockwise.decode(gathered, flat, block_format)
+            undo = Undo(message, received, mean, residual, channel.rank, finite)
+        blockwise.decode(gathered, flat, block_format, undo)
 
     def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:
         """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what was sent of each."""

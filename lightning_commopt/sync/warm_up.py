@@ -17,8 +17,8 @@ from lightning_commopt.text.validation import warn_once
 
 _NUM_STEPS = 2  # a compressor may alternate
 _FIRST_STEPS = (0, 2**30)  # before and after a late start
-# Triton specialises kernels on whether offsets and sizes are multiples of 2, 4 or 16. The matrices are large enough to
-# be compressed at every sensible matrix rank.
+# Triton specialises kernels on whether addresses, offsets and sizes are multiples of 2, 4 or 16. The matrices are large
+# enough to be compressed at every sensible matrix rank.
 _SHAPES = (
     ((512, 320), (64,)),
     ((257, 513), (7,)),
@@ -26,6 +26,7 @@ _SHAPES = (
     ((7,), (512, 320)),
     ((7,), (257, 513), (5,)),
 )
+_LARGEST_BLOCK = 256
 
 
 def compile_kernels(
@@ -75,7 +76,7 @@ def run_on_samples(
     """Runs a compressor on small buckets that need all its kernels; for the arguments see `compile_kernels`."""
     with torch.no_grad():
         for dtype in sorted({dtype for dtype in dtypes if dtype.is_floating_point}, key=str):
-            for shapes in _SHAPES:
+            for shapes in (*_SHAPES, ((channel.size, 16 * _LARGEST_BLOCK),)):  # every shard has 16 blocks, or more
                 layout = Layout.of([torch.empty(shape, device="meta") for shape in shapes], dtype)
                 for first_step in _FIRST_STEPS:
                     flat = torch.ones(layout.numel, dtype=dtype, device=device)

@@ -111,5 +111,5 @@ def test_kernels_write_what_they_store_to() -> None:
 
     assert pointers(cast_triton._widen) == {"flat", "residual"}
     assert pointers(low_rank_triton._multiply_tile) == {"residual", "partials"}
-    assert pointers(blockwise_triton._reduce) == {"codes", "scales", "residual"}
+    assert pointers(blockwise_triton._reduce) == {"mean_message", "residual"}
     assert pointers(orthonormal_triton._apply) == {"basis"}

@@ -7,8 +7,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from stream_timeline import buckets_of, gpt_1_3b, vit_l_32
 from test_side_streams import CASES, steps
 
+from lightning_commopt.compressors import (
+    AlternatingPowerSGD,
+    Cast,
+    Compressor,
+    ErrorFeedback,
+    Int4,
+    Int8,
+    PowerSGD,
+)
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import dispatch
 from lightning_commopt.sync import warm_up
@@ -36,6 +46,49 @@ def test_training_needs_no_kernel_that_is_not_compiled_when_it_begins(name: str)
             steps(training)
             channel, compressor = training.channel, training.hook.compressor
         with cuda_on(compiled):
+            warm_up.run_on_samples(compressor, channel, [torch.float32], DEVICE)
+    assert triton_launches(in_training) - triton_launches(compiled) == set()
+
+
+def resnet_50() -> tuple[tuple[int, ...], ...]:
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    channels = 64
+    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(num_blocks):
+            sizes = [(width, channels, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+            sizes += [(4 * width, channels, 1, 1)] if block == 0 else []
+            shapes += [shape for size in sizes for shape in (size, (size[0],), (size[0],))]
+            channels = 4 * width
+    return (*shapes, (1000, channels), (1000,))
+
+
+MODELS = {"ViT-L/32": vit_l_32().shapes, "GPT 1.3 B": gpt_1_3b().shapes, "ResNet-50": resnet_50()}
+MODEL_CASES: dict[str, Compressor] = {
+    "int8": Int8(),
+    "int4": Int4(),
+    "int4_feedback": Int4(error_feedback=True, residual_dtype="bfloat16"),
+    "bf16_feedback": ErrorFeedback(inner=BF16),
+    "bf16_float32_sum": Cast(dtype=torch.bfloat16, accumulate="float32"),
+    "powersgd": PowerSGD(matrix_rank=4),
+    "alternating": AlternatingPowerSGD(matrix_rank=4),
+}
+
+
+@needs_fake_copies
+@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", sampled(MODEL_CASES, by_default=["int8"]))
+def test_buckets_of_models_need_no_other_kernel(name: str, model: str, world_size: int) -> None:
+    """If it fails, sizes of real models are compiled for in the first backward: those that 16 divides, or not."""
+    in_training, compiled = Machine(), Machine()
+    shapes, compressor = MODELS[model], MODEL_CASES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with cuda_on(in_training, world_size):
+            training = Training(in_training, compressor, shapes=shapes, buckets=buckets_of(shapes))
+            training.run(2)
+            channel, compressor = training.channel, training.hook.compressor
+        with cuda_on(compiled, world_size):
             warm_up.run_on_samples(compressor, channel, [torch.float32], DEVICE)
     assert triton_launches(in_training) - triton_launches(compiled) == set()
 

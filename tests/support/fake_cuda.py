@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
 from lightning_commopt.compressors import channel
-from lightning_commopt.compressors.kernels import dispatch, low_rank_tiles, orthonormal_triton
+from lightning_commopt.compressors.kernels import dispatch, launch_triton, low_rank_tiles, orthonormal_triton
 from lightning_commopt.sync import executors
 from support import moved_bytes
 from support.machine import Clock, Machine
@@ -62,6 +62,7 @@ def cuda_on(machine: Machine, world_size: int = 2) -> Iterator[None]:
         stack.enter_context(mock.patch.object(channel, "backends_of", return_value={"cuda": "nccl"}))
         stack.enter_context(mock.patch.object(executors, "Future", _future_class(machine)))
         stack.enter_context(mock.patch.object(JITFunction, "run", _triton_launcher(machine)))
+        stack.enter_context(mock.patch.object(launch_triton, "_repeats", False))  # FakeTensors have no address
         stack.enter_context(mock.patch.object(dispatch, "has_triton", return_value=True))
         stack.callback(_clear_caches)
         _clear_caches()
@@ -206,8 +207,11 @@ def _triton_launcher(machine: Machine) -> Any:
         writes = [given[name] for name in written_by(kernel)]
         constants = {name for name in given if name not in kernel.arg_names}
         constants |= {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        whatever = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
         details = ", ".join(
-            f"{name}={value if name in constants else _specialised_on(value)}" for name, value in sorted(given.items())
+            f"{name}={value if name in constants else _specialised_on(value)}"
+            for name, value in sorted(given.items())
+            if name not in whatever
         )
         name = kernel.fn.__name__
         num_bytes = moved_bytes.of_kernel(name, given)
@@ -219,7 +223,7 @@ def _triton_launcher(machine: Machine) -> Any:
 def _specialised_on(value: Any) -> str:
     """Returns what Triton compiles anew for, beside constants: dtypes, 1, and what is divisible by 16."""
     if isinstance(value, Tensor):
-        is_aligned = value.storage_offset() * value.element_size() % 16 == 0
+        is_aligned = not value.numel() or value.storage_offset() * value.element_size() % 16 == 0
         return f"{value.dtype} {'aligned' if is_aligned else 'not aligned'}"
     assert isinstance(value, int)
     return "1" if value == 1 else "sixteens" if value % 16 == 0 else "any"
@@ -228,14 +232,32 @@ def _specialised_on(value: Any) -> str:
 @cache
 def written_by(kernel: Any) -> frozenset[str]:
     """Returns which arguments of a Triton kernel it stores to, itself or in functions that it calls."""
+    return _stored_and_returned(kernel)[0]
+
+
+@cache
+def _stored_and_returned(kernel: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns to which arguments a Triton function stores, and from which ones come pointers that it returns."""
     (definition,) = ast.parse(kernel.src).body
     pointers: dict[str, set[str]] = {name: {name} for name in kernel.arg_names}
-    found: set[str] = set()
+    stored: set[str] = set()
+    returned: set[str] = set()
+
+    def called(node: ast.Call) -> Any:
+        function = kernel.fn.__globals__.get(node.func.id) if isinstance(node.func, ast.Name) else None
+        return function if isinstance(function, triton.JITFunction) else None
+
+    def given(node: ast.Call, names: frozenset[str]) -> set[str]:
+        arguments = zip(called(node).arg_names, node.args, strict=False)
+        return {behind_it for name, argument in arguments if name in names for behind_it in behind(argument)}
 
     def behind(node: ast.AST) -> set[str]:
         """The arguments that an expression is computed from by pointer arithmetic."""
         if isinstance(node, ast.Call):
-            return set()
+            if called(node) is not None:
+                return given(node, _stored_and_returned(called(node))[1])
+            is_cast = isinstance(node.func, ast.Attribute) and node.func.attr == "to"
+            return behind(node.func.value) if is_cast else set()  # type: ignore[attr-defined]
         if isinstance(node, ast.Name):
             return pointers.get(node.id, set())
         return {name for child in ast.iter_child_nodes(node) for name in behind(child)}
@@ -244,16 +266,15 @@ def written_by(kernel: Any) -> frozenset[str]:
         if isinstance(node, ast.Assign):
             for name in (x for target in node.targets for x in ast.walk(target) if isinstance(x, ast.Name)):
                 pointers[name.id] = behind(node.value)
+        if isinstance(node, ast.Return) and node.value is not None:
+            returned.update(behind(node.value))
         if isinstance(node, ast.Call):
-            called = kernel.fn.__globals__.get(node.func.id) if isinstance(node.func, ast.Name) else None
             if isinstance(node.func, ast.Attribute) and node.func.attr == "store":
-                found.update(behind(node.args[0]))
-            elif isinstance(called, triton.JITFunction):
-                for name, given in zip(called.arg_names, node.args, strict=False):
-                    if name in written_by(called):
-                        found.update(behind(given))
+                stored.update(behind(node.args[0]))
+            elif called(node) is not None:
+                stored.update(given(node, written_by(called(node))))
         for child in ast.iter_child_nodes(node):
             visit(child)
 
     visit(definition)
-    return frozenset(found)
+    return frozenset(stored), frozenset(returned)

@@ -54,7 +54,12 @@ def _sum(*names: str, twice: str = "") -> Callable[[Mapping[str, Any]], int]:
 
 
 def _encode(given: Mapping[str, Any]) -> int:
-    return _sum("flat", "codes", "scales", twice="residual" if given["HAS_RESIDUAL"] else "")(given)
+    return _sum("flat", "message", twice="residual" if given["HAS_RESIDUAL"] else "")(given)
+
+
+def _find_bad_scales(given: Mapping[str, Any]) -> int:
+    scale_bytes = 4 // given["H"]
+    return given["num_rows"] * given["num_blocks"] * scale_bytes + _num_bytes(given["flags"])
 
 
 def _narrow(given: Mapping[str, Any]) -> int:
@@ -62,8 +67,8 @@ def _narrow(given: Mapping[str, Any]) -> int:
 
 
 def _reduce(given: Mapping[str, Any]) -> int:
-    of_shard = 2 * given["residual"].element_size() * given["numel"] if given["numel"] else 0
-    return _sum("all_codes", "all_scales", "codes", "scales")(given) + of_shard
+    of_shard = 2 * given["residual"].element_size() * given["numel"] if given["HAS_RESIDUAL"] else 0
+    return _sum("received", "mean_message")(given) + of_shard
 
 
 def _multiply_tile(given: Mapping[str, Any]) -> int:
@@ -75,10 +80,6 @@ def _with_older(*names: str) -> Callable[[Mapping[str, Any]], int]:
     return lambda given: _sum(*names, *(["old"] if given["NUM"] > given["R"] else []))(given)
 
 
-def _flag(given: Mapping[str, Any]) -> int:
-    return 1
-
-
 _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "_narrow": _narrow,
     "_widen": _sum("mean", twice="flat residual"),
@@ -86,9 +87,8 @@ _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "_find_bad": _sum("values"),
     "_encode": _encode,
     "_reduce": _reduce,
-    "_decode": _sum("codes", "scales", "flat"),
-    "_undo": _flag,
-    "_undo_reduce": _flag,
+    "_find_bad_scales": _find_bad_scales,
+    "_decode": _sum("message", "flat"),
     "_multiply_tile": _multiply_tile,
     "_add_up": _sum("partials", "out"),
     "_subtract_product": _sum("flat", "out", "factor_p", "factor_q"),

@@ -2,7 +2,7 @@
 
 A rank encodes its gradients, one shard for each peer (`encode`); after an all-to-all it averages its own shard and
 rounds the mean again (`reduce`); after an all-gather it has the whole mean (`decode`). The collectives are the
-caller's. `undo_reduce` and `undo` bring the residual back when the step turned out not to be finite.
+caller's. `decode` also brings the residual back when the step turned out not to be finite (`is_finite`).
 
 Shapes, formats and messages: as in `blockwise_format`.
 
@@ -46,7 +46,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
 from lightning_commopt.compressors.kernels.blockwise_torch import (
     add_finite,
     average_shares,
@@ -110,69 +110,55 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
             add_finite(average, rounded.scales, residual_shard[elements], len(received))
 
 
+@also_in("triton")
+def is_finite(message: Tensor, block_format: BlockFormat) -> Tensor:
+    """Returns whether all values in ``message`` ``(W, shard_bytes)`` are finite, from its scales.
+
+    Returns:
+        0-dim bool, or ``(k,)`` bool, of parts of the message.
+    """
+    return block_format.split(message).scales.amax().isfinite()
+
+
 @also_in("triton", "c")
-def decode(message: Tensor, flat: Tensor, block_format: BlockFormat) -> None:
+def decode(message: Tensor, flat: Tensor, block_format: BlockFormat, undo: Undo | None = None) -> None:
     """Decodes ``message`` into ``flat``.
 
     Args:
         message: ``(W, shard_bytes)`` uint8, the ``mean_message`` of every rank.
-        flat: ``(n,)`` any floating dtype.
+        flat: ``(n,)`` any floating dtype; with ``undo`` as `encode` had it.
         block_format: of the blocks.
+        undo: if the step was not finite, first brings its residual back to what it was before `encode`, up to a
+            rounding of ``flat + residual``; blocks that were not finite have kept it. None if there is no residual.
     """
     parts = block_format.split_for(flat, message)
+    if undo is not None and not undo.finite:
+        _undo_reduce(undo, block_format)
+        _undo_encode(flat, undo, block_format)
     for elements, codes, scales in chunks(parts, block_format.block_size):
         part = flat[elements]
         part.copy_((read_levels(codes, block_format) * scales.float().unsqueeze(1)).view(-1)[: part.numel()])
 
 
-def is_finite(message: Tensor, block_format: BlockFormat) -> Tensor:
-    """Returns whether all values in ``message`` ``(W, shard_bytes)`` are finite: 0-dim bool, from its scales."""
-    return block_format.split(message).scales.amax().isfinite()
-
-
-@also_in("triton")
-def undo(flat: Tensor, residual: Tensor, message: Tensor, finite: Tensor, block_format: BlockFormat) -> None:
-    """Brings ``residual`` back to what it was before `encode`, up to a rounding of ``flat + residual``.
-
-    Args:
-        flat: ``(n,)`` as `encode` had it: undo first, then decode the mean over it.
-        residual: ``(n,)`` as `encode` left it; updated in place.
-        message: ``(W, shard_bytes)`` uint8 as `encode` left it.
-        finite: 0-dim bool: whether the step was finite, so that nothing is to be done. On CUDA the host does
-            not wait for it.
-        block_format: of the blocks.
-    """
-    parts = block_format.split_for(flat, message)
-    assert residual.shape == flat.shape
-    if finite:
-        return
-    for elements, codes, scales in chunks(parts, block_format.block_size):
-        sent = read_levels(codes, block_format).mul_(scales.float().unsqueeze(1))
-        values = sent.view(-1)[: flat[elements].numel()]
-        values.add_(residual[elements]).sub_(flat[elements])
-        put_finite(sent, scales, residual[elements])
-
-
-@also_in("triton")
-def undo_reduce(
-    received: Tensor, mean_message: Tensor, residual_shard: Tensor, finite: Tensor, block_format: BlockFormat
-) -> None:
-    """Takes back, up to a rounding, what `reduce` added to ``residual_shard``. To be called before `undo`.
+def _undo_reduce(undo: Undo, block_format: BlockFormat) -> None:
+    """Takes back, up to a rounding, what `reduce` added to the residual.
 
     The mean is computed anew: steps that are finite need no memory for what to take back.
-
-    Args:
-        received: ``(W, shard_bytes)`` uint8 as `reduce` had it.
-        mean_message: ``(shard_bytes,)`` uint8 as `reduce` left it.
-        residual_shard: ``(<= s,)`` as `reduce` left it; updated in place.
-        finite: 0-dim bool: whether the step was finite, so that nothing is to be done. On CUDA the host does
-            not wait for it.
-        block_format: of the blocks.
     """
-    shares, mean = block_format.split(received), block_format.split(mean_message)
-    if finite:
-        return
+    shares, mean = block_format.split(undo.received), block_format.split(undo.mean_message)
+    size = block_format.shard_numel(undo.residual.numel(), len(undo.received))
+    own_shard = undo.residual[undo.rank * size : (undo.rank + 1) * size]
     for elements, codes, scales in chunks(mean, block_format.block_size):
         lost = average_shares(shares, elements, block_format)
         lost.addcmul_(read_levels(codes, block_format), scales.float().unsqueeze(1), value=-1)
-        add_finite(lost, scales, residual_shard[elements], -len(received))
+        add_finite(lost, scales, own_shard[elements], -len(undo.received))
+
+
+def _undo_encode(flat: Tensor, undo: Undo, block_format: BlockFormat) -> None:
+    """Brings the residual back to what it was before `encode`, up to a rounding of ``flat + residual``."""
+    assert undo.residual.shape == flat.shape
+    for elements, codes, scales in chunks(block_format.split_for(flat, undo.message), block_format.block_size):
+        sent = read_levels(codes, block_format).mul_(scales.float().unsqueeze(1))
+        values = sent.view(-1)[: flat[elements].numel()]
+        values.add_(undo.residual[elements]).sub_(flat[elements])
+        put_finite(sent, scales, undo.residual[elements])

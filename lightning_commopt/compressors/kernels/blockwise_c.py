@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
 from lightning_commopt.compressors.kernels.c_library import call
 
 _MAX_BLOCK_SIZE = 256
@@ -36,10 +36,10 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
     return None
 
 
-def decode(message: Tensor, flat: Tensor, block_format: BlockFormat) -> object:
-    """Decodes ``message`` into ``flat``."""
+def decode(message: Tensor, flat: Tensor, block_format: BlockFormat, undo: Undo | None = None) -> object:
+    """Decodes ``message`` into ``flat``; plain torch undoes a step."""
     bits, block_size = block_format
-    if not _has_loops_for(block_format):
+    if not _has_loops_for(block_format) or not (undo is None or undo.finite):
         return NotImplemented
     for row, (codes, scales) in enumerate(zip(*block_format.split_for(flat, message), strict=True)):
         start, numel = _span(row, len(scales) * block_size, flat)

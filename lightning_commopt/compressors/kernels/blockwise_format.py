@@ -34,6 +34,27 @@ class Parts(NamedTuple):
     scales: Tensor
 
 
+class Undo(NamedTuple):
+    """What brings a residual back when the step turned out not to be finite.
+
+    Attributes:
+        message: ``(W, shard_bytes)`` as `encode` left it.
+        received: ``(W, shard_bytes)`` as `reduce` had it.
+        mean_message: ``(shard_bytes,)`` as `reduce` left it.
+        residual: ``(n,)`` as both left it; updated in place.
+        rank: whose shard `reduce` averaged.
+        finite: bools, all true if the step was finite, so that nothing is to be done. On CUDA the host does not wait
+            for them.
+    """
+
+    message: Tensor
+    received: Tensor
+    mean_message: Tensor
+    residual: Tensor
+    rank: int
+    finite: Tensor
+
+
 class BlockFormat(NamedTuple):
     """How a block is written.
 

@@ -17,6 +17,7 @@ from lightning_commopt.compressors.kernels.blockwise_format import (
     ROUNDING_MAGIC,
 )
 from lightning_commopt.compressors.kernels.division_triton import inverse_of, over_ranks
+from lightning_commopt.compressors.kernels.memory_triton import load, store
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MAGIC = tl.constexpr(ROUNDING_MAGIC)
@@ -29,22 +30,31 @@ _UPPER_HALF = tl.constexpr(-0x10000)
 
 
 @triton.jit
-def positions(num_blocks, numel, TILE: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
-    """Returns which of the row's blocks, and which elements of the bucket, are in this program's tile."""
-    blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    first = (tl.program_id(1).to(tl.int64) * num_blocks + blocks) * B
-    within = tl.arange(0, H)[:, None] * (B // H) + tl.arange(0, B // H)[None, :]
-    elements = first[:, None, None] + within[None, :, :]
-    return blocks, elements, (blocks < num_blocks)[:, None, None] & (elements < numel)
+def row_at(message, row, num_blocks, ROWS_ALIGNED: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
+    """Returns where the codes of this ``row`` of a message begin, and where its scales begin."""
+    if ROWS_ALIGNED:
+        num_blocks = tl.multiple_of(num_blocks, 16)
+    codes = message.to(tl.pointer_type(tl.int8)) + tl.cast(row, tl.int64) * num_blocks * (B // H + 4 // H)
+    scales = codes + tl.cast(num_blocks, tl.int64) * (B // H)
+    return codes, scales.to(tl.pointer_type(tl.int16)) if H == 2 else scales.to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
-def offsets(row, blocks, num_blocks, B: tl.constexpr, H: tl.constexpr):
-    """Returns where codes ``(TILE, 1, B / H)`` and scales ``(TILE,)`` of blocks in this ``row`` of a message are."""
-    scale_bytes: tl.constexpr = 4 // H
-    start = row.to(tl.int64) * num_blocks * (B // H + scale_bytes)
-    codes = start + blocks[:, None, None] * (B // H) + tl.arange(0, B // H)[None, None, :]
-    return codes, start // scale_bytes + blocks
+def positions(first_block, num_blocks, numel, TILE: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
+    """Returns which blocks of the row, and which elements, are in this program's tile, and which of them there are.
+
+    In order: ``blocks`` ``(TILE,)``; ``elements`` ``(TILE, H, B / H)``, counted from ``-first_block * B``; whether all
+    blocks are within the row; which elements are among the ``numel``; whether all are. Where all are, memory is read
+    and written without a mask, in wide accesses.
+    """
+    blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    first = (tl.cast(first_block, tl.int64) + blocks) * B
+    within = tl.arange(0, H)[:, None] * (B // H) + tl.arange(0, B // H)[None, :]
+    elements = first[:, None, None] + within[None, :, :]
+    inside = (blocks < num_blocks)[:, None, None] & (elements < numel)
+    end = (tl.program_id(0) + 1) * TILE
+    fits = end <= num_blocks
+    return blocks, elements, fits, inside, fits & ((tl.cast(first_block, tl.int64) + end) * B <= numel)
 
 
 @triton.jit
@@ -56,12 +66,13 @@ def level_of(code, H: tl.constexpr):
 
 
 @triton.jit
-def read_tile(codes, scales, row, blocks, num_blocks, B: tl.constexpr, H: tl.constexpr):
+def read_tile(message, row, blocks, num_blocks, fits, ROWS_ALIGNED: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
     """Returns a tile's levels in float32 and its scales ``(TILE, 1, 1)`` from this ``row`` of a message."""
-    at, its_scale = offsets(row, blocks, num_blocks, B, H)
+    codes, scales = row_at(message, row, num_blocks, ROWS_ALIGNED, B, H)
+    at = blocks[:, None, None] * (B // H) + tl.arange(0, B // H)[None, None, :]
     inside = blocks < num_blocks
-    code = tl.load(codes + at, inside[:, None, None], 0)
-    scale = tl.load(scales + its_scale, inside, 0)
+    code = load(codes + at, inside[:, None, None], fits)
+    scale = load(scales + blocks, inside, fits)
     if H == 2:
         code = (code.to(tl.int32) << (28 - 4 * tl.arange(0, H)[None, :, None])) >> 28
         scale = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -70,12 +81,20 @@ def read_tile(codes, scales, row, blocks, num_blocks, B: tl.constexpr, H: tl.con
 
 @triton.jit
 def average_tile(
-    codes, scales, blocks, num_blocks, WORLD_SIZE: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr, H: tl.constexpr
+    message,
+    blocks,
+    num_blocks,
+    fits,
+    ROWS_ALIGNED: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    B: tl.constexpr,
+    H: tl.constexpr,
 ):
     """Returns the mean ``(TILE, H, B / H)`` over the rows of a message."""
     mean = tl.zeros((TILE, H, B // H), tl.float32)
     for rank in range(WORLD_SIZE):
-        level, scale = read_tile(codes, scales, tl.program_id(1) + rank, blocks, num_blocks, B, H)
+        level, scale = read_tile(message, rank, blocks, num_blocks, fits, ROWS_ALIGNED, B, H)
         weight = over_ranks(scale, WORLD_SIZE, (TILE, 1, 1))
         mean = tl.fma(level, tl.broadcast_to(weight, (TILE, H, B // H)), mean)
     return mean
@@ -110,7 +129,17 @@ def find_scales(c, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def write_tile(
-    c, codes, scales, blocks, num_blocks, K: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr, H: tl.constexpr
+    c,
+    message,
+    row,
+    blocks,
+    num_blocks,
+    fits,
+    K: tl.constexpr,
+    ROWS_ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+    B: tl.constexpr,
+    H: tl.constexpr,
 ):
     """Writes ``c`` ``(TILE, H, B / H)`` to a message; returns what that leaves out, and which blocks are finite."""
     scale, inverse = find_scales(c, K, H, TILE)
@@ -122,21 +151,15 @@ def write_tile(
     else:
         rounded = tl.fma(c, inverse, tl.full((TILE, H, B // H), _MAGIC, tl.float32))
     code = rounded.to(tl.int32, bitcast=True).to(tl.int8)
-    at, its_scale = offsets(tl.program_id(1), blocks, num_blocks, B, H)
+    codes, scales = row_at(message, row, num_blocks, ROWS_ALIGNED, B, H)
+    at = blocks[:, None, None] * (B // H) + tl.arange(0, B // H)[None, None, :]
     inside = blocks < num_blocks
     if H == 2:
         packed = tl.sum((code.to(tl.int32) & 15) << (4 * tl.arange(0, H)[None, :, None]), 1)[:, None, :]
-        tl.store(codes + at, packed.to(tl.int8), inside[:, None, None])
-        tl.store(scales + its_scale, (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16), inside)
+        store(codes + at, packed.to(tl.int8), inside[:, None, None], fits)
+        store(scales + blocks, (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16), inside, fits)
     else:
-        tl.store(codes + at, code, inside[:, None, None])
-        tl.store(scales + its_scale, scale, inside)
+        store(codes + at, code, inside[:, None, None], fits)
+        store(scales + blocks, scale, inside, fits)
     wide = tl.broadcast_to(scale[:, None, None], (TILE, H, B // H))
     return tl.fma(-level_of(code.to(tl.float32), H), wide, c), (scale < float("inf"))[:, None, None]
-
-
-@triton.jit
-def add_to(residual, elements, values, inside):
-    """Adds ``values`` to what is ``inside`` of ``residual``."""
-    kept = tl.load(residual + elements, inside, 0).to(tl.float32)
-    tl.store(residual + elements, (kept + values).to(residual.dtype.element_ty), inside)

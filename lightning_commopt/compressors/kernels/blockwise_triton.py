@@ -4,9 +4,9 @@ A program works on a tile ``(TILE, H, B / H)``: whole blocks of one shard, each 
 ``H`` is 1 for 8 bits and 2 for 4. Where a multiplication and an addition are fused this says so (``fma``), and the
 compiler may fuse no others: the numbers are those of plain torch.
 
-Arguments of all kernels: ``codes`` and ``scales``, the parts of a message ``(W, shard_bytes)``, and ``num_blocks``, the
-blocks in a row of it. Scales in bfloat16 come as int16, which all devices load. ``finite`` is a bool that is read on
-the device.
+Arguments of all kernels: messages, uint8 ``(W, shard_bytes)``; ``num_blocks`` in a row of them, and whether that is a
+multiple of 16 (``ROWS_ALIGNED``), so that codes of all rows can be read in wide accesses. Otherwise kernels are not
+compiled anew for other sizes.
 """
 
 # Triton's compiler reads annotations, and wants its constants in capitals.
@@ -22,179 +22,209 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Parts
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
 from lightning_commopt.compressors.kernels.blockwise_tiles_triton import (
-    add_to,
     average_tile,
     positions,
     read_tile,
+    row_at,
     write_tile,
 )
+from lightning_commopt.compressors.kernels.launch_triton import launch
+from lightning_commopt.compressors.kernels.memory_triton import load, store
 
 _TILE_NUMEL = 4096
+_SIZES = ["num_blocks", "numel", "num_rows", "rank"]
+_NUM_FLAGS, _NUM_SCALES = 32, 1024
 
 
 def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format: BlockFormat) -> None:
     """Quantizes ``flat + residual`` to ``message``."""
-    parts, added = block_format.split_for(flat, message), flat if residual is None else residual
+    world_size, row_bytes = message.shape
+    assert row_bytes == block_format.shard_bytes(flat.numel(), world_size)
+    added, constants = flat if residual is None else residual, {"K": block_format.scale_of_top}
     _launch(
         _encode,
         block_format,
-        parts,
-        flat,
-        added,
-        flat.numel(),
-        K=block_format.scale_of_top,
+        (world_size, row_bytes),
+        (message, flat, added, flat.numel()),
         HAS_RESIDUAL=residual is not None,
+        **constants,
     )
 
 
 def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None, block_format: BlockFormat) -> None:
     """Averages what was ``received`` and quantizes that to ``mean_message``."""
-    shares, mean = block_format.split(received), block_format.split(mean_message)
-    residual = _loadable(mean).scales if residual_shard is None else residual_shard
-    numel = 0 if residual_shard is None else residual_shard.numel()
-    world_size = len(shares.codes)
+    world_size, row_bytes = received.shape
+    has_residual = residual_shard is not None
+    residual, numel = (received, 0) if residual_shard is None else (residual_shard, residual_shard.numel())
     _launch(
         _reduce,
         block_format,
-        mean,
-        *_loadable(shares),
-        residual,
-        numel,
+        (1, row_bytes),
+        (mean_message, received, residual, numel),
+        HAS_RESIDUAL=has_residual,
         K=block_format.scale_of_top,
         WORLD_SIZE=world_size,
     )
 
 
-def decode(message: Tensor, flat: Tensor, block_format: BlockFormat) -> None:
-    """Decodes ``message`` into ``flat``."""
-    _launch(_decode, block_format, block_format.split_for(flat, message), flat, flat.numel())
-
-
-def undo(flat: Tensor, residual: Tensor, message: Tensor, finite: Tensor, block_format: BlockFormat) -> None:
-    """Brings ``residual`` back, unless ``finite``."""
-    _launch(_undo, block_format, block_format.split_for(flat, message), flat, residual, flat.numel(), finite)
-
-
-def undo_reduce(
-    received: Tensor, mean_message: Tensor, residual_shard: Tensor, finite: Tensor, block_format: BlockFormat
-) -> None:
-    """Takes back what `reduce` added, unless ``finite``."""
-    shares, mean = block_format.split(received), block_format.split(mean_message)
-    numel, world_size = residual_shard.numel(), len(shares.codes)
-    args = (*_loadable(shares), residual_shard, numel, finite)
-    _launch(_undo_reduce, block_format, mean, *args, WORLD_SIZE=world_size)
-
-
-def _loadable(parts: Parts) -> Parts:
-    return parts if parts.scales.dtype == torch.float32 else Parts(parts.codes, parts.scales.view(torch.int16))
-
-
-def _launch(kernel: Any, block_format: BlockFormat, parts: Parts, *args: Any, **flags: float) -> None:
-    """Runs ``kernel`` over all blocks of ``parts``."""
-    world_size, num_blocks = parts.scales.shape
+def is_finite(message: Tensor, block_format: BlockFormat) -> Tensor:
+    """Returns whether parts of ``message`` are finite."""
+    world_size, row_bytes = message.shape
+    flags = torch.empty(_NUM_FLAGS, dtype=torch.bool, device=message.device)
     bits, block_size = block_format
-    tile = max(_TILE_NUMEL // block_size, 1)
-    constants = {"B": block_size, "H": 8 // bits, "TILE": tile}
-    with torch.cuda.device_of(parts.codes):
-        kernel[triton.cdiv(num_blocks, tile), world_size](
-            *_loadable(parts), num_blocks, *args, **flags, **constants, num_warps=8, enable_fp_fusion=False
-        )
+    launch(
+        _find_bad_scales,
+        (_NUM_FLAGS, 1, 1),
+        message,
+        flags,
+        world_size,
+        row_bytes // block_format.block_bytes,
+        B=block_size,
+        H=8 // bits,
+        BLOCK=_NUM_SCALES,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return flags
 
 
-@triton.jit
+def decode(message: Tensor, flat: Tensor, block_format: BlockFormat, undo: Undo | None = None) -> None:
+    """Decodes ``message`` into ``flat``; before, brings the residual back, unless the step was finite."""
+    assert message.shape[1] == block_format.shard_bytes(flat.numel(), len(message))
+    constants: dict[str, Any] = {"HAS_UNDO": undo is not None, "FLAGS": 1, "WORLD_SIZE": 1}
+    given: tuple[Any, ...] = (flat, message, message, message, message, 0)
+    if undo is not None:
+        constants |= {"FLAGS": undo.finite.numel(), "WORLD_SIZE": len(message)}
+        given = (undo.residual, undo.message, undo.received, undo.mean_message, undo.finite, undo.rank)
+    shape = (message.shape[0], message.shape[1])
+    _launch(_decode, block_format, shape, (message, flat, *given, flat.numel()), **constants)
+
+
+def _launch(
+    kernel: Any, block_format: BlockFormat, shape: tuple[int, int], args: tuple[Any, ...], **constants: Any
+) -> None:
+    """Runs ``kernel`` over all blocks of a message of this ``shape``."""
+    world_size, row_bytes = shape
+    bits, block_size = block_format
+    num_blocks, tile = row_bytes // block_format.block_bytes, max(_TILE_NUMEL // block_size, 1)
+    launch(
+        kernel,
+        (-(-num_blocks // tile), world_size, 1),
+        *args,
+        num_blocks,
+        **constants,
+        ROWS_ALIGNED=num_blocks % 16 == 0,
+        B=block_size,
+        H=8 // bits,
+        TILE=tile,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def _encode(
-    codes,
-    scales,
-    num_blocks,
+    message,
     flat,
     residual,
     numel,
-    K: tl.constexpr,
+    num_blocks,
     HAS_RESIDUAL: tl.constexpr,
+    K: tl.constexpr,
+    ROWS_ALIGNED: tl.constexpr,
     B: tl.constexpr,
     H: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    blocks, elements, inside = positions(num_blocks, numel, TILE, B, H)
-    c = tl.load(flat + elements, inside, 0).to(tl.float32)
+    row = tl.program_id(1)
+    blocks, elements, fits, inside, is_whole = positions(row.to(tl.int64) * num_blocks, num_blocks, numel, TILE, B, H)
+    c = load(flat + elements, inside, is_whole).to(tl.float32)
     if HAS_RESIDUAL:
-        c += tl.load(residual + elements, inside, 0).to(tl.float32)
-    rest, finite = write_tile(c, codes, scales, blocks, num_blocks, K, TILE, B, H)
+        c += load(residual + elements, inside, is_whole).to(tl.float32)
+    rest, finite = write_tile(c, message, row, blocks, num_blocks, fits, K, ROWS_ALIGNED, TILE, B, H)
     if HAS_RESIDUAL:
         tl.store(residual + elements, rest.to(residual.dtype.element_ty), inside & finite)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _reduce(
-    codes,
-    scales,
-    num_blocks,
-    all_codes,
-    all_scales,
+    mean_message,
+    received,
     residual,
     numel,
+    num_blocks,
+    HAS_RESIDUAL: tl.constexpr,
     K: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
+    ROWS_ALIGNED: tl.constexpr,
     B: tl.constexpr,
     H: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    blocks, elements, inside = positions(num_blocks, numel, TILE, B, H)
-    mean = average_tile(all_codes, all_scales, blocks, num_blocks, WORLD_SIZE, TILE, B, H)
-    rest, finite = write_tile(mean, codes, scales, blocks, num_blocks, K, TILE, B, H)
-    add_to(residual, elements, rest * WORLD_SIZE, inside & finite)
+    blocks, elements, fits, inside, is_whole = positions(0, num_blocks, numel, TILE, B, H)
+    mean = average_tile(received, blocks, num_blocks, fits, ROWS_ALIGNED, WORLD_SIZE, TILE, B, H)
+    rest, finite = write_tile(mean, mean_message, 0, blocks, num_blocks, fits, K, ROWS_ALIGNED, TILE, B, H)
+    if HAS_RESIDUAL:
+        kept = load(residual + elements, inside, is_whole).to(tl.float32)
+        kept += rest * WORLD_SIZE
+        tl.store(residual + elements, kept.to(residual.dtype.element_ty), inside & finite)
 
 
-@triton.jit
-def _decode(codes, scales, num_blocks, flat, numel, B: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
-    blocks, elements, inside = positions(num_blocks, numel, TILE, B, H)
-    level, scale = read_tile(codes, scales, tl.program_id(1), blocks, num_blocks, B, H)
-    tl.store(flat + elements, (level * scale).to(flat.dtype.element_ty), inside)
+@triton.jit(do_not_specialize=_SIZES)
+def _find_bad_scales(message, flags, num_rows, num_blocks, B: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes one flag a program: whether all scales that it reads are finite."""
+    total = tl.cast(num_rows, tl.int64) * num_blocks
+    is_bad = tl.zeros((BLOCK,), tl.int32)
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, total, tl.num_programs(0) * BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        row = index // num_blocks
+        _, scales = row_at(message, row, num_blocks, False, B, H)
+        scale = tl.load(scales + (index - row * num_blocks), index < total, 0)
+        if H == 2:
+            scale = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        is_bad |= (tl.abs(scale) < float("inf")).to(tl.int32) ^ 1
+    tl.store(flags + tl.program_id(0), tl.max(is_bad, 0) == 0)
 
 
-@triton.jit
-def _undo(
-    codes,
-    scales,
-    num_blocks,
+@triton.jit(do_not_specialize=_SIZES)
+def _decode(
+    message,
     flat,
     residual,
-    numel,
+    sent,
+    received,
+    mean_message,
     finite,
-    B: tl.constexpr,
-    H: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    if tl.load(finite) == 0:
-        blocks, elements, inside = positions(num_blocks, numel, TILE, B, H)
-        level, scale = read_tile(codes, scales, tl.program_id(1), blocks, num_blocks, B, H)
-        inside = inside & (scale < float("inf"))
-        values = tl.load(flat + elements, inside, 0).to(tl.float32)
-        kept = tl.load(residual + elements, inside, 0).to(tl.float32)
-        kept = level * scale + kept - values
-        tl.store(residual + elements, kept.to(residual.dtype.element_ty), inside)
-
-
-@triton.jit
-def _undo_reduce(
-    codes,
-    scales,
+    rank,
+    numel,
     num_blocks,
-    all_codes,
-    all_scales,
-    residual,
-    numel,
-    finite,
+    HAS_UNDO: tl.constexpr,
+    FLAGS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
+    ROWS_ALIGNED: tl.constexpr,
     B: tl.constexpr,
     H: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    if tl.load(finite) == 0:
-        blocks, elements, inside = positions(num_blocks, numel, TILE, B, H)
-        mean = average_tile(all_codes, all_scales, blocks, num_blocks, WORLD_SIZE, TILE, B, H)
-        level, scale = read_tile(codes, scales, tl.program_id(1), blocks, num_blocks, B, H)
-        rest = tl.fma(-level, tl.broadcast_to(scale, (TILE, H, B // H)), mean)
-        add_to(residual, elements, rest * -WORLD_SIZE, inside & (scale < float("inf")))
+    """Decodes one tile. If the step was not ``finite``, it first takes back what `_reduce`, then what `_encode` did."""
+    row = tl.program_id(1)
+    blocks, elements, fits, inside, is_whole = positions(row.to(tl.int64) * num_blocks, num_blocks, numel, TILE, B, H)
+    if HAS_UNDO:  # noqa: SIM102 - Triton would compute both sides of `and`
+        if tl.min(tl.load(finite + tl.arange(0, FLAGS)).to(tl.int32), 0) == 0:
+            kept = tl.load(residual + elements, inside, 0)
+            if row == rank:
+                mean = average_tile(received, blocks, num_blocks, False, ROWS_ALIGNED, WORLD_SIZE, TILE, B, H)
+                level, scale = read_tile(mean_message, 0, blocks, num_blocks, False, ROWS_ALIGNED, B, H)
+                rest = tl.fma(-level, tl.broadcast_to(scale, (TILE, H, B // H)), mean)
+                before = (kept.to(tl.float32) + rest * -WORLD_SIZE).to(kept.dtype)
+                kept = tl.where(tl.broadcast_to(scale < float("inf"), (TILE, H, B // H)), before, kept)
+            level, scale = read_tile(sent, row, blocks, num_blocks, False, ROWS_ALIGNED, B, H)
+            gradients = tl.load(flat + elements, inside, 0).to(tl.float32)
+            before = (level * scale + kept.to(tl.float32) - gradients).to(kept.dtype)
+            kept = tl.where(tl.broadcast_to(scale < float("inf"), (TILE, H, B // H)), before, kept)
+            tl.store(residual + elements, kept, inside)
+            tl.debug_barrier()  # all gradients are read before any is overwritten
+    level, scale = read_tile(message, row, blocks, num_blocks, fits, ROWS_ALIGNED, B, H)
+    store(flat + elements, (level * scale).to(flat.dtype.element_ty), inside, is_whole)

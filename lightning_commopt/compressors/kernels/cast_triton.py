@@ -18,6 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_commopt.compressors.kernels.launch_triton import launch
+from lightning_commopt.compressors.kernels.memory_triton import load, store
+
 _BLOCK = 4096
 
 
@@ -41,10 +44,8 @@ def _launch(kernel: Any, first: Tensor, *args: Any, **constants: Any) -> None:
     """Runs ``kernel`` over all elements of ``first``."""
     if first.numel():
         wide = tl.float64 if first.dtype == torch.float64 else tl.float32
-        with torch.cuda.device_of(first):
-            kernel[(triton.cdiv(first.numel(), _BLOCK),)](
-                first.numel(), first, *args, **constants, WIDE=wide, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False
-            )
+        grid, options = (-(-first.numel() // _BLOCK), 1, 1), {"num_warps": 8, "enable_fp_fusion": False}
+        launch(kernel, grid, first, *args, first.numel(), **constants, WIDE=wide, BLOCK=_BLOCK, **options)
 
 
 @triton.jit
@@ -57,55 +58,56 @@ def rounded_for(pointer, values):
 
 @triton.jit
 def _elements(numel, BLOCK: tl.constexpr):
-    """Returns which elements are this program's, and which of them there are."""
-    elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return elements, elements < numel
+    """Returns which elements are this program's, which of them there are, and whether all are."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    elements = first + tl.arange(0, BLOCK)
+    return elements, elements < numel, first + BLOCK <= numel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel"])
 def _narrow(
-    numel,
     flat,
     residual,
     out,
+    numel,
     SCALE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    elements, inside = _elements(numel, BLOCK)
-    c = tl.load(flat + elements, inside, 0).to(WIDE)
+    elements, inside, is_whole = _elements(numel, BLOCK)
+    c = load(flat + elements, inside, is_whole).to(WIDE)
     if HAS_RESIDUAL:
-        c += tl.load(residual + elements, inside, 0).to(WIDE)
-    tl.store(out + elements, rounded_for(out, c * SCALE), inside)
+        c += load(residual + elements, inside, is_whole).to(WIDE)
+    store(out + elements, rounded_for(out, c * SCALE), inside, is_whole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel"])
 def _widen(
-    numel,
     flat,
     residual,
     mean,
     finite,
+    numel,
     SCALE: tl.constexpr,
     INVERSE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    elements, inside = _elements(numel, BLOCK)
+    elements, inside, is_whole = _elements(numel, BLOCK)
     if tl.load(finite) != 0:
-        c = tl.load(flat + elements, inside, 0).to(WIDE)
-        c += tl.load(residual + elements, inside, 0).to(WIDE)
+        c = load(flat + elements, inside, is_whole).to(WIDE)
+        c += load(residual + elements, inside, is_whole).to(WIDE)
         sent = rounded_for(mean, c * SCALE).to(WIDE)
-        tl.store(residual + elements, rounded_for(residual, c - sent * INVERSE), inside)
-    average = tl.load(mean + elements, inside, 0)
-    tl.store(flat + elements, rounded_for(flat, average), inside)
+        store(residual + elements, rounded_for(residual, c - sent * INVERSE), inside, is_whole)
+    average = load(mean + elements, inside, is_whole)
+    store(flat + elements, rounded_for(flat, average), inside, is_whole)
 
 
-@triton.jit
-def _add_lost(numel, values, residual, rounded, finite, FACTOR: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["numel"])
+def _add_lost(values, residual, rounded, finite, numel, FACTOR: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     if tl.load(finite) != 0:
-        elements, inside = _elements(numel, BLOCK)
-        lost = tl.load(values + elements, inside, 0).to(WIDE) - tl.load(rounded + elements, inside, 0).to(WIDE)
-        kept = tl.load(residual + elements, inside, 0).to(WIDE) + lost * FACTOR
-        tl.store(residual + elements, rounded_for(residual, kept), inside)
+        elements, inside, is_whole = _elements(numel, BLOCK)
+        lost = load(values + elements, inside, is_whole).to(WIDE) - load(rounded + elements, inside, is_whole).to(WIDE)
+        kept = load(residual + elements, inside, is_whole).to(WIDE) + lost * FACTOR
+        store(residual + elements, rounded_for(residual, kept), inside, is_whole)

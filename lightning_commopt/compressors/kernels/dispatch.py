@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ def also_in(*forms: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_
         def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             form = form_for(forms, *args, *kwargs.values())
             if form != "torch":
-                module = import_module(f"{plain.__module__}_{form}")
-                result = getattr(module, plain.__name__)(*args, **kwargs)
+                result = _in_form(form, plain.__module__, plain.__name__)(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
             return plain(*args, **kwargs)
@@ -86,6 +85,11 @@ def without_triton() -> Iterator[None]:
         yield
     finally:
         _uses_triton = before
+
+
+@cache
+def _in_form(form: str, module: str, name: str) -> Callable[..., Any]:
+    return cast(Callable[..., Any], getattr(import_module(f"{module}_{form}"), name))
 
 
 @cache

@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_commopt.compressors.kernels.launch_triton import launch
+from lightning_commopt.compressors.kernels.memory_triton import load
+
 _BLOCK = 8192
 
 
@@ -18,19 +21,17 @@ def all_finite(values: Tensor) -> Tensor:
     """Returns whether all ``values`` ``(n,)`` are finite: 0-dim bool."""
     finite = torch.ones((), dtype=torch.bool, device=values.device)
     if values.numel():
-        with torch.cuda.device_of(values):
-            grid = (triton.cdiv(values.numel(), _BLOCK),)
-            _find_bad[grid](
-                values, values.numel(), finite.view(torch.uint8), BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False
-            )
+        grid, options = (-(-values.numel() // _BLOCK), 1, 1), {"num_warps": 8, "enable_fp_fusion": False}
+        launch(_find_bad, grid, values, finite.view(torch.uint8), values.numel(), BLOCK=_BLOCK, **options)
     return finite
 
 
-@triton.jit
-def _find_bad(values, numel, finite, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["numel"])
+def _find_bad(values, finite, numel, BLOCK: tl.constexpr):
     """Clears ``finite`` if this program's block holds a bad value; all that write to it write the same."""
-    elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    block = tl.load(values + elements, elements < numel, 0)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    elements = first + tl.arange(0, BLOCK)
+    block = load(values + elements, elements < numel, first + BLOCK <= numel)
     if block.dtype != tl.float64:
         block = block.to(tl.float32)
     is_good = tl.abs(block) < float("inf")

@@ -15,7 +15,7 @@ from forms import in_form
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels import blockwise, blockwise_torch
-from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
 
 LEVELS = {8: np.arange(-127.0, 128.0), 4: np.array([k * (abs(k) + 4.0) for k in range(-8, 8)])}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -106,10 +106,9 @@ class Step:
 
     def undo(self, finite: Tensor) -> None:
         assert self.residuals
-        for rank, residual in enumerate(self.residuals):
-            shard = shard_of(residual, rank, self.world_size, self.block_format)
-            blockwise.undo_reduce(self.received[rank], self.gathered[rank], shard, finite, self.block_format)
-            blockwise.undo(self.flats[rank], residual, self.sent[rank], finite, self.block_format)
+        for rank, (flat, residual) in enumerate(zip(self.flats, self.residuals, strict=True)):
+            undo = Undo(self.sent[rank], self.received[rank], self.gathered[rank], residual, rank, finite)
+            blockwise.decode(self.gathered, flat.clone(), self.block_format, undo)
 
 
 @pytest.mark.parametrize(("numel", "block_format", "dtype"), SIZES)

@@ -23,7 +23,7 @@ IS_OLD = tuple(map(int, version("triton").split(".")[:2])) < (3, 5)
 DEVICES = [80, 90] if IS_OLD else [75, 100]
 KERNELS = {
     *("_find_bad", "_narrow", "_widen", "_add_lost"),
-    *("_encode", "_reduce", "_decode", "_undo", "_undo_reduce"),
+    *("_encode", "_reduce", "_find_bad_scales", "_decode"),
     *("_multiply_tile", "_add_up", "_subtract_product", "_write_product"),
     *("_multiply_candidates", "_combine", "_apply"),
 }
