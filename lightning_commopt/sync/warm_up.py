@@ -84,10 +84,13 @@ def run_on_samples(
 
 
 def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Channel, first_step: int = 0) -> None:
-    """Runs two steps and the residual of a compressor as if all ranks had the same gradients; nothing is sent."""
+    """Runs a compressor as if all ranks had the same gradients; nothing is sent.
+
+    Two steps, its residual, and a step that is given the residual of another layout or plan.
+    """
     state, alone = compressor.init(layout, flat.device, first_step), cast(Channel, _Alone(channel))
-    for _ in range(_NUM_STEPS):
-        rounds = compressor.rounds(flat, layout, state, alone)
+    for carried in (*[None] * _NUM_STEPS, torch.zeros_like(flat)):
+        rounds = compressor.rounds(flat, layout, state, alone, carried)
         with contextlib.suppress(StopIteration):
             pending = next(rounds)
             while True:
