@@ -60,6 +60,15 @@ def add_listed(
                 communicator.members[rank].num_ranks = communicator.num_ranks
 
 
+def add_unnamed(communicators: Sequence[Communicator], processes: Sequence[Process]) -> None:
+    """Adds processes that name no rank to the only communicator there is, if it lacks as many."""
+    if len(communicators) == 1 and communicators[0].count == 1:
+        known = {id(member.process) for member in communicators[0].all_members}
+        left = [each for each in processes if id(each) not in known and each.host and each.network is not None]
+        if 0 < len(left) <= len(communicators[0].missing) - len(communicators[0].unknown):
+            communicators[0].unknown += [Member(process=process) for process in left]
+
+
 def _key(member: Member, addresses: dict[tuple[int, str], Member]) -> Hashable:
     """Returns what NCCL names a communicator by; None where the log does not say."""
     if member.comm_id is not None:

@@ -19,7 +19,7 @@ from lightning_commopt.commands.nccl_log.finding import (
     switched_on,
 )
 from lightning_commopt.commands.nccl_log.paths import ends_of, is_in_host, select
-from lightning_commopt.text.findings import Finding, Severity
+from lightning_commopt.text.findings import Finding, Line, Severity
 from lightning_commopt.text.formatting import list_some
 
 _VIRTUAL = re.compile(
@@ -38,7 +38,8 @@ def find_slow_networks(communicator: Communicator) -> Iterator[Finding]:
 def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
     found = select(communicator, lambda each: each.method == "Socket" and is_in_host(communicator, each) is not True)
     processes = ends_of(communicator, found) if found else processes_of(communicator)
-    chosen = next((each.network for each in processes if each.network is not None), None)
+    networks = [each.network for each in processes if each.network is not None]
+    chosen = next((each for each in networks if each.value != "Socket"), networks[0] if networks else None)
     several = spans_hosts(communicator)
     if chosen is None and several and (no_ib := switched_on(processes, "NCCL_IB_DISABLE")):
         chosen = Fact("Socket", no_ib.line)  # only a plugin would change that
@@ -135,7 +136,8 @@ def _find_no_gdr(communicator: Communicator) -> Iterator[Finding]:
         what = f"{share} over NET/{without[0].method} work without GPUDirect RDMA: {pairs_text(pairs_of(without))}"
     else:
         what = f"NCCL disabled GPUDirect RDMA for {list_some(list(disabled))}"
-    yield finding("slow", "no_gdr", what, reason, *without[:1])
+    severity: Severity = "slow" if without or spans_hosts(communicator) else "note"
+    yield finding(severity, "no_gdr", what, reason, *without[:1])
 
 
 def _gdr_reason(rdma: list[Connection], without: list[Connection], ends: list[Process]) -> Reason:
@@ -166,6 +168,10 @@ def _gdr_reason(rdma: list[Connection], without: list[Connection], ends: list[Pr
         unknown = "" if disabled else "unknown: perhaps "
         why = f"{unknown}the network plugin ({method}) offers no GPUDirect RDMA for these GPUs or this machine"
         return Reason(why, "its manual names GPUs and machines that have it; a newer plugin or driver", lines(disabled))
+    if any("rccl" in each.text.lower() for each in _notes_of(ends)):
+        why = "the kernel offers RCCL no GPUDirect RDMA" if disabled else "unknown: the log does not say why"
+        advice = "ROCm's manual on GPUDirect RDMA: the kernel's peer memory, or NCCL_DMABUF_ENABLE=1; rocm-smi --showtopo"
+        return Reason(why, advice, lines(disabled))
     if disabled:
         why = "the kernel offers no GPUDirect RDMA: nvidia-peermem is not loaded, and NCCL found no DMA-BUF"
         why += "" if "no module" in disabled.text else "; or it is loaded but not registered with the NIC's driver"
@@ -173,3 +179,7 @@ def _gdr_reason(rdma: list[Connection], without: list[Connection], ends: list[Pr
         return Reason(why, f"{advice} it after OFED; nvidia-smi topo -m for the distance", lines(disabled))
     why = "unknown: the log does not say why: nvidia-peermem is missing, or NIC and GPU are on different sockets"
     return Reason(why, "nvidia-smi topo -m; lsmod | grep peermem; measure NCCL_NET_GDR_LEVEL=SYS", lines(level))
+
+
+def _notes_of(ends: list[Process]) -> list[Line]:
+    return [line for end in ends for line in (*end.notes.values(), *([end.version.line] if end.version else []))]

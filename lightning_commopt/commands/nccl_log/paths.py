@@ -119,7 +119,7 @@ def _no_shared_memory(ends: list[Process]) -> Reason:
 
 def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
     found = select(communicator, lambda each: each.kind == "SHM")
-    reason = _shared_memory_reason(communicator, ends_of(communicator, found))
+    reason = _shared_memory_reason(communicator, ends_of(communicator, found), found)
     if found:
         what = f"{pairs_text(pairs_of(found))} copy through host memory ({found[0].path}) instead of P2P"
     elif reason.evidence and not communicator.connections and communicator.num_ranks != 1:
@@ -131,9 +131,13 @@ def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
     yield finding("slow" if found else "note", "shared_memory", what, reason._replace(advice=advice), *found[:1])
 
 
-def _shared_memory_reason(communicator: Communicator, ends: list[Process]) -> Reason:
+def _shared_memory_reason(communicator: Communicator, ends: list[Process], found: list[Connection]) -> Reason:
     no_p2p, level = switched_on(ends, "NCCL_P2P_DISABLE"), setting(ends, "NCCL_P2P_LEVEL")
-    if no_p2p:
+    has_p2p = {id(each.process) for each in communicator.all_members for c in each.connections.values() if c.kind == "P2P"}
+    is_late = no_p2p is not None and any(
+        each.line.file == no_p2p.line.file and each.line.number < no_p2p.line.number for each in found[:1]
+    )
+    if no_p2p and not is_late and not any(id(each) in has_p2p for each in ends):
         why = f"the environment sets NCCL_P2P_DISABLE={no_p2p.value}"
         advice = "unset it, unless P2P hangs here (then turn off PCIe ACS and the IOMMU first)"
         return Reason(why, advice, lines(no_p2p))
@@ -177,7 +181,7 @@ def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
         advice = "nvidia-smi topo -m; choose GPUs on one switch with CUDA_VISIBLE_DEVICES, or compress"
         yield finding("slow", "far_link", what, Reason(why, advice), far)
     far = next((search for search in rings if search.inter in _FAR), None)
-    if far is not None and spans_hosts(communicator) is not False:
+    if far is not None and (spans_hosts(communicator) or (far.intra == "LOC" and communicator.num_ranks != 1)):
         what = f"between hosts, GPUs reach their NICs by a {far.inter} link, {far.inter_gb_per_s:g} GB/s a channel"
         why = (
             "PHB and NODE go through the CPU, SYS through the link between sockets: at this distance NCCL does not"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_commopt.commands.nccl_log import grammar
-from lightning_commopt.commands.nccl_log.communicators import add_listed, group_members
+from lightning_commopt.commands.nccl_log.communicators import add_listed, add_unnamed, group_members
 from lightning_commopt.commands.nccl_log.events import LoggedWarning
 from lightning_commopt.commands.nccl_log.facts import Fact, NcclLog
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader
@@ -91,6 +91,7 @@ class _Reader:
         self.log.communicators = group_members(self._sources.members())
         if self.log.listed:
             add_listed(self.log.communicators, self.log.processes, self.log.listed)
+        add_unnamed(self.log.communicators, self.log.processes)
         self.log.inspected = self._inspector.found
         return self.log
 

@@ -196,10 +196,10 @@ def _reason(group: str, timeouts: list[Timeout], num_calls: int, log: NcclLog) -
     if num_calls > 1:
         why = "ranks call the same number with different operations or sizes"
         return Reason(why, "look for code that depends on the rank: logging, conditions, batches of unequal number")
-    return _silent_reason(ranks, log)
+    return _silent_reason(group, ranks, log)
 
 
-def _silent_reason(ranks: set[int], log: NcclLog) -> Reason:
+def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
     """Returns the reason, where all that timed out wait in one collective; the log may not have all ranks."""
     world_size = max((each.num_ranks or 0 for each in log.communicators), default=0)
     silent = sorted(set(range(world_size or max(ranks) + 1)) - ranks)
@@ -209,7 +209,9 @@ def _silent_reason(ranks: set[int], log: NcclLog) -> Reason:
         return Reason(why, "begin with the warnings")
     unknown = "" if world_size else "; whether there are other ranks, the log does not say"
     if silent:
-        why = f"{ranks_text(silent)} did not time out: they never came to this collective, had ended, or wrote no log"
+        outside = "are not in this group, " if group and not re.match(r"PG (?:ID )?0\b|.*default", group) else ""
+        why = f"{ranks_text(silent)} did not time out: they {outside}never came to this collective, had ended, or wrote"
+        why += " no log"
         advice = f"see what {ranks_text(silent)} did instead; py-spy dump --pid PID if they still run"
         return Reason(why + unknown, advice)
     if world_size:
