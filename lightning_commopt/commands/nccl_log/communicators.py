@@ -138,10 +138,12 @@ def _join_open(found: Sequence[Communicator], group: Sequence[Member]) -> list[M
             if each.count == 1
             and member.num_ranks in (None, each.num_ranks)
             and member.min_ranks <= (each.num_ranks or 0)
-            and member.rank in each.missing
+            and (member.rank in each.missing if member.rank is not None else len(each.missing) > len(each.unknown))
             and owner not in [(id(other.process), other.device) for other in each.all_members]
         ]
-        if len(open_ones) == 1 and member.rank is not None:
+        if len(open_ones) == 1 and member.rank is None and member.num_ranks is None:
+            open_ones[0].unknown.append(member)
+        elif len(open_ones) == 1 and member.rank is not None:
             open_ones[0].members[member.rank] = member
             open_ones[0].members = dict(sorted(open_ones[0].members.items()))
         else:

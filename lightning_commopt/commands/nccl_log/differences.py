@@ -115,7 +115,6 @@ def find_rank_problems(communicator: Communicator) -> Iterator[Finding]:
         return  # whose lines these are is not known
     yield from _find_missing(communicator)
     yield from _find_unfinished(communicator)
-    yield from _find_aborted(communicator)
 
 
 def _find_missing(communicator: Communicator) -> Iterator[Finding]:
@@ -150,13 +149,3 @@ def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
     why = f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}; it waits there, or the log is cut"
     severity: Severity = "error" if ahead and not communicator.missing else "note"
     yield finding(severity, "unfinished_init", what, Reason(why, advice), *[member.last for member in shown])
-
-
-def _find_aborted(communicator: Communicator) -> Iterator[Finding]:
-    aborted = {r: m for r, m in communicator.members.items() if m.ended is not None and "Abort" in m.ended.text}
-    if aborted:
-        first = next(iter(aborted.values()))
-        what = f"{ranks_text(aborted)} aborted the communicator"
-        why = "PyTorch aborts at the end of a run (destroy_process_group), and after a timeout or an error of any rank"
-        advice = "nothing at the end of a run; else see the first warning or watchdog line in time"
-        yield finding("note", "aborted", what, Reason(why, advice), first.ended)

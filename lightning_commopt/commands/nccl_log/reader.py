@@ -170,7 +170,8 @@ class _Reader:
     def _read_version(self, message: Message) -> bool:
         version = grammar.VERSION.search(message.text) if message.is_whole else None
         if version is not None:
-            self.log.versions.setdefault(version[1], Fact(version[1], message.line))
+            name = f"{version[1]} (RCCL)" if version[0][0] in "Rr" else version[1]
+            self.log.versions.setdefault(name, Fact(name, message.line))
         elif package := grammar.PACKAGE.search(message.text):
             self.log.packages.setdefault(package[1], Fact(package[1], message.line))
         return version is not None
