@@ -60,6 +60,15 @@ def add_listed(
                 communicator.members[rank].num_ranks = communicator.num_ranks
 
 
+def add_unnamed(communicators: Sequence[Communicator], processes: Sequence[Process]) -> None:
+    """Adds processes that name no rank to the only communicator there is, if it lacks as many."""
+    if len(communicators) == 1 and communicators[0].count == 1:
+        known = {id(member.process) for member in communicators[0].all_members}
+        left = [each for each in processes if id(each) not in known and each.host and each.network is not None]
+        if 0 < len(left) <= len(communicators[0].missing) - len(communicators[0].unknown):
+            communicators[0].unknown += [Member(process=process) for process in left]
+
+
 def _key(member: Member, addresses: dict[tuple[int, str], Member]) -> Hashable:
     """Returns what NCCL names a communicator by; None where the log does not say."""
     if member.comm_id is not None:
@@ -129,10 +138,12 @@ def _join_open(found: Sequence[Communicator], group: Sequence[Member]) -> list[M
             if each.count == 1
             and member.num_ranks in (None, each.num_ranks)
             and member.min_ranks <= (each.num_ranks or 0)
-            and member.rank in each.missing
+            and (member.rank in each.missing if member.rank is not None else len(each.missing) > len(each.unknown))
             and owner not in [(id(other.process), other.device) for other in each.all_members]
         ]
-        if len(open_ones) == 1 and member.rank is not None:
+        if len(open_ones) == 1 and member.rank is None and member.num_ranks is None:
+            open_ones[0].unknown.append(member)
+        elif len(open_ones) == 1 and member.rank is not None:
             open_ones[0].members[member.rank] = member
             open_ones[0].members = dict(sorted(open_ones[0].members.items()))
         else:

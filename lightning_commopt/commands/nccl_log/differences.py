@@ -115,14 +115,13 @@ def find_rank_problems(communicator: Communicator) -> Iterator[Finding]:
         return  # whose lines these are is not known
     yield from _find_missing(communicator)
     yield from _find_unfinished(communicator)
-    yield from _find_aborted(communicator)
 
 
 def _find_missing(communicator: Communicator) -> Iterator[Finding]:
     missing, present = communicator.missing, list(communicator.members)
     if missing and present:
         first = next(m for m in communicator.members.values() if m.num_ranks is not None)
-        what = f"the log has {ranks_text(present)} of {communicator.num_ranks}, and no line of {ranks_text(missing)}"
+        what = f"the log has {ranks_text(present)} of {communicator.num_ranks}, and no line names {ranks_text(missing)}"
         why = "their logs are not among the files, or the log is cut; whether these ranks ran is unknown"
         advice = "name the logs of all ranks; NCCL_DEBUG=INFO must be set on every host"
         yield finding("note", "missing_ranks", what, Reason(why, advice), first.started or first.last)
@@ -141,6 +140,7 @@ def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
     first = min(member.stage for member in open_ones.values())
     behind = [rank for rank, member in open_ones.items() if member.stage == first]
     ahead = bool(finished) or max(member.stage for member in open_ones.values()) - first > 1
+    ahead = ahead and first < len(STAGES) - 2  # all rings are connected: the end is a matter of milliseconds
     who = f"{ranks_text(behind)} {'is' if len(behind) == 1 else 'are'}"
     others = f"; {ranks_text(finished)} finished" if finished else ""
     shown = [open_ones[rank] for rank in [*behind, *(rank for rank in open_ones if rank not in behind)][:2]]
@@ -149,13 +149,3 @@ def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
     why = f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}; it waits there, or the log is cut"
     severity: Severity = "error" if ahead and not communicator.missing else "note"
     yield finding(severity, "unfinished_init", what, Reason(why, advice), *[member.last for member in shown])
-
-
-def _find_aborted(communicator: Communicator) -> Iterator[Finding]:
-    aborted = {r: m for r, m in communicator.members.items() if m.ended is not None and "Abort" in m.ended.text}
-    if aborted:
-        first = next(iter(aborted.values()))
-        what = f"{ranks_text(aborted)} aborted the communicator"
-        why = "PyTorch aborts at the end of a run (destroy_process_group), and after a timeout or an error of any rank"
-        advice = "nothing at the end of a run; else see the first warning or watchdog line in time"
-        yield finding("note", "aborted", what, Reason(why, advice), first.ended)

@@ -75,6 +75,8 @@ class Process:
     interfaces: dict[str, Fact] = field(default_factory=dict)  # addresses by name
     gdr: dict[str, Line] = field(default_factory=dict)  # of each NIC, whether it has GPUDirect RDMA
     failed_at: Fact | None = None  # the first "file:line -> code" with which NCCL hands an error on
+    failed_tid: int | None = None
+    uses_p2p: bool = False  # on any connection of any communicator
     notes: dict[str, Line] = field(default_factory=dict)  # facts that there is one of, by a name of ours
 
     @property

@@ -9,14 +9,20 @@ from dataclasses import replace
 from lightning_commopt.commands.nccl_log.differences import find_process_differences, find_rank_problems
 from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of
-from lightning_commopt.commands.nccl_log.networks import find_slow_networks
-from lightning_commopt.commands.nccl_log.paths import find_slow_paths
+from lightning_commopt.commands.nccl_log.networks import SLOW_NETWORKS
+from lightning_commopt.commands.nccl_log.paths import SLOW_PATHS
 from lightning_commopt.commands.nccl_log.ras import find_ras
 from lightning_commopt.commands.nccl_log.warnings import find_timeouts, find_warnings
 from lightning_commopt.text.findings import Finding, worst_first
 
 _FORCED = re.compile(r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|M(IN|AX)_(NCHANNELS|CTAS|NRINGS)|LAUNCH_MODE)$")
-_FILES = re.compile(r"NCCL_(TOPO|GRAPH)_FILE$")
+_FORCES = "NCCL does not choose these by itself any more; what was best elsewhere is often slower here"
+_FILES = "NCCL takes the hardware from this file instead of looking: a file of another machine makes it slow"
+_COMPARE = "compare it with nvidia-smi topo -m and NCCL_TOPO_DUMP_FILE; clouds have one for each machine type"
+_SETTINGS = (
+    ("forced_settings", _FORCED, Reason(_FORCES, "measure without them, at the sizes of your buckets")),
+    ("topology_file", re.compile(r"NCCL_(TOPO|GRAPH)_FILE$"), Reason(_FILES, _COMPARE)),
+)
 _LARGE_BYTES = 16 << 20
 
 
@@ -28,10 +34,10 @@ def find_all(log: NcclLog) -> list[Finding]:
     """
     found = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *find_process_differences(log)]
     for communicator in log.communicators:
-        for find in (find_rank_problems, find_slow_paths, find_slow_networks):
+        for find in (find_rank_problems, *SLOW_PATHS, *SLOW_NETWORKS):
             where = f"communicator {communicator.number}" if communicator.count == 1 else "communicators without an id"
             found += [replace(each, where=where) for each in find(communicator)]
-    for find in (find_slow_paths, find_slow_networks):
+    for find in (*SLOW_PATHS, *SLOW_NETWORKS):
         found += find(log.rest)
     found += [*_find_settings(log), *_find_small_protocol(log)]
     found += _find_unknown(log, found)
@@ -43,24 +49,11 @@ def find_all(log: NcclLog) -> list[Finding]:
 
 def _find_settings(log: NcclLog) -> Iterator[Finding]:
     """Finds settings that replace NCCL's own choice, or its look at the hardware."""
-    for code, pattern, why, advice in (
-        (
-            "forced_settings",
-            _FORCED,
-            "NCCL does not choose these by itself any more; what was best elsewhere is often slower here",
-            "measure without them, at the sizes of your buckets",
-        ),
-        (
-            "topology_file",
-            _FILES,
-            "NCCL takes the hardware from this file instead of looking: a file of another machine makes it slow",
-            "compare it with nvidia-smi topo -m and NCCL_TOPO_DUMP_FILE; clouds have one for each machine type",
-        ),
-    ):
+    for code, pattern, reason in _SETTINGS:
         found = {name: fact for p in log.processes for name, fact in sorted(p.settings.items()) if pattern.match(name)}
         if found:
             what = f"the environment sets {', '.join(f'{name}={fact.value}' for name, fact in found.items())}"
-            yield finding("note", code, what, Reason(why, advice), *found.values())
+            yield finding("note", code, what, reason, *found.values())
 
 
 def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
@@ -74,8 +67,7 @@ def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
         what = f"messages of {largest / 2**20:.0f} MiB go by the protocol LL"
         why = f"the environment sets NCCL_PROTO={proto.value}" if proto else "NCCL's tuner, or its plugin, chose it"
         advice = "unset NCCL_PROTO and NCCL_ALGO: LL sends twice the bytes, and is for messages below some 100 KB"
-        line = log.choice_lines[first] if first else None
-        yield finding("slow", "small_protocol", what, Reason(why, advice), proto, line)
+        yield finding("slow", "small_protocol", what, Reason(why, advice), proto, first and log.choice_lines[first])
 
 
 def _find_unknown(log: NcclLog, found: list[Finding]) -> Iterator[Finding]:

@@ -52,13 +52,16 @@ _PROGRESS = re.compile(
     r"(?:work: (\d+), )?last enqueued(?: NCCL)? work: (-?\d+), last completed(?: NCCL)? work: (-?\d+)", re.IGNORECASE
 )
 _TORCH_ERROR = re.compile(
-    r"NCCL error(?: in)?: .*?((?:unhandled \w+|internal) error|invalid (?:usage|argument)|remote process exited)"
+    r"(?:NCCL error(?: in| \d)?|nccl[A-Z]\w+ failed): .*?((?:unhandled \w+|internal) error|invalid (?:usage|argument)"
+    r"|remote process exited)",
+    re.IGNORECASE,
 )
 _GROUP_AND_RANK = re.compile(r"\[(?:(PG [^\[\]]*?) )?Rank (\d+)\]|\[rank(\d+)\]")
 _MAX_RANKS = 1 << 20
 _MAX_CHANNELS = 1 << 10
 _ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
 _PROTOCOLS = ("LL", "LL128", "SIMPLE")
+_METHODS = ("CUMEM", "direct pointer", "IPC", "MNNVL")
 
 
 def parse_connection(text: str, line: Line) -> Connection | None:
@@ -72,7 +75,8 @@ def parse_connection(text: str, line: Line) -> Connection | None:
     via = found[7].strip()
     kind, _, method = ("SHM", "", "") if via.startswith("direct shared memory") else via.partition("/")
     net = _NET.match(via)
-    if kind not in ("P2P", "SHM") and net is None:
+    is_cut = kind == "P2P" and method != "" and any(each.startswith(method) and each != method for each in _METHODS)
+    if is_cut or (kind not in ("P2P", "SHM") and net is None):
         return None
     return Connection(
         channel=channel,

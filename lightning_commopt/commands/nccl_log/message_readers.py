@@ -30,7 +30,6 @@ _PROCESS_NOTES = {
     "no_plugin": ("NET/Plugin : No plugin found", "NET/Plugin: Could not find", "NET/Plugin : Plugin load"),
     "no_open": ("NET/IB : Unable to open device",),
     "ofi": ("NET/OFI ",),
-    "dmabuf": ("DMA-BUF is available on GPU device",),
     "p2p_disabled": ("P2P is disabled between",),
     "p2p_refused": ("Could not enable P2P between", "P2P not supported between"),
 }
@@ -130,6 +129,7 @@ def _read_connection(source: Source, message: Message) -> Member | None:
     key = (connection.channel, *ends, connection.direction, connection.path)
     member.connections.setdefault(key, connection)
     member.reach(3, *ends)
+    source.process.uses_p2p |= connection.kind == "P2P"
     return member
 
 
@@ -219,12 +219,15 @@ def read_process_line(process: Process, message: Message) -> bool:
         return True
     if found := grammar.FAILED_AT.match(text):
         if not _ABORTED.match(text):
-            process.failed_at = process.failed_at or Fact(found[1], message.line)
+            process.failed_at, process.failed_tid = process.failed_at or Fact(found[1], message.line), message.tid
         return True
     if "disabling GDR" in text:
         process.notes.setdefault("gdr_disabled", message.line)
         return True
-    return message.is_whole and _read_value(process, message)
+    is_known = message.is_whole and _read_value(process, message)
+    if is_known and process.failed_tid == message.tid:
+        process.failed_at = None  # NCCL went on, with something else
+    return is_known
 
 
 def _read_value(process: Process, message: Message) -> bool:

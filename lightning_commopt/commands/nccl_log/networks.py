@@ -29,16 +29,11 @@ _VIRTUAL = re.compile(
 _LINK_LOCAL = ("fe80", "169.254.")
 
 
-def find_slow_networks(communicator: Communicator) -> Iterator[Finding]:
-    """Finds what keeps the traffic between hosts slow."""
-    for find in (_find_sockets, _find_virtual_interface, _find_no_gdr):
-        yield from find(communicator)
-
-
 def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
     found = select(communicator, lambda each: each.method == "Socket" and is_in_host(communicator, each) is not True)
     processes = ends_of(communicator, found) if found else processes_of(communicator)
-    chosen = next((each.network for each in processes if each.network is not None), None)
+    networks = [each.network for each in processes if each.network is not None]
+    chosen = next((each for each in networks if each.value != "Socket"), networks[0] if networks else None)
     several = spans_hosts(communicator)
     if chosen is None and several and (no_ib := switched_on(processes, "NCCL_IB_DISABLE")):
         chosen = Fact("Socket", no_ib.line)  # only a plugin would change that
@@ -77,14 +72,11 @@ def _socket_reason(ends: list[Process]) -> Reason:
         why = "NCCL may not open the NIC: the container has no access to it, or other drivers than the host"
         advice = "--device=/dev/infiniband --ulimit memlock=-1, the host's rdma-core in the image; ibv_devinfo in it"
         return Reason(why, advice, lines(no_open))
-    if no_device and chosen:
-        why = f"NET/IB found no device: NCCL_IB_HCA={chosen.value} may match none"
-        advice = "compare NCCL_IB_HCA with ibv_devinfo, and check that a port is Active (ibstat)"
-        return Reason(why, advice, lines(no_device, chosen))
     if no_device:
-        why = "NET/IB found no device: there is none, its port is down, or the container lacks /dev/infiniband"
+        none = f"NCCL_IB_HCA={chosen.value} may match none" if chosen else "there is none"
+        why = f"NET/IB found no device: {none}, its port is down, or the container lacks /dev/infiniband"
         advice = "ibstat; containers need --device=/dev/infiniband --ulimit memlock=-1; clouds have plugins for NCCL"
-        return Reason(why, advice, lines(no_device))
+        return Reason(why, advice, lines(no_device, chosen))
     if nics:
         why = f"NCCL saw {', '.join(sorted(nics)[:4])} but does not use them: another plugin or NCCL_NET decides"
         advice = "read the lines with NET/ and Using network; set NCCL_NET=IB to see the error"
@@ -94,8 +86,7 @@ def _socket_reason(ends: list[Process]) -> Reason:
 
 
 def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
-    several = spans_hosts(communicator)
-    if several is False:
+    if not spans_hosts(communicator):
         return
     for process in processes_of(communicator):
         usable = {name: fact for name, fact in process.interfaces.items() if not _is_unreachable(name, fact.value)}
@@ -103,7 +94,7 @@ def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
         for name in dict.fromkeys((process.interface, *(process.interfaces if is_tcp else ()))):
             fact = process.interfaces.get(name)
             address = fact.value if fact else process.address
-            if not name or not _is_unreachable(name, address) or (not several and (name == "lo" or not usable)):
+            if not name or not _is_unreachable(name, address):
                 continue
             chosen = process.settings.get("NCCL_SOCKET_IFNAME")
             why = f"the environment sets NCCL_SOCKET_IFNAME={chosen.value}" if chosen else "NCCL took what is up"
@@ -112,7 +103,7 @@ def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
             what = f"{process.host or 'a process'} offers peers on other hosts the interface {name} ({address})"
             why = f"{why}; others can hardly reach it ({kind})"
             advice = f"set NCCL_SOCKET_IFNAME to {names}"
-            severity: Severity = "note" if not several else "warning" if usable else "error"
+            severity: Severity = "warning" if usable else "error"
             reason = Reason(why, advice)
             yield finding(severity, "virtual_interface", what, reason, chosen, process.bootstrap, fact)
             return
@@ -135,7 +126,8 @@ def _find_no_gdr(communicator: Communicator) -> Iterator[Finding]:
         what = f"{share} over NET/{without[0].method} work without GPUDirect RDMA: {pairs_text(pairs_of(without))}"
     else:
         what = f"NCCL disabled GPUDirect RDMA for {list_some(list(disabled))}"
-    yield finding("slow", "no_gdr", what, reason, *without[:1])
+    severity: Severity = "slow" if without or spans_hosts(communicator) else "note"
+    yield finding(severity, "no_gdr", what, reason, *without[:1])
 
 
 def _gdr_reason(rdma: list[Connection], without: list[Connection], ends: list[Process]) -> Reason:
@@ -166,6 +158,10 @@ def _gdr_reason(rdma: list[Connection], without: list[Connection], ends: list[Pr
         unknown = "" if disabled else "unknown: perhaps "
         why = f"{unknown}the network plugin ({method}) offers no GPUDirect RDMA for these GPUs or this machine"
         return Reason(why, "its manual names GPUs and machines that have it; a newer plugin or driver", lines(disabled))
+    said = [*(line for end in ends for line in end.notes.values()), *(end.version.line for end in ends if end.version)]
+    if any("rccl" in line.text.lower() for line in said):
+        why = "the kernel offers RCCL no GPUDirect RDMA" if disabled else "unknown: the log does not say why"
+        return Reason(why, "rocm-smi --showtopo; measure NCCL_DMABUF_ENABLE=1; ROCm's manual", lines(disabled))
     if disabled:
         why = "the kernel offers no GPUDirect RDMA: nvidia-peermem is not loaded, and NCCL found no DMA-BUF"
         why += "" if "no module" in disabled.text else "; or it is loaded but not registered with the NIC's driver"
@@ -173,3 +169,7 @@ def _gdr_reason(rdma: list[Connection], without: list[Connection], ends: list[Pr
         return Reason(why, f"{advice} it after OFED; nvidia-smi topo -m for the distance", lines(disabled))
     why = "unknown: the log does not say why: nvidia-peermem is missing, or NIC and GPU are on different sockets"
     return Reason(why, "nvidia-smi topo -m; lsmod | grep peermem; measure NCCL_NET_GDR_LEVEL=SYS", lines(level))
+
+
+SLOW_NETWORKS = (_find_sockets, _find_virtual_interface, _find_no_gdr)
+"""Each finds something that keeps the traffic between hosts slow."""

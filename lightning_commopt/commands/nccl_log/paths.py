@@ -29,18 +29,6 @@ _NIC_IS_FASTER = Reason(
 )
 
 
-def find_slow_paths(communicator: Communicator) -> Iterator[Finding]:
-    """Finds connections in a host that are slower than they could be, and says why, as far as the log tells."""
-    for find in (
-        _find_network_in_host,
-        _find_shared_memory,
-        _find_indirect,
-        _find_far_links,
-        _find_one_way,
-    ):
-        yield from find(communicator)
-
-
 def select(communicator: Communicator, matches: Callable[[Connection], bool]) -> list[Connection]:
     """Returns some of the connections."""
     return [each for each in communicator.connections if matches(each)]
@@ -83,6 +71,8 @@ def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
     hosts = sorted({process.host for process in ends if process.host})
     where = f"on one host ({hosts[0]})" if len(hosts) == 1 else f"each on one host ({list_some(hosts) or 'unnamed'})"
     reason = reason or (_NIC_IS_FASTER if is_by_design else _no_shared_memory(ends))
+    if is_by_design and not is_shared:
+        reason = reason._replace(why=f"unknown: {reason.why}; or settings that the log lacks forbid other paths")
     what = f"{pairs_text(pairs_of(found))} are {where} but talk over {found[0].path}"
     yield finding("note" if is_by_design else "slow", "network_in_host", what, reason, found[0])
 
@@ -119,7 +109,7 @@ def _no_shared_memory(ends: list[Process]) -> Reason:
 
 def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
     found = select(communicator, lambda each: each.kind == "SHM")
-    reason = _shared_memory_reason(communicator, ends_of(communicator, found))
+    reason = _shared_memory_reason(communicator, ends_of(communicator, found), found)
     if found:
         what = f"{pairs_text(pairs_of(found))} copy through host memory ({found[0].path}) instead of P2P"
     elif reason.evidence and not communicator.connections and communicator.num_ranks != 1:
@@ -131,9 +121,11 @@ def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
     yield finding("slow" if found else "note", "shared_memory", what, reason._replace(advice=advice), *found[:1])
 
 
-def _shared_memory_reason(communicator: Communicator, ends: list[Process]) -> Reason:
+def _shared_memory_reason(communicator: Communicator, ends: list[Process], found: list[Connection]) -> Reason:
     no_p2p, level = switched_on(ends, "NCCL_P2P_DISABLE"), setting(ends, "NCCL_P2P_LEVEL")
-    if no_p2p:
+    first = found[0].line if found else None
+    is_late = no_p2p and first and first.file == no_p2p.line.file and first.number < no_p2p.line.number
+    if no_p2p and not is_late and not any(end.uses_p2p for end in ends):
         why = f"the environment sets NCCL_P2P_DISABLE={no_p2p.value}"
         advice = "unset it, unless P2P hangs here (then turn off PCIe ACS and the IOMMU first)"
         return Reason(why, advice, lines(no_p2p))
@@ -153,9 +145,7 @@ def _shared_memory_reason(communicator: Communicator, ends: list[Process]) -> Re
     if select(communicator, lambda each: each.kind == "P2P"):
         why += "; other pairs of this host use P2P, and a ring is as slow as its slowest link"
     advice = "nvidia-smi topo -p2p r; where it says OK, measure NCCL_P2P_LEVEL=SYS"
-    return Reason(
-        why, advice, lines(level if level and select(communicator, lambda each: each.kind == "SHM") else None)
-    )
+    return Reason(why, advice, lines(level if found else None))
 
 
 def _find_indirect(communicator: Communicator) -> Iterator[Finding]:
@@ -177,12 +167,9 @@ def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
         advice = "nvidia-smi topo -m; choose GPUs on one switch with CUDA_VISIBLE_DEVICES, or compress"
         yield finding("slow", "far_link", what, Reason(why, advice), far)
     far = next((search for search in rings if search.inter in _FAR), None)
-    if far is not None and spans_hosts(communicator) is not False:
+    if far is not None and (spans_hosts(communicator) or (far.intra == "LOC" and communicator.num_ranks != 1)):
         what = f"between hosts, GPUs reach their NICs by a {far.inter} link, {far.inter_gb_per_s:g} GB/s a channel"
-        why = (
-            "PHB and NODE go through the CPU, SYS through the link between sockets: at this distance NCCL does not"
-            " use GPUDirect RDMA by default"
-        )
+        why = "PHB and NODE go through the CPU, SYS between sockets: too far for GPUDirect RDMA by default"
         advice = "nvidia-smi topo -m; pair each GPU with a NIC on its switch; measure NCCL_NET_GDR_LEVEL=SYS"
         yield finding("slow", "far_nic", what, Reason(why, advice), far)
 
@@ -197,3 +184,7 @@ def _find_one_way(communicator: Communicator) -> Iterator[Finding]:
         why = "a link is down or its other end is not read: NCCL does not use it, and goes another way"
         advice = "nvidia-smi nvlink -s; nvidia-smi topo -m; dmesg | grep -i nvlink"
         yield finding("slow", "one_way_nvlink", what, Reason(why, advice), *[links[pair] for pair in one_way[:2]])
+
+
+SLOW_PATHS = (_find_network_in_host, _find_shared_memory, _find_indirect, _find_far_links, _find_one_way)
+"""Each finds connections in a host that are slower than they could be, and why, as far as the log tells."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_commopt.commands.nccl_log import grammar
-from lightning_commopt.commands.nccl_log.communicators import add_listed, group_members
+from lightning_commopt.commands.nccl_log.communicators import add_listed, add_unnamed, group_members
 from lightning_commopt.commands.nccl_log.events import LoggedWarning
 from lightning_commopt.commands.nccl_log.facts import Fact, NcclLog
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader
@@ -91,6 +91,7 @@ class _Reader:
         self.log.communicators = group_members(self._sources.members())
         if self.log.listed:
             add_listed(self.log.communicators, self.log.processes, self.log.listed)
+        add_unnamed(self.log.communicators, self.log.processes)
         self.log.inspected = self._inspector.found
         return self.log
 
@@ -169,7 +170,8 @@ class _Reader:
     def _read_version(self, message: Message) -> bool:
         version = grammar.VERSION.search(message.text) if message.is_whole else None
         if version is not None:
-            self.log.versions.setdefault(version[1], Fact(version[1], message.line))
+            name = f"{version[1]} (RCCL)" if version[0][0] in "Rr" else version[1]
+            self.log.versions.setdefault(name, Fact(name, message.line))
         elif package := grammar.PACKAGE.search(message.text):
             self.log.packages.setdefault(package[1], Fact(package[1], message.line))
         return version is not None

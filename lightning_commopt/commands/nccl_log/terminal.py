@@ -105,7 +105,7 @@ def _hosts_text(communicator: Communicator) -> str:
     if communicator.num_nodes is not None:
         return count(communicator.num_nodes, "host")
     hosts = {member.process.machine for member in communicator.all_members if member.process.host}
-    return f"{count(len(hosts), 'host')} in the log" if hosts else "hosts unknown"
+    return f"{count(len(hosts), 'host')} or more" if hosts else "hosts unknown"
 
 
 def _print_paths(communicator: Communicator, console: Console) -> None:

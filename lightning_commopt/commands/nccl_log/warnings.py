@@ -111,6 +111,9 @@ def _find_silent_errors(log: NcclLog) -> Iterator[Finding]:
         )
         why = "the log has no warning that says why: the line was filtered out, or NCCL has none there"
         advice = "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=ALL; search NCCL's issues for the file and line"
+        if "socket" in place:
+            why = "a connection to another rank failed: a firewall, the wrong interface, or a process that has ended"
+            advice = "NCCL_SOCKET_IFNAME to the interface that hosts share; open TCP ports between them"
         yield finding("error", "silent_error", what, Reason(why, advice), first)
 
 
@@ -196,25 +199,27 @@ def _reason(group: str, timeouts: list[Timeout], num_calls: int, log: NcclLog) -
     if num_calls > 1:
         why = "ranks call the same number with different operations or sizes"
         return Reason(why, "look for code that depends on the rank: logging, conditions, batches of unequal number")
-    return _silent_reason(ranks, log)
+    return _silent_reason(group, ranks, log)
 
 
-def _silent_reason(ranks: set[int], log: NcclLog) -> Reason:
+def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
     """Returns the reason, where all that timed out wait in one collective; the log may not have all ranks."""
     world_size = max((each.num_ranks or 0 for each in log.communicators), default=0)
+    seen = {rank for each in log.communicators for rank in each.members} | {each.rank for each in log.progress.values()}
     silent = sorted(set(range(world_size or max(ranks) + 1)) - ranks)
-    silent = silent if world_size or len(silent) < len(ranks) else []  # few lines prove little
     if len(silent) >= len(ranks) and log.warnings:
         why = "NCCL itself warned, and what it says is likelier the cause than this timeout"
         return Reason(why, "begin with the warnings")
     unknown = "" if world_size else "; whether there are other ranks, the log does not say"
-    if silent:
-        why = f"{ranks_text(silent)} did not time out: they never came to this collective, had ended, or wrote no log"
+    if silent and (len(silent) < len(ranks) or (world_size and seen.issuperset(silent))):  # few lines prove little
+        outside = "are not in this group, " if group and not re.match(r"PG (?:ID )?0\b|.*default", group) else ""
+        why = f"{ranks_text(silent)} did not time out: they {outside}never came to this collective, had ended, or wrote"
         advice = f"see what {ranks_text(silent)} did instead; py-spy dump --pid PID if they still run"
-        return Reason(why + unknown, advice)
-    if world_size:
+        return Reason(f"{why} no log{unknown}", advice)
+    if world_size and not silent:
         why = "all ranks wait in the same collective: the network or a GPU stopped"
         return Reason(why, "dmesg for Xid and link errors; ibstat; run nccl-tests' all_reduce_perf on these hosts")
+    unknown = unknown or "; what the others do, the log does not say"
     why = f"all ranks of this log ({ranks_text(ranks)}) wait in the same collective{unknown}: either one of those never"
     why += " came, or the network or a GPU stopped"
     return Reason(why, "look for a rank without this line; dmesg for Xid and link errors; ibstat")

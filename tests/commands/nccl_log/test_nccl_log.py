@@ -215,10 +215,10 @@ CASES = [
     (
         change(HEALTHY, absent=[6, 7]),
         "missing_ranks",
-        "ranks 0-5 of 8, and no line of ranks 6, 7",
+        "ranks 0-5 of 8, and no line names ranks 6, 7",
         "not among the files",
     ),
-    (change(HEALTHY, absent=[6, 7], stops=0), "missing_ranks", "no line of ranks 6, 7", "is unknown"),
+    (change(HEALTHY, absent=[6, 7], stops=0), "missing_ranks", "no line names ranks 6, 7", "is unknown"),
     (
         change(HEALTHY, stops=3),
         "unfinished_init",

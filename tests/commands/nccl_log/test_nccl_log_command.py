@@ -76,7 +76,7 @@ def test_a_file_without_nccl_among_others_is_named(tmp_path: Path) -> None:
     paths[3].write_text("Epoch 0\n")
     output = run(*paths).output
     assert "rank_3.log has no line of NCCL" in output
-    assert "no line of rank 3" in output
+    assert "no line names rank 3" in output
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_whole_run_that_pytorch_ends_by_aborting_has_no_errors(read: Read) -> 
     )
     ends += f"{HEAD}misc/socket.cc:64 -> 3\n{HEAD}comm 0x5f00 rank 0 nranks 1 cudaDev 0 busId 1000 - Abort COMPLETE\n"
     _, found = read(SampleJob().mixed() + ends)
-    assert {code: finding.severity for code, finding in found.items()} == {"shutdown": "note", "aborted": "note"}
+    assert {code: finding.severity for code, finding in found.items()} == {"shutdown": "note"}
 
 
 def test_other_codes_of_sockets_and_a_lost_peer_stay_errors(read: Read) -> None:

@@ -101,7 +101,7 @@ h1:7:9 [1] NCCL INFO Setting affinity for GPU 1 to ffff
 def test_a_cut_log_of_one_rank_says_nothing_about_the_others() -> None:
     found = findings(CUT)
     assert {finding.severity for finding in found.values()} == {"note"}
-    assert found["missing_ranks"].what == "the log has rank 1 of 16, and no line of ranks 0, 2-15"
+    assert found["missing_ranks"].what == "the log has rank 1 of 16, and no line names ranks 0, 2-15"
     assert "is unknown" in found["missing_ranks"].why
     assert "at the bootstrap: GPUs and NICs" in found["unfinished_init"].why
     assert "or the log is cut" in found["unfinished_init"].why
