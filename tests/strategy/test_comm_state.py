@@ -223,7 +223,7 @@ def test_three_ranks_with_a_static_graph_go_on_bit_for_bit(folder: Path, name: s
         (4, "many_buckets", "hierarchical_powersgd", {}),
         pytest.param(2, "many_buckets", "powersgd_rank_2", {"accumulate_grad_batches": 2}, marks=_EXHAUSTIVE),
         (2, "many_buckets", "powersgd_rank_2", {"module": Overflowing}),
-        pytest.param(3, "static_view", "error_feedback_bf16", {"module": Overflowing}, marks=_EXHAUSTIVE),
+        pytest.param(3, "static_view", "error_feedback", {"module": Overflowing}, marks=_EXHAUSTIVE),
         pytest.param(2, "many_buckets", "int8", {"module": Sparse}, marks=_EXHAUSTIVE),
         (2, "many_buckets", "powersgd_rank_2", {"module": Freezing}),
         pytest.param(2, "unused", "powersgd_rank_2", {}, marks=_EXHAUSTIVE),
