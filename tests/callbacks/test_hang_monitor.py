@@ -41,6 +41,7 @@ def test_the_rank_that_is_waited_for_is_named(faults: list[tuple[str, str]], tmp
 
 
 @pytest.mark.skipif(not HAS_SIGTERM_BROADCAST, reason="Lightning broadcasts SIGTERM from 2.5.2 on")
+@pytest.mark.exhaustive
 def test_lightnings_own_broadcast_is_named(tmp_path: Path) -> None:
     """If it fails, a rank that waits in Lightning's broadcast before a batch is reported in an unknown collective."""
     ((report,), _) = run_ranks(fit_with_faults, tmp_path, [("first_hook", "ddp")])

@@ -165,13 +165,12 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "variables",
     [
         {"PYTHONIOENCODING": "ascii"},
-        pytest.param(
-            {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}, marks=pytest.mark.exhaustive, id="C locale"
-        ),
+        pytest.param({"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}, id="C locale"),
     ],
 )
 def test_commands_print_in_ascii(variables: dict[str, str], tmp_path: Path) -> None:
