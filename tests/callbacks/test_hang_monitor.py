@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hanging_fits import HAS_SIGTERM_BROADCAST, LosingBroadcast, fit_slowly, fit_with_faults
 
 from lightning_commopt.callbacks import HangMonitor
@@ -22,6 +23,8 @@ _MORE_FAULTS = [
     ("hook", "ddp"),
 ]
 HOOKS = {"callbacks": "Holding.on_before_optimizer_step", "hook": "Blocking.on_train_batch_end"}
+_HAS_RECORDER = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+"""Whether torch records gloo's collectives."""
 _SYNC = "rank 0 waits in the gradient sync of bucket 0 (layers.*) of step 4"
 
 
@@ -72,7 +75,8 @@ def test_a_broadcast_that_lightning_gives_up_is_reported(tmp_path: Path) -> None
 def check(fault: str, report: dict[str, Any]) -> None:
     assert report["ranks"] == [1]
     assert report["step"] == 4 + (fault == "hook")
-    assert report["sentence"].endswith(_SYNC) or fault in HOOKS, report["sentence"]
+    if _HAS_RECORDER or fault == "stopped":  # of int8 our hook marks the buckets
+        assert report["sentence"].endswith(_SYNC) or fault in HOOKS, report["sentence"]
     assert report["hints"]
     if fault == "stopped":
         assert (report["kind"], report["phase"]) == ("stopped", "forward")

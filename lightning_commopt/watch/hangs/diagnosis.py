@@ -79,7 +79,7 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
             kind = {"finished": "ended", "unwatched": "unreachable"}.get(state, state)
             return _diagnosis(kind, culprits, ordered)
     if not waiting:
-        return _diagnosis("late", _outliers(busy) or busy or ordered, ordered)
+        return _diagnosis("late", _outliers(busy) or _before_backward(busy) or busy or ordered, ordered)
     known = [each for each in ordered if each.state != "silent"]
     if left := _left_training(known):
         return _diagnosis("ended", left, ordered)
@@ -112,6 +112,18 @@ def _outliers(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     if () in groups or 2 * len(largest) <= len(snapshots):
         return []
     return [each for each in snapshots if each not in largest]
+
+
+def _before_backward(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
+    """Returns the ranks that have not reached the backward that all others are in.
+
+    Where torch records no collectives, as old versions over gloo, a rank in backward may wait for them.
+    """
+    inside = [each for each in snapshots if each.phase == BACKWARD and not each.parsed_collectives()]
+    before = [each for each in snapshots if each not in inside]
+    step = min((each.step for each in inside), default=-1)
+    is_behind = all(each.step < step or PHASES[each.phase].name in ("data", "forward") for each in before)
+    return before if inside and is_behind and all(each.step <= step for each in before) else []
 
 
 def _first_to_fail(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:

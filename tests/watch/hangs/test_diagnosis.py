@@ -234,6 +234,19 @@ TIMED_OUT = "DistBackendError: Watchdog caught collective operation timeout: NCC
             " step 141 (a.py:3 in f)",
         ),
         (
+            [rank(0, phase=BACKWARD, innermost="graph.py:5 in run"), rank(1, innermost="a.py:1 in f")],
+            "late",
+            (1,),
+            "rank 1 is still in forward of step 141 (a.py:1 in f); rank 0 is still in backward of step 141"
+            " (graph.py:5 in run)",
+        ),
+        (
+            [rank(0, phase=BACKWARD, innermost="graph.py:5 in run", collectives=recorded("xx")), rank(1, step=140)],
+            "late",
+            (0, 1),
+            "rank 0 is still in backward of step 141 (graph.py:5 in run); rank 1 is still in forward of step 140",
+        ),
+        (
             [syncing(0), rank(1, state="unreachable", detail="b does not answer at 10.0.0.2:4000 within 8 s")],
             "unreachable",
             (1,),
