@@ -69,6 +69,7 @@ def run_once(name: str, strategy: str, server: ForkServer, has_monitor: bool, wa
         at_s = told_at_s.get(verdict.source or "") if verdict.is_told else None
         told_s = None if at_s is None or begin_s is None else at_s - begin_s
         is_right = verdict.right_rank and verdict.right_phase and verdict.right_operation and verdict.right_sentence
+        shown = [output.replace(sys.prefix, ".venv").splitlines()[-20:] for output in outputs]
         kept = None if report is None else {key: report[key] for key in report if not is_right or key != "snapshots"}
         return {
             **asdict(verdict),
@@ -79,7 +80,9 @@ def run_once(name: str, strategy: str, server: ForkServer, has_monitor: bool, wa
             "statuses": job.statuses,
             "report": kept,
             "load": load,
-            "last_lines": None if is_right else [output.splitlines()[-20:] for output in outputs],
+            "last_lines": None
+            if is_right
+            else [output.replace(sys.prefix, ".venv").splitlines()[-20:] for output in outputs],
         }
 
 

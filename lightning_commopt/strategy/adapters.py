@@ -55,6 +55,18 @@ def move_to_package_of(accelerator: object, strategy: Any) -> None:
     vars(strategy).update(present)
 
 
+def _set_accelerator(strategy: Any, accelerator: Any) -> None:
+    move_to_package_of(accelerator, strategy)
+    strategy._accelerator = accelerator
+
+
+moving_accelerator: Any = property(
+    lambda strategy: strategy._accelerator,
+    _set_accelerator,
+    doc="The accelerator of the Trainer, which is the first that a Trainer sets.",
+)
+
+
 def accept_everywhere(adapter: type) -> type:
     """Makes the Trainers of all packages accept a strategy; the strategy then becomes that of the Trainer's package."""
 

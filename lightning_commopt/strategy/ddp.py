@@ -22,7 +22,7 @@ from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy import base, fit
-from lightning_commopt.strategy.adapters import move_to_package_of
+from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher, forget_previous_job
@@ -133,15 +133,7 @@ class CommOptStrategy(_DDPStrategy):
         """Registers ``commopt_ddp`` and its variants, so that ``strategy="commopt_ddp_bf16"`` works."""
         register_aliases(strategy_registry, cls)
 
-    @property
-    def accelerator(self) -> Any:
-        """The accelerator of the Trainer, which is the first that a Trainer sets."""
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        move_to_package_of(accelerator, self)
-        self._accelerator = accelerator
+    accelerator = moving_accelerator
 
     def __repr__(self) -> str:
         """Returns what Fabric shows in its error for a strategy that is not its own."""

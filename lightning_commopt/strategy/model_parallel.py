@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_commopt.compat.sigterm import SigtermCheck
-from lightning_commopt.strategy.adapters import move_to_package_of
+from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import check_arguments, named_arguments
 from lightning_commopt.strategy.fit import check_sigterm
 from lightning_commopt.text.formatting import byte_unit
@@ -65,15 +65,7 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         self._lightnings_arguments = given
         super().__init__(**given)
 
-    @property
-    def accelerator(self) -> Any:
-        """The accelerator of the Trainer, which is the first that a Trainer sets."""
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        move_to_package_of(accelerator, self)
-        self._accelerator = accelerator
+    accelerator = moving_accelerator
 
     def setup_environment(self) -> None:
         """Joins the process group, and replaces Lightning's check for SIGTERM if an option asks for that."""

@@ -23,14 +23,13 @@ from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
 from ray.train.torch import TorchTrainer
-from torch import Tensor
 
 import lightning_commopt
 from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor
 from lightning_commopt.ray import CommOptDDP
 from support import strategy_models
 from support.lightnings import Callback, MisconfigurationException, Trainer
-from support.strategy_models import Tiny, loader, numbers
+from support.strategy_models import Steady, numbers
 
 FAULTS = {1: ("kill", 1), 2: ("kill", 0), 3: ("raise", 1), 4: ("hang", 1)}
 """By epoch: what happens once, and to which rank."""
@@ -42,25 +41,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "int8": lambda: CommOptDDP(comm_hook="int8"),
     "powersgd": lambda: CommOptDDP(comm_hook={"name": "powersgd", "start_step": 2}),
 }
-
-
-class Steady(Tiny):
-    """Trains on the same batches in every epoch.
-
-    Args:
-        begin_batch: called with rank, epoch and index of a batch before it is trained on.
-    """
-
-    def __init__(self, begin_batch: Callable[[int, int, int], None] = lambda *place: None) -> None:
-        super().__init__()
-        self.begin_batch = begin_batch
-
-    def train_dataloader(self) -> Any:
-        return loader(24)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.begin_batch(self.global_rank, self.current_epoch, batch_idx)
-        return super().training_step(batch, batch_idx)
 
 
 def trainer(strategy: Any, *callbacks: Callback, **options: Any) -> Trainer:
@@ -138,13 +118,19 @@ def train_and_report(config: dict[str, Any]) -> None:
     run = trainer(
         CommOptDDP(comm_hook="int8"), CommTimeMonitor(dirpath=folder), monitor, RayTrainReportCallback(), max_epochs=6
     )
+    fit_on(run, model)
+    save(config["folder"], "trained", numbers(model))
+
+
+def fit_on(run: Trainer, model: Steady) -> bool:
+    """Trains, from the last checkpoint of a restarted job; returns whether there was one."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         run.fit(model)
-    else:
-        with checkpoint.as_directory() as saved:
-            run.fit(model, ckpt_path=Path(saved) / RayTrainReportCallback.CHECKPOINT_NAME)
-    save(config["folder"], "trained", numbers(model))
+        return False
+    with checkpoint.as_directory() as saved:
+        run.fit(model, ckpt_path=Path(saved) / RayTrainReportCallback.CHECKPOINT_NAME)
+    return True
 
 
 def run_faults(folder: Path) -> None:
@@ -183,13 +169,8 @@ def train_with_fewer(config: dict[str, Any]) -> None:
 
     model = Steady(wait_for_end)
     run = trainer(CommOptDDP(comm_hook="int8"), RayTrainReportCallback(), max_epochs=3)
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        run.fit(model)
-    else:
-        with checkpoint.as_directory() as saved:
-            run.fit(model, ckpt_path=Path(saved) / RayTrainReportCallback.CHECKPOINT_NAME)
-    save(config["folder"], f"of-{num_workers}", {"parameters": numbers(model), "was_resumed": checkpoint is not None})
+    was_resumed = fit_on(run, model)
+    save(config["folder"], f"of-{num_workers}", {"parameters": numbers(model), "was_resumed": was_resumed})
 
 
 def elastic(folder: Path) -> None:

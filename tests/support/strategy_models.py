@@ -1,5 +1,6 @@
 """Small models, one for each thing that a training step may do, and how to train them on a rank."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -289,3 +290,22 @@ def assert_same(got: Params, expected: Params, rtol: float = 0.0) -> None:
     assert got.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(got[name], values, rtol=rtol, atol=rtol / 10, err_msg=name)
+
+
+class Steady(Tiny):
+    """Trains on the same batches in every epoch.
+
+    Args:
+        begin_batch: called with rank, epoch and index of a batch before it is trained on.
+    """
+
+    def __init__(self, begin_batch: Callable[[int, int, int], None] = lambda *place: None) -> None:
+        super().__init__()
+        self.begin_batch = begin_batch
+
+    def train_dataloader(self) -> Any:
+        return loader(24)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.begin_batch(self.global_rank, self.current_epoch, batch_idx)
+        return super().training_step(batch, batch_idx)

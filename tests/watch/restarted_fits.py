@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import HangMonitor
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from support.lightnings import ModelCheckpoint
-from support.strategy_models import Tiny, loader, trainer
+from support.strategy_models import Steady, loader, trainer
 
 NUM_EPOCHS = 3
-
-
-class Steady(Tiny):
-    """Trains on the same batches in every epoch.
-
-    Args:
-        begin_batch: called with rank, epoch and index of a batch before it is trained on.
-    """
-
-    def __init__(self, begin_batch: Callable[[int, int, int], None] = lambda *place: None) -> None:
-        super().__init__()
-        self.begin_batch = begin_batch
-
-    def train_dataloader(self) -> Any:
-        return loader(24)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.begin_batch(self.global_rank, self.current_epoch, batch_idx)
-        return super().training_step(batch, batch_idx)
 
 
 def fit(model: Steady, folder: Path, *, has_monitor: bool = False, **options: Any) -> None:

@@ -46,7 +46,7 @@ def _find_settings(complete: list[Process], ranks: Mapping[int, str]) -> Iterato
             without = _named([id(process) for process in absent], ranks)
             what = f"{name}={first.value} is set on {_named(have, ranks)}, not on {without}"
             why = "the environment differs between hosts or ranks: NCCL chooses other paths there, or hangs"
-            advice = f"set {name} on all ranks or on none (torchrun and mpirun pass only what they are told to)"
+            advice = f"set {name} on all ranks or on none (mpirun passes only variables that -x names)"
             yield finding("differs", "different_settings", what, Reason(why, advice), first)
 
 

@@ -61,7 +61,7 @@ def _with_nccl(num_gpus: int) -> list[TestDevices]:
     backend = "cpu:gloo,cuda:nccl"
     if num_gpus > 1:
         return [_cuda("2 ranks on 2 GPUs, NCCL", backend, indices=(0, 1))]
-    # NCCL refuses two ranks with one GPU of one host, unless it is told to share, or takes them for two hosts.
+    # NCCL refuses two ranks with one GPU of one host, unless sharing is enabled, or they seem to be on two hosts.
     as_hosts = {str(rank): {"NCCL_HOSTID": f"host{rank}"} for rank in range(2)}
     places = [_cuda("2 ranks on one GPU as 2 hosts, NCCL over sockets", backend, environment=as_hosts)]
     if torch.cuda.nccl.version() >= _NCCL_THAT_SHARES_A_GPU:
