@@ -80,9 +80,7 @@ def run_once(name: str, strategy: str, server: ForkServer, has_monitor: bool, wa
             "statuses": job.statuses,
             "report": kept,
             "load": load,
-            "last_lines": None
-            if is_right
-            else [output.replace(sys.prefix, ".venv").splitlines()[-20:] for output in outputs],
+            "last_lines": None if is_right else shown,
         }
 
 
