@@ -1,5 +1,6 @@
 """CommPlan: what it accepts, what it refuses and how, and its way through JSON."""
 
+import dataclasses
 import inspect
 import json
 from datetime import timedelta
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -384,8 +386,10 @@ def test_name_of_options_at_their_defaults() -> None:
 def test_every_option_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, two plans that differ in one option cannot be told apart."""
     monkeypatch.setattr(plan_module, "ddp_options", lambda: {*ddp_options(), *DDP_OPTION_SINCE})
-    for switch in plan_module._SWITCHES:
+    for switch in (f.name for f in dataclasses.fields(CommPlan) if f.type == "bool | None"):
         names = [CommPlan.from_dict({switch: value}).name for value in (True, False)]
         assert len(set(names)) == 2
         if "uncompressed" in names:
-            assert plan_module._ddp_default(switch) == (names[0] == "uncompressed")
+            parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+            default = parameters[switch].default if switch in parameters else None
+            assert default == (names[0] == "uncompressed")

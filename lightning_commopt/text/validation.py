@@ -7,6 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -17,8 +18,6 @@ _SKIPPED_PACKAGES = frozenset(
     }
 )
 """Packages whose frames a warning skips, to point at the user's line."""
-
-_warned: set[str] = set()
 
 
 def check_integer(name: str, value: Any, at_least: int) -> None:
@@ -88,11 +87,10 @@ def warn(message: str, *, on_every_rank: bool = False) -> None:
         warnings.warn(message, stacklevel=_users_stacklevel())
 
 
+@cache
 def warn_once(message: str) -> None:
     """Calls `warn` once for each message."""
-    if message not in _warned:
-        _warned.add(message)
-        warn(message)
+    warn(message)
 
 
 def info(message: str) -> None:

@@ -21,9 +21,9 @@ from lightning_commopt.watch.peers import Failure, Peers
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, make_even
 from lightning_commopt.watch.waiting import is_in_callback, is_in_collective, waits_for_others
 
-_WAKE_S = 1.0
-_STALLED_S = 2.0
-_GRACE_S = 5.0
+WAKE_S = 1.0
+STALLED_S = 2.0
+GRACE_S = 5.0
 
 
 class FitWatch:
@@ -109,7 +109,7 @@ class FitWatch:
     def _stop_watching(self) -> None:
         self._stop.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=_STALLED_S)
+            self._thread.join(timeout=STALLED_S)
 
     def _make_even(self) -> None:
         self._agreed = make_even(self._trainer, self._policy, self._device)
@@ -130,18 +130,18 @@ class FitWatch:
     def _watch(self) -> None:
         position, moved_at = self._position, time.monotonic()
         in_vain_since: float | None = None
-        while not self._stop.wait(_WAKE_S):
+        while not self._stop.wait(WAKE_S):
             now, before, position = time.monotonic(), position, self._position
             if position != before:
                 moved_at = now
             self._peers.learn()
             self._lifelines.update()
-            has_stalled = now - moved_at >= _STALLED_S
+            has_stalled = now - moved_at >= STALLED_S
             reason = self._reason_to_end() if has_stalled else None
             if not has_stalled:
                 self._peers.set_waiting(False)
             in_vain_since = None if reason is None else in_vain_since or now
-            if reason is not None and in_vain_since is not None and now - in_vain_since >= _GRACE_S:
+            if reason is not None and in_vain_since is not None and now - in_vain_since >= GRACE_S:
                 self._end(reason)
 
     def _reason_to_end(self) -> str | None:
@@ -174,4 +174,4 @@ class FitWatch:
 
     def _end(self, reason: str) -> None:
         if not self._stop.is_set():
-            end_waiting_rank(self._rank, reason, _GRACE_S)
+            end_waiting_rank(self._rank, reason, GRACE_S)

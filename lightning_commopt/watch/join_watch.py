@@ -29,11 +29,11 @@ from lightning_commopt.watch.join_texts import (
 from lightning_commopt.watch.peers import namespace_name
 
 _REPORT_AFTER_S = 20.0
-_LOOK_S = 1.0
+LOOK_S = 1.0
 _ANSWER_S = 0.25
 _TRY_S = 3.0
 _CLOSE_S = 3.0
-_GRACE_S = 5.0
+GRACE_S = 5.0
 
 
 class JoinWatch:
@@ -97,7 +97,7 @@ class JoinWatch:
     def _watch(self) -> None:
         before: str | None = None
         in_vain_since: float | None = None
-        while not self._stop.wait(_LOOK_S if self._agreement is None or not self._agreement.missing else _ANSWER_S):
+        while not self._stop.wait(LOOK_S if self._agreement is None or not self._agreement.missing else _ANSWER_S):
             now = time.monotonic()
             is_late = now - self._begin >= _REPORT_AFTER_S
             self._agree()
@@ -112,8 +112,8 @@ class JoinWatch:
             if self._rank == 0 or self._failure.startswith("rank 0 "):
                 self._report(self._failure)
             in_vain_since = in_vain_since or now
-            if now - in_vain_since >= _GRACE_S and not self._stop.is_set():
-                end_waiting_rank(self._rank, f"{self._failure}.", _GRACE_S)
+            if now - in_vain_since >= GRACE_S and not self._stop.is_set():
+                end_waiting_rank(self._rank, f"{self._failure}.", GRACE_S)
 
     def _report(self, sentence: str | None) -> None:
         if sentence is not None and sentence != self._reported and not (self._stop.is_set() and self._error is None):

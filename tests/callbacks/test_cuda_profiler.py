@@ -322,7 +322,7 @@ def test_ranks_that_do_not_exist(events):
 
 
 def test_without_cuda_it_says_once_that_it_does_nothing(monkeypatch):
-    monkeypatch.setattr(validation, "_warned", set())
+    validation.warn_once.cache_clear()
     events: list[Any] = []
     window = CUDAProfilerWindow(start_step=1)
     with warnings.catch_warnings(record=True) as caught:

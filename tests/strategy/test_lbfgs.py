@@ -76,7 +76,7 @@ def _warnings(devices: int) -> list[int]:
     numbers = []
     for options in ({}, _SEARCH, _BY_GRADIENTS):
         for set_up in (_set_up_trainer, _set_up_fabric):
-            validation._warned.clear()
+            validation.warn_once.cache_clear()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 set_up(options, devices)

@@ -216,7 +216,7 @@ def test_several_communicators_at_a_time_are_warned_of(monkeypatch: pytest.Monke
     with pytest.warns(UserWarning, match="set NCCL_LAUNCH_ORDER_IMPLICIT=1"):
         warn_of_launch_order(nn.Sequential(nn.SyncBatchNorm(4)))
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    validation._warned.clear()
+    validation.warn_once.cache_clear()
     warn_of_launch_order(nn.Sequential(nn.SyncBatchNorm(4)))
 
 

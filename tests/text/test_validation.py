@@ -76,7 +76,7 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a warning comes in every step."""
-    monkeypatch.setattr(validation, "_warned", set())
+    validation.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):

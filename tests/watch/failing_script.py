@@ -23,7 +23,7 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.watch import fit_watch
 from support.strategy_models import Tiny, loader, trainer
 
-fit_watch._WAKE_S, fit_watch._STALLED_S, fit_watch._GRACE_S = 0.2, 1.0, 2.0
+fit_watch.WAKE_S, fit_watch.STALLED_S, fit_watch.GRACE_S = 0.2, 1.0, 2.0
 
 
 class Failing(Tiny):

@@ -268,7 +268,7 @@ class _QuickPopen(subprocess.Popen[Any]):
 def run_on_rank(schedule: Schedule, after_s: float, folder: Path, start_method: str = "popen") -> None:
     """Trains without and with watching, and writes ``FOLDER/resultN.json``."""
     faulthandler.dump_traceback_later(LIMIT_S - 5, exit=False)
-    fit_watch._WAKE_S, fit_watch._STALLED_S, fit_watch._GRACE_S = 0.05, after_s / 4, 2 * after_s
+    fit_watch.WAKE_S, fit_watch.STALLED_S, fit_watch.GRACE_S = 0.05, after_s / 4, 2 * after_s
     subprocess.Popen = _QuickPopen  # type: ignore[assignment,misc]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))

@@ -22,7 +22,7 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.watch import fit_watch
 from support.strategy_models import Tiny, loader, trainer
 
-fit_watch._WAKE_S, fit_watch._STALLED_S, fit_watch._GRACE_S = 0.1, 0.5, 1.0
+fit_watch.WAKE_S, fit_watch.STALLED_S, fit_watch.GRACE_S = 0.1, 0.5, 1.0
 _LIMIT_S = 60
 
 

@@ -122,7 +122,7 @@ def _come_late(folder: Path, port: int) -> int:
     rank = int(os.environ["LOCAL_RANK"])
     os.environ["MASTER_PORT"] = str(port)
     os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
-    join_watch._REPORT_AFTER_S, join_watch._LOOK_S = 0.2, 0.05
+    join_watch._REPORT_AFTER_S, join_watch.LOOK_S = 0.2, 0.05
     for waiting, told, late in ((1, "refuses connections", 0), (0, "for rank 2; ranks 0, 1 are here", 2)):
         while rank == late and told not in (folder / str(waiting)).read_text():
             time.sleep(0.02)
@@ -153,7 +153,7 @@ def test_late_ranks_are_named_and_then_train(tmp_path: Path) -> None:
 def _fail_on_rank_0(folder: Path, port: int) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
-    join_watch._LOOK_S, join_watch._GRACE_S = 0.05, 0.2
+    join_watch.LOOK_S, join_watch.GRACE_S = 0.05, 0.2
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
     with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, ranks_per_node=2, backend="gloo"):
@@ -179,7 +179,7 @@ def test_ranks_end_when_another_has_failed(tmp_path: Path) -> None:
 def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, ranks wait in silence for a program that is no store."""
     monkeypatch.setattr(join_watch, "_REPORT_AFTER_S", 0.0)
-    monkeypatch.setattr(join_watch, "_LOOK_S", 0.01)
+    monkeypatch.setattr(join_watch, "LOOK_S", 0.01)
     monkeypatch.setattr(join_watch, "_TRY_S", 0.05)
     said = ""
     with (

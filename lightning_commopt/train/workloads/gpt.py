@@ -115,7 +115,7 @@ class GPT(LightningModule):
         return F.linear(self.norm(x), self.token.weight)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
+        loss = self.loss(batch)
         self.log("train_loss", loss.detach(), prog_bar=True)
         return loss
 
@@ -139,7 +139,7 @@ class GPT(LightningModule):
         cycle = scheduler(optimizer, max_lr=peak, total_steps=int(num_steps), pct_start=share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
-    def _loss(self, batch: Tensor) -> Tensor:
+    def loss(self, batch: Tensor) -> Tensor:
         logits = self(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 

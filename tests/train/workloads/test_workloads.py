@@ -93,7 +93,7 @@ def test_gpt_trains_the_rows_that_no_byte_uses_too():
     model = GPT(width=16, num_layers=1, num_heads=2, context=8, vocabulary=300)
     logits = model(torch.randint(256, (2, 8)))
     assert logits.shape == (2, 8, 300)
-    model._loss(torch.randint(256, (2, 9))).backward()
+    model.loss(torch.randint(256, (2, 9))).backward()
     gradient = model.token.weight.grad
     assert gradient is not None
     assert gradient[256:].abs().min() > 0
@@ -128,7 +128,7 @@ def gradients_of_gpt(activation_checkpointing):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model._loss(torch.randint(256, (4, 9)))
+        loss = model.loss(torch.randint(256, (4, 9)))
     loss.backward()
     return [parameter.grad for parameter in model.parameters()], sum(kept)
 
