@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from lightning_commopt.commands.nccl_log.facts import NcclLog
+from lightning_commopt.commands.nccl_log.inspector import InspectorReader
+from lightning_commopt.commands.nccl_log.lines import Message
+from lightning_commopt.commands.nccl_log.reader import LogReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,3 +207,10 @@ BROKEN = SampleJob(
     },
 )
 """The job of docs/nccl_log.md whose link broke."""
+
+
+def read_lines(messages: Iterable[Message]) -> NcclLog:
+    """Reads messages, as `read_messages` gives them."""
+    reader = LogReader(InspectorReader())
+    reader.read(messages)
+    return reader.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from lightning_commopt.commands.nccl_log.facts import STAGES, Communicator, Fact, NcclLog, Process
-from lightning_commopt.commands.nccl_log.finding import Reason, finding, processes_of
+from lightning_commopt.commands.nccl_log.finding import finding, processes_of, reason
 from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import list_some, ranks_text
 
@@ -45,9 +45,7 @@ def _find_settings(complete: list[Process], ranks: Mapping[int, str]) -> Iterato
             first = next(iter(have.values()))
             without = _named([id(process) for process in absent], ranks)
             what = f"{name}={first.value} is set on {_named(have, ranks)}, not on {without}"
-            why = "the environment differs between hosts or ranks: NCCL chooses other paths there, or hangs"
-            advice = f"set {name} on all ranks or on none (mpirun passes only variables that -x names)"
-            yield finding("differs", "different_settings", what, Reason(why, advice), first)
+            yield finding("differs", "different_settings", what, reason("missing_setting", name=name), first)
 
 
 def _find_versions(log: NcclLog, ranks: Mapping[int, str]) -> Iterator[Finding]:
@@ -57,17 +55,13 @@ def _find_versions(log: NcclLog, ranks: Mapping[int, str]) -> Iterator[Finding]:
         named = {fact.value.partition("+")[0]: fact for fact in facts.values()}
         if len(named) > 1 and communicator.count == 1:
             what = f"ranks have several versions of NCCL: {', '.join(sorted(named))}"
-            why = "ranks of one job need the same; LD_LIBRARY_PATH or LD_PRELOAD brings another one on some hosts"
-            advice = "python -c 'import torch; print(torch.cuda.nccl.version())' on every host; one image for all"
-            yield finding("error", "different_version", what, Reason(why, advice), *named.values())
+            yield finding("error", "different_version", what, reason("different_version"), *named.values())
             return
     facts_of_all = [*(p.version for p in log.processes if p.version is not None), *log.versions.values()]
     named = {fact.value.partition("+")[0]: fact for fact in facts_of_all}
     if len(named) > 1:
         what = f"the log has several versions of NCCL: {', '.join(sorted(named))}"
-        why = "it has several jobs, or one whose ranks load different libraries: no communicator has both"
-        advice = "if it is one job: python -c 'import torch; print(torch.cuda.nccl.version())' on every host"
-        yield finding("note", "several_versions", what, Reason(why, advice), *named.values())
+        yield finding("note", "several_versions", what, reason("several_versions"), *named.values())
 
 
 def _differing(
@@ -79,9 +73,8 @@ def _differing(
     if len(by_value) > 1:
         shown = "; ".join(f"{value} on {_named(each, ranks)}" for value, each in by_value.items())
         what = f"ranks have different {name}: {shown}"
-        why = "hosts are set up differently, or the launcher passes the environment to some only"
         firsts = [facts[each[0]] for each in by_value.values()][:4]
-        yield finding("differs", f"different_{code}", what, Reason(why, advice), *firsts)
+        yield finding("differs", f"different_{code}", what, reason("different", advice=advice), *firsts)
 
 
 def _ranks_by_process(log: NcclLog) -> dict[int, str]:
@@ -93,12 +86,8 @@ def _ranks_by_process(log: NcclLog) -> dict[int, str]:
             by_process.setdefault(id(member.process), []).append(rank)
         names.update({process: ranks_text(ranks) for process, ranks in by_process.items()})
     for process in log.processes:
-        names.setdefault(id(process), _shown(process))
+        names.setdefault(id(process), f"{process.host}:{process.pid}" if process.host else "a process")
     return names
-
-
-def _shown(process: Process) -> str:
-    return f"{process.host}:{process.pid}" if process.host else "a process"
 
 
 def _named(processes: Iterable[int], ranks: Mapping[int, str]) -> str:
@@ -122,9 +111,7 @@ def _find_missing(communicator: Communicator) -> Iterator[Finding]:
     if missing and present:
         first = next(m for m in communicator.members.values() if m.num_ranks is not None)
         what = f"the log has {ranks_text(present)} of {communicator.num_ranks}, and no line names {ranks_text(missing)}"
-        why = "their logs are not among the files, or the log is cut; whether these ranks ran is unknown"
-        advice = "name the logs of all ranks; NCCL_DEBUG=INFO must be set on every host"
-        yield finding("note", "missing_ranks", what, Reason(why, advice), first.started or first.last)
+        yield finding("note", "missing_ranks", what, reason("missing_ranks"), first.started or first.last)
 
 
 def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
@@ -144,8 +131,8 @@ def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
     who = f"{ranks_text(behind)} {'is' if len(behind) == 1 else 'are'}"
     others = f"; {ranks_text(finished)} finished" if finished else ""
     shown = [open_ones[rank] for rank in [*behind, *(rank for rank in open_ones if rank not in behind)][:2]]
-    advice = f"read the last lines of {ranks_text(behind)} and all warnings; py-spy dump --pid PID if it still runs"
     what = f"the log of {ranks_text(open_ones)} ends before initialization was complete{others}"
-    why = f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}; it waits there, or the log is cut"
+    where = f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}"
+    why = reason("unfinished_init", where=where, ranks=ranks_text(behind))
     severity: Severity = "error" if ahead and not communicator.missing else "note"
-    yield finding(severity, "unfinished_init", what, Reason(why, advice), *[member.last for member in shown])
+    yield finding(severity, "unfinished_init", what, why, *[member.last for member in shown])

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lightning_commopt.commands.nccl_log.events import Choice, LoggedWarning, Progress, RasReport, Timeout
-from lightning_commopt.commands.nccl_log.inspector import Inspected
+from lightning_commopt.commands.nccl_log.inspector import Inspected, Matched
 from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.text.findings import Line
 
@@ -214,11 +214,6 @@ class Communicator:
     def connections(self) -> list[Connection]:
         return [each for member in self.all_members for each in member.connections.values()]
 
-    @property
-    def rings(self) -> dict[int, tuple[int, ...]]:
-        """Order of ranks by channel."""
-        return {channel: ring for member in self.all_members for channel, ring in sorted(member.rings.items())}
-
 
 @dataclass(kw_only=True)
 class NcclLog:
@@ -239,6 +234,7 @@ class NcclLog:
     choices: Counter[Choice] = field(default_factory=Counter)
     choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first
     inspected: Inspected = field(default_factory=Inspected)
+    matched: list[Matched] = field(default_factory=list)  # with the steps of a run
 
     @cached_property
     def rest(self) -> Communicator:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Fact, Member, Process
@@ -25,6 +28,20 @@ class Reason(NamedTuple):
     why: str  # the setting or the fact about the hardware
     advice: str  # what to try
     evidence: tuple[Line, ...] = ()
+
+
+@cache
+def read_texts(name: str) -> dict[str, dict[str, str]]:
+    """Reads a table of texts beside this module: by the word in brackets, its values by their names."""
+    text = re.sub(r"^#.*\n", "", Path(__file__).with_name(name).read_text(), flags=re.MULTILINE)
+    blocks = [block.partition("]\n") for block in re.split(r"^\[", text, flags=re.MULTILINE)[1:]]
+    return {code: dict(line.split(": ", 1) for line in rest.splitlines() if line) for code, _, rest in blocks}
+
+
+def reason(code: str, /, *evidence: Line | HasLine | None, **values: object) -> Reason:
+    """Returns an entry of ``reasons.txt`` with its words in braces filled in, and those lines that there are."""
+    texts = read_texts("reasons.txt")[code]
+    return Reason(texts["why"].format(**values), texts["try"].format(**values), lines(*evidence))
 
 
 def finding(severity: Severity, code: str, what: str, reason: Reason, *evidence: Line | HasLine | None) -> Finding:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lightning_commopt.commands.nccl_log.differences import find_process_differences, find_rank_problems
 from lightning_commopt.commands.nccl_log.facts import NcclLog
-from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of
+from lightning_commopt.commands.nccl_log.finding import finding, ranks_of, reason
 from lightning_commopt.commands.nccl_log.networks import SLOW_NETWORKS
 from lightning_commopt.commands.nccl_log.paths import SLOW_PATHS
 from lightning_commopt.commands.nccl_log.ras import find_ras
@@ -16,22 +16,12 @@ from lightning_commopt.commands.nccl_log.warnings import find_timeouts, find_war
 from lightning_commopt.text.findings import Finding, worst_first
 
 _FORCED = re.compile(r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|M(IN|AX)_(NCHANNELS|CTAS|NRINGS)|LAUNCH_MODE)$")
-_FORCES = "NCCL does not choose these by itself any more; what was best elsewhere is often slower here"
-_FILES = "NCCL takes the hardware from this file instead of looking: a file of another machine makes it slow"
-_COMPARE = "compare it with nvidia-smi topo -m and NCCL_TOPO_DUMP_FILE; clouds have one for each machine type"
-_SETTINGS = (
-    ("forced_settings", _FORCED, Reason(_FORCES, "measure without them, at the sizes of your buckets")),
-    ("topology_file", re.compile(r"NCCL_(TOPO|GRAPH)_FILE$"), Reason(_FILES, _COMPARE)),
-)
+_SETTINGS = (("forced_settings", _FORCED), ("topology_file", re.compile(r"NCCL_(TOPO|GRAPH)_FILE$")))
 _LARGE_BYTES = 16 << 20
 
 
 def find_all(log: NcclLog) -> list[Finding]:
-    """Finds what is wrong, slow or unequal, and what the log does not say.
-
-    Returns:
-        Errors first, then what is slow, what differs and notes; one finding for communicators that have it alike.
-    """
+    """Finds what is wrong, slow or unequal, and what could not be judged; once where communicators have it alike."""
     found = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *find_process_differences(log)]
     for communicator in log.communicators:
         for find in (find_rank_problems, *SLOW_PATHS, *SLOW_NETWORKS):
@@ -49,11 +39,11 @@ def find_all(log: NcclLog) -> list[Finding]:
 
 def _find_settings(log: NcclLog) -> Iterator[Finding]:
     """Finds settings that replace NCCL's own choice, or its look at the hardware."""
-    for code, pattern, reason in _SETTINGS:
+    for code, pattern in _SETTINGS:
         found = {name: fact for p in log.processes for name, fact in sorted(p.settings.items()) if pattern.match(name)}
         if found:
             what = f"the environment sets {', '.join(f'{name}={fact.value}' for name, fact in found.items())}"
-            yield finding("note", code, what, reason, *found.values())
+            yield finding("note", code, what, reason(code), *found.values())
 
 
 def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
@@ -66,8 +56,8 @@ def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
         first = max(sizes, key=lambda choice: choice.num_bytes, default=None)
         what = f"messages of {largest / 2**20:.0f} MiB go by the protocol LL"
         why = f"the environment sets NCCL_PROTO={proto.value}" if proto else "NCCL's tuner, or its plugin, chose it"
-        advice = "unset NCCL_PROTO and NCCL_ALGO: LL sends twice the bytes, and is for messages below some 100 KB"
-        yield finding("slow", "small_protocol", what, Reason(why, advice), proto, first and log.choice_lines[first])
+        evidence = (proto, first and log.choice_lines[first])
+        yield finding("slow", "small_protocol", what, reason("small_protocol", why=why), *evidence)
 
 
 def _find_unknown(log: NcclLog, found: list[Finding]) -> Iterator[Finding]:
@@ -79,11 +69,7 @@ def _find_unknown(log: NcclLog, found: list[Finding]) -> Iterator[Finding]:
         whose = f"how {who} talk{'' if who.startswith('ranks') else 's'}"
         no_network = ", and which network they use" if not any(p.network for p in log.processes) else ""
         what = f"unknown: {whose}{no_network}"
-        why = "the log has no line of their connections (Channel ... via): it is cut, or they have not talked yet"
-        advice = "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,ENV,GRAPH,NET,P2P, and the whole log of all ranks"
-        yield finding("note", "unknown", what, Reason(why, advice))
+        yield finding("note", "unknown", what, reason("no_connections"))
     elif not log.communicators and not found and not log.choices and not log.inspected.num_records:
         what = "unknown: how ranks talk; the log has only a version" if log.versions else "unknown: how ranks talk"
-        why = "no line is about a rank"
-        advice = "NCCL_DEBUG=INFO for the job, and the whole log of all ranks"
-        yield finding("note", "unknown", what, Reason(why, advice))
+        yield finding("note", "unknown", what, reason("no_rank"))

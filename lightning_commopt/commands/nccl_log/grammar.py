@@ -38,9 +38,9 @@ _CONNECTION = re.compile(
     r"(?:Channel|Ring) (\d+)(?:/\d+)? : (\d+)(?:\[([0-9a-fA-F]+)\])? -> (\d+)(?:\[([0-9a-fA-F]+)\])?"
     r"(?: \[(send|receive)\])? via (.+?)(?: comm (0x[0-9a-fA-F]+).*)?$"
 )
-_NET = re.compile(r"NET/(.+?)/(\d+)(?:\((\d+)\))?((?:/.*)?)$")
+_NET = re.compile(r"NET/(.+?)/(\d+)(?:\((\d+)\))?((?:/GDRDMA(?:\(\w+\))?|/Shared)*)$")
 _SEARCH = re.compile(
-    r"Pattern (\d+), crossNic -?\d+, nChannels (\d+), (?:bw|speed) ([\d.]+)/([\d.]+), type (\w+)/(\w+)"
+    r"Pattern (\d+), crossNic -?\d+, nChannels (\d+), (?:bw|speed) (\d+\.?\d*)/(\d+\.?\d*), type (\w+)/(\w+)"
 )
 _CHOICE = re.compile(r"(?:(\w+): )?(\d+) Bytes -> Algo (\w+) proto (\w+)(?:.*channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\})?")
 _KERNEL_CHOICE = re.compile(r"(\w+) \[([\w ]+)\]: (\d+) Bytes -> (?:Kernel )?(\S+)(?: nchannels (\d+))?")
@@ -111,8 +111,7 @@ def parse_search(text: str, line: Line) -> SearchResult | None:
     found = _SEARCH.match(text)
     if found is None:
         return None
-    intra_gb_per_s, inter_gb_per_s = parse_number(found[3]), parse_number(found[4])
-    return SearchResult(int(found[1]), int(found[2]), found[5], found[6], intra_gb_per_s, inter_gb_per_s, line)
+    return SearchResult(int(found[1]), int(found[2]), found[5], found[6], float(found[3]), float(found[4]), line)
 
 
 def parse_choice(text: str) -> Choice | None:
@@ -179,9 +178,8 @@ def parse_torch_error(text: str) -> tuple[int | None, str] | None:
 def _group_and_rank(text: str) -> tuple[str, int] | None:
     """Returns the rank that stands last in front of a message, and its process group, if it is named."""
     found = [(each[1] or "", int(each[2] or each[3])) for each in _GROUP_AND_RANK.finditer(text)]
-    return (
-        (next((group for group, rank in found if group and rank == found[-1][1]), ""), found[-1][1]) if found else None
-    )
+    groups = [group for group, rank in found if group and rank == found[-1][1]]
+    return ((groups or [""])[0], found[-1][1]) if found else None
 
 
 def are_ranks(*numbers: int) -> bool:
@@ -192,11 +190,3 @@ def are_ranks(*numbers: int) -> bool:
 def is_channel(number: int) -> bool:
     """Returns whether a number can be a channel's."""
     return 0 <= number < _MAX_CHANNELS
-
-
-def parse_number(text: str) -> float:
-    """Returns a number of NCCL's, or NaN where it is broken."""
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+_MAX_ORDER = 1024  # of each communicator, kind and rank; as many as the Inspector itself keeps by default
+
 
 class Measured(NamedTuple):
     """A kind of collective that the Inspector measured."""
@@ -20,34 +22,45 @@ class Measured(NamedTuple):
     protocol: str  # such as SIMPLE, likewise
 
 
+class Matched(NamedTuple):
+    """How the Inspector measured one kind of collective, or one collective of a step."""
+
+    name: str  # its communicator; or such as "bucket 2", "forward 0" for the first of its kind in this phase
+    kind: Measured
+    times: int
+    gb_per_s: float  # the median bus bandwidth
+
+
+Order = dict[int, tuple[Measured, float]]
+"""By NCCL's number, collectives of one operation in one communicator on one rank, and their bus bandwidth in GB/s."""
+
+
 @dataclass(kw_only=True)
 class Inspected:
     """What the Inspector's files say."""
 
     bus_gb_per_s: dict[Measured, array[float]] = field(default_factory=dict)
+    in_order: dict[tuple[str, int, int, str], Order] = field(default_factory=dict)  # operation, rank, ranks, comm_id
     num_dropped: int = 0  # collectives that did not fit the Inspector's memory
     num_records: int = 0
 
-    def rows(self) -> list[tuple[Measured, int, float]]:
-        """Returns each kind with its number and median bus bandwidth in GB/s, those of most bytes in all first."""
-        found = [(kind, len(values), median(values)) for kind, values in self.bus_gb_per_s.items()]
-        return sorted(found, key=lambda row: -row[0].num_bytes * row[1])
+    def rows(self) -> list[Matched]:
+        """Returns each kind under the name of its communicator, those of most bytes in all first."""
+        found = [Matched(kind.comm_id, kind, len(each), median(each)) for kind, each in self.bus_gb_per_s.items()]
+        return sorted(found, key=lambda row: -row.kind.num_bytes * row.times)
 
 
 class InspectorReader:
     """Reads the Inspector's objects: each with its communicator, or since v4.3 after a marker that names it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_order: bool = False) -> None:
         self.found = Inspected()
+        self._keeps_order = keeps_order
         self._header: dict[str, Any] = {}
         self._left = 0
 
     def read(self, text: str) -> bool:
-        """Reads a line.
-
-        Returns:
-            Whether it is the Inspector's; damaged lines are not.
-        """
+        """Reads a line; returns whether it is the Inspector's, and not damaged."""
         if not text.startswith('{"') or not any(f'"{name}"' in text for name in ("coll_perf", "dump_stats")):
             return False
         try:
@@ -76,6 +89,12 @@ class InspectorReader:
             return False
         kind = Measured(comm_id, names[0], _integer(measured.get("coll_msg_size_bytes")), names[1], names[2])
         self.found.bus_gb_per_s.setdefault(kind, array("d")).append(bandwidth)
+        if self._keeps_order:
+            key = (names[0], rank, _integer(header.get("n_ranks")), comm_id)
+            order = self.found.in_order.setdefault(key, {})
+            order[_integer(measured.get("coll_sn"))] = (kind, bandwidth)
+            if len(order) > _MAX_ORDER:
+                del order[next(iter(order))]
         self.found.num_records += 1
         return True
 

@@ -24,7 +24,7 @@ _OF_INTEREST = re.compile(
     rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA|[nr]ccl.?version", re.IGNORECASE
 )
 _RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)\r?\n")
-# Versions before 2.3 write no "NCCL" in front of the level; then the head must be whole.
+# Versions before 2.3 write no "NCCL" in front of the level; then the head must have a host, or a device and a place.
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
 _HEAD = re.compile(
     r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}`*'\"]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
@@ -129,7 +129,7 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         return
     text = _ESCAPES.sub("", text)
     heads = [(mark, head, *_writer(head)) for mark in _MARK.finditer(text) for head in [_head(text, mark)]]
-    found = [each for each in heads if each[0][1] or each[2]]
+    found = [each for each in heads if each[0][1] or each[2] or (each[1]["device"] and each[1]["place"])]
     if not found:
         rest = text.strip() if text.startswith('{"') else text.strip()[:_MAX_CHARACTERS]  # JSON has its own limits
         yield Message(file=file, number=number, whole_line=text, text=rest, is_whole=is_whole)

@@ -48,12 +48,7 @@ class MemberReader:
         self._gpu: dict[int, str] = {}  # whose links NCCL's topology lists just now, by id of the member
 
     def read(self, source: Source, message: Message) -> None:
-        """Adds what a message says of a rank; an unknown one is only its last line.
-
-        Args:
-            source: the process that wrote it; its members are changed.
-            message: the line.
-        """
+        """Adds what a message says of a rank to the members of its source; an unknown one is only the last line."""
         text = message.text
         if " opCount " in text:
             return  # a call of a collective
@@ -196,15 +191,7 @@ def _read_ring(source: Source, message: Message, found: re.Match[str]) -> Member
 
 
 def read_process_line(process: Process, message: Message) -> bool:
-    """Adds what a message says of a process.
-
-    Args:
-        process: changed.
-        message: a line of ``NCCL INFO`` or ``NCCL WARN``.
-
-    Returns:
-        Whether the message was of this kind.
-    """
+    """Adds what a message says of a process; returns whether it does."""
     text = message.text
     if not _PROCESS_BEGINNINGS.match(text):
         return False

@@ -9,10 +9,10 @@ from lightning_commopt.commands.nccl_log.finding import (
     Reason,
     finding,
     first_of,
-    lines,
     pairs_of,
     pairs_text,
     processes_of,
+    reason,
     setting,
     spans_hosts,
     switched_on,
@@ -22,11 +22,6 @@ from lightning_commopt.text.formatting import list_some
 
 _FAR = ("PHB", "NODE", "SYS")
 _RING_PATTERN = 4
-
-_NIC_IS_FASTER = Reason(
-    "NCCL prefers the NIC where both GPUs reach it faster than each other, as over PCIe switches",
-    "right on such boards; compare with NCCL_NET_DISABLE_INTRA=1",
-)
 
 
 def select(communicator: Communicator, matches: Callable[[Connection], bool]) -> list[Connection]:
@@ -65,16 +60,16 @@ def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
     if not found:
         return
     ends = ends_of(communicator, found)
-    reason = _forbidden_paths(ends) or _split_host(communicator, ends)
+    why = _forbidden_paths(ends) or _split_host(communicator, ends)
     is_shared = any(each.kind != "NET" for each in communicator.connections)
-    is_by_design = reason is None and (is_shared or any(each.has_gdr for each in found))
+    is_by_design = why is None and (is_shared or any(each.has_gdr for each in found))
     hosts = sorted({process.host for process in ends if process.host})
     where = f"on one host ({hosts[0]})" if len(hosts) == 1 else f"each on one host ({list_some(hosts) or 'unnamed'})"
-    reason = reason or (_NIC_IS_FASTER if is_by_design else _no_shared_memory(ends))
+    why = why or (reason("nic_is_faster") if is_by_design else _no_shared_memory(ends))
     if is_by_design and not is_shared:
-        reason = reason._replace(why=f"unknown: {reason.why}; or settings that the log lacks forbid other paths")
+        why = why._replace(why=f"unknown: {why.why}; or settings that the log lacks forbid other paths")
     what = f"{pairs_text(pairs_of(found))} are {where} but talk over {found[0].path}"
-    yield finding("note" if is_by_design else "slow", "network_in_host", what, reason, found[0])
+    yield finding("note" if is_by_design else "slow", "network_in_host", what, why, found[0])
 
 
 def _forbidden_paths(ends: list[Process]) -> Reason | None:
@@ -82,9 +77,8 @@ def _forbidden_paths(ends: list[Process]) -> Reason | None:
     if no_shm is None:
         return None
     names = "NCCL_P2P_DISABLE and NCCL_SHM_DISABLE" if no_p2p else "NCCL_SHM_DISABLE"
-    why = f"the environment sets {names}" + ("" if no_p2p else ", and these GPUs have no direct path (P2P)")
-    advice = f"unset {names}; if P2P hangs on this machine, keep NCCL_P2P_DISABLE=1 alone: shared memory remains"
-    return Reason(why, advice, lines(no_p2p, no_shm))
+    no_path = "" if no_p2p else ", and these GPUs have no direct path (P2P)"
+    return reason("shm_disabled", no_p2p, no_shm, names=names, no_path=no_path)
 
 
 def _split_host(communicator: Communicator, ends: list[Process]) -> Reason | None:
@@ -94,31 +88,27 @@ def _split_host(communicator: Communicator, ends: list[Process]) -> Reason | Non
         return None
     host_id = setting(ends, "NCCL_HOSTID")
     cause = f"NCCL_HOSTID={host_id.value}" if host_id else "containers that share the host's name"
-    why = f"NCCL counts {communicator.num_nodes} nodes where the log names {num_hosts} host(s): {cause}"
-    advice = "give the ranks of one host the same NCCL_HOSTID, and one container or --ipc=host --uts=host"
-    return Reason(why, advice, lines(host_id))
+    return reason("split_host", host_id, num_nodes=communicator.num_nodes, num_hosts=num_hosts, cause=cause)
 
 
 def _no_shared_memory(ends: list[Process]) -> Reason:
     level = setting(ends, "NCCL_P2P_LEVEL")
-    why = "unknown: no setting in the log forbids P2P and shared memory; usually the ranks are in containers that do"
-    why += " not share /dev/shm" + (f", and NCCL_P2P_LEVEL={level.value} excludes P2P" if level else "")
-    advice = "one container for all GPUs of the host, or --ipc=host and all GPUs visible in each"
-    return Reason(why, advice, lines(level))
+    excludes = f", and NCCL_P2P_LEVEL={level.value} excludes P2P" if level else ""
+    return reason("no_shared_memory", level, level=excludes)
 
 
 def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
     found = select(communicator, lambda each: each.kind == "SHM")
-    reason = _shared_memory_reason(communicator, ends_of(communicator, found), found)
+    why = _shared_memory_reason(communicator, ends_of(communicator, found), found)
     if found:
         what = f"{pairs_text(pairs_of(found))} copy through host memory ({found[0].path}) instead of P2P"
-    elif reason.evidence and not communicator.connections and communicator.num_ranks != 1:
+    elif why.evidence and not communicator.connections and communicator.num_ranks != 1:
         what = "GPUs of a host talk without P2P: through host memory (SHM), or the network"
     else:
         return
     advice = "nvidia-smi topo -m shows the links; where they stay slow, send fewer bytes: comm_hook=bf16"
-    advice = f"{reason.advice}; {advice}"
-    yield finding("slow" if found else "note", "shared_memory", what, reason._replace(advice=advice), *found[:1])
+    advice = f"{why.advice}; {advice}"
+    yield finding("slow" if found else "note", "shared_memory", what, why._replace(advice=advice), *found[:1])
 
 
 def _shared_memory_reason(communicator: Communicator, ends: list[Process], found: list[Connection]) -> Reason:
@@ -126,35 +116,23 @@ def _shared_memory_reason(communicator: Communicator, ends: list[Process], found
     first = found[0].line if found else None
     is_late = no_p2p and first and first.file == no_p2p.line.file and first.number < no_p2p.line.number
     if no_p2p and not is_late and not any(end.uses_p2p for end in ends):
-        why = f"the environment sets NCCL_P2P_DISABLE={no_p2p.value}"
-        advice = "unset it, unless P2P hangs here (then turn off PCIe ACS and the IOMMU first)"
-        return Reason(why, advice, lines(no_p2p))
+        return reason("p2p_disabled_by_user", no_p2p, value=no_p2p.value)
     if level and level.value.upper() in ("LOC", "0"):
-        why = f"NCCL_P2P_LEVEL={level.value} in the environment never uses P2P"
-        return Reason(why, "unset it, or NCCL_P2P_LEVEL=SYS to use P2P at any distance", lines(level))
-    if refused := first_of(ends, "p2p_refused"):
-        why = "the log says that P2P is not supported between these GPUs: CUDA refuses it, as for GeForce and other"
-        why += " consumer boards, and in VMs; no setting of NCCL changes that"
-        return Reason(why, "nvidia-smi topo -p2p r says which pairs", lines(refused))
-    if disabled := first_of(ends, "p2p_disabled"):
-        why = "P2P is disabled between connected GPUs: the driver refuses it, as for GeForce, in VMs and with ACS"
-        return Reason(why, "nvidia-smi topo -p2p r says which pairs; turn off PCIe ACS and the IOMMU", lines(disabled))
+        return reason("p2p_level_never", level, value=level.value)
+    for note in ("p2p_refused", "p2p_disabled"):
+        if refused := first_of(ends, note):
+            return reason(note, refused)
     limit = f"NCCL_P2P_LEVEL={level.value} in the environment" if level else "NCCL's limit for P2P"
-    why = f"unknown: the log has no reason. These GPUs may be further apart than {limit} (PCIe through the CPU), or the"
-    why += " driver has no P2P for them"
-    if select(communicator, lambda each: each.kind == "P2P"):
-        why += "; other pairs of this host use P2P, and a ring is as slow as its slowest link"
-    advice = "nvidia-smi topo -p2p r; where it says OK, measure NCCL_P2P_LEVEL=SYS"
-    return Reason(why, advice, lines(level if found else None))
+    is_mixed = bool(select(communicator, lambda each: each.kind == "P2P"))
+    others = "; other pairs of this host use P2P, and a ring is as slow as its slowest link" if is_mixed else ""
+    return reason("no_p2p", level if found else None, limit=limit, others=others)
 
 
 def _find_indirect(communicator: Communicator) -> Iterator[Finding]:
     found = select(communicator, lambda each: each.kind == "P2P" and each.method.startswith("indirect"))
     if found:
         what = f"{pairs_text(pairs_of(found))} talk through a third GPU ({found[0].path})"
-        why = "they have no NVLink to each other: the third one's links carry their bytes as well"
-        advice = "choose GPUs that are connected (nvidia-smi topo -m) with CUDA_VISIBLE_DEVICES"
-        yield finding("slow", "indirect_p2p", what, Reason(why, advice), found[0])
+        yield finding("slow", "indirect_p2p", what, reason("indirect_p2p"), found[0])
 
 
 def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
@@ -163,15 +141,11 @@ def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
     far = next((search for search in rings if search.intra in _FAR), None)
     if far is not None:
         what = f"the ring in a host crosses a {far.intra} link, {far.intra_gb_per_s:g} GB/s a channel"
-        why = "PHB and NODE go through the CPU, SYS through the link between sockets; all GPUs share it"
-        advice = "nvidia-smi topo -m; choose GPUs on one switch with CUDA_VISIBLE_DEVICES, or compress"
-        yield finding("slow", "far_link", what, Reason(why, advice), far)
+        yield finding("slow", "far_link", what, reason("far_link"), far)
     far = next((search for search in rings if search.inter in _FAR), None)
     if far is not None and (spans_hosts(communicator) or (far.intra == "LOC" and communicator.num_ranks != 1)):
         what = f"between hosts, GPUs reach their NICs by a {far.inter} link, {far.inter_gb_per_s:g} GB/s a channel"
-        why = "PHB and NODE go through the CPU, SYS between sockets: too far for GPUDirect RDMA by default"
-        advice = "nvidia-smi topo -m; pair each GPU with a NIC on its switch; measure NCCL_NET_GDR_LEVEL=SYS"
-        yield finding("slow", "far_nic", what, Reason(why, advice), far)
+        yield finding("slow", "far_nic", what, reason("far_nic"), far)
 
 
 def _find_one_way(communicator: Communicator) -> Iterator[Finding]:
@@ -181,9 +155,7 @@ def _find_one_way(communicator: Communicator) -> Iterator[Finding]:
     one_way = [pair for pair in links if pair[::-1] not in links and pair[1] in listed]
     if one_way:
         what = f"NCCL sees NVLink in one direction only: {list_some([f'{a} > {b}' for a, b in one_way])} (bus ids)"
-        why = "a link is down or its other end is not read: NCCL does not use it, and goes another way"
-        advice = "nvidia-smi nvlink -s; nvidia-smi topo -m; dmesg | grep -i nvlink"
-        yield finding("slow", "one_way_nvlink", what, Reason(why, advice), *[links[pair] for pair in one_way[:2]])
+        yield finding("slow", "one_way_nvlink", what, reason("one_way_nvlink"), *[links[pair] for pair in one_way[:2]])
 
 
 SLOW_PATHS = (_find_network_in_host, _find_shared_memory, _find_indirect, _find_far_links, _find_one_way)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from lightning_commopt.commands.nccl_log.events import RasReport
-from lightning_commopt.commands.nccl_log.finding import Reason, finding
+from lightning_commopt.commands.nccl_log.finding import finding, reason
 from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import list_some
@@ -17,19 +17,6 @@ _DETAIL = re.compile(
     r"|\d+ (?:ranks?|job process|process)|Rank \d+ )"
 )
 _PLACE = re.compile(r" -- GPUs? \S+ managed by process (\d+) on node (\S+)")
-_REASONS = {
-    "MISMATCH": Reason(
-        "these ranks were at different collectives when RAS asked: some are behind, if a later report says the same",
-        "run ncclras again after a minute; py-spy dump --pid PID on ranks whose numbers stay",
-    ),
-    "INCOMPLETE": Reason(
-        "processes did not answer RAS: they have ended, hang in CUDA, or their host is not reachable",
-        "look at these processes and hosts: log, OOM killer and Xid (dmesg)",
-    ),
-    "DEAD": Reason("RAS has given these processes up", "look at their logs, and at dmesg of their hosts"),
-    "ERROR": Reason("NCCL has an error on these ranks", "NCCL_DEBUG=WARN prints it: look for the first one"),
-    "TIMEOUT": Reason("RAS did not hear of all processes in time", "ncclras -v, and a longer limit (ncclras -t)"),
-}
 
 
 def read_ras(message: Message, reports: list[RasReport]) -> bool:
@@ -51,4 +38,4 @@ def find_ras(reports: list[RasReport]) -> Iterator[Finding]:
         if report.details:
             what = f"RAS reports {report.status} for {whose}: {list_some(report.details, 8)}"
             severity: Severity = "warning" if report.status in ("MISMATCH", "TIMEOUT") else "error"
-            yield finding(severity, "ras", what, _REASONS[report.status], report.line)
+            yield finding(severity, "ras", what, reason(f"ras_{report.status.lower()}"), report.line)

@@ -19,19 +19,20 @@ from lightning_commopt.commands.nccl_log.warnings import explain
 from lightning_commopt.text.findings import Line
 
 _LAST_ERROR = re.compile(r"Last (?:error:|NCCL warning\(error\):)")
+_NO_ERROR = re.compile(r"Exception raised|frame #|Traceback|nccl(?:(?:UnhandledCuda|System|Internal|Remote)E|Invalid)")
 _TEST_FAILURE = re.compile(r"Test (CUDA|NCCL) failure \S+ '(.+?)(?: / .*)?'|(watchdog got stuck for \d+ seconds)")
 _LABEL = re.compile(r"\s*(?:\d{1,5}: +|\(\w+ pid=[^)]*\) +)")  # of srun and Ray, in front of a line
 _RANK = re.compile(r"\[rank(\d+)\]:? ?|\[(?:default|trainer)(\d+)(?:\|\d+)?\]:? ?")
 
 
-def read_log(paths: Sequence[Path]) -> NcclLog:
+def read_log(paths: Sequence[Path], *, keeps_order: bool = False) -> NcclLog:
     """Reads the logs of a job: one for each rank, or all ranks in one file, from the start or cut anywhere.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: no line of any file is NCCL's.
     """
-    reader = _Reader()
+    reader = LogReader(InspectorReader(keeps_order=keeps_order))
     for path in paths:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory; name the files in it, such as {path}/*.log")
@@ -42,13 +43,6 @@ def read_log(paths: Sequence[Path]) -> NcclLog:
             reader.log.silent_files.append(str(path))
     if not reader.num_lines:
         raise ValueError(_nothing_found(paths))
-    return reader.finish()
-
-
-def read_lines(messages: Iterable[Message]) -> NcclLog:
-    """Reads messages, as `read_messages` gives them."""
-    reader = _Reader()
-    reader.read(messages)
     return reader.finish()
 
 
@@ -64,12 +58,14 @@ def _beginning(path: Path) -> bytes:
         return file.read(4096)
 
 
-class _Reader:
-    def __init__(self) -> None:
+class LogReader:
+    """Reads messages, as `read_messages` gives them, into a log."""
+
+    def __init__(self, inspector: InspectorReader) -> None:
         self.log = NcclLog()
         self._sources = Sources()
         self._members = MemberReader()
-        self._inspector = InspectorReader()
+        self._inspector = inspector
         self._last_error: int | None = None  # the rank whose "Last error:" goes on in the next line; -1 where unknown
         self._wrapped: Message | None = None  # a line of the watchdog that a terminal broke
 
@@ -146,7 +142,7 @@ class _Reader:
         else:
             return False
         text = text.strip()
-        if not text.startswith(("Exception raised", "frame #", "Traceback")):
+        if not _NO_ERROR.match(text):
             self._warn(text, message.line, rank=None if rank == -1 else rank, place="Last error")
         return True
 

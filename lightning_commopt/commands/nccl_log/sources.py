@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_commopt.commands.nccl_log.facts import Member, Process
 from lightning_commopt.commands.nccl_log.lines import Message
+
+_ADDRESS = re.compile(r"\bcomm (0x[0-9a-fA-F]+) rank ")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -15,18 +18,12 @@ class Source:
 
     A thread sets up one communicator after the other. What it writes belongs to the one that it named last. Lines of a
     thread that has named none are kept apart: `communicators` finds out whose they are, once everything is read.
-
-    Attributes:
-        process: what it said.
-        members: of communicators, and threads that named none, in the order of their first lines.
-        by_address: those that are not destroyed, by the communicator's address.
-        by_thread: whom a thread named last.
     """
 
     process: Process
-    members: list[Member] = field(default_factory=list)
-    by_address: dict[str, Member] = field(default_factory=dict)
-    by_thread: dict[tuple[int | None, int | None], Member] = field(default_factory=dict)
+    members: list[Member] = field(default_factory=list)  # and threads that named none, in the order of first lines
+    by_address: dict[str, Member] = field(default_factory=dict)  # those that are not destroyed
+    by_thread: dict[tuple[int | None, int | None], Member] = field(default_factory=dict)  # whom it named last
 
     def find_member(self, message: Message) -> Member | None:
         """Returns whom a line's thread named last; None if it wrote nothing of a communicator yet."""
@@ -34,13 +31,7 @@ class Source:
         return None if found is not None and found.ended is not None else found
 
     def member(self, message: Message, *, begins: bool = False, rank: int | None = None) -> Member:
-        """Returns whom a line is about, a new one if its thread has none.
-
-        Args:
-            message: the line.
-            begins: whether only a communicator that is being set up has such a line.
-            rank: that the line says; None if it says none.
-        """
+        """Returns whom a line is about: a new one if its thread has none, or if the line begins a communicator."""
         found = self.find_member(message)
         if found is not None and begins and found.finished is not None:
             found = None
@@ -99,10 +90,12 @@ class Sources:
         self._num_headless = 0
 
     def find(self, message: Message) -> Source:
-        """Returns the process of a line; one without a head is by whoever wrote last into the file, on its device."""
+        """Returns the process of a line; one without a head is by who has its communicator, else who wrote last."""
         place = (message.file, message.device)
         if message.host is None:
-            last = self._last_in_file.get(place)
+            named = _ADDRESS.search(message.text) if "comm 0x" in message.text else None
+            owners = [each for each in self._sources.values() if named[1] in each.by_address] if named else []
+            last = owners[0] if len(owners) == 1 else self._last_in_file.get(place)
             if last is not None and not _begins_anew(last, message):
                 return last
             self._num_headless += 1

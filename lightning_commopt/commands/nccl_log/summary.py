@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog, Process
+from lightning_commopt.commands.nccl_log.inspector import Matched
 from lightning_commopt.commands.nccl_log.paths import is_in_host
 from lightning_commopt.text.findings import Finding
 
@@ -42,7 +43,8 @@ def paths_of(communicator: Communicator) -> list[Path]:
 def rings_of(communicator: Communicator) -> dict[tuple[int, ...], list[int]]:
     """Returns the channels of each order of ranks; none where the number of ranks is unknown: the line may be cut."""
     found: dict[tuple[int, ...], list[int]] = {}
-    for channel, ring in communicator.rings.items() if communicator.num_ranks is not None else ():
+    rings = {channel: ring for each in communicator.all_members for channel, ring in sorted(each.rings.items())}
+    for channel, ring in rings.items() if communicator.num_ranks is not None else ():
         found.setdefault(ring, []).append(channel)
     return found
 
@@ -93,9 +95,14 @@ def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
         "tuner": [{**choice._asdict(), "times": times} for choice, times in log.choices.most_common()],
         "warnings": [dataclasses.asdict(each) for each in log.warnings],
         "timeouts": [dataclasses.asdict(each) for each in log.timeouts.values()],
-        "inspector": [{**kind._asdict(), "times": n, "bus_gb_per_s": speed} for kind, n, speed in log.inspected.rows()],
+        "inspector": [_plain_measured(row) for row in log.inspected.rows()],
+        "matched": [{"name": row.name, **_plain_measured(row)} for row in log.matched],
         "findings": [each.to_plain() for each in findings],
     }
+
+
+def _plain_measured(row: Matched) -> dict[str, Any]:
+    return {**row.kind._asdict(), "times": row.times, "bus_gb_per_s": row.gb_per_s}
 
 
 def _plain_communicator(communicator: Communicator) -> dict[str, Any]:

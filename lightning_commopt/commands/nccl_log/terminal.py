@@ -7,6 +7,7 @@ from collections import Counter
 from rich.console import Console
 
 from lightning_commopt.commands.nccl_log.facts import Communicator, NcclLog
+from lightning_commopt.commands.nccl_log.inspector import Matched
 from lightning_commopt.commands.nccl_log.summary import (
     channels_of,
     extras_of,
@@ -123,35 +124,41 @@ def _channels_text(channels: list[int]) -> str:
 
 
 def _print_choices(log: NcclLog, console: Console) -> None:
-    if not log.choices:
-        return
-    table = TextTable("operation", "bytes", "algorithm", "protocol", "channels", "times")
-    for choice, times in sorted(log.choices.most_common(_MAX_CHOICES), key=lambda item: item[0].num_bytes):
-        table.add_row(*map(str, (*choice, times)))
-    console.print()
-    print_text("the tuner's choices", console, "bold")
-    console.print(table)
-    if len(log.choices) > _MAX_CHOICES:
-        print_text(f"and {len(log.choices) - _MAX_CHOICES} more, of fewer times: see --json", console)
+    shown = sorted(log.choices.most_common(_MAX_CHOICES), key=lambda item: item[0].num_bytes)
+    rows = [[*map(str, (*choice, times))] for choice, times in shown]
+    columns = ("operation", "bytes", "algorithm", "protocol", "channels", "times")
+    _print_table("the tuner's choices", columns, rows, len(log.choices), console)
 
 
 def _print_inspected(log: NcclLog, console: Console) -> None:
-    rows = log.inspected.rows()
-    if not rows:
-        return
     numbers = {m.comm_id: each.number for each in log.communicators for m in each.all_members if m.comm_id}
-    table = TextTable("communicator", "operation", "bytes", "algorithm", "protocol", "times", "bus GB/s")
-    for kind, times, gb_per_s in rows[:_MAX_CHOICES]:
-        name = str(numbers.get(kind.comm_id, kind.comm_id))
-        cells = (name, kind.operation, str(kind.num_bytes), kind.algorithm or "unknown", kind.protocol or "unknown")
-        table.add_row(*cells, str(times), number(gb_per_s))
-    console.print()
-    print_text("measured by NCCL's Inspector (medians)", console, "bold")
-    console.print(table)
-    if len(rows) > _MAX_CHOICES:
-        print_text(f"and {len(rows) - _MAX_CHOICES} more, of fewer bytes: see --json", console)
+    rows = [row._replace(name=str(numbers.get(row.name, row.name))) for row in log.inspected.rows()]
+    _print_measured("communicator", rows, "measured by NCCL's Inspector (medians)", console)
     if log.inspected.num_dropped:
         print_text(f"the Inspector dropped {log.inspected.num_dropped} more collectives", console)
+    _print_measured("in a step", log.matched, "matched with the steps of the run", console)
+
+
+def _print_measured(first: str, measured: list[Matched], title: str, console: Console) -> None:
+    columns = (first, "operation", "bytes", "algorithm", "protocol", "times", "bus GB/s")
+    rows = [
+        [name, *(str(each or "unknown") for each in kind[1:]), str(times), number(gb_per_s)]
+        for name, kind, times, gb_per_s in measured[:_MAX_CHOICES]
+    ]
+    _print_table(title, columns, rows, len(measured), console)
+
+
+def _print_table(title: str, columns: tuple[str, ...], rows: list[list[str]], num_rows: int, console: Console) -> None:
+    if not rows:
+        return
+    table = TextTable(*columns)
+    for row in rows:
+        table.add_row(*row)
+    console.print()
+    print_text(title, console, "bold")
+    console.print(table)
+    if num_rows > len(rows):
+        print_text(f"and {num_rows - len(rows)} more: see --json", console)
 
 
 def _print_settings(log: NcclLog, console: Console) -> None:

@@ -13,6 +13,8 @@ from lightning_commopt.commands.app import app
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader, Measured
 from lightning_commopt.commands.nccl_log.reader import read_log
+from lightning_commopt.measure.files import StepWriter, rank_file
+from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
 from support.nccl_sample_logs import SampleJob
 
 COMM = "0x9e3779b97f4a7c15"  # as SampleJob has it
@@ -45,7 +47,7 @@ def test_every_format(version: float) -> None:
     text = lines(2, [measured(number, version=version) for number in range(3)], version=version)
     assert all(reader.read(each) for each in text.splitlines())
     names = ("RING", "LL") if version >= 4.2 else ("", "")
-    assert reader.found.rows() == [(Measured(COMM, "AllReduce", 1 << 20, *names), 3, 2.25)]
+    assert reader.found.rows() == [(COMM, Measured(COMM, "AllReduce", 1 << 20, *names), 3, 2.25)]
     assert reader.found.num_dropped == (3 if version >= 4.3 else 0)
 
 
@@ -95,3 +97,128 @@ def test_large_messages_by_ll_and_no_log_of_nccl(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(lines(0, [measured(0, size=64 << 20)]))
     (found,) = find_all(read_log([tmp_path / "log"]))
     assert (found.code, found.what) == ("small_protocol", "messages of 64 MiB go by the protocol LL")
+
+
+LAYOUT = (4 << 20, 1 << 20, 2 << 20)
+"""Bytes of the buckets in a step."""
+
+
+def write_run(folder: Path, steps: list[list[tuple[str, str, int]]], buckets: tuple[int, ...] = LAYOUT) -> None:
+    """Writes the records of two ranks: for each step its collectives, with operation, phase and bytes."""
+    spans = tuple(
+        BucketSpan(
+            index=i,
+            backward=0,
+            gradient_bytes=size,
+            wire_bytes=size,
+            ready_s=1.0,
+            start_s=1.0,
+            end_s=2.0,
+            wire=((1, 2),),
+        )
+        for i, size in enumerate(buckets)
+    )
+    records = [
+        StepRecord(
+            step=number,
+            num_samples=4,
+            phases=(Phase("backward", 0.0, 2.0),),
+            buckets=spans,
+            collectives=tuple(Collective(operation, phase, "", size, None, None) for operation, phase, size in step),
+        )
+        for number, step in enumerate(steps)
+    ]
+    for rank in range(2):
+        StepWriter(rank_file(folder, rank), {"rank": rank, "world_size": 2, "origin_unix_s": 0.0}).write(records, {})
+
+
+def sync(*sizes: int) -> list[tuple[str, str, int]]:
+    return [("all_reduce", "backward", size) for size in sizes]
+
+
+def inspected(numbers: dict[int, tuple[str, int, str]], *, comm: str = COMM, skips: range = range(0)) -> str:
+    """Returns what the Inspector of two ranks writes: operation, bytes and protocol by the number."""
+    found = []
+    for rank in range(2):
+        for number, (operation, size, protocol) in numbers.items():
+            record = measured(number, size=size)["coll_perf"] | {"coll": operation, "coll_proto": protocol}
+            about = {**header(rank), "n_ranks": 2, "id": comm}
+            if size >= 8192 and number not in skips:  # the Inspector leaves out small ones
+                found.append(json.dumps({"header": about, "coll_perf": {**record, "coll_busbw_gbs": size / (1 << 20)}}))
+    return "".join(f"{line}\n" for line in found)
+
+
+def call(folder: Path, text: str, *options: str) -> tuple[list[dict[str, Any]], str]:
+    """Returns what is matched, and the messages."""
+    (folder / "inspector").write_text(text)
+    result = CliRunner().invoke(app, ["nccl-log", str(folder / "inspector"), "--run", str(folder), "--json", *options])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["matched"], result.stderr
+
+
+def numbered(sizes: list[int], first: int = 0, protocol: str = "SIMPLE") -> dict[int, tuple[str, int, str]]:
+    return {first + i: ("AllReduce", size, protocol) for i, size in enumerate(sizes)}
+
+
+def test_buckets_are_matched(tmp_path: Path) -> None:
+    """With collectives before the fit, small ones that the Inspector leaves out, and the beginning lost."""
+    step = [*sync(*LAYOUT), ("all_reduce", "optimizer", 4), ("all_gather", "forward", 2 << 20)]
+    write_run(tmp_path, [step] * 6)
+    numbers = numbered([1 << 20, 4 << 20, 1 << 20, 64, *[*LAYOUT, 4] * 6])
+    text = inspected(numbers, skips=range(9))
+    text += inspected({7 + i: ("AllGather", 1 << 20, "LL") for i in range(6)})  # NCCL counts what each rank gives
+    found, problems = call(tmp_path, text)
+    assert problems == ""
+    rows = [(row["name"], row["operation"], row["num_bytes"], row["protocol"], row["times"]) for row in found]
+    assert rows == [
+        ("forward 0", "AllGather", 1 << 20, "LL", 12),
+        ("bucket 0", "AllReduce", 4 << 20, "SIMPLE", 8),
+        ("bucket 1", "AllReduce", 1 << 20, "SIMPLE", 10),
+        ("bucket 2", "AllReduce", 2 << 20, "SIMPLE", 10),
+    ]
+    assert [row["bus_gb_per_s"] for row in found] == [1, 4, 1, 2]
+    shown = CliRunner().invoke(app, ["nccl-log", str(tmp_path / "inspector"), "--run", str(tmp_path)]).output
+    assert "bucket 2" in shown
+
+
+def test_one_bucket_by_two_protocols(tmp_path: Path) -> None:
+    """Both are shown: the tuner may choose anew."""
+    write_run(tmp_path, [sync(*LAYOUT)] * 4)
+    found, _ = call(tmp_path, inspected(numbered([*LAYOUT] * 2) | numbered([*LAYOUT] * 2, 6, "LL128")))
+    assert [(row["name"], row["protocol"], row["times"]) for row in found if row["name"] == "bucket 1"] == [
+        ("bucket 1", "SIMPLE", 4),
+        ("bucket 1", "LL128", 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "numbers", "comms", "problem"),
+    [
+        ([sync(1 << 20, 1 << 20)] * 4, numbered([1 << 20] * 9), 1, "several places fit"),  # which of two equal buckets
+        ([sync(*LAYOUT)] * 4, numbered([*LAYOUT] * 4), 2, "several places fit"),  # which of two communicators
+        ([sync(*LAYOUT)] * 4, numbered([*LAYOUT, 8 << 20] * 4), 1, "no place fits"),  # calls that are not recorded
+        ([sync(*LAYOUT)] * 4, numbered([*LAYOUT][:2]), 1, "no place fits"),  # no whole step
+    ],
+)  # fmt: skip
+def test_nothing_is_claimed(
+    steps: list[Any], numbers: dict[int, Any], comms: int, problem: str, tmp_path: Path
+) -> None:
+    write_run(tmp_path, steps, tuple(size for *_, size in steps[0]))
+    text = "".join(inspected(numbers, comm=f"0x{comm}") for comm in range(comms))
+    assert call(tmp_path, text) == ([], f"commopt: {tmp_path}: AllReduce: {problem}\n")
+
+
+def test_a_run_without_collectives(tmp_path: Path) -> None:
+    write_run(tmp_path, [[]] * 2)
+    _, problem = call(tmp_path, inspected(numbered([*LAYOUT])))
+    assert "torch has hooks for since 2.14" in problem
+
+
+def test_equal_buckets_that_have_one_place_only(tmp_path: Path) -> None:
+    """The validation's all-reduce shows where the steps lie."""
+    write_run(
+        tmp_path, [sync(1 << 20, 1 << 20), [*sync(1 << 20, 1 << 20), ("all_reduce", "pause", 3 << 20)]], (1 << 20,) * 2
+    )
+    found, problems = call(tmp_path, inspected(numbered([1 << 20] * 4 + [3 << 20], 1)))
+    assert problems == ""
+    assert [(row["name"], row["times"]) for row in found] == [("bucket 0", 4), ("bucket 1", 4), ("pause 0", 2)]

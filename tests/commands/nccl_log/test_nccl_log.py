@@ -10,10 +10,10 @@ import pytest
 from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.lines import split_line
-from lightning_commopt.commands.nccl_log.reader import read_lines, read_log
+from lightning_commopt.commands.nccl_log.reader import read_log
 from lightning_commopt.commands.nccl_log.summary import extras_of, paths_of, rings_of, to_plain, versions_of
 from lightning_commopt.text.findings import Finding
-from support.nccl_sample_logs import HEALTHY, SampleJob
+from support.nccl_sample_logs import HEALTHY, SampleJob, read_lines
 
 VERSIONS = ["2.4.8", "2.5.7", "2.8.4", "2.9.9", "2.14.3", "2.16.5", "2.18.5", "2.21.5", "2.24.3", "2.27.7", "2.30.7"]
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from lightning_commopt.commands import nccl_log
 from lightning_commopt.commands.nccl_log.facts import NcclLog
+from lightning_commopt.commands.nccl_log.finding import read_texts
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.lines import split_line
-from lightning_commopt.commands.nccl_log.reader import read_lines
 from lightning_commopt.commands.nccl_log.summary import versions_of
 from lightning_commopt.text.findings import Finding
+from support.nccl_sample_logs import read_lines
 
 
 def read(*lines: str) -> NcclLog:
@@ -154,3 +159,12 @@ def test_lines_of_a_rank_without_a_name_are_of_the_only_communicator() -> None:
 
 def test_a_quotation_mark_behind_a_warning() -> None:
     assert "ib_memory_lock" in findings("misc/ibvwrap.cc:280 NCCL WARN Call to ibv_create_qp failed\u201c")
+
+
+def test_each_reason_has_a_text() -> None:
+    """If it fails, a finding has no text, or a text no finding."""
+    texts = read_texts("reasons.txt")
+    sources = "".join(path.read_text() for path in Path(nccl_log.__file__).parent.glob("*.py"))
+    assert all(text.keys() == {"why", "try"} for text in texts.values())
+    assert set(re.findall(r'\breason\("(\w+)"', sources)) <= texts.keys()
+    assert [code for code in texts if not code.startswith("ras_") and f'"{code}"' not in sources] == []

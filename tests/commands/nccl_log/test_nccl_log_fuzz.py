@@ -13,11 +13,10 @@ from rich.console import Console
 
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.lines import read_messages
-from lightning_commopt.commands.nccl_log.reader import read_lines
 from lightning_commopt.commands.nccl_log.summary import to_plain
 from lightning_commopt.commands.nccl_log.terminal import print_log
 from lightning_commopt.text.findings import Finding
-from support.nccl_sample_logs import HEALTHY, SampleJob
+from support.nccl_sample_logs import HEALTHY, SampleJob, read_lines
 
 JOBS = [
     dataclasses.replace(HEALTHY, gpus=2),

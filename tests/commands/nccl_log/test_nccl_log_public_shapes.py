@@ -15,11 +15,11 @@ from lightning_commopt.commands.app import app
 from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.lines import split_line
-from lightning_commopt.commands.nccl_log.reader import read_lines, read_log
+from lightning_commopt.commands.nccl_log.reader import read_log
 from lightning_commopt.commands.nccl_log.summary import versions_of
 from lightning_commopt.commands.nccl_log.warnings import explain
 from lightning_commopt.text.findings import Finding
-from support.nccl_sample_logs import HEALTHY, SampleJob
+from support.nccl_sample_logs import HEALTHY, SampleJob, read_lines
 
 
 def read(text: str) -> NcclLog:
@@ -335,7 +335,7 @@ def test_a_long_table_says_what_it_leaves_out(tmp_path: Path) -> None:
     lines = "".join(line(f"AllReduce: {1 << size} Bytes -> Algo RING proto LL time 5.0") for size in range(1, 20))
     (tmp_path / "log").write_text(lines)
     output = CliRunner().invoke(app, ["nccl-log", str(tmp_path / "log")]).output
-    assert "and 7 more, of fewer times: see --json" in output
+    assert "and 7 more: see --json" in output
 
 
 def test_manifest_of_public_threads() -> None:
@@ -353,3 +353,69 @@ def test_json_of_a_pool(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(text)
     (pool,) = json.loads(CliRunner().invoke(app, ["nccl-log", str(tmp_path / "log"), "--json"]).output)["communicators"]
     assert (pool["num_communicators"], pool["num_ranks"], pool["ranks"]) == (2, 2, [])
+
+
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [
+        ("Got async event : local catastrophic error", "ib_device"),
+        ("mlx5_0:1 async fatal event: local catastrophic error", "ib_device"),
+        ("mlx5_0:1 Got async event : local access violation work queue error", "ib_queue"),
+        ("mlx5_1:1 async fatal event on QP (0x7f00): invalid request local work queue error", "ib_queue"),
+        ("Got async event : CQ error", "ib_queue"),
+        ("Got async event : port error", "ib_link"),
+        ("mlx5_1:1 Got non-fatal async event: GID table change(18)", "ib_event"),
+    ],
+)
+def test_events_of_nics_have_their_own_reasons(event: str, code: str) -> None:
+    """If it fails, a user looks for a cable where the NIC itself failed, or refused an access."""
+    found = explain(f"NET/IB : {event}", "transport/net_ib.cc:94")
+    assert found is not None
+    assert found.code == code
+
+
+def test_a_connection_that_another_process_wrote_into_is_none() -> None:
+    """Else a single broken line is a slow connection."""
+    head = "a:1:2 [0] NCCL INFO Channel 0{}/0 : 0[0] -> 1[0] [send] via NET/IB/6"
+    ends = ("/GDRDMA", "/GDSetting up the model", "/GDRDMA/Shared", "/GDRDMA(PCI)")
+    connections = read("".join(f"{head.format(i)}{end}\n" for i, end in enumerate(ends))).communicators[0].connections
+    assert [(each.channel, each.has_gdr) for each in connections] == [(0, True), (2, True), (3, True)]
+
+
+def test_a_line_without_a_head_is_of_the_process_that_has_its_communicator() -> None:
+    """Not of the one that wrote last, on another host."""
+    begun = "{}:{}:9 [0] NCCL INFO comm 0x{} rank {} nranks 2 cudaDev 0 busId 1a000 commId 0x77 - Init START\n"
+    text = begun.format("a", 7, "aa", 0) + begun.format("b", 8, "bb", 1)
+    text += "0] NCCL INFO comm 0xaa rank 0 nranks 2 cudaDev 0 busId 1a000 commId 0x77 - Init COMPLETE\n".replace(
+        "0]", "[0]", 1
+    )
+    (communicator,) = read(text).communicators
+    assert {rank: member.process.host for rank, member in communicator.members.items()} == {0: "a", 1: "b"}
+    assert communicator.members[0].finished
+    assert not communicator.unknown
+
+
+def test_a_traceback_whose_lines_are_in_the_wrong_order() -> None:
+    """The name of NCCL's result is no last error."""
+    text = "Last error:\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
+    text += "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, invalid usage, NCCL version 2.21.5\n"
+    assert [each.severity for each in findings(text).values()] == ["error"]
+
+
+def test_a_warning_before_nccl_2_3_without_a_host() -> None:
+    found = findings("*some host* [0] include/socket.h:185 WARN Call to connect failed : Connection refused\n")
+    assert "Connection refused" in found["unreachable"].what
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("Cuda failure 'named symbol not found'", "wrong_build"),
+        ("Cuda failure 209 'no kernel image is available for execution on the device'", "wrong_build"),
+        ("hipIpcGetMemHandle failed : invalid argument", "no_peer_access"),
+    ],
+)
+def test_failures_of_cuda_and_hip(text: str, code: str) -> None:
+    found = explain(text, "enqueue.cc:58")
+    assert found is not None
+    assert found.code == code
