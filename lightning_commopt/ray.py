@@ -1,9 +1,10 @@
-"""CommOptDDP for the workers of Ray Train, with the Trainer of the package that Ray has found."""
+"""CommOptDDP and CommOptModelParallel for workers of Ray Train, with the Trainer of the package that Ray has found."""
 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.imports import compare_version
 
@@ -22,17 +23,21 @@ except ImportError as error:
 from lightning_commopt.compat.lightning import MisconfigurationException, package_of_class
 from lightning_commopt.strategy.adapters import adapter_for
 from lightning_commopt.strategy.ddp import CommOptStrategy
+from lightning_commopt.strategy.model_parallel import CommOptModelParallelStrategy
 
 if TYPE_CHECKING:
     from lightning_commopt.lightning import CommOptDDP as _CommOptDDP
+    from lightning_commopt.lightning import CommOptModelParallel as _CommOptModelParallel
 else:
-    _CommOptDDP = adapter_for(package_of_class(RayDDPStrategy))
+    _package = package_of_class(RayDDPStrategy)
+    _CommOptDDP = adapter_for(_package)
+    _CommOptModelParallel = adapter_for(_package, "CommOptModelParallel")
 
-__all__ = ["CommOptDDP"]
+__all__ = ["CommOptDDP", "CommOptModelParallel"]
 
 
-class CommOptDDP(_CommOptDDP, RayDDPStrategy):  # noqa: D101
-    __doc__ = CommOptStrategy.__doc__
+class _InWorkers:
+    cluster_environment: Any
 
     @property
     def num_processes(self) -> int:
@@ -41,8 +46,36 @@ class CommOptDDP(_CommOptDDP, RayDDPStrategy):  # noqa: D101
 
     def _check_environment(self) -> None:
         if not isinstance(self.cluster_environment, RayLightningEnvironment):
+            name = type(self).__name__
             raise MisconfigurationException(
-                "lightning_commopt.ray.CommOptDDP trains in the workers of Ray Train, with"
+                f"lightning_commopt.ray.{name} trains in the workers of Ray Train, with"
                 " Trainer(plugins=[ray.train.lightning.RayLightningEnvironment()]); anywhere else use"
-                " lightning_commopt.CommOptDDP."
+                f" lightning_commopt.{name}."
             )
+
+
+class CommOptDDP(_InWorkers, _CommOptDDP, RayDDPStrategy):  # noqa: D101
+    __doc__ = CommOptStrategy.__doc__
+
+
+class CommOptModelParallel(_InWorkers, _CommOptModelParallel):  # noqa: D101
+    __doc__ = CommOptModelParallelStrategy.__doc__
+
+    root_device = RayDDPStrategy.root_device
+    _is_saving = False
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Saves each worker's shard at the worker's own path: Ray's report puts the files of all workers together."""
+        self._is_saving = True
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        finally:
+            self._is_saving = False
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Broadcasts an object, but not the path to save at, which rank 0 would share with workers of other nodes."""
+        return obj if self._is_saving else super().broadcast(obj, src)
+
+
+# prepare_trainer takes these classes only. Ray's FSDP class is FSDP1's, for which Lightning clips and casts otherwise.
+RayDDPStrategy.register(CommOptModelParallel)

@@ -99,7 +99,7 @@ def refuse_ray(strategy: Any) -> None:
     is_worker = "ray.train" in sys.modules and dist.is_available() and dist.is_initialized()
     if has_environment or (is_worker and dist.get_world_size() != strategy.num_nodes * strategy.num_processes):
         raise MisconfigurationException(
-            "In a worker of Ray Train use lightning_commopt.ray.CommOptDDP, with"
+            f"In a worker of Ray Train use lightning_commopt.ray.{type(strategy).__name__}, with"
             " Trainer(plugins=[ray.train.lightning.RayLightningEnvironment()])."
         )
 

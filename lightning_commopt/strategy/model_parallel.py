@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 from lightning_commopt.compat.sigterm import SigtermCheck
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import check_arguments, named_arguments
+from lightning_commopt.strategy.base import refuse_ray
 from lightning_commopt.strategy.fit import check_sigterm
 from lightning_commopt.text.formatting import byte_unit
 from lightning_commopt.text.validation import info
@@ -66,6 +67,11 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         super().__init__(**given)
 
     accelerator = moving_accelerator
+    _check_environment = refuse_ray
+
+    def _configure_launcher(self) -> None:
+        self._check_environment()
+        super()._configure_launcher()
 
     def setup_environment(self) -> None:
         """Joins the process group, and replaces Lightning's check for SIGTERM if an option asks for that."""

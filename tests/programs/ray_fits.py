@@ -8,6 +8,7 @@ SCENARIO is "elastic", or a function of this module whose name begins with ``run
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -23,13 +24,15 @@ from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
 from ray.train.torch import TorchTrainer
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 import lightning_commopt
 from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor
-from lightning_commopt.ray import CommOptDDP
+from lightning_commopt.ray import CommOptDDP, CommOptModelParallel
 from support import strategy_models
-from support.lightnings import Callback, MisconfigurationException, Trainer
-from support.strategy_models import Steady, numbers
+from support.lightnings import Callback, LightningModule, MisconfigurationException, Trainer
+from support.strategy_models import Params, Steady, numbers
 
 FAULTS = {1: ("kill", 1), 2: ("kill", 0), 3: ("raise", 1), 4: ("hang", 1)}
 """By epoch: what happens once, and to which rank."""
@@ -41,6 +44,29 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "int8": lambda: CommOptDDP(comm_hook="int8"),
     "powersgd": lambda: CommOptDDP(comm_hook={"name": "powersgd", "start_step": 2}),
 }
+
+
+class Sharded(Steady):
+    """One unit of FSDP2 over all ranks."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self, FSDPModule):
+            assert self.device_mesh is not None
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+JOBS: dict[str, tuple[type[Steady], Callable[[], Any]]] = {
+    "int8": (Steady, lambda: CommOptDDP(comm_hook="int8")),
+    "sharded": (Sharded, lambda: CommOptModelParallel(2, 1, accumulate_grads="unsharded")),
+}
+"""What `run_faults` trains, and with which strategy."""
+
+
+def whole_numbers(model: Steady) -> Params:
+    """Returns the parameters, gathered where they are sharded."""
+    state = model.state_dict().items()
+    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state}
+    return {name: each.double().numpy() for name, each in whole.items()}
 
 
 def trainer(strategy: Any, *callbacks: Callback, **options: Any) -> Trainer:
@@ -97,11 +123,15 @@ def run_all(folder: Path) -> None:
 def train_and_report(config: dict[str, Any]) -> None:
     """Trains from the last checkpoint that was reported to Ray; in each epoch of `FAULTS` a worker fails once."""
     torch.set_num_threads(1)
-    folder, context = Path(config["folder"]), ray.train.get_context()
+    folder = Path(config["folder"])
 
     def fail_once(rank: int, epoch: int, index: int) -> None:
         fault, failing_rank = FAULTS.get(epoch, ("", -1))
-        if (rank, index) != (failing_rank, 1) or (folder / f"failed-{epoch}").exists():
+        if index != 1 or not fault or (folder / f"failed-{epoch}").exists():
+            return
+        while num_known_checkpoints(folder) < epoch:  # Ray's controller looks for reports every two seconds
+            time.sleep(0.1)
+        if rank != failing_rank:
             return
         (folder / f"failed-{epoch}").touch()
         if fault == "kill":
@@ -110,16 +140,35 @@ def train_and_report(config: dict[str, Any]) -> None:
             time.sleep(600)  # HangMonitor ends both workers
         raise ArithmeticError("broken on purpose")
 
-    if context.get_world_rank() == 0:
-        with (folder / "attempts").open("a") as attempts:
-            attempts.write("x")
-    model = Steady(fail_once)
+    make_model, make_strategy = JOBS[config["job"]]
+    model = make_model(fail_once)
     monitor = HangMonitor(after_s=2, action="abort", dirpath=folder)
     run = trainer(
-        CommOptDDP(comm_hook="int8"), CommTimeMonitor(dirpath=folder), monitor, RayTrainReportCallback(), max_epochs=6
+        make_strategy(),
+        *(CommTimeMonitor(dirpath=folder), monitor, RayTrainReportCallback(), NoteStart(folder)),
+        max_epochs=6,
+        accumulate_grad_batches=config["num_accumulated"],
     )
     fit_on(run, model)
-    save(config["folder"], "trained", numbers(model))
+    save(config["folder"], "trained", whole_numbers(model))
+
+
+class NoteStart(Callback):
+    """Notes the epochs in which fits begin, in a file of the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "starts"
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            with self.path.open("a") as starts:
+                starts.write(f"{trainer.current_epoch} ")
+
+
+def num_known_checkpoints(folder: Path) -> int:
+    """Returns how many checkpoints Ray would find after a failure."""
+    states = folder.glob("storage/run/checkpoint_manager*")
+    return max((len(set(re.findall(r'"(checkpoint_[\w.-]*\d)"', state.read_text()))) for state in states), default=0)
 
 
 def fit_on(run: Trainer, model: Steady) -> bool:
@@ -134,15 +183,21 @@ def fit_on(run: Trainer, model: Steady) -> bool:
 
 
 def run_faults(folder: Path) -> None:
-    """A job of two workers, of which one fails in one epoch after another."""
-    result = run_on_workers(train_and_report, folder, failure_config=FailureConfig(max_failures=len(FAULTS)))
+    """A job of two workers, of which one fails in one epoch after another; the folder has the name of the job."""
+    config = {"job": folder.name, "num_accumulated": 2 if folder.name == "sharded" else 1}
+    result = run_on_workers(train_and_report, folder, config, failure_config=FailureConfig(max_failures=len(FAULTS)))
     torch.save(dict(result.metrics), folder / "metrics.pt")
 
 
 def train_wrongly(config: dict[str, Any]) -> None:
     """Trains alone, after trying what cannot work."""
     messages = []
-    for strategy, plugins in ((lightning_commopt.CommOptDDP(), [RayLightningEnvironment()]), (CommOptDDP(), [])):
+    environment = RayLightningEnvironment()
+    cases = [
+        *((cls(), [environment]) for cls in (lightning_commopt.CommOptDDP, lightning_commopt.CommOptModelParallel)),
+        *((cls(), []) for cls in (CommOptDDP, CommOptModelParallel)),
+    ]
+    for strategy, plugins in cases:
         try:
             strategy_models.trainer(strategy, plugins=plugins, devices="auto")
         except MisconfigurationException as error:
@@ -173,6 +228,21 @@ def train_with_fewer(config: dict[str, Any]) -> None:
     save(config["folder"], f"of-{num_workers}", {"parameters": numbers(model), "was_resumed": was_resumed})
 
 
+def train_sharded(config: dict[str, Any]) -> None:
+    """Trains, and again from the checkpoint; then each worker saves at a path of its own."""
+    torch.set_num_threads(1)
+    for max_epochs in (1, 2):
+        run = trainer(CommOptModelParallel(2, 1), RayTrainReportCallback(), max_epochs=max_epochs)
+        was_resumed = fit_on(run, model := Sharded())
+        save(config["folder"], f"epochs-{max_epochs}", (was_resumed, whole_numbers(model)))
+    run.save_checkpoint(Path(config["folder"]) / f"own-{run.global_rank}.ckpt")
+
+
+def run_shards(folder: Path) -> None:
+    """Two workers, each with a half of the parameters."""
+    run_on_workers(train_sharded, folder)
+
+
 def elastic(folder: Path) -> None:
     """Three nodes of one worker each, of which one goes."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
@@ -181,8 +251,7 @@ def elastic(folder: Path) -> None:
         ray.init(address=cluster.address)
 
         def remove_node() -> None:
-            # Ray's controller looks for reported checkpoints every two seconds.
-            while not ((folder / "go").exists() and any(folder.glob("storage/run/checkpoint_manager*"))):
+            while not ((folder / "go").exists() and num_known_checkpoints(folder)):
                 time.sleep(0.1)
             cluster.remove_node(leaving, allow_graceful=False)
 

@@ -8,6 +8,7 @@ import torch
 from numpy.testing import assert_array_equal
 
 from support.marked_processes import Program
+from support.strategy_models import assert_same
 
 pytestmark = pytest.mark.exhaustive
 pytest.importorskip("ray", reason="benchmarks/programs.sh installs and runs this")
@@ -66,10 +67,23 @@ def test_driver_shows_the_table(trained: tuple[Path, str]) -> None:
     assert trained[1].count("of the step waits for communication") + trained[1].count("of step") >= 6
 
 
+def test_shards(tmp_path: Path) -> None:
+    """If it fails, workers resume from other parameters, or save their shards where another node does not look."""
+    run("shards", tmp_path)
+    first, second = read(tmp_path, "epochs-1"), read(tmp_path, "epochs-2")
+    assert [resumed for resumed, _ in (*first, *second)] == [False, False, True, True]
+    for some, others in (first, second):
+        assert_same(some[1], others[1])
+    assert any((first[0][1][name] != values).any() for name, values in second[0][1].items())
+    own = [{each.name for each in (tmp_path / f"own-{rank}.ckpt").iterdir()} for rank in range(2)]
+    assert own == [{".metadata", "meta.pt", "__0_0.distcp"}, {"__1_0.distcp"}]
+
+
 def test_wrong_uses(tmp_path: Path) -> None:
     """If it fails, a strategy in the wrong place or a single worker gets no clear line."""
     output = run("wrongly", tmp_path)
     (messages,) = read(tmp_path, "messages", num_ranks=1)
-    assert [message.partition(" ")[0] for message in messages] == ["In", "lightning_commopt.ray.CommOptDDP"]
-    assert all("lightning_commopt.ray.CommOptDDP" in message for message in messages)
+    names = [f"lightning_commopt.ray.{name}" for name in ("CommOptDDP", "CommOptModelParallel")]
+    assert [message.partition(" ")[0] for message in messages] == ["In", "In", *names]
+    assert all(name in message for name, message in zip(names * 2, messages, strict=True))
     assert "CommOptDDP: one process, so there are no gradients to synchronize" in output

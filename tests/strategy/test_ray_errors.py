@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.strategy.adapters import ADAPTERS
+from lightning_commopt.strategy.adapters import BASES, adapter_for
 from support.lightnings import PACKAGE, LightningEnvironment, MisconfigurationException, Trainer
 from support.ranks import run_ranks
 from support.strategy_models import trainer
@@ -46,16 +46,17 @@ def _environment() -> Any:
     return type("RayLightningEnvironment", (LightningEnvironment,), {"__module__": "ray.train.lightning"})()
 
 
-def test_the_environment_of_ray() -> None:
+@pytest.mark.parametrize("name", sorted(BASES))
+def test_the_environment_of_ray(name: str) -> None:
     """If it fails, Ray's own error is all that shows: it names three classes of Ray."""
-    strategy = __import__(ADAPTERS[PACKAGE], fromlist=["CommOptDDP"]).CommOptDDP()
-    with pytest.raises(MisconfigurationException, match=r"lightning_commopt\.ray\.CommOptDDP"):
+    strategy = adapter_for(PACKAGE, name)()
+    with pytest.raises(MisconfigurationException, match=rf"lightning_commopt\.ray\.{name}"):
         Trainer(accelerator="cpu", devices=2, strategy=strategy, plugins=[_environment()], logger=False)
 
 
 def _without_the_environment() -> str:
     sys.modules["ray.train"] = ModuleType("ray.train")
-    strategy = __import__(ADAPTERS[PACKAGE], fromlist=["CommOptDDP"]).CommOptDDP()
+    strategy = adapter_for(PACKAGE)()
     with pytest.raises(MisconfigurationException) as raised:
         trainer(strategy, devices=1)
     return str(raised.value)

@@ -26,7 +26,9 @@ class Program:
         self._output = folder / "output.txt"
         name, _, value = self._mark.partition("=")
         paths = (_TESTS, _TESTS.parent)
-        environment = {known: os.environ[known] for known in ("PATH", "HOME") if known in os.environ}
+        environment = {
+            known: os.environ[known] for known in ("PATH", "HOME", "LIGHTNING_PACKAGE") if known in os.environ
+        }
         environment |= {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1", name: value}
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
