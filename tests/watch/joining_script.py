@@ -19,7 +19,7 @@ def main() -> None:
     before, tell_after_s, timeout_s, *interface = sys.argv[1:]
     subprocess.run(["sh", "-c", before])
     join_watch._REPORT_AFTER_S = float(tell_after_s)
-    join_watch._LOOK_S, join_watch._TRY_S = 0.1, 1.0
+    join_watch.LOOK_S, join_watch._TRY_S = 0.1, 1.0
     if interface and os.environ["RANK"] == "1":
         os.environ["GLOO_SOCKET_IFNAME"] = interface[0]
     strategy = CommOptDDP(timeout=timedelta(seconds=float(timeout_s)))
