@@ -36,9 +36,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from lightning_commopt.compressors.kernels import blockwise, cast, dispatch, finite, low_rank, orthonormal
+from lightning_commopt.compressors.kernels import (
+    blockwise,
+    cast,
+    dispatch,
+    finite,
+    low_rank,
+    low_rank_rounds,
+    orthonormal,
+)
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
-from lightning_commopt.compressors.kernels.matrices import Matrix, factors_numel, p_shapes, q_shapes
+from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel
 
 CAPABILITIES = (80, 90, 100)
 SHARED_LIMIT_BYTES = 48 * 1024
@@ -209,7 +217,8 @@ def launch_reduced() -> None:
     _launch_cast(_FLOATS[:1])
     for block_format in (BlockFormat(8, 128), BlockFormat(4, 32)):
         _launch_blockwise(_FLOATS[:1], block_format, 8, (torch.float32,))
-    _launch_low_rank(torch.float32, [(300, 32), (40, 260)], 4)
+    for r in (4, 16):  # _combine is for many rows only
+        _launch_low_rank(torch.float32, [(300, 32), (40, 260)], r)
 
 
 def _launch_finite(dtypes: Sequence[torch.dtype]) -> None:
@@ -222,6 +231,8 @@ def _launch_cast(dtypes: Sequence[torch.dtype]) -> None:
         flat, out = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=out_dtype)
         wide = torch.promote_types(dtype, torch.float32)
         cast.narrow(flat, None, 1 / 3, out)
+        for sums in (torch.zeros(numel, dtype=wide), None):
+            cast.sum_rows(out.repeat(8, 1), sums, out, wide)
         for residual_dtype in (wide, torch.bfloat16):
             residual = torch.zeros(numel, dtype=residual_dtype)
             cast.narrow(flat, residual, 1 / 3, out)
@@ -255,19 +266,21 @@ def _launch_low_rank(dtype: torch.dtype, sides: Sequence[tuple[int, int]], r: in
     for m, k in sides:
         matrices.append(Matrix(numel, m, k, min(r, m, k)))
         numel += m * k
-    layout = tuple(matrices)
-    flat, residual = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
-    p, q = (torch.zeros(factors_numel(shapes(layout)), dtype=dtype) for shapes in (p_shapes, q_shapes))
-    for by_rows in (True, False):
-        low_rank.fold_and_multiply(flat, residual, layout, (p.clone(), q.clone()), p, q, by_rows)
-        low_rank.multiply(flat, layout, p, q, by_rows)
-    for out in (flat, residual, torch.zeros(numel, dtype=torch.bfloat16)):
-        low_rank.subtract_product(flat, layout, (p, q), out, _YES)
-    for folded in (residual, None):
-        low_rank.write_product(flat, folded, layout, (p, q), _YES)
+    parts = Parts(tuple(matrices), ((numel, numel + 5),))
+    flat, residual = torch.zeros(numel + 5, dtype=dtype), torch.zeros(numel + 5, dtype=dtype)
+    p, q = (torch.zeros(factors_numel(shapes), dtype=dtype) for shapes in (parts.p_shapes, parts.q_shapes))
+    kept = residual.bfloat16()
+    for by_rows, (its_residual, sent) in product((True, False), ((residual, (p, q)), (kept, None), (None, None))):
+        factor, own = (q, p) if by_rows else (p, q)
+        for own_or_none in (own, None):
+            message = torch.zeros(own.numel() + 5, dtype=dtype)
+            low_rank_rounds.compress(flat, its_residual, parts, sent, factor, message, own_or_none, 1 / 3, by_rows)
+    for its_residual in (residual, kept, None):
+        low_rank_rounds.decompress(flat, its_residual, parts, (p, q), (p, q), torch.cat([q, p[:5]]), _YES)
+    low_rank.subtract_product(residual, parts.matrices, (p, q), residual, _YES)
     if dtype == torch.float32:
-        for old in (None, p.clone()):
-            orthonormal.orthonormalize(p, p_shapes(layout), old, 1e-12, _YES)
+        for old, before in product((None, p.clone()), (None, _YES)):
+            orthonormal.orthonormalize(p, parts.p_shapes, old, 1e-12, before)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class AllReduce(Compressor):
             flat.add_(residual)
         yield channel.all_reduce(flat.mul_(1 / channel.size))
         if residual is not None:
-            residual.masked_fill_(all_finite(flat), 0)
+            residual.masked_fill_(all_finite(flat).all(), 0)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         return layout.numel * layout.dtype.itemsize

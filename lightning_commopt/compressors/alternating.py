@@ -15,7 +15,6 @@ from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Layout, Rounds, State
 from lightning_commopt.compressors.bucket_matrices import BucketMatrices
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
-from lightning_commopt.compressors.kernels.finite import all_finite
 from lightning_commopt.compressors.kernels.matrices import factors_numel, views
 from lightning_commopt.compressors.kernels.orthonormal import orthonormal, orthonormalize
 from lightning_commopt.compressors.power_iteration import PowerIteration
@@ -56,23 +55,17 @@ class AlternatingLowRank(PowerIteration):
         if not parts.matrices:
             return (yield from UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
         sends_p = self._begin_step(layout, flat.device, state) % 2 == 0
-        matrices, p, q = BucketMatrices(flat, residual, parts, state), state["p"], state["q"]
+        matrices = BucketMatrices(flat, residual, parts, state)
+        sent, basis, shapes = ("p", state["q"], parts.p_shapes) if sends_p else ("q", state["p"], parts.q_shapes)
 
-        shapes = parts.p_shapes if sends_p else parts.q_shapes
-        message, mean, rest = matrices.new_message(shapes)
-        if sends_p:
-            matrices.multiply(q, out_p=mean)  # P = M Q
-        else:
-            matrices.multiply_transposed(p, out_q=mean)  # Q = M^T P
-        own = mean.clone()
-        matrices.copy_rest(out=rest)
-        yield channel.all_reduce(message.mul_(1 / channel.size))
-        finite = all_finite(message)
+        own = torch.empty_like(state[sent])
+        message = matrices.compress(basis, 1 / channel.size, own, by_rows=sends_p)  # P = M Q, or Q = M^T P
+        yield channel.all_reduce(message)
+        mean, kept = message[: own.numel()], basis.clone()  # the residual may need it when the state has another
+        state[sent], finite = orthonormalize(message, shapes, state[sent], self.epsilon)
 
-        matrices.update_residual((own, q) if sends_p else (p, own), finite)
-        matrices.decompress((mean, q) if sends_p else (p, mean), rest, finite)  # M = P Q^T
-        sent = "p" if sends_p else "q"
-        state[sent] = orthonormalize(mean, shapes, state[sent], self.epsilon, finite)
+        own_pair, mean_pair = ((own, kept), (mean, basis)) if sends_p else ((kept, own), (basis, mean))
+        matrices.decompress(own_pair, mean_pair, message, finite)  # M = P Q^T
         return None
 
     def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:

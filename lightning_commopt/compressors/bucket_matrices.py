@@ -6,43 +6,15 @@ Shapes: as in `lightning_commopt.compressors.kernels.matrices`; ``n`` elements i
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_commopt.compat.torch import foreach_copy_, foreach_mul_
 from lightning_commopt.compressors.base import Layout, State
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
-from lightning_commopt.compressors.kernels.low_rank import fold_and_multiply, multiply, subtract_product, write_product
-from lightning_commopt.compressors.kernels.matrices import Matrix, Shapes, factors_numel, p_shapes, q_shapes
-
-
-class Parts(NamedTuple):
-    """How a bucket is cut: matrices that are worth compressing, and the rest.
-
-    Attributes:
-        matrices: that are compressed.
-        rest: begin and end of each stretch of the bucket that is sent as it is.
-    """
-
-    matrices: tuple[Matrix, ...]
-    rest: tuple[tuple[int, int], ...]
-
-    @property
-    def rest_numels(self) -> list[int]:
-        """Elements of each stretch that is sent as it is."""
-        return [end - start for start, end in self.rest]
-
-    @property
-    def p_shapes(self) -> Shapes:
-        """``(r, m)`` of each matrix."""
-        return p_shapes(self.matrices)
-
-    @property
-    def q_shapes(self) -> Shapes:
-        """``(r, k)`` of each matrix."""
-        return q_shapes(self.matrices)
+from lightning_commopt.compressors.kernels.low_rank import subtract_product
+from lightning_commopt.compressors.kernels.low_rank_rounds import compress, decompress, holds_sums
+from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel
 
 
 @lru_cache(maxsize=1024)
@@ -71,8 +43,7 @@ class BucketMatrices:
     """The matrices ``M`` of one bucket in one step: its gradients plus the residual.
 
     A residual of the bucket's dtype holds these sums until the next step, and the state the factors of what was sent of
-    them; see `lightning_commopt.compressors.kernels.low_rank`. A residual of another dtype would round them: then they
-    are in the bucket, and the residual is updated at once.
+    them; see `lightning_commopt.compressors.kernels.low_rank_rounds`.
 
     Args:
         flat: ``(n,)`` the gradients; the arithmetic is in float32 at least.
@@ -87,87 +58,52 @@ class BucketMatrices:
         self._residual = residual
         self._parts = parts
         self._state = state
-        self._in_residual = residual is not None and residual.dtype == self._bucket.dtype
-        self._is_summed = False
+        self._holds_sums = holds_sums(residual, self._bucket)
 
-    def new_message(self, shapes: Shapes) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns a message, and the views of it for factors of these shapes and for the rest of the bucket."""
-        num_factors, num_rest = factors_numel(shapes), sum(self._parts.rest_numels)
-        message = self._bucket.new_empty(num_factors + num_rest)
-        return message, message[:num_factors], message[num_factors:]
-
-    def multiply(self, q: Tensor, out_p: Tensor) -> None:
-        """Sets ``P = M Q`` for every matrix.
+    def compress(self, factor: Tensor, scale: float, own: Tensor | None = None, by_rows: bool = True) -> Tensor:
+        """Returns the first message: ``P = M Q`` of every matrix or ``Q = M^T P``, and the rest, times ``scale``.
 
         Args:
-            q: ``(sum of r * k,)``.
-            out_p: ``(sum of r * m,)``, overwritten.
+            factor: ``Q`` ``(sum of r * k,)`` if ``by_rows``, else ``P`` ``(sum of r * m,)``.
+            scale: factor.
+            own: gets the products without ``scale``, if anybody needs them.
+            by_rows: whether rows of the matrices are summed up, or columns.
         """
-        self._multiply(out_p, q, by_rows=True)
+        shapes = self._parts.p_shapes if by_rows else self._parts.q_shapes
+        message = self._bucket.new_empty(factors_numel(shapes) + sum(self._parts.rest_numels))
+        sent = self._sent() if self._holds_sums else None
+        compress(self._bucket, self._residual, self._parts, sent, factor, message, own, scale, by_rows)
+        return message
 
-    def multiply_transposed(self, p: Tensor, out_q: Tensor) -> None:
-        """Sets ``Q = M^T P`` for every matrix.
+    def compress_transposed(self, p: Tensor, scale: float, own: Tensor) -> Tensor:
+        """Returns the second message: ``Q = M^T P`` of every matrix times ``scale``.
 
         Args:
             p: ``(sum of r * m,)``.
-            out_q: ``(sum of r * k,)``, overwritten.
+            scale: factor.
+            own: ``(sum of r * k,)``, gets the products without ``scale``.
         """
-        self._multiply(p, out_q, by_rows=False)
+        sums = self._residual if self._holds_sums and self._residual is not None else self._bucket
+        message = torch.empty_like(own)
+        compress(sums, None, self._parts, None, p, message, own, scale, by_rows=False)
+        return message
 
-    def copy_rest(self, out: Tensor) -> None:
-        """Copies what is not compressed, gradients plus residual, to ``out``."""
-        if self._parts.rest:
-            torch.cat(_stretches(self._bucket, self._parts), out=out)
-            if self._residual is not None:
-                out.add_(torch.cat(_stretches(self._residual, self._parts)))
-
-    def update_residual(self, own: tuple[Tensor, Tensor], finite: Tensor) -> None:
-        """Keeps ``M - P Q^T`` for the next step, and nothing of what was sent as it is.
+    def decompress(
+        self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], message: Tensor, finite: Tensor
+    ) -> None:
+        """Replaces the gradients by their average, ``P Q^T`` and the rest, and updates the residual.
 
         Args:
-            own: ``P`` ``(sum of r * m,)`` and ``Q`` ``(sum of r * k,)`` of what this rank has sent.
-            finite: 0-dim bool; if it is false, the residual stays.
+            own: ``P`` ``(sum of r * m,)`` and ``Q`` ``(sum of r * k,)`` of what this rank has sent; used up.
+            mean: ``P`` and ``Q`` of the average.
+            message: the average of the first message.
+            finite: whether the step was, see `low_rank_rounds`; if not, matrices become NaN, and the residual stays.
         """
-        if self._residual is None:
-            return
-        if self._in_residual:
-            self._state["sent"] = {name: torch.where(finite, x, 0) for name, x in zip("pq", own, strict=True)}
-        else:
-            subtract_product(self._bucket, self._parts.matrices, own, self._residual, finite)
-        if self._parts.rest:
-            rest = _stretches(self._residual, self._parts)
-            foreach_mul_(rest, (~finite).to(self._residual.dtype))  # it is always finite itself
-
-    def decompress(self, mean: tuple[Tensor, Tensor], rest: Tensor, finite: Tensor) -> None:
-        """Replaces the gradients by their average, ``P Q^T`` and the rest; to be called after `update_residual`.
-
-        Args:
-            mean: ``P`` ``(sum of r * m,)`` and ``Q`` ``(sum of r * k,)`` of the average.
-            rest: the average of what was sent as it is.
-            finite: 0-dim bool; if it is false, matrices become NaN.
-        """
-        folded = self._residual if self._in_residual else None
-        write_product(self._bucket, folded, self._parts.matrices, mean, finite)
-        if self._parts.rest:
-            foreach_copy_(_stretches(self._bucket, self._parts), rest.split(self._parts.rest_numels))
+        decompress(self._bucket, self._residual, self._parts, own, mean, message, finite)
+        if self._holds_sums:
+            self._state["sent"] = dict(zip("pq", own, strict=True))
         if self._bucket is not self._flat:
             self._flat.copy_(self._bucket)
-
-    def _multiply(self, p: Tensor, q: Tensor, by_rows: bool) -> None:
-        matrices, sums = self._parts.matrices, self._bucket
-        if self._in_residual and self._residual is not None:
-            sums = self._residual
-        if self._is_summed:
-            multiply(sums, matrices, p, q, by_rows)
-            return
-        self._is_summed = True
-        if self._in_residual:
-            fold_and_multiply(self._bucket, sums, matrices, self._sent(), p, q, by_rows)
-            return
-        if self._residual is not None:
-            for matrix in matrices:
-                matrix.of(sums).add_(matrix.of(self._residual))
-        multiply(sums, matrices, p, q, by_rows)
 
     def _sent(self) -> tuple[Tensor, Tensor]:
         """Returns the factors of what was sent of the residual in the last step."""
@@ -191,8 +127,3 @@ def flush(residual: Tensor, parts: Parts, state: State) -> None:
         subtract_product(residual, parts.matrices, (sent["p"], sent["q"]), residual, finite)
         for factors in sent.values():  # in place, for whoever has another dict with the same tensors
             factors.zero_()
-
-
-def _stretches(flat: Tensor, parts: Parts) -> list[Tensor]:
-    """Returns views of what is sent as it is."""
-    return [flat[start:end] for start, end in parts.rest]

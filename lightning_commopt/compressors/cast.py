@@ -84,15 +84,15 @@ class Cast(Compressor):
         """Shapes: ``W`` shards of ``s`` elements; the last ones may be padded, or padding only."""
         scale, dtype, n = 1 / channel.size, self._wire_dtype(flat.dtype), flat.numel()
         s = -(-n // channel.size)
-        message = channel.scratch("message", (channel.size * s,), dtype, flat.device)
-        message[n:].zero_()
-        narrow(flat, residual, scale, message[:n])
-        received = yield channel.all_to_all(message.view(channel.size, s))
-        mean = channel.scratch("mean", (s,), wide_dtype(flat.dtype), flat.device)
-        sum_rows(received, mean)
-        rounded = channel.scratch("rounded", (s,), dtype, flat.device).copy_(mean)
+        message = channel.scratch("message", (channel.size, s), dtype, flat.device)
+        narrow(flat, residual, scale, message.view(-1))
+        received = yield channel.all_to_all(message)
+        wide = wide_dtype(flat.dtype)
+        mean = None if residual is None else channel.scratch("mean", (s,), wide, flat.device)
+        rounded = channel.scratch("rounded", (s,), dtype, flat.device)
+        sum_rows(received, mean, rounded, wide)
         gathered = (yield channel.all_gather(rounded)).view(-1)[:n]
-        if residual is None:
+        if residual is None or mean is None:
             flat.copy_(gathered)
         else:
             finite = all_finite(gathered)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, State
-from lightning_commopt.compressors.bucket_matrices import Parts, cut, flush
+from lightning_commopt.compressors.bucket_matrices import cut, flush
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
-from lightning_commopt.compressors.kernels.matrices import Shapes, factors_numel
+from lightning_commopt.compressors.kernels.matrices import Parts, Shapes, factors_numel
 from lightning_commopt.compressors.kernels.orthonormal import orthonormal
 from lightning_commopt.text.validation import check_integer, warn, warn_once
 

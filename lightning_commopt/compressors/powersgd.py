@@ -16,7 +16,6 @@ from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Claims, Layout, Rounds, State
 from lightning_commopt.compressors.bucket_matrices import BucketMatrices
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
-from lightning_commopt.compressors.kernels.finite import all_finite
 from lightning_commopt.compressors.kernels.matrices import views
 from lightning_commopt.compressors.kernels.orthonormal import orthonormal, orthonormalize
 from lightning_commopt.compressors.power_iteration import PowerIteration
@@ -77,24 +76,18 @@ class LowRank(PowerIteration):
         if not parts.matrices:
             return (yield from UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
         self._begin_step(layout, flat.device, state)
-        matrices, old_q = BucketMatrices(flat, residual, parts, state), state["q"]
+        matrices, old_q, scale = BucketMatrices(flat, residual, parts, state), state["q"], 1 / channel.size
 
-        message, p, rest = matrices.new_message(parts.p_shapes)
-        matrices.multiply(old_q, out_p=p)  # P = M Q
-        matrices.copy_rest(out=rest)
-        yield channel.all_reduce(message.mul_(1 / channel.size))
-        finite = all_finite(message)
-        p = orthonormalize(p, parts.p_shapes, None, self.epsilon, finite)
+        message = matrices.compress(old_q, scale)  # P = M Q
+        yield channel.all_reduce(message)
+        p, finite = orthonormalize(message, parts.p_shapes, None, self.epsilon)
 
         own_q = torch.empty_like(old_q)
-        matrices.multiply_transposed(p, out_q=own_q)  # Q = M^T P
-        mean_q = own_q * (1 / channel.size)
+        mean_q = matrices.compress_transposed(p, scale, own_q)  # Q = M^T P
         yield channel.all_reduce(mean_q)
-        finite = finite & all_finite(mean_q)
+        state["q"], finite = orthonormalize(mean_q, parts.q_shapes, old_q, self.epsilon, finite)
 
-        matrices.update_residual((p, own_q), finite)
-        matrices.decompress((p, mean_q), rest, finite)  # M = P Q^T
-        state["q"] = orthonormalize(mean_q, parts.q_shapes, old_q, self.epsilon, finite)
+        matrices.decompress((p, own_q), (p, mean_q), message, finite)  # M = P Q^T
         return None
 
     def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:

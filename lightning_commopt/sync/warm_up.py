@@ -62,7 +62,7 @@ def _try_triton(
         run_on_samples(compressor, channel, dtypes, device)
     except Exception as error:
         try:
-            with dispatch.without_triton():
+            with dispatch.in_plain_torch():
                 run_on_samples(compressor, channel, dtypes, device)
         except Exception:
             return None

@@ -62,6 +62,10 @@ def _find_bad_scales(given: Mapping[str, Any]) -> int:
     return given["num_rows"] * given["num_blocks"] * scale_bytes + _num_bytes(given["flags"])
 
 
+def _sum_rows(given: Mapping[str, Any]) -> int:
+    return _sum("rows", "rounded", *(["out"] if given["HAS_OUT"] else []))(given)
+
+
 def _narrow(given: Mapping[str, Any]) -> int:
     return _sum("flat", "out", *(["residual"] if given["HAS_RESIDUAL"] else []))(given)
 
@@ -71,9 +75,11 @@ def _reduce(given: Mapping[str, Any]) -> int:
     return _sum("received", "mean_message")(given) + of_shard
 
 
-def _multiply_tile(given: Mapping[str, Any]) -> int:
-    folded = _sum("sent_p", "sent_q", twice="residual")(given) if given["FOLD"] else 0
-    return _sum("flat", "factor", "partials")(given) + folded
+def _compress(given: Mapping[str, Any]) -> int:
+    """As if the bucket had no rest, which is small."""
+    folded = _sum("sent_p", "sent_q", twice="residual")(given) if given["RESIDUAL"] == 1 else 0
+    added = _sum("residual", "bucket")(given) if given["RESIDUAL"] == 2 else 0
+    return _sum("bucket", "factor", "partials")(given) + folded + added
 
 
 def _with_older(*names: str) -> Callable[[Mapping[str, Any]], int]:
@@ -82,18 +88,19 @@ def _with_older(*names: str) -> Callable[[Mapping[str, Any]], int]:
 
 _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "_narrow": _narrow,
+    "_sum_rows": _sum_rows,
     "_widen": _sum("mean", twice="flat residual"),
     "_add_lost": _sum("values", "rounded", twice="residual"),
-    "_find_bad": _sum("values"),
+    "_find_bad": _sum("values", "flags"),
     "_encode": _encode,
     "_reduce": _reduce,
     "_find_bad_scales": _find_bad_scales,
     "_decode": _sum("message", "flat"),
-    "_multiply_tile": _multiply_tile,
-    "_add_up": _sum("partials", "out"),
+    "_compress": _compress,
+    "_add_up": lambda given: _sum("partials", "out", *(["own"] if given["HAS_OWN"] else []))(given),
     "_subtract_product": _sum("flat", "out", "factor_p", "factor_q"),
-    "_write_product": _sum("flat", "factor_p", "factor_q"),
-    "_multiply_candidates": _with_older("x", "partials"),
-    "_combine": _sum("partials", "transforms"),
-    "_apply": _with_older("x", "basis", "transforms"),
+    "_decompress": _sum("bucket", "factor_p", "factor_q"),
+    "_multiply_candidates": _with_older("x", "sums"),
+    "_combine": _sum("sums"),
+    "_apply": _with_older("x", "basis", "sums"),
 }

@@ -25,32 +25,36 @@ def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> 
         flat: ``(n,)`` floating point; left as it was.
         residual: ``(n,)`` floating point, or None for zeros; left as it was.
         scale: factor.
-        out: ``(n,)`` narrower floating point.
+        out: narrower floating point, ``(n,)`` or more, the end of which becomes zero.
     """
+    out[flat.numel() :].zero_()
     scratch = flat.new_empty(min(CHUNK_NUMEL, flat.numel()), dtype=wide_dtype(flat.dtype))
     for start in range(0, flat.numel(), CHUNK_NUMEL):
-        chunk = slice(start, start + CHUNK_NUMEL)
+        chunk = slice(start, min(start + CHUNK_NUMEL, flat.numel()))
         part = flat[chunk]
         added = None if residual is None else residual[chunk]
         out[chunk].copy_(add_up(part, added, scratch[: part.numel()]).mul_(scale))
 
 
-def sum_rows(rows: Tensor, out: Tensor) -> None:
-    """Adds up the rows, first to last, in the dtype of ``out``.
+@also_in("triton")
+def sum_rows(rows: Tensor, out: Tensor | None, rounded: Tensor, dtype: torch.dtype) -> None:
+    """Adds up the rows, first to last, in ``dtype``, and rounds the sums.
 
     Args:
         rows: ``(W, s)`` floating point.
-        out: ``(s,)`` wider floating point; overwritten.
+        out: ``(s,)`` of ``dtype``, gets the sums; None if nobody needs them.
+        rounded: ``(s,)`` of the dtype of ``rows``, gets the sums, rounded.
+        dtype: wider floating point.
     """
-    if rows.is_cuda:
-        torch.sum(rows, 0, dtype=out.dtype, out=out)
-        return
-    scratch = out.new_empty(min(CHUNK_NUMEL, out.numel()))
-    for start in range(0, out.numel(), CHUNK_NUMEL):
-        part = out[start : start + CHUNK_NUMEL]
-        part.copy_(rows[0, start : start + CHUNK_NUMEL])
+    numel = rounded.numel()
+    scratch, sums = rows.new_empty(2, min(CHUNK_NUMEL, numel), dtype=dtype)
+    for start in range(0, numel, CHUNK_NUMEL):
+        chunk = slice(start, start + CHUNK_NUMEL)
+        part = sums[: numel - start] if out is None else out[chunk]
+        part.copy_(rows[0, chunk])
         for row in rows[1:]:
-            part.add_(scratch[: part.numel()].copy_(row[start : start + CHUNK_NUMEL]))
+            part.add_(scratch[: part.numel()].copy_(row[chunk]))
+        rounded[chunk].copy_(part)
 
 
 @also_in("triton")
@@ -62,9 +66,9 @@ def widen(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Te
         residual: ``(n,)`` as `narrow` had it; updated in place.
         mean: ``(n,)`` the result of all that was sent, in the dtype of ``out`` in `narrow`.
         scale: as `narrow` had it.
-        finite: 0-dim bool; if it is false, ``residual`` stays. On CUDA the host does not wait for it.
+        finite: see `all_finite`; if any is false, ``residual`` stays. On CUDA the host does not wait for it.
     """
-    if not finite:
+    if not finite.all():
         flat.copy_(mean)
         return
     corrected, scaled = flat.new_empty(2, min(CHUNK_NUMEL, flat.numel()), dtype=wide_dtype(flat.dtype))
@@ -88,7 +92,7 @@ def add_lost(residual: Tensor, values: Tensor, rounded: Tensor, factor: int, fin
         values: ``(n,)`` float32 or float64; overwritten.
         rounded: ``(n,)`` the same, rounded.
         factor: how many times what is lost is added.
-        finite: 0-dim bool; if it is false, ``residual`` stays. On CUDA the host does not wait for it.
+        finite: see `all_finite`; if any is false, ``residual`` stays. On CUDA the host does not wait for it.
     """
-    if finite:
+    if finite.all():
         residual.add_(values.sub_(rounded).mul_(factor))

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_commopt.compressors.kernels import c_library
 
 _uses_triton = True
+_is_plain = False
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -56,6 +57,8 @@ def form_for(forms: Sequence[str], *args: Any) -> str:
         "triton" on CUDA where Triton works, "c" on CPU where there is a C compiler and all floating-point
         tensors are float32, else "torch".
     """
+    if _is_plain:
+        return "torch"
     device = args[0].device.type
     if device == "cuda" and "triton" in forms and has_triton():
         return "triton"
@@ -67,7 +70,7 @@ def form_for(forms: Sequence[str], *args: Any) -> str:
 
 def has_triton() -> bool:
     """Returns whether Triton is installed, and nobody has found that it does not work."""
-    return _uses_triton and _finds_triton()
+    return _uses_triton and not _is_plain and _finds_triton()
 
 
 def do_without_triton() -> None:
@@ -77,14 +80,14 @@ def do_without_triton() -> None:
 
 
 @contextmanager
-def without_triton() -> Iterator[None]:
-    """Makes operations run in plain torch on CUDA for a while."""
-    global _uses_triton
-    before, _uses_triton = _uses_triton, False
+def in_plain_torch() -> Iterator[None]:
+    """Makes all operations of this process run in plain torch for a while."""
+    global _is_plain
+    before, _is_plain = _is_plain, True
     try:
         yield
     finally:
-        _uses_triton = before
+        _is_plain = before
 
 
 @cache

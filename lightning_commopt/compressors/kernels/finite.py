@@ -16,7 +16,7 @@ def all_finite(values: Tensor) -> Tensor:
         values: ``(n,)`` floating point, contiguous.
 
     Returns:
-        0-dim bool, on the device of ``values``.
+        0-dim bool on the device of ``values``, or ``(k,)`` bool of parts of them: all true if all values are finite.
     """
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)

@@ -13,8 +13,9 @@ the matrix in the residual. With ``p = [0, 1]``, `multiply` by columns gives its
 sent: `write_product` makes ``[1, 0, 0, 4, 5]`` of the bucket, and by `subtract_product` the residual is
 ``[2, 3, 0, 0]``.
 
-Plain torch forms, which define the operations and run on CPU in chunks that stay in its cache. On CUDA one fused kernel
-each, for all matrices at once; most are fused for float32 on CPU as well, in C.
+Plain torch forms, which define the operations and run on CPU in chunks that stay in its cache; most are fused for
+float32 on CPU, in C. On CUDA there are kernels for all that is done to a bucket before and after a collective, see
+`lightning_commopt.compressors.kernels.low_rank_rounds`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MAX_COLUMNS_ONE_BY_ONE = 4
 """Columns of the factors up to which they are multiplied one after another; more in a product of matrices."""
 
 
-@also_in("triton", "c")
+@also_in("c")
 def fold_and_multiply(
     gradient: Tensor,
     residual: Tensor,
@@ -65,7 +66,7 @@ def fold_and_multiply(
                 torch.where(new.isfinite(), part, kept, out=part)
 
 
-@also_in("triton", "c")
+@also_in("c")
 def multiply(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor, by_rows: bool) -> None:
     """Sets ``P = M Q`` for every matrix if ``by_rows``, else ``Q = M^T P``.
 
@@ -101,7 +102,7 @@ def subtract_product(
             _subtract_product(matrix.of(flat)[rows], p[:, rows], q, out=matrix.of(out)[rows])
 
 
-@also_in("triton", "c")
+@also_in("c")
 def write_product(
     flat: Tensor,
     residual: Tensor | None,

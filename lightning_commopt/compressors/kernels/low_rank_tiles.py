@@ -1,4 +1,4 @@
-"""Which tiles of a bucket's matrices the programs of `low_rank_triton` work on, as tables on the device."""
+"""Which parts of a bucket the programs of `low_rank_rounds_triton` work on, as tables on the device."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate, product
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels.matrices import Matrix
+from lightning_commopt.compressors.kernels.matrices import Matrix, Parts
 
 SUM_BLOCK = 64
 """Sums that one program adds up."""
+REST_BLOCK = 2048
+"""Elements that one program sends or receives as they are."""
 
 # Rows and columns of a tile. Wide where a row is summed up, tall where a column is: few partial sums.
 _ROWS_TILE = (32, 128)
@@ -26,25 +28,37 @@ class Plan(NamedTuple):
     """What a kernel has to know of a bucket.
 
     Attributes:
-        tile: rows and columns of a tile.
+        options: constants of the kernels, and Triton's options. Of them, all matrices and their rows begin at a
+            multiple of ``ALIGNED`` elements, so that loads can be wide.
         tiles: ``(tiles, 9)`` int64, see `low_rank_triton`.
-        aligned: elements of which all matrices and their rows begin at a multiple, so that loads can be wide.
-        num_partials: elements that hold partial sums; 0 if every sum is within a tile.
-        sums: ``(sums, 5)`` int64, see `low_rank_triton`.
+        num_tiles: rows of ``tiles``.
+        rest: ``(chunks, 3)`` int64, see `low_rank_rounds_triton`.
+        num_chunks: rows of ``rest``.
+        num_rest: elements of the rest.
+        num_factors: elements of the message before the rest; 0 if the plan is not about a message.
+        num_partials: elements that hold partial sums.
+        sums: ``(sums, 5)`` int64, see `low_rank_rounds_triton`.
+        num_sums: rows of ``sums``.
     """
 
-    tile: tuple[int, int]
+    options: dict[str, Any]
     tiles: Tensor
-    aligned: int
-    num_partials: int
-    sums: Tensor
+    num_tiles: int
+    rest: Tensor
+    num_chunks: int
+    num_rest: int
+    num_factors: int
+    num_partials: int = 0
+    sums: Tensor | None = None
+    num_sums: int = 0
 
 
 # Tables are made once for each bucket layout, as only then the host waits for the device. They stay, as kernels of
 # several streams read them.
 @cache
-def product_plan(matrices: tuple[Matrix, ...], device: torch.device, by_rows: bool) -> Plan:
+def product_plan(parts: Parts, device: torch.device, by_rows: bool) -> Plan:
     """Returns the plan of a product; the partial sums of a matrix are ``(splits, r, m)`` or ``(splits, r, k)``."""
+    matrices = parts.matrices
     tile = _ROWS_TILE if by_rows else _COLUMNS_TILE
     splits = [-(-matrix.k // tile[1]) if by_rows else -(-matrix.m // tile[0]) for matrix in matrices]
     p_starts, q_starts = _factor_starts(matrices)
@@ -60,19 +74,36 @@ def product_plan(matrices: tuple[Matrix, ...], device: torch.device, by_rows: bo
             tiles.append((*matrix, row, column, p_start, q_start, first + split * size))
         for offset in range(0, size, SUM_BLOCK):
             sums.append((first + offset, num, size, end + offset, size - offset))
-    num_partials = partial_starts[-1] if max(splits) > 1 else 0
-    return Plan(tile, _table(tiles, device), _alignment(matrices), num_partials, _table(sums, device))
+    return _plan(parts, tile, tiles, sum(sizes), device)._replace(
+        num_partials=partial_starts[-1], sums=_table(sums, device), num_sums=len(sums)
+    )
 
 
 @cache
-def tiles_plan(matrices: tuple[Matrix, ...], device: torch.device) -> Plan:
+def tiles_plan(parts: Parts, device: torch.device) -> Plan:
     """Returns the plan of what is done with every element."""
+    matrices = parts.matrices
     tiles = [
         (*matrix, row, column, p_start, q_start, 0)
         for matrix, p_start, q_start in zip(matrices, *_factor_starts(matrices), strict=True)
         for row, column in _corners(matrix, _TILE)
     ]
-    return Plan(_TILE, _table(tiles, device), _alignment(matrices), 0, _table([], device))
+    return _plan(parts, _TILE, tiles, 0, device)
+
+
+def _plan(
+    parts: Parts, tile: tuple[int, int], tiles: Sequence[tuple[int, ...]], num_factors: int, device: torch.device
+) -> Plan:
+    """Returns a plan; the rest is in the message behind the factors."""
+    rest, place = [], num_factors
+    for start, end in parts.rest:
+        for first in range(start, end, REST_BLOCK):
+            rest.append((first, place + first - start, min(REST_BLOCK, end - first)))
+        place += end - start
+    options = {"TILE_M": tile[0], "TILE_K": tile[1], "num_warps": tile[0] * tile[1] // 1024, "enable_fp_fusion": True}
+    options["ALIGNED"] = gcd(4, *(number for matrix in parts.matrices for number in (matrix.start, matrix.k)))
+    num_rest = place - num_factors
+    return Plan(options, _table(tiles, device), len(tiles), _table(rest, device), len(rest), num_rest, num_factors)
 
 
 def _factor_starts(matrices: tuple[Matrix, ...]) -> tuple[list[int], list[int]]:
@@ -84,10 +115,6 @@ def _factor_starts(matrices: tuple[Matrix, ...]) -> tuple[list[int], list[int]]:
 def _corners(matrix: Matrix, tile: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Returns the first row and column of every tile."""
     return product(range(0, matrix.m, tile[0]), range(0, matrix.k, tile[1]))
-
-
-def _alignment(matrices: tuple[Matrix, ...]) -> int:
-    return gcd(4, *(number for matrix in matrices for number in (matrix.start, matrix.k)))
 
 
 def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:

@@ -8,6 +8,8 @@ matrices of a bucket are concatenated in one tensor: ``p`` ``(sum of r * m,)`` a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -34,6 +36,38 @@ class Matrix(NamedTuple):
     def of(self, flat: Tensor) -> Tensor:
         """Returns the view ``(m, k)`` of a bucket."""
         return flat[self.start : self.start + self.m * self.k].view(self.m, self.k)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """How a bucket is cut: matrices that are worth compressing, and the rest. Compared by identity, as a fast key.
+
+    Attributes:
+        matrices: that are compressed.
+        rest: begin and end of each stretch of the bucket that is sent as it is.
+    """
+
+    matrices: tuple[Matrix, ...]
+    rest: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def rest_numels(self) -> list[int]:
+        """Elements of each stretch that is sent as it is."""
+        return [end - start for start, end in self.rest]
+
+    @cached_property
+    def p_shapes(self) -> Shapes:
+        """``(r, m)`` of each matrix."""
+        return p_shapes(self.matrices)
+
+    @cached_property
+    def q_shapes(self) -> Shapes:
+        """``(r, k)`` of each matrix."""
+        return q_shapes(self.matrices)
+
+    def rest_of(self, flat: Tensor) -> list[Tensor]:
+        """Returns the views of a bucket that are sent as they are."""
+        return [flat[start:end] for start, end in self.rest]
 
 
 def p_shapes(matrices: Sequence[Matrix]) -> Shapes:

@@ -10,7 +10,7 @@ others, so that no row ever dies.
 Example: ``[[3, 4], [4, 3]]`` becomes ``[[0.6, 0.8], [0.8, -0.6]]``; ``[[3, 4], [6, 8]]`` becomes the same or
 ``[[0.6, 0.8], [-0.8, 0.6]]``.
 
-Plain torch forms, which run on CPU. On CUDA three fused kernels for all factors at once.
+Plain torch forms, which run on CPU. On CUDA two fused kernels for all factors at once, three for many rows.
 """
 
 from __future__ import annotations
@@ -19,32 +19,40 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels.dispatch import also_in
-from lightning_commopt.compressors.kernels.matrices import Shapes, views
+from lightning_commopt.compressors.kernels.finite import all_finite
+from lightning_commopt.compressors.kernels.matrices import Shapes, factors_numel, views
 
 
 @also_in("triton")
-def orthonormalize(x: Tensor, shapes: Shapes, old: Tensor | None, epsilon: float, finite: Tensor) -> Tensor:
-    """Returns an orthonormal basis of the rows of every factor.
+def orthonormalize(
+    message: Tensor, shapes: Shapes, old: Tensor | None, epsilon: float, before: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns an orthonormal basis of the rows of every factor, and whether the step has been finite so far.
 
     Args:
-        x: ``(sum of r * side,)`` float32 or float64; left as it was.
+        message: float32 or float64; begins with the factors, ``(sum of r * side,)``. Left as it was.
         shapes: ``(r, side)`` of each factor, ``r <= side``.
-        old: as ``x``, orthonormal rows: the result if the step was not finite, and what rows are replaced by. None for
-            zeros.
+        old: as the factors, orthonormal rows: the result if the step was not finite, and what rows are replaced by.
+            None for zeros.
         epsilon: a single row gets the norm ``1 / (1 + epsilon)``.
-        finite: 0-dim bool, whether the step was finite. On CUDA the host does not wait for it.
+        before: whether the step was finite before this message, as it is returned here. None if nothing was before.
 
     Returns:
-        As ``x``. In float32 the scalar products of rows are exact to 1e-5, in most cases to 1e-6. The two forms agree
-        to that if ``X`` is far from a lower rank; else they may replace rows differently. Plain torch replaces several
-        rows without ``old``; on CUDA rows are replaced if less than 2**-16 of their norm is left, by old ones or zeros.
+        The basis, as the factors, and ``(k,)`` or 0-dim bool, all true if the whole message and what was ``before`` are
+        finite. On CUDA the host does not wait for that.
+
+        In float32 the scalar products of rows are exact to 1e-5, in most cases to 1e-6. The two forms agree to that if
+        ``X`` is far from a lower rank; else they may replace rows differently. Plain torch replaces several rows
+        without ``old``; on CUDA rows are replaced if less than 2**-16 of their norm is left, by old ones or zeros.
     """
+    finite = all_finite(message).all() if before is None else all_finite(message).all() & before.all()
+    x = message[: factors_numel(shapes)]
     old = torch.zeros_like(x) if old is None else old
     basis = torch.empty_like(x)
     usable = torch.where(finite, x, 0)
     for part, fallback, out in zip(views(usable, shapes), views(old, shapes), views(basis, shapes), strict=True):
         out.copy_(orthonormal(part, fallback, epsilon))
-    return torch.where(finite, basis, old)
+    return torch.where(finite, basis, old), finite
 
 
 def orthonormal(x: Tensor, fallback: Tensor, epsilon: float) -> Tensor:

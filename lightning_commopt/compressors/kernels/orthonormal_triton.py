@@ -1,9 +1,11 @@
 """The operation of `orthonormal` in Triton, for all factors of a bucket at once; what it does is defined there.
 
-Gram-Schmidt by the scalar products of all rows alone, in float64: one kernel computes these products tile by tile, one
-finds for every factor the combinations of rows that are orthonormal, and one applies them. The squares of float32
-numbers neither overflow in float64 nor lose digits, so that rows are orthonormal to 1e-5 even if only 2**-16 of their
-norm was left, the least that is not replaced, and to float32's precision if it was 2**-12.
+Gram-Schmidt by the scalar products of all rows alone, in float64: one kernel computes these products tile by tile, and
+one finds for every factor the combinations of rows that are orthonormal and applies them. For few rows each program
+finds them anew, which saves a launch. The first kernel also looks for numbers that are not finite: of its programs the
+first ones have a tile of a factor each, the others a chunk of the rest. The squares of float32 numbers neither overflow
+in float64 nor lose digits, so that rows are orthonormal to 1e-5 even if only 2**-16 of their norm was left, the least
+that is not replaced, and to float32's precision if it was 2**-12.
 
 Multiplications and additions are fused, on every rank whatever its Triton does by default.
 
@@ -26,59 +28,75 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_commopt.compressors.kernels.finite_triton import all_set
+from lightning_commopt.compressors.kernels.launch_triton import launch
 from lightning_commopt.compressors.kernels.matrices import Shapes
 
 # Of the square of a row's norm: of what is left beneath this the products have too few digits.
 _TOLERANCE = tl.constexpr(2.0**-32)
 _TILE_NUMEL, _LONGEST_TILE = 8192, 1024
+_REST_BLOCK = 8192
 _SUM_NUMEL, _MAX_SPLITS = 4096, 32
 _MAX_ROWS = 32
+_MAX_COMBINED = 16  # candidates up to which every program finds the combinations by itself
 
 
-def orthonormalize(x: Tensor, shapes: Shapes, old: Tensor | None, epsilon: float, finite: Tensor) -> Tensor:
-    """Returns orthonormal rows, ``old`` ones if not ``finite``; of float32 factors without very many rows."""
-    if x.dtype != torch.float32 or max(r for r, _ in shapes) > _MAX_ROWS:
+def orthonormalize(
+    message: Tensor, shapes: Shapes, old: Tensor | None, epsilon: float, before: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns orthonormal rows, ``old`` ones if not finite, and flags; of float32 factors without very many rows."""
+    if message.dtype != torch.float32 or max(r for r, _ in shapes) > _MAX_ROWS:
         return NotImplemented
-    plan = _plan_for(shapes, old is not None, x.device)
-    partials = x.new_empty(plan.num_partials, dtype=torch.float64)
-    transforms = x.new_empty(len(shapes) * plan.R * plan.NUM, dtype=torch.float64)
-    basis = torch.empty_like(x)
-    candidates = (x, x if old is None else old)
+    plan = _plan_for(shapes, old is not None, message.device)
+    num_flags = plan.num_tiles - (plan.num_factors - message.numel()) // _REST_BLOCK
+    flags = message.new_empty(num_flags, dtype=torch.bool)
+    sums = message.new_empty(plan.num_sums, dtype=torch.float64)
+    basis = message.new_empty(plan.num_factors)
+    candidates = (message, message if old is None else old)
+    earlier = (flags, 0) if before is None else (before, before.numel())
+    combining = {"SINGLE_NORM": 1 / (1 + epsilon), "SPLITS": plan.SPLITS}
     sizes = {"R": plan.R, "NUM": plan.NUM, "enable_fp_fusion": True}
-    shrink = {"SINGLE_NORM": 1 / (1 + epsilon)}
-    with torch.cuda.device_of(x):
-        _multiply_candidates[(len(plan.tiles),)](
-            plan.tiles, *candidates, partials, **sizes, BLOCK=plan.BLOCK, num_warps=8
-        )
-        splits = max(1, min(_MAX_SPLITS, _SUM_NUMEL // plan.NUM**2))
-        warps = 1 if plan.NUM <= 8 else 8
-        _combine[(len(shapes),)](plan.factors, partials, transforms, **sizes, **shrink, SPLITS=splits, num_warps=warps)
-        _apply[(len(plan.tiles),)](
-            plan.tiles, *candidates, transforms, finite, basis, **sizes, BLOCK=plan.BLOCK, num_warps=4
-        )
-    return basis
+
+    args = (plan.tiles, *candidates, sums, flags, *earlier, plan.num_tiles, plan.num_factors, message.numel())
+    blocks = {"BLOCK": plan.BLOCK, "REST_BLOCK": _REST_BLOCK, "num_warps": 8}
+    launch(_multiply_candidates, (num_flags, 1, 1), *args, **sizes, **blocks)
+    if not plan.COMBINES:
+        grid = (len(shapes), 1, 1)
+        launch(_combine, grid, plan.factors, sums, sums, **sizes, **combining, num_warps=8)
+    applied = (plan.tiles, *candidates, sums, flags, basis, num_flags)
+    blocks = {"BLOCK": plan.BLOCK, "COMBINES": plan.COMBINES, "num_warps": 4}
+    launch(_apply, (plan.num_tiles, 1, 1), *applied, **sizes, **combining, **blocks)
+    return basis, flags
 
 
 class _Plan(NamedTuple):
     """What the kernels have to know of the factors of a bucket.
 
     Attributes:
-        tiles: ``(tiles, 6)`` int64: where the factor begins, its side and r, the first column of the tile, where its
-            partial sums begin, where the factor's transform begins.
-        factors: ``(factors, 4)`` int64: where the partial sums begin, how many tiles there are, r, where the transform
-            begins.
-        num_partials: elements that hold partial sums, ``(tiles, NUM, NUM)``.
+        tiles: ``(tiles, 8)`` int64: where the partial sums of the factor begin, how many tiles it has, r, where the
+            transform that the tile needs begins; where the factor begins, its side, the first column of the tile, where
+            its own partial sums begin.
+        factors: ``(factors, 4)`` int64: as the first four of a tile.
+        num_tiles: rows of ``tiles``.
+        num_factors: elements of all factors.
+        num_sums: elements that hold partial sums, ``(tiles, NUM, NUM)``, and behind them the transforms.
         R: a power of two, not below any ``r``.
         NUM: candidates; ``R`` if there are no old rows, else ``2 R``.
         BLOCK: columns of a tile.
+        SPLITS: tiles whose partial sums are added up at once.
+        COMBINES: each tile has a transform of its own.
     """
 
     tiles: Tensor
     factors: Tensor
-    num_partials: int
+    num_tiles: int
+    num_factors: int
+    num_sums: int
     R: int
     NUM: int
     BLOCK: int
+    SPLITS: int
+    COMBINES: bool
 
 
 # Tables are made once for each bucket layout, as only then the host waits for the device. They stay, as kernels of
@@ -87,25 +105,56 @@ class _Plan(NamedTuple):
 def _plan_for(shapes: Shapes, has_old: bool, device: torch.device) -> _Plan:
     most = max(2, triton.next_power_of_2(max(r for r, _ in shapes)))
     num = 2 * most if has_old else most
-    block = min(_LONGEST_TILE, _TILE_NUMEL // num)
+    block, combines = min(_LONGEST_TILE, _TILE_NUMEL // num), num <= _MAX_COMBINED
+    num_tiles = sum(-(-side // block) for _, side in shapes)
     tiles: list[tuple[int, ...]] = []
     factors = []
-    starts = accumulate((r * side for r, side in shapes), initial=0)
+    starts = list(accumulate((r * side for r, side in shapes), initial=0))
     for index, ((r, side), start) in enumerate(zip(shapes, starts, strict=False)):
-        columns = range(0, side, block)
-        transform = index * most * num
-        factors.append((len(tiles) * num**2, len(columns), r, transform))
-        tiles += [(start, side, r, column, (len(tiles) + i) * num**2, transform) for i, column in enumerate(columns)]
+        first, columns = len(tiles), range(0, side, block)
+        for number, column in enumerate(columns, first):
+            transform = num_tiles * num**2 + (number if combines else index) * most * num
+            factor = (first * num**2, len(columns), r, transform)
+            tiles.append((*factor, start, side, column, number * num**2))
+        factors.append(factor)
+    num_sums = num_tiles * num**2 + (num_tiles if combines else len(shapes)) * most * num
+    splits = max(1, min(_MAX_SPLITS, _SUM_NUMEL // num**2))
     tile_table, factor_table = (torch.tensor(rows).to(device) for rows in (tiles, factors))
-    return _Plan(tile_table, factor_table, len(tiles) * num**2, most, num, block)
+    return _Plan(tile_table, factor_table, num_tiles, starts[-1], num_sums, most, num, block, splits, combines)
+
+
+@triton.jit(do_not_specialize=["num_before", "num_tiles", "num_factors", "numel"])
+def _multiply_candidates(
+    tiles,
+    x,
+    old,
+    sums,
+    flags,
+    before,
+    num_before,
+    num_tiles,
+    num_factors,
+    numel,
+    R: tl.constexpr,
+    NUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    """Multiplies a tile, or looks at a chunk of the rest; writes whether it and what was ``before`` is finite."""
+    if tl.program_id(0) < num_tiles:
+        is_bad = _multiply_tile(tiles, x, old, sums, R, NUM, BLOCK)
+    else:
+        at = num_factors + (tl.program_id(0) - num_tiles).to(tl.int64) * REST_BLOCK + tl.arange(0, REST_BLOCK)
+        is_bad = tl.max(tl.where(tl.abs(tl.load(x + at, at < numel, 0)) < float("inf"), 0, 1), 0)
+    tl.store(flags + tl.program_id(0), (is_bad == 0) & all_set(before, num_before))
 
 
 @triton.jit
-def _multiply_candidates(tiles, x, old, partials, R: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes this tile's share of ``C @ C.T``, ``(NUM, NUM)``, but for rows and columns of zeros."""
-    tile = tiles + tl.program_id(0) * 6
-    start, side, r = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    columns = tl.load(tile + 3) + tl.arange(0, BLOCK)
+def _multiply_tile(tiles, x, old, sums, R: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes this tile's share of ``C @ C.T`` but for rows and columns of zeros; returns 0 if all of it is finite."""
+    tile = tiles + tl.program_id(0) * 8
+    r, start, side = tl.load(tile + 2), tl.load(tile + 4), tl.load(tile + 5)
+    columns = tl.load(tile + 6) + tl.arange(0, BLOCK)
     inside = columns < side
     c = tl.arange(0, NUM)
     at = start + (c % R)[:, None] * side + columns[None, :]
@@ -113,39 +162,48 @@ def _multiply_candidates(tiles, x, old, partials, R: tl.constexpr, NUM: tl.const
     candidates = tl.load(x + at, there & (c < R)[:, None], 0)
     if NUM > R:
         candidates += tl.load(old + at, there & (c >= R)[:, None], 0)
+    is_bad = tl.max(tl.max(tl.where(tl.abs(candidates) < float("inf"), 0, 1), 1), 0)
     candidates = candidates.to(tl.float64)
-    out = partials + tl.load(tile + 4) + c
+    out = sums + tl.load(tile + 7) + c
     for i in range(r):
         row = tl.load(x + start + i * side + columns, inside, 0).to(tl.float64)
         tl.store(out + i * NUM, tl.sum(candidates * row[None, :], 1))
         if NUM > R:
             row = tl.load(old + start + i * side + columns, inside, 0).to(tl.float64)
             tl.store(out + (R + i) * NUM, tl.sum(candidates * row[None, :], 1))
+    return is_bad
 
 
 @triton.jit
 def _combine(
     factors,
-    partials,
+    sums,
     transforms,
     R: tl.constexpr,
     NUM: tl.constexpr,
     SINGLE_NORM: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Finds the combinations ``T`` ``(r, NUM)`` of the candidates of one factor whose rows are orthonormal.
+    """Finds the combinations for one factor."""
+    _combine_rows(factors + tl.program_id(0) * 4, sums, transforms, R, NUM, SINGLE_NORM, SPLITS)
+
+
+@triton.jit
+def _combine_rows(
+    factor, sums, transforms, R: tl.constexpr, NUM: tl.constexpr, SINGLE_NORM: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Writes the combinations ``T`` ``(r, NUM)`` of the candidates of a ``factor`` whose rows are orthonormal.
 
     Gram-Schmidt, twice for each row, in the scalar product ``G = C @ C.T``. Of every candidate it keeps the square of
     what the rows so far leave of it.
     """
-    factor = factors + tl.program_id(0) * 4
     begin, num_tiles, r = tl.load(factor), tl.load(factor + 1), tl.load(factor + 2)
     flat = tl.arange(0, NUM * NUM)
     there = ((flat // NUM) % R < r) & (flat % R < r)
     total = tl.zeros((NUM * NUM,), tl.float64)
     for first in range(0, num_tiles, SPLITS):
         split = first + tl.arange(0, SPLITS)
-        at = partials + begin + split[:, None] * (NUM * NUM) + flat[None, :]
+        at = sums + begin + split[:, None] * (NUM * NUM) + flat[None, :]
         total += tl.sum(tl.load(at, (split < num_tiles)[:, None] & there[None, :], 0), 0)
     gram = tl.reshape(total, (NUM, NUM))
 
@@ -178,15 +236,32 @@ def _combine(
         tl.store(transforms + tl.load(factor + 3) + i * NUM + c, row)
 
 
-@triton.jit
-def _apply(tiles, x, old, transforms, finite, basis, R: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes one tile of ``T @ C``, or of the old rows if the step was not ``finite``."""
-    tile = tiles + tl.program_id(0) * 6
-    start, side, r = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    columns = tl.load(tile + 3) + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["num_flags"])
+def _apply(
+    tiles,
+    x,
+    old,
+    sums,
+    flags,
+    basis,
+    num_flags,
+    R: tl.constexpr,
+    NUM: tl.constexpr,
+    SINGLE_NORM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COMBINES: tl.constexpr,
+):
+    """Writes one tile of ``T @ C``, or of the old rows if the step was not finite."""
+    tile = tiles + tl.program_id(0) * 8
+    is_finite = all_set(flags, num_flags)
+    if COMBINES:
+        _combine_rows(tile, sums, sums, R, NUM, SINGLE_NORM, SPLITS)
+        tl.debug_barrier()  # all threads have written the combinations before any reads them
+    r, start, side = tl.load(tile + 2), tl.load(tile + 4), tl.load(tile + 5)
+    columns = tl.load(tile + 6) + tl.arange(0, BLOCK)
     inside = columns < side
-    transform = transforms + tl.load(tile + 5)
-    is_finite = tl.load(finite) != 0
+    transform = sums + tl.load(tile + 3)
     for i in range(r):
         total = tl.zeros((BLOCK,), tl.float64)
         if is_finite:

@@ -81,21 +81,49 @@ def test_what_the_mean_lost_stays_in_the_residual(residual_dtype: torch.dtype) -
     np.testing.assert_allclose(residual.double(), wanted, rtol=precision(residual), atol=1e-7)
 
 
+@pytest.mark.parametrize(("num_rows", "numel"), [(1, 5), (3, 5), (8, 4099), (3, CHUNK_NUMEL + 5)])
+@pytest.mark.parametrize("narrow", NARROW)
+def test_rows_are_added_up_in_the_wider_dtype(narrow: torch.dtype, num_rows: int, numel: int) -> None:
+    """If it fails, partial sums are rounded, or a row is left out."""
+    rows = torch.randn(num_rows, numel, generator=torch.Generator().manual_seed(numel)).to(narrow)
+    out, rounded, alone = torch.empty(numel), *torch.empty(2, numel, dtype=narrow)
+    cast.sum_rows(rows, out, rounded, torch.float32)
+    cast.sum_rows(rows, None, alone, torch.float32)
+    np.testing.assert_allclose(out.double(), rows.double().sum(0), rtol=1e-5, atol=1e-5)
+    assert rounded.equal(out.to(narrow))
+    assert alone.equal(rounded)
+
+
+def test_the_end_of_a_message_is_zero() -> None:
+    """If it fails, what nobody has written is sent, and may be no number."""
+    out = torch.full((20,), torch.nan, dtype=torch.bfloat16)
+    cast.narrow(torch.ones(17), None, 0.5, out)
+    assert out.equal(torch.tensor([0.5] * 17 + [0.0] * 3).bfloat16())
+
+
 def results(
     device: str, numel: int, dtype: torch.dtype, narrow: torch.dtype, residual_dtype: torch.dtype | None, finite: bool
 ) -> list[Tensor]:
     """What is sent of a step, and the bucket and the residual after it."""
     flat, residual = (None if x is None else x.to(device) for x in bucket(numel, dtype, residual_dtype))
     assert flat is not None
-    sent = torch.empty(numel, dtype=narrow, device=device)
-    cast.narrow(flat, residual, SCALE, sent)
+    message = torch.full((numel + 5000,), torch.nan, dtype=narrow, device=device)
+    cast.narrow(flat, residual, SCALE, message)
+    sent, rest = message[:numel], message[numel:]
+    assert not rest.any()
+    rows = torch.stack([sent, sent * 0.1, sent * 0.7])
+    sums, rounded, alone = torch.empty_like(flat), torch.empty_like(sent), torch.empty_like(sent)
+    cast.sum_rows(rows, sums, rounded, dtype)
+    cast.sum_rows(rows, None, alone, dtype)
+    added = [sums.cpu(), rounded.cpu(), alone.cpu()]
     if residual is None:
-        return [sent.cpu()]
-    mean, is_finite = (sent * 2).to(narrow), torch.tensor(finite, device=device)
+        return [sent.cpu(), *added]
+    mean, is_finite = (sent * 2).to(narrow), torch.ones(140, dtype=torch.bool, device=device)
+    is_finite[-1] = finite
     cast.widen(flat, residual, mean, SCALE, is_finite)
     flat_after = flat.clone()
     cast.add_lost(residual, flat, flat.to(narrow), 3, is_finite)
-    return [sent.cpu(), flat_after.cpu(), residual.cpu()]
+    return [sent.cpu(), *added, flat_after.cpu(), residual.cpu()]
 
 
 def both_forms_agree(device: str) -> None:

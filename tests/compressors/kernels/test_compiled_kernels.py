@@ -14,17 +14,17 @@ import compiled_kernels
 from compiled_kernels import CompiledKernel, compile_kernels, launch_reduced
 from triton.runtime.jit import JITFunction
 
-from lightning_commopt.compressors.kernels import cast, finite, low_rank, orthonormal
+from lightning_commopt.compressors.kernels import cast, finite, low_rank_rounds, orthonormal
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
-from lightning_commopt.compressors.kernels.matrices import Matrix
+from lightning_commopt.compressors.kernels.matrices import Matrix, Parts
 
 # Triton 3.2 has no bfloat16 for sm_75, and no sm_100.
 IS_OLD = tuple(map(int, version("triton").split(".")[:2])) < (3, 5)
 DEVICES = [80, 90] if IS_OLD else [75, 100]
 KERNELS = {
-    *("_find_bad", "_narrow", "_widen", "_add_lost"),
+    *("_find_bad", "_narrow", "_sum_rows", "_widen", "_add_lost"),
     *("_encode", "_reduce", "_find_bad_scales", "_decode"),
-    *("_multiply_tile", "_add_up", "_subtract_product", "_write_product"),
+    *("_compress", "_add_up", "_subtract_product", "_decompress"),
     *("_multiply_candidates", "_combine", "_apply"),
 }
 
@@ -51,8 +51,9 @@ def one_of_each_other_room() -> None:
     values, factors, yes = torch.zeros(4096), torch.zeros(128), torch.ones((), dtype=torch.bool)
     finite.all_finite(values)
     cast.narrow(values, None, 1 / 3, torch.zeros(4096, dtype=torch.bfloat16))
-    low_rank.write_product(values, None, (Matrix(0, 64, 64, 2),), (factors, factors.clone()), yes)
-    orthonormal.orthonormalize(factors, ((2, 64),), None, 1e-12, yes)
+    pair, parts = (factors, factors.clone()), Parts((Matrix(0, 64, 64, 2),))
+    low_rank_rounds.decompress(values, None, parts, pair, pair, factors, yes)
+    orthonormal.orthonormalize(factors, ((2, 64),), None, 1e-12)
 
 
 @needs_triton
@@ -75,7 +76,7 @@ def test_the_benchmark_launches_every_kernel() -> None:
         pytest.param(
             one_of_each_other_room,
             DEVICES,
-            {"_find_bad", "_narrow", "_write_product", "_multiply_candidates", "_combine", "_apply"},
+            {"_find_bad", "_narrow", "_decompress", "_multiply_candidates", "_apply"},
             marks=pytest.mark.exhaustive,
         ),
     ],

@@ -9,7 +9,16 @@ import torch
 from forms import needs_triton
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels import blockwise, c_library, cast, dispatch, finite, low_rank, orthonormal
+from lightning_commopt.compressors.kernels import (
+    blockwise,
+    c_library,
+    cast,
+    dispatch,
+    finite,
+    low_rank,
+    low_rank_rounds,
+    orthonormal,
+)
 from lightning_commopt.compressors.kernels.matrices import Matrix
 from support.every_compressor import COMPRESSORS
 
@@ -56,7 +65,7 @@ def functions(module: ModuleType) -> dict[str, list[str]]:
 
 
 @needs_triton
-@pytest.mark.parametrize("operations", [blockwise, cast, finite, low_rank, orthonormal])
+@pytest.mark.parametrize("operations", [blockwise, cast, finite, low_rank, low_rank_rounds, orthonormal])
 def test_all_forms_take_the_same_arguments(operations: ModuleType) -> None:
     """If it fails, an operation breaks on another device, or has a form that never runs."""
     plain = functions(operations)

@@ -1,12 +1,12 @@
-"""Products with thin factors, against float64, and that their forms agree."""
+"""Products with thin factors, against float64, in plain torch and in C."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
-from forms import in_form, main, needs_cuda, needs_triton, run_interpreted
+from forms import in_form
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels import low_rank
@@ -22,15 +22,12 @@ SIDES = {
     "many": [(40, 130), (8, 9), (2, 3), (257, 33), (33, 257), (64, 128)],
     "long": [(90, 700), (8, 2**14 + 3)],
 }
-# In Triton a side has more tiles than are added up at once.
-MANY_TILES = [[(8, 4099), (2, 3)], [(4400, 8), (5, 7)]]
-SMALL = {"one": SIDES["one"], "many": SIDES["many"], "aligned": [(300, 32), (40, 260)]}
 
 
 class Bucket:
     """Matrices with other elements before, between and behind them, a residual, and random factors of all of them."""
 
-    def __init__(self, sides: list[tuple[int, int]], r: int, dtype: torch.dtype) -> None:
+    def __init__(self, sides: Sequence[tuple[int, int]], r: int, dtype: torch.dtype) -> None:
         gap = 4 if all(k % 4 == 0 for _, k in sides) else 3
         ends = list(itertools.accumulate((m * k + gap for m, k in sides), initial=gap))
         self.matrices = tuple(Matrix(start, m, k, r) for start, (m, k) in zip(ends, sides, strict=False))
@@ -47,12 +44,6 @@ class Bucket:
         for matrix in self.matrices:
             matrix.of(is_matrix).fill_(True)
         self.others = ~is_matrix
-
-    def to(self, device: str) -> "Bucket":
-        for name in ("flat", "residual", "others"):
-            setattr(self, name, getattr(self, name).to(device))
-        self.sent, self.factors = ((p.to(device), q.to(device)) for p, q in (self.sent, self.factors))
-        return self
 
     def exact(self, flat: Tensor) -> list[np.ndarray]:
         """Returns the matrices of a bucket."""
@@ -251,67 +242,3 @@ def test_all_ranks_write_the_same_bits() -> None:
                 low_rank.write_product(bucket.flat, None, bucket.matrices, bucket.factors, torch.tensor(True))
         written.append([bucket.flat for bucket in buckets])
     assert all(ours.equal(theirs) for ours, theirs in zip(*written, strict=True))
-
-
-def results(device: str, sides: list[tuple[int, int]], r: int, dtype: torch.dtype, finite: bool) -> list[Tensor]:
-    """Everything that the operations write."""
-    bucket = Bucket(sides, r, dtype).to(device)
-    if not finite:
-        bucket.flat[bucket.matrices[-1].start] = torch.inf
-    flag = torch.tensor(finite, device=device)
-    written = []
-    for by_rows in (True, False):
-        written += [*fold(bucket, by_rows), bucket.residual.clone(), *multiply(bucket, by_rows)]
-    for out in (torch.zeros_like(bucket.flat), torch.zeros_like(bucket.flat, dtype=torch.bfloat16)):
-        low_rank.subtract_product(bucket.residual, bucket.matrices, bucket.sent, out, flag)
-        written.append(out)
-    low_rank.write_product(bucket.flat, bucket.residual, bucket.matrices, bucket.factors, flag)
-    return [x.cpu() for x in (*written, bucket.flat, bucket.residual)]
-
-
-def both_forms_agree(device: str) -> None:
-    """The interpreter cuts bfloat16 off where devices round to nearest, and is slow: it gets some of the cases."""
-    for sides in MANY_TILES:
-        plain = results("cpu", sides, 2, torch.float32, True)
-        with in_form("triton"):
-            by_triton = results(device, sides, 2, torch.float32, True)
-        for ours, theirs in zip(by_triton, plain, strict=True):
-            rtol = 2.0**-6 if theirs.dtype == torch.bfloat16 else 1e-4
-            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-2)
-    for name, sides in SMALL.items():
-        cases = list(itertools.product(RANKS if name == "many" else (2,), DTYPES, (True, False)))
-        if device == "cpu":
-            sides, cases = sides[:4], cases[::5]
-        for case in cases:
-            plain = results("cpu", sides, *case)
-            with in_form("triton"):
-                by_triton = results(device, sides, *case)
-            for ours, theirs in zip(by_triton, plain, strict=True):
-                rtol = 2.0**-6 if theirs.dtype == torch.bfloat16 else 1e-5
-                torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-4, equal_nan=True)
-
-
-@pytest.mark.exhaustive  # interpretation is slow
-@needs_triton
-def test_triton_agrees_in_its_interpreter() -> None:
-    run_interpreted(__file__)
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_triton_agrees_on_cuda() -> None:
-    both_forms_agree("cuda")
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_bits_are_the_same_every_time_on_cuda() -> None:
-    """If it fails, a run cannot be repeated."""
-    sides = [(4000, 1000), (1000, 4000), (511, 513)]
-    first, *others = (results("cuda", sides, 4, torch.float32, True) for _ in range(4))
-    for other in others:
-        assert all(a.equal(b) for a, b in zip(first, other, strict=True))
-
-
-if __name__ == "__main__":
-    main(both_forms_agree)

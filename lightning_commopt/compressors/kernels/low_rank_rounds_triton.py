@@ -1,0 +1,259 @@
+"""The operations of `low_rank_rounds` in Triton; what they do is defined there.
+
+The first programs of a launch have a tile of a matrix each, see `low_rank_triton`, the others a chunk of the rest. Sums
+over tiles are written apart and added up in a fixed order by a second kernel: no result depends on which program comes
+first.
+
+A row of the table ``rest`` is: where a chunk begins in the bucket, where it begins in the message, how many elements it
+has. ``RESIDUAL`` is 0 without one, 1 if it holds the sums, 2 if it is added to the bucket.
+"""
+
+# Triton's compiler reads annotations, and wants its constants in capitals.
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_commopt.compressors.kernels.finite_triton import all_set
+from lightning_commopt.compressors.kernels.launch_triton import launch
+from lightning_commopt.compressors.kernels.low_rank import subtract_product
+from lightning_commopt.compressors.kernels.low_rank_rounds import holds_sums
+from lightning_commopt.compressors.kernels.low_rank_tiles import REST_BLOCK, SUM_BLOCK, product_plan, tiles_plan
+from lightning_commopt.compressors.kernels.low_rank_triton import load_tile, product_tile
+from lightning_commopt.compressors.kernels.matrices import Parts
+
+_SUM_SPLITS = 16
+
+
+def compress(
+    bucket: Tensor,
+    residual: Tensor | None,
+    parts: Parts,
+    sent: tuple[Tensor, Tensor] | None,
+    factor: Tensor,
+    message: Tensor,
+    own: Tensor | None,
+    scale: float,
+    by_rows: bool,
+) -> None:
+    """Sets ``message`` to the products and the rest, times ``scale``."""
+    plan = product_plan(parts, bucket.device, by_rows)
+    partials = bucket.new_empty(plan.num_partials)
+    num_chunks = plan.num_chunks if message.numel() > plan.num_factors else 0
+    given = (bucket, bucket if residual is None else residual, *(sent or (factor, factor)), factor)
+    constants = {"BY_ROWS": by_rows, "RESIDUAL": _kind(residual, bucket), "SCALE": scale, "BLOCK": REST_BLOCK}
+    args = (plan.tiles, plan.rest, *given, partials, message, plan.num_tiles)
+    launch(_compress, (plan.num_tiles + num_chunks, 1, 1), *args, **constants, **plan.options)
+
+    assert plan.sums is not None
+    constants = {"HAS_OWN": own is not None, "SCALE": scale, "SPLITS": _SUM_SPLITS, "BLOCK": SUM_BLOCK}
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    out = (message, message if own is None else own)
+    launch(_add_up, (plan.num_sums, 1, 1), plan.sums, partials, *out, **constants, **options)
+
+
+def decompress(
+    bucket: Tensor,
+    residual: Tensor | None,
+    parts: Parts,
+    own: tuple[Tensor, Tensor],
+    mean: tuple[Tensor, Tensor],
+    message: Tensor,
+    finite: Tensor,
+) -> None:
+    """Sets the matrices to ``P Q^T`` and the rest to that of the message; updates the residual."""
+    kind, added = _kind(residual, bucket), bucket if residual is None else residual
+    if kind == 2:
+        subtract_product(bucket, parts.matrices, own, added, finite)
+    plan = tiles_plan(parts, bucket.device)
+    behind_factors = message.numel() - plan.num_rest
+    args = (plan.tiles, plan.rest, bucket, added, *mean, *own, message, finite)
+    sizes = (plan.num_tiles, behind_factors, finite.numel())
+    programs = (plan.num_tiles + plan.num_chunks, 1, 1)
+    launch(_decompress, programs, *args, *sizes, RESIDUAL=kind, BLOCK=REST_BLOCK, **plan.options)
+
+
+def _kind(residual: Tensor | None, bucket: Tensor) -> int:
+    return 0 if residual is None else 1 if holds_sums(residual, bucket) else 2
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _compress(
+    tiles,
+    rest,
+    bucket,
+    residual,
+    sent_p,
+    sent_q,
+    factor,
+    partials,
+    message,
+    num_tiles,
+    BY_ROWS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Multiplies a tile, or sends a chunk of the rest."""
+    if tl.program_id(0) < num_tiles:
+        _multiply_tile(
+            tiles, bucket, residual, sent_p, sent_q, factor, partials, BY_ROWS, RESIDUAL, ALIGNED, TILE_M, TILE_K
+        )
+    else:
+        _send_chunk(rest, bucket, residual, message, num_tiles, RESIDUAL, SCALE, BLOCK)
+
+
+@triton.jit
+def _multiply_tile(
+    tiles,
+    bucket,
+    residual,
+    sent_p,
+    sent_q,
+    factor,
+    partials,
+    BY_ROWS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Adds one tile of the residual, and multiplies the sums with the tile's part of ``Q`` (``BY_ROWS``) or ``P``."""
+    m, k, r, rows, columns, elements, inside, p, q, out = load_tile(tiles, ALIGNED, TILE_M, TILE_K)
+    values = tl.load(bucket + elements, inside, 0)
+    if RESIDUAL == 1:
+        gradients = values
+        kept = tl.load(residual + elements, inside, 0)
+        kept -= product_tile(sent_p + p, sent_q + q, m, k, r, rows, columns, tl.zeros_like(kept))
+        values += kept
+        tl.store(residual + elements, tl.where(tl.abs(gradients) < float("inf"), values, kept), inside)
+    if RESIDUAL == 2:
+        values += tl.load(residual + elements, inside, 0).to(values.dtype)
+        tl.store(bucket + elements, values, inside)
+    for i in range(r):
+        if BY_ROWS:
+            thin = tl.load(factor + q + i * k + columns, columns < k, 0)
+            tl.store(partials + out + i * m + rows, tl.sum(values * thin[None, :], 1), rows < m)
+        else:
+            thin = tl.load(factor + p + i * m + rows, rows < m, 0)
+            tl.store(partials + out + i * k + columns, tl.sum(values * thin[:, None], 0), columns < k)
+
+
+@triton.jit
+def _load_chunk(rest, num_tiles, BLOCK: tl.constexpr):
+    """Reads this program's row of the table: where elements are in the bucket, in the message, and which there are."""
+    row = rest + (tl.program_id(0) - num_tiles) * 3
+    i = tl.arange(0, BLOCK)
+    return tl.load(row) + i, tl.load(row + 1) + i, i < tl.load(row + 2)
+
+
+@triton.jit
+def _send_chunk(
+    rest, bucket, residual, message, num_tiles, RESIDUAL: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes one chunk to the message."""
+    elements, places, inside = _load_chunk(rest, num_tiles, BLOCK)
+    values = tl.load(bucket + elements, inside, 0)
+    if RESIDUAL != 0:
+        values += tl.load(residual + elements, inside, 0).to(values.dtype)
+    tl.store(message + places, values * SCALE, inside)
+
+
+@triton.jit
+def _add_up(
+    sums, partials, out, own, HAS_OWN: tl.constexpr, SCALE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Adds up partial sums, always in the same order.
+
+    A row of ``sums`` is: the first element in ``partials``, how many there are to add, the distance between them; where
+    the sum goes in ``out``; how many sums there are from here on.
+    """
+    row = sums + tl.program_id(0) * 5
+    begin, num, stride = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    i = tl.arange(0, BLOCK)
+    inside = i < tl.load(row + 4)
+    total = tl.zeros((BLOCK,), partials.dtype.element_ty)
+    for first in range(0, num, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        at = partials + begin + split[:, None] * stride + i[None, :]
+        total += tl.sum(tl.load(at, (split < num)[:, None] & inside[None, :], 0), 0)
+    places = tl.load(row + 3) + i
+    if HAS_OWN:
+        tl.store(own + places, total, inside)
+    tl.store(out + places, total * SCALE, inside)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "behind_factors", "num_flags"])
+def _decompress(
+    tiles,
+    rest,
+    bucket,
+    residual,
+    factor_p,
+    factor_q,
+    own_p,
+    own_q,
+    message,
+    finite,
+    num_tiles,
+    behind_factors,
+    num_flags,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Writes a tile, or a chunk of the rest."""
+    is_finite = all_set(finite, num_flags)
+    if tl.program_id(0) < num_tiles:
+        _write_tile(
+            tiles, bucket, residual, factor_p, factor_q, own_p, own_q, is_finite, RESIDUAL, ALIGNED, TILE_M, TILE_K
+        )
+    else:
+        elements, places, inside = _load_chunk(rest, num_tiles, BLOCK)
+        mean = tl.load(message + behind_factors + places, inside, 0)
+        tl.store(bucket + elements, mean, inside)
+        if RESIDUAL != 0:  # noqa: SIM102 - Triton would compute both sides of `and`
+            if is_finite:
+                tl.store(residual + elements, tl.zeros((BLOCK,), residual.dtype.element_ty), inside)
+
+
+@triton.jit
+def _write_tile(
+    tiles,
+    bucket,
+    residual,
+    factor_p,
+    factor_q,
+    own_p,
+    own_q,
+    is_finite,
+    RESIDUAL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Writes one tile; if the step was not finite, takes the gradients out of the sums, and what was sent is zero."""
+    m, k, r, rows, columns, elements, inside, p, q, _ = load_tile(tiles, ALIGNED, TILE_M, TILE_K)
+    mean = tl.zeros((TILE_M, TILE_K), bucket.dtype.element_ty)
+    if is_finite:
+        mean = product_tile(factor_p + p, factor_q + q, m, k, r, rows, columns, mean)
+    else:
+        if RESIDUAL == 1:
+            gradients = tl.load(bucket + elements, inside, 0)
+            sums = tl.load(residual + elements, inside, 0)
+            sums -= tl.where(tl.abs(gradients) < float("inf"), gradients, 0)
+            tl.store(residual + elements, tl.where(tl.abs(sums) < float("inf"), sums, 0), inside)
+            for i in range(r):
+                tl.store(own_p + p + i * m + rows, tl.zeros((TILE_M,), bucket.dtype.element_ty), rows < m)
+                tl.store(own_q + q + i * k + columns, tl.zeros((TILE_K,), bucket.dtype.element_ty), columns < k)
+        mean += float("nan")
+    tl.store(bucket + elements, mean, inside)
