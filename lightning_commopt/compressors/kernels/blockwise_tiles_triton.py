@@ -40,19 +40,19 @@ def row_at(message, row, num_blocks, ROWS_ALIGNED: tl.constexpr, B: tl.constexpr
 
 
 @triton.jit
-def positions(first_block, num_blocks, numel, TILE: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
-    """Returns which blocks of the row, and which elements, are in this program's tile, and which of them there are.
+def positions(number, first_block, num_blocks, numel, TILE: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
+    """Returns which blocks of the row, and which elements, are in the tile of this number, and which of them there are.
 
     In order: ``blocks`` ``(TILE,)``; ``elements`` ``(TILE, H, B / H)``, counted from ``-first_block * B``; whether all
     blocks are within the row; which elements are among the ``numel``; whether all are. Where all are, memory is read
     and written without a mask, in wide accesses.
     """
-    blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    blocks = number * TILE + tl.arange(0, TILE)
     first = (tl.cast(first_block, tl.int64) + blocks) * B
     within = tl.arange(0, H)[:, None] * (B // H) + tl.arange(0, B // H)[None, :]
     elements = first[:, None, None] + within[None, :, :]
     inside = (blocks < num_blocks)[:, None, None] & (elements < numel)
-    end = (tl.program_id(0) + 1) * TILE
+    end = (number + 1) * TILE
     fits = end <= num_blocks
     return blocks, elements, fits, inside, fits & ((tl.cast(first_block, tl.int64) + end) * B <= numel)
 
@@ -82,6 +82,7 @@ def read_tile(message, row, blocks, num_blocks, fits, ROWS_ALIGNED: tl.constexpr
 @triton.jit
 def average_tile(
     message,
+    num_rows,
     blocks,
     num_blocks,
     fits,
@@ -91,9 +92,12 @@ def average_tile(
     B: tl.constexpr,
     H: tl.constexpr,
 ):
-    """Returns the mean ``(TILE, H, B / H)`` over the rows of a message."""
+    """Returns the mean ``(TILE, H, B / H)`` over the rows of a message; ``num_rows`` is ``WORLD_SIZE`` again.
+
+    The compiler unrolls the loop over the rows if it knows their number, which is faster and takes many registers.
+    """
     mean = tl.zeros((TILE, H, B // H), tl.float32)
-    for rank in range(WORLD_SIZE):
+    for rank in range(num_rows):
         level, scale = read_tile(message, rank, blocks, num_blocks, fits, ROWS_ALIGNED, B, H)
         weight = over_ranks(scale, WORLD_SIZE, (TILE, 1, 1))
         mean = tl.fma(level, tl.broadcast_to(weight, (TILE, H, B // H)), mean)

@@ -36,6 +36,7 @@ from lightning_commopt.compressors.kernels.memory_triton import load, store
 _TILE_NUMEL = 4096
 _SIZES = ["num_blocks", "numel", "num_rows", "rank"]
 _NUM_FLAGS, _NUM_SCALES = 32, 1024
+_UNDO_PARTS = tl.constexpr(8)  # of a tile: taking back holds more values at a time than decoding
 
 
 def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format: BlockFormat) -> None:
@@ -139,7 +140,8 @@ def _encode(
     TILE: tl.constexpr,
 ):
     row = tl.program_id(1)
-    blocks, elements, fits, inside, is_whole = positions(row.to(tl.int64) * num_blocks, num_blocks, numel, TILE, B, H)
+    tile, first = tl.program_id(0), row.to(tl.int64) * num_blocks
+    blocks, elements, fits, inside, is_whole = positions(tile, first, num_blocks, numel, TILE, B, H)
     c = load(flat + elements, inside, is_whole).to(tl.float32)
     if HAS_RESIDUAL:
         c += load(residual + elements, inside, is_whole).to(tl.float32)
@@ -163,8 +165,8 @@ def _reduce(
     H: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    blocks, elements, fits, inside, is_whole = positions(0, num_blocks, numel, TILE, B, H)
-    mean = average_tile(received, blocks, num_blocks, fits, ROWS_ALIGNED, WORLD_SIZE, TILE, B, H)
+    blocks, elements, fits, inside, is_whole = positions(tl.program_id(0), 0, num_blocks, numel, TILE, B, H)
+    mean = average_tile(received, WORLD_SIZE, blocks, num_blocks, fits, ROWS_ALIGNED, WORLD_SIZE, TILE, B, H)
     rest, finite = write_tile(mean, mean_message, 0, blocks, num_blocks, fits, K, ROWS_ALIGNED, TILE, B, H)
     if HAS_RESIDUAL:
         kept = load(residual + elements, inside, is_whole).to(tl.float32)
@@ -210,21 +212,56 @@ def _decode(
 ):
     """Decodes one tile. If the step was not ``finite``, it first takes back what `_reduce`, then what `_encode` did."""
     row = tl.program_id(1)
-    blocks, elements, fits, inside, is_whole = positions(row.to(tl.int64) * num_blocks, num_blocks, numel, TILE, B, H)
+    tile, first = tl.program_id(0), row.to(tl.int64) * num_blocks
+    blocks, elements, fits, inside, is_whole = positions(tile, first, num_blocks, numel, TILE, B, H)
     if HAS_UNDO:  # noqa: SIM102 - Triton would compute both sides of `and`
         if tl.min(tl.load(finite + tl.arange(0, FLAGS)).to(tl.int32), 0) == 0:
-            kept = tl.load(residual + elements, inside, 0)
-            if row == rank:
-                mean = average_tile(received, blocks, num_blocks, False, ROWS_ALIGNED, WORLD_SIZE, TILE, B, H)
-                level, scale = read_tile(mean_message, 0, blocks, num_blocks, False, ROWS_ALIGNED, B, H)
-                rest = tl.fma(-level, tl.broadcast_to(scale, (TILE, H, B // H)), mean)
-                before = (kept.to(tl.float32) + rest * -WORLD_SIZE).to(kept.dtype)
-                kept = tl.where(tl.broadcast_to(scale < float("inf"), (TILE, H, B // H)), before, kept)
-            level, scale = read_tile(sent, row, blocks, num_blocks, False, ROWS_ALIGNED, B, H)
-            gradients = tl.load(flat + elements, inside, 0).to(tl.float32)
-            before = (level * scale + kept.to(tl.float32) - gradients).to(kept.dtype)
-            kept = tl.where(tl.broadcast_to(scale < float("inf"), (TILE, H, B // H)), before, kept)
-            tl.store(residual + elements, kept, inside)
+            # With a number of parts that the compiler does not know, it does not unroll them.
+            end = tl.minimum((tile + 1) * _UNDO_PARTS, tl.cdiv(num_blocks, TILE // _UNDO_PARTS))
+            for number in range(tile * _UNDO_PARTS, end):
+                # fmt: off
+                _undo_part(
+                    flat, residual, sent, received, mean_message, row, rank, number, numel, num_blocks,
+                    WORLD_SIZE, ROWS_ALIGNED, B, H, TILE // _UNDO_PARTS,
+                )
+                # fmt: on
             tl.debug_barrier()  # all gradients are read before any is overwritten
     level, scale = read_tile(message, row, blocks, num_blocks, fits, ROWS_ALIGNED, B, H)
     store(flat + elements, (level * scale).to(flat.dtype.element_ty), inside, is_whole)
+
+
+@triton.jit
+def _undo_part(
+    flat,
+    residual,
+    sent,
+    received,
+    mean_message,
+    row,
+    rank,
+    number,
+    numel,
+    num_blocks,
+    WORLD_SIZE: tl.constexpr,
+    ROWS_ALIGNED: tl.constexpr,
+    B: tl.constexpr,
+    H: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Takes back what `_reduce` and `_encode` did to a part of the residual."""
+    first = row.to(tl.int64) * num_blocks
+    blocks, elements, _, inside, _ = positions(number, first, num_blocks, numel, TILE, B, H)
+    kept = tl.load(residual + elements, inside, 0)
+    if row == rank:
+        mean = average_tile(
+            received, tl.num_programs(1), blocks, num_blocks, False, ROWS_ALIGNED, WORLD_SIZE, TILE, B, H
+        )
+        level, scale = read_tile(mean_message, 0, blocks, num_blocks, False, ROWS_ALIGNED, B, H)
+        rest = tl.fma(-level, tl.broadcast_to(scale, (TILE, H, B // H)), mean)
+        before = (kept.to(tl.float32) + rest * -WORLD_SIZE).to(kept.dtype)
+        kept = tl.where(tl.broadcast_to(scale < float("inf"), (TILE, H, B // H)), before, kept)
+    level, scale = read_tile(sent, row, blocks, num_blocks, False, ROWS_ALIGNED, B, H)
+    gradients = tl.load(flat + elements, inside, 0).to(tl.float32)
+    before = (level * scale + kept.to(tl.float32) - gradients).to(kept.dtype)
+    kept = tl.where(tl.broadcast_to(scale < float("inf"), (TILE, H, B // H)), before, kept)
+    tl.store(residual + elements, kept, inside)
