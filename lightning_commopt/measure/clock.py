@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ class Clock(ABC):
     def seconds(self, mark: Any) -> float:
         """Returns when a mark was, in seconds since the clock's origin. It must have passed."""
 
+    def release(self, marks: Iterable[Any]) -> None:  # noqa: B027 - a number needs no reuse
+        """Takes back marks that have passed and that nobody will ask for again."""
+
 
 class HostClock(Clock):
     """The monotonic clock of the host."""
@@ -58,7 +62,7 @@ class HostClock(Clock):
 
 
 class CudaClock(Clock):
-    """Events in the current stream of a device; synchronizes once, when it is made.
+    """Events in the current stream of a device, reused; synchronizes once, when it is made.
 
     Args:
         device: a CUDA device.
@@ -71,6 +75,7 @@ class CudaClock(Clock):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._unused: list[torch.cuda.Event] = []
         self._base = self.mark()
         self._base_s = 0.0
         torch.cuda.synchronize(device)
@@ -78,7 +83,7 @@ class CudaClock(Clock):
 
     def mark(self) -> torch.cuda.Event:
         """Returns an event that was recorded in the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -93,8 +98,12 @@ class CudaClock(Clock):
         since_base_s = self._base.elapsed_time(mark) / 1e3
         at_s = self._base_s + since_base_s
         if since_base_s > self._BASE_LIFE_S:
+            self._unused.append(self._base)
             self._base, self._base_s = mark, at_s
         return at_s
+
+    def release(self, marks: Iterable[torch.cuda.Event]) -> None:
+        self._unused += [mark for mark in marks if mark is not self._base]
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
-from itertools import islice, pairwise
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lightning_commopt.measure.clock import Clock, HostClock
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
+
+_RESOLVED_AT_ONCE = 2
+"""Steps that `StepRecorder.end_step` makes records of, at most: one more than there are new ones, to catch up."""
 
 
 class RecordedStep(NamedTuple):
@@ -36,6 +39,7 @@ class StepRecorder(SyncObserver):
         self._collective_mark = clock.mark if isinstance(clock, HostClock) else _unknown
         self.source = ""
         self._backward = 0
+        self._resolved: deque[RecordedStep] = deque()
         self._pending: deque[_Marks] = deque()
 
     @property
@@ -61,24 +65,30 @@ class StepRecorder(SyncObserver):
         return issued
 
     def end_step(self, step: int, num_samples: int) -> None:
-        """Ends a step, which consists of all marks since the last one."""
+        """Ends a step, which consists of all marks since the last one.
+
+        Where reading marks takes time, it is spread over steps: a few are resolved here, if the device has passed them.
+        """
         self.enter(None)
         self._pending.append(_Marks(step, num_samples, self._phases, self._syncs, self._collectives))
         self._phases, self._syncs, self._collectives, self._backward = [], [], [], 0
+        for _ in range(_RESOLVED_AT_ONCE if self.num_lag_steps else 0):
+            if len(self._pending) > self.num_lag_steps and self._clock.has_passed(self._pending[0].end):
+                self._resolve_oldest()
 
     def has(self, num_steps: int) -> bool:
         """Returns whether this many steps have ended, on the device too. Never waits."""
-        return len(self._pending) >= num_steps and self._clock.has_passed(self._pending[num_steps - 1].end)
+        last = num_steps - len(self._resolved) - 1
+        return last < 0 or (last < len(self._pending) and self._clock.has_passed(self._pending[last].end))
 
     def take(self, num_steps: int) -> list[RecordedStep]:
         """Returns at most this many steps, the oldest first; waits until the device has passed them."""
-        if not self._pending:
-            return []
-        self._clock.wait_for(self._pending[min(num_steps, len(self._pending)) - 1].end)
-        steps = [self._resolve(marks) for marks in islice(self._pending, num_steps)]
-        for _ in steps:
-            self._pending.popleft()
-        return steps
+        num_unresolved = min(num_steps - len(self._resolved), len(self._pending))
+        if num_unresolved > 0:
+            self._clock.wait_for(self._pending[num_unresolved - 1].end)
+            for _ in range(num_unresolved):
+                self._resolve_oldest()
+        return [self._resolved.popleft() for _ in range(min(num_steps, len(self._resolved)))]
 
     @property
     def num_lag_steps(self) -> int:
@@ -88,7 +98,12 @@ class StepRecorder(SyncObserver):
     @property
     def num_pending(self) -> int:
         """Steps that have ended and are not taken yet."""
-        return len(self._pending)
+        return len(self._resolved) + len(self._pending)
+
+    def _resolve_oldest(self) -> None:
+        marks = self._pending.popleft()
+        self._resolved.append(self._resolve(marks))
+        self._clock.release(marks.all())
 
     def _resolve(self, marks: _Marks) -> RecordedStep:
         seconds = self._clock.seconds
@@ -117,26 +132,32 @@ class _Marks(NamedTuple):
     def end(self) -> Any:
         return self.phases[-1][1]
 
+    def all(self) -> Iterator[Any]:
+        """Yields every mark on the device, once each."""
+        yield from (mark for _, mark in self.phases)
+        for sync in self.syncs:
+            yield from sync.marks
+
 
 class _RecordedSync(BucketSync):
     """Marks the sync of one bucket: ready, start, send and arrival of each collective, end."""
 
-    __slots__ = ("_backward", "_mark", "_marks", "_wire_bytes", "bucket")
+    __slots__ = ("_backward", "_mark", "_wire_bytes", "bucket", "marks")
 
     def __init__(self, mark: Callable[[], Any], bucket: BucketInfo, backward: int) -> None:
         self._mark = mark
-        self._marks = [mark()]
+        self.marks = [mark()]
         self._wire_bytes: int | None = None
         self._backward = backward
         self.bucket = bucket
 
     def start(self) -> None:
-        self._marks.append(self._mark())
+        self.marks.append(self._mark())
 
     send = arrive = start
 
     def end(self, wire_bytes: int) -> None:
-        self._marks.append(self._mark())
+        self.marks.append(self._mark())
         self._wire_bytes = wire_bytes
 
     @property
@@ -147,7 +168,7 @@ class _RecordedSync(BucketSync):
     def span(self, seconds: Callable[[Any], float]) -> BucketSpan:
         """Returns the marks in seconds; the sync must have ended."""
         assert self._wire_bytes is not None
-        ready_s, start_s, *wire_s, end_s = map(seconds, self._marks)
+        ready_s, start_s, *wire_s, end_s = map(seconds, self.marks)
         return BucketSpan(
             index=self.bucket.index,
             backward=self._backward,
