@@ -2,11 +2,11 @@
 
 Each mutant is a copy of the checkout with one fault in a file of the gradient path: a wait, or what keeps memory for a
 stream, left out; a mask that ends one element early, or writes the first tile only; a loop that ends one pass early; a
-factor left out; a sign turned; a condition reversed. The tests of that file run on it until one fails, first as by
-default, then with --all. A mutant that none notices is printed with its line: a test is missing, or the fault changes
-nothing.
+factor left out; a sign turned; a condition reversed. The tests about that file run on it until one fails. A mutant that
+none notices is printed with its line: a test is missing, or the fault changes nothing.
 
-    python benchmarks/mutants.py --sample 40 --num-at-once 2
+    python benchmarks/mutants.py --output mutants.jsonl                 # all; goes on where an earlier run has stopped
+    python benchmarks/mutants.py --output mutants.jsonl --part 2/8      # every eighth one, from the second on
     python benchmarks/mutants.py --files 'lightning_commopt/sync/*' --kinds wait
 """
 
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
-import random
+import queue
 import re
 import shutil
 import subprocess
@@ -24,25 +25,55 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from results_file import write_result
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("wait", "mask", "tile", "loop", "factor", "sign", "condition")
-TESTS = {
-    "lightning_commopt/sync/executors.py": ("tests/streams", "tests/sync"),
-    "lightning_commopt/sync/hook.py": ("tests/streams", "tests/sync"),
-    "lightning_commopt/sync/gather.py": ("tests/streams", "tests/sync"),
-    "lightning_commopt/compressors/*.py": ("tests/compressors", "tests/streams"),
-    "lightning_commopt/compressors/kernels/*": ("tests/compressors",),
+_KERNELS = "tests/compressors/kernels/test_"
+_LAWS = "tests/compressors/test_laws.py"
+_INTERPRETED = {
+    "cast": "test_triton_agrees_in_its_interpreter",
+    "finite": "test_triton_agrees_in_its_interpreter",
+    "low_rank_rounds": "test_triton_agrees_in_its_interpreter",
+    "orthonormal": "test_triton_in_its_interpreter",
+    "blockwise": "test_triton_gives_the_bits_of_plain_torch_in_its_interpreter",
 }
+
+
+def _interpreted(*names: str) -> tuple[str, ...]:
+    return tuple(f"{_KERNELS}{name}.py::{_INTERPRETED[name]}" for name in names)
+
+
+def _compiled(*names: str) -> tuple[str, ...]:
+    return (*(f"{_KERNELS}{name}.py" for name in names), _LAWS, "--all", "-k", "not interpreter and not compile")
+
+
+_FOLDER = "lightning_commopt/compressors"
+TESTS = {
+    "lightning_commopt/sync/*.py": ("tests/streams", "tests/sync"),
+    f"{_FOLDER}/*.py": ("tests/compressors", "tests/streams", "-k", "not interpreter and not compile"),
+    f"{_FOLDER}/kernels/blockwise*_triton.py": _interpreted("blockwise"),
+    f"{_FOLDER}/kernels/division_triton.py": _interpreted("blockwise"),
+    f"{_FOLDER}/kernels/cast_triton.py": _interpreted("cast"),
+    f"{_FOLDER}/kernels/finite_triton.py": _interpreted("finite", "cast"),
+    f"{_FOLDER}/kernels/memory_triton.py": _interpreted("finite", "cast"),
+    f"{_FOLDER}/kernels/low_rank*_triton.py": _interpreted("low_rank_rounds"),
+    f"{_FOLDER}/kernels/low_rank_tiles.py": _interpreted("low_rank_rounds"),
+    f"{_FOLDER}/kernels/orthonormal_triton.py": _interpreted("orthonormal"),
+    f"{_FOLDER}/kernels/launch_triton.py": (f"{_KERNELS}launch.py",),
+    f"{_FOLDER}/kernels/blockwise*": _compiled("blockwise", "c_library"),
+    f"{_FOLDER}/kernels/cast.py": _compiled("cast"),
+    f"{_FOLDER}/kernels/*": _compiled("low_rank", "low_rank_rounds", "orthonormal", "c_library"),
+}
+"""What is about a file; its first pattern counts. Kernels in Triton run in its interpreter."""
+_DEFAULT_FILES = ("lightning_commopt/sync/executors.py", "lightning_commopt/sync/hook.py", *list(TESTS)[1:])
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "protect", "synchronize"}
 LIMIT_S = 1200
 
@@ -166,85 +197,134 @@ def _mutants_of_c(file: str, source: str) -> Iterator[Mutant]:
             )
 
 
-def find_noticing(mutant: Mutant | None, tests: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    """Runs the tests on a copy of the checkout with a fault; returns which run has noticed it, and the test."""
-    files = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
-    for file in filter(None, files):
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / file, folder / file)
-    if mutant is not None:
+class Checkout:
+    """A copy of the checkout in which tests run, with one fault at a time."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        files = subprocess.check_output(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+        for file in filter(None, files.split("\0")):
+            (self._root / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, self._root / file)
+
+    @property
+    def _root(self) -> Path:
+        return Path(self._folder.name)
+
+    def find_noticing(self, mutant: Mutant | None, tests: tuple[str, ...]) -> dict[str, Any]:
+        """Runs the tests on a fault; returns the one that has noticed it, or None."""
+        if mutant is None:
+            return self._run(tests)
         source = (ROOT / mutant.file).read_bytes()
-        (folder / mutant.file).write_bytes(source[: mutant.begin] + mutant.after.encode() + source[mutant.end :])
-    path = os.pathsep.join(map(str, (folder, folder / "lightning_commopt" / "plugins")))
-    begin = time.monotonic()
-    for run, options in (("default", []), ("all", ["--all"])):
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *options, *tests]
+        mutated = source[: mutant.begin] + mutant.after.encode() + source[mutant.end :]
+        try:
+            self._write(mutant.file, mutated)
+            return self._run(tests)
+        finally:
+            self._write(mutant.file, source)
+
+    def _write(self, file: str, content: bytes) -> None:
+        (self._root / file).write_bytes(content)
+        for compiled in (self._root / file).parent.glob(f"__pycache__/{Path(file).stem}.*"):
+            compiled.unlink()  # its time in whole seconds and its size may be the same
+
+    def _run(self, tests: tuple[str, ...]) -> dict[str, Any]:
+        path = os.pathsep.join(map(str, (self._root, self._root / "lightning_commopt" / "plugins")))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]
+        begin = time.monotonic()
         try:
             ran = subprocess.run(
                 command,
-                cwd=folder,
+                cwd=self._root,
                 env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 capture_output=True,
                 text=True,
                 timeout=LIMIT_S,
             )
         except subprocess.TimeoutExpired:
-            return {"found_by": run, "test": "time-out", "seconds": time.monotonic() - begin}
+            return {"found_by": "time-out", "seconds": time.monotonic() - begin}
+        found = None
         if ran.returncode != 0:
             failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
-            test = failed[0] if failed else ran.stdout[-300:] + ran.stderr[-300:]
-            return {"found_by": run, "test": test, "seconds": time.monotonic() - begin}
-    return {"found_by": None, "test": None, "seconds": time.monotonic() - begin}
+            found = failed[0] if failed else ran.stdout[-300:] + ran.stderr[-300:]
+        return {"found_by": found, "seconds": time.monotonic() - begin}
+
+
+def select(arguments: argparse.Namespace) -> dict[Mutant, tuple[str, ...]]:
+    """Returns the mutants that are asked for, and the tests of each."""
+    files = {path.relative_to(ROOT): None for pattern in arguments.files for path in sorted(ROOT.glob(pattern))}
+    mutants = {
+        mutant: next(tests for pattern, tests in TESTS.items() if file.match(pattern))
+        for file in files
+        if file.suffix in (".py", ".c") and any(file.match(pattern) for pattern in TESTS)
+        for mutant in mutants_of(str(file))
+        if mutant.kind in arguments.kinds
+    }
+    part, num_parts = map(int, arguments.part.split("/"))
+    chosen = list(mutants)[part - 1 :: num_parts]
+    return {mutant: mutants[mutant] for mutant in chosen}
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Prints how many faults of each kind are noticed, and those that are not."""
+    table = Table("fault", "mutants", "noticed", "not")
+    counts = Counter((row["kind"], row["found_by"] is not None) for row in rows)
+    for kind in KINDS:
+        noticed, missed = counts[kind, True], counts[kind, False]
+        table.add_row(kind, str(noticed + missed), str(noticed), str(missed))
+    num_noticed = sum(row["found_by"] is not None for row in rows)
+    table.add_row("all", str(len(rows)), f"{num_noticed} ({num_noticed / max(1, len(rows)):.1%})", "")
+    console.print(table)
+    for row in rows:
+        if row["found_by"] is None:
+            text = "not noticed: {file}:{line} {kind}: {before} -> {after}".format_map(row)
+            console.print(text, markup=False, soft_wrap=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", nargs="+", default=list(TESTS), help="patterns; the default is the gradient path")
+    parser.add_argument("--files", nargs="+", default=_DEFAULT_FILES, help="patterns; the default is the gradient path")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--sample", type=int, help="that many, drawn at random; all without it")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="1/1", help="2/8: every eighth mutant, from the second on")
     parser.add_argument("--num-at-once", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="print them, and run nothing")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="a line of JSON for each; what is in there is not run again")
     arguments = parser.parse_args()
-    files = {path.relative_to(ROOT): None for pattern in arguments.files for path in sorted(ROOT.glob(pattern))}
-    known = {str(file): tests for file in files for pattern, tests in TESTS.items() if file.match(pattern)}
-    mutants = [each for file in known if file.endswith((".py", ".c")) for each in mutants_of(file)]
-    mutants = [each for each in mutants if each.kind in arguments.kinds]
-    if arguments.sample is not None:
-        mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
-    console = Console()
+    console, mutants = Console(), select(arguments)
+    rows: list[dict[str, Any]] = []
+    if arguments.output is not None and arguments.output.exists():
+        known = [json.loads(line) for line in arguments.output.read_text(encoding="utf-8").splitlines()]
+        rows = [row for row in known if any(row | asdict(mutant) == row for mutant in mutants)]
+        mutants = {each: tests for each, tests in mutants.items() if not any(row | asdict(each) == row for row in rows)}
     if arguments.list:
         for each in mutants:
-            console.print(
-                f"{each.file}:{each.line} {each.kind}: {each.before} -> {each.after}", markup=False, soft_wrap=True
-            )
+            text = f"{each.file}:{each.line} {each.kind}: {each.before} -> {each.after}"
+            console.print(text, markup=False, soft_wrap=True)
         return
-    load = os.getloadavg()[0]
+    free: queue.SimpleQueue[Checkout] = queue.SimpleQueue()
+    for _ in range(arguments.num_at_once):
+        free.put(Checkout())
 
     def run(mutant: Mutant | None, tests: tuple[str, ...]) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            return find_noticing(mutant, tests, Path(folder))
+        checkout = free.get()
+        try:
+            return checkout.find_noticing(mutant, tests)
+        finally:
+            free.put(checkout)
 
-    rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(arguments.num_at_once) as pool:
-        for tests in {known[each.file] for each in mutants}:
-            if (result := run(None, tests))["found_by"] is not None:
-                raise SystemExit(f"{' '.join(tests)} fail without a fault: {result['test']}")
-        running = [pool.submit(run, each, known[each.file]) for each in mutants]
-        for mutant, future in track(list(zip(mutants, running, strict=True)), "mutants", console=console):
-            rows.append(asdict(mutant) | future.result())
-            if rows[-1]["found_by"] is None:
-                text = f"not noticed: {mutant.file}:{mutant.line} {mutant.kind}: {mutant.before} -> {mutant.after}"
-                console.print(text, markup=False, soft_wrap=True)
-    table = Table("fault", "mutants", "noticed by default", "with --all", "not")
-    counts = Counter((row["kind"], row["found_by"]) for row in rows)
-    for kind in KINDS:
-        numbers = [counts[kind, by] for by in ("default", "all", None)]
-        table.add_row(kind, str(sum(numbers)), *map(str, numbers))
-    console.print(table)
-    if arguments.output is not None:
-        write_result(arguments.output, {"mutants": rows}, load)
+        suites = sorted(set(mutants.values()))
+        for tests, result in zip(suites, pool.map(run, [None] * len(suites), suites), strict=True):
+            print(f"{result['seconds']:.0f} s without a fault: {' '.join(tests)}", flush=True)
+            if result["found_by"] is not None:
+                raise SystemExit(f"they fail without a fault: {result['found_by']}")
+        running = {pool.submit(run, each, tests): each for each, tests in mutants.items()}
+        for future in track(as_completed(running), "mutants", len(running), console=console):
+            rows.append(asdict(running[future]) | future.result())
+            if arguments.output is not None:
+                with arguments.output.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    show(rows, console)
 
 
 if __name__ == "__main__":
