@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,23 @@ class Net(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
 
+class LargeNet(nn.Module):
+    """Odd sizes: more than one tile of every kernel, and more partial sums than are added up at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(257, 513)
+        self.second = nn.Linear(513, 131)
+        self.image = nn.Conv2d(33, 17, 3).to(memory_format=torch.channels_last)
+        self.wide = nn.Parameter(torch.empty(12, 2101))
+        self.tall = nn.Parameter(torch.empty(4101, 6))
+        self.vocabulary = nn.Parameter(torch.empty(33_001, 5))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
 class Vectors(nn.Module):
     """Nothing that is worth compressing, and a parameter that is not used."""
 
@@ -40,12 +58,15 @@ class Vectors(nn.Module):
         return (self.bias * x).sum() + self.one.sum() * x.sum()
 
 
-def random_gradients(step: int, rank: int, scale: float = 1.0) -> dict[str, Tensor]:
-    """Returns normally distributed gradients of `Net` on the CPU, different on every rank and step."""
+def random_gradients(step: int, rank: int, scale: float = 1.0, net: Callable[[], nn.Module] = Net) -> dict[str, Tensor]:
+    """Returns normally distributed gradients of a network on the CPU, different on every rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return {
-        name: scale * torch.randn(parameter.shape, generator=generator) for name, parameter in Net().named_parameters()
-    }
+    return {name: scale * torch.randn(shape, generator=generator) for name, shape in _shapes(net).items()}
+
+
+@cache
+def _shapes(net: Callable[[], nn.Module]) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in net().named_parameters()}
 
 
 def send(model: DistributedDataParallel, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt.commands.selftest.checks import check
-from lightning_commopt.commands.selftest.gradients import Net, Vectors, random_gradients
-from lightning_commopt.commands.selftest.places import TestDevices
+from lightning_commopt.commands.selftest.gradients import LargeNet, Vectors, random_gradients
 from lightning_commopt.commands.selftest.steps import NUM_STEPS, Setup, of_all_ranks, run_alone, run_step, run_steps
 from lightning_commopt.compressors import Compressor, Layout, State
 from lightning_commopt.compressors.catalog import example_compressors
@@ -21,6 +20,8 @@ from lightning_commopt.sync.state import CommState
 
 _ATOL_LOSSLESS = 1e-5
 _SCALES = (0.0, 1e-20, 1e4)
+BUCKET_CAP_MB = 0.5
+"""For `LargeNet`: several buckets."""
 
 Law = Callable[[Setup, str, Compressor], None]
 """Runs on every rank. Raises an AssertionError that says what is wrong, after the last collective."""
@@ -29,16 +30,19 @@ LAWS: dict[str, Law] = {}
 
 
 def law(name: str) -> Callable[[Law], Law]:
-    """Adds a law to `LAWS`, and makes a check of the self-test of it."""
+    """Adds a law to `LAWS`, and makes checks of the self-test of it: with a small network, and with a larger one."""
 
     def add(holds: Law) -> Law:
-        @check(name)
-        def check_examples(place: TestDevices) -> str:
+        def check_examples(setup: Setup) -> str:
             compressors = example_compressors()
             for compressor_name, compressor in compressors.items():
-                holds(Setup(place=place), compressor_name, compressor)
+                holds(setup, compressor_name, compressor)
             return f"{len(compressors)} compressors"
 
+        check(name)(lambda place: check_examples(Setup(place=place)))
+        check(f"{name}; in several buckets", is_extra=True)(
+            lambda place: check_examples(Setup(place=place, net=LargeNet, ddp={"bucket_cap_mb": BUCKET_CAP_MB}))
+        )
         LAWS[name] = holds
         return holds
 
@@ -108,12 +112,13 @@ def as_reference(setup: Setup, name: str, compressor: Compressor) -> None:
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
-    layout, channel = Layout.of(list(Net().parameters()), torch.float32), Channel(dist.group.WORLD)
+    layout, channel = Layout.of(list(setup.net().parameters()), torch.float32), Channel(dist.group.WORLD)
     state, its_state = compressor.init(layout, setup.device), compressor.init(layout, torch.device("cpu"))
     residual, residuals = torch.zeros(layout.numel, device=setup.device), torch.zeros(world_size, layout.numel)
     pairs = []
     for step in range(NUM_STEPS):
-        shares = torch.stack([_in_bucket(layout, random_gradients(step, other)) for other in range(world_size)])
+        gradients = [random_gradients(step, other, net=setup.net) for other in range(world_size)]
+        shares = torch.stack([_in_bucket(layout, each) for each in gradients])
         flat = shares[rank].clone().to(setup.device)
         run_alone(compressor.rounds(flat, layout, state, channel, residual))
         compressor.residual(layout, state, residual)

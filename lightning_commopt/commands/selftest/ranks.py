@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_commopt.commands.selftest.places import TestDevices
+
 # Ranks are forked from a server that has imported the slow packages once: two of them take 0.15 s to start, which is
 # why each call has new ones, and none finds what another has left.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -26,6 +28,8 @@ Answer = tuple[Any, str | None]
 """What a rank returned, and the traceback if it raised instead."""
 
 _SECONDS_AFTER_A_FAILURE = 5
+_LIMIT_S = 120
+_GROUP_TIMEOUT_S = 60
 
 
 class RankError(RuntimeError):
@@ -69,6 +73,20 @@ def run_ranks(
             raise RankError(f"rank {rank} raised\n{trace}")
     _check_all_answered(answers, world_size, limit_s)
     return [answers[rank][0] for rank in range(world_size)]
+
+
+def run_on(place: TestDevices, fn: Callable[..., Any], *args: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """Calls ``fn(*args, place)`` on two ranks in this place; see `run_ranks`.
+
+    Args:
+        place: where they run.
+        fn: a function at module level.
+        args: of ``fn``, before the place.
+        environment: further variables, of both ranks.
+    """
+    variables = {str(rank): {**place.environment.get(str(rank), {}), **(environment or {})} for rank in range(2)}
+    options: dict[str, Any] = {"limit_s": _LIMIT_S, "group_timeout_s": _GROUP_TIMEOUT_S, "backend": place.backend}
+    return run_ranks(fn, *args, place, **options, environment=variables)
 
 
 def run_ranks_or_raise(

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from lightning_commopt.commands.info.info import collect
-from lightning_commopt.commands.selftest import laws, on_device
-from lightning_commopt.commands.selftest.checks import CHECKS, Check, NotChecked
+from lightning_commopt.commands.selftest import faults, laws, on_device, speed, variants
+from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked
 from lightning_commopt.commands.selftest.places import TestDevices, candidates
-from lightning_commopt.commands.selftest.ranks import PROCESSES, RankError, run_ranks
+from lightning_commopt.commands.selftest.ranks import PROCESSES, RankError, run_on
 from lightning_commopt.text.terminal import TextTable
 
-_FILLED_BY = laws, on_device
-_LIMIT_S = 120
-_GROUP_TIMEOUT_S = 60
+_FILLED_BY = laws, on_device, variants, speed, faults
+LIMIT_S = 300.0
+"""After so long no other check is started."""
 
 Status = Literal["passed", "failed", "not checked"]
 
@@ -36,12 +40,16 @@ class Outcome:
         status: whether it does.
         detail: what was checked; what is wrong; or what is missing here.
         seconds: that it took.
+        numbers: that were measured, by name.
+        trace: of the failure, whole.
     """
 
     name: str
     status: Status
     detail: str
     seconds: float
+    numbers: dict[str, Any] = field(default_factory=dict)
+    trace: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +76,20 @@ class SelfTest:
         return asdict(self)
 
 
-def run_selftest(device: str = "auto", on_start: Callable[[str], None] = lambda name: None) -> SelfTest:
+def run_selftest(
+    device: str = "auto",
+    on_start: Callable[[str], None] = lambda name: None,
+    *,
+    is_full: bool = False,
+    limit_s: float = LIMIT_S,
+) -> SelfTest:
     """Runs all checks on two ranks of this machine.
 
     Args:
         device: "cpu", "cuda", or "auto" for CUDA where there is a device.
         on_start: called with the name of each check before it runs.
+        is_full: run those for ``--full`` too.
+        limit_s: seconds after which no other check is started.
 
     Raises:
         ValueError: the device is unknown, or there is none of its kind.
@@ -82,17 +98,36 @@ def run_selftest(device: str = "auto", on_start: Callable[[str], None] = lambda 
     PROCESSES.set_forkserver_preload(["lightning_commopt.commands.selftest.run"])
     refused: dict[str, str] = {}
     place = _first_that_works(candidates(device), refused)
-    outcomes = []
+    outcomes, start_s = [], time.monotonic()
     for check in CHECKS:
+        if check.is_extra and not is_full:
+            continue
+        if time.monotonic() - start_s > limit_s:
+            late = f"the checks before it took more than {limit_s:g} s"
+            outcomes.append(Outcome(name=check.name, status="not checked", detail=late, seconds=0.0))
+            continue
         on_start(check.name)
         outcomes.append(_run(check, place))
-    return SelfTest(place=place.name, refused=refused, outcomes=outcomes, info=collect().to_dict())
+    return SelfTest(place=place.name, refused=refused, outcomes=outcomes, info=collect().to_dict() | _versions())
+
+
+def _versions() -> dict[str, Any]:
+    """Returns versions that matter to kernels on CUDA; None of what there is not."""
+    found: dict[str, Any] = {"cuda_version": torch.version.cuda, "triton_version": None, "driver_version": None}
+    with suppress(PackageNotFoundError):
+        found["triton_version"] = version("triton")
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with suppress(OSError, subprocess.SubprocessError):
+            printed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+            found["driver_version"] = printed.split("\n")[0].strip()
+    return found
 
 
 def _first_that_works(places: list[TestDevices], refused: dict[str, str]) -> TestDevices:
     for place in places:
         try:
-            _on_ranks(_try, place)
+            run_on(place, _try)
         except RankError as error:
             refused[place.name] = _last_line(error)
         else:
@@ -109,36 +144,35 @@ def _try(place: TestDevices) -> None:
 def _run(check: Check, place: TestDevices) -> Outcome:
     start_s = time.monotonic()
     status: Status
+    numbers, trace = {}, ""
     try:
-        status, detail = _on_ranks(_run_on_rank, CHECKS.index(check), place)[0]
-    except RankError as error:
-        status, detail = "failed", _last_line(error)
-    return Outcome(name=check.name, status=status, detail=detail, seconds=time.monotonic() - start_s)
+        if check.is_on_ranks:
+            status, detail, numbers = run_on(place, _run_on_rank, CHECKS.index(check))[0]
+        else:
+            status, detail, numbers = _try_check(check, place)
+    except Exception as error:  # the file with the other results must be written
+        status, detail, trace = "failed", _last_line(error), traceback.format_exc()
+    seconds = time.monotonic() - start_s
+    return Outcome(name=check.name, status=status, detail=detail, seconds=seconds, numbers=numbers, trace=trace)
 
 
-def _run_on_rank(index: int, place: TestDevices) -> tuple[Status, str]:
+def _run_on_rank(index: int, place: TestDevices) -> tuple[Status, str, dict[str, Any]]:
     if place.device_type == "cuda":
         torch.cuda.set_device(place.device(dist.get_rank()))
+    return _try_check(CHECKS[index], place)
+
+
+def _try_check(check: Check, place: TestDevices) -> tuple[Status, str, dict[str, Any]]:
     try:
-        return "passed", CHECKS[index].run(place)
+        found = check.run(place)
     except NotChecked as missing:
-        return "not checked", str(missing)
+        return "not checked", str(missing), {}
+    return ("passed", *found) if isinstance(found, Found) else ("passed", found, {})
 
 
-def _on_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    place: TestDevices = args[-1]
-    return run_ranks(
-        fn,
-        *args,
-        limit_s=_LIMIT_S,
-        group_timeout_s=_GROUP_TIMEOUT_S,
-        backend=place.backend,
-        environment=place.environment,
-    )
-
-
-def _last_line(error: RankError) -> str:
-    return str(error).strip().splitlines()[-1].removeprefix("AssertionError: ")
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].removeprefix("AssertionError: ")
 
 
 _COLORS = {"passed": "green", "failed": "red", "not checked": "yellow"}
@@ -151,7 +185,7 @@ def progress_lines(console: Console) -> Iterator[Callable[[str], None]]:
         yield lambda text: print(f"running: {text}", file=console.file, flush=True)
         return
     with console.status("", spinner="line") as status:
-        yield status.update
+        yield lambda text: status.update(escape(text))
 
 
 def print_selftest(found: SelfTest, console: Console) -> None:
@@ -161,4 +195,4 @@ def print_selftest(found: SelfTest, console: Console) -> None:
         table.add_row(outcome.name, Text(outcome.status, _COLORS[outcome.status]), outcome.detail)
     console.print(table)
     for place, why in found.refused.items():
-        console.print(f"{place}: refused ({why})", highlight=False)
+        console.print(f"{place}: refused ({why})", highlight=False, markup=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,11 +26,13 @@ class Setup:
 
     Attributes:
         place: devices of the ranks.
+        net: whose gradients they are.
         ddp: options of DDP.
         ranks_per_node: for the hierarchical compressor; 1 is as if each rank were on a node of its own.
     """
 
     place: TestDevices
+    net: Callable[[], nn.Module] = Net
     ddp: Mapping[str, Any] = field(default_factory=dict)
     ranks_per_node: int = 1
 
@@ -42,15 +44,16 @@ class Setup:
     def wrap(
         self, compressor: Compressor | None, module: nn.Module | None = None, **ddp: Any
     ) -> tuple[DistributedDataParallel, GradientSync]:
-        """Returns a model in DDP, `Net` if none is given, synchronized by a compressor."""
-        model = DistributedDataParallel((module or Net()).to(self.device), **self.ddp, **ddp)
+        """Returns a model in DDP, ``net`` if none is given, synchronized by a compressor."""
+        model = DistributedDataParallel((module or self.net()).to(self.device), **self.ddp, **ddp)
         sync = GradientSync(CommPlan(comm_hook=compressor))
         sync.attach(model, timeout=None, ranks_per_node=self.ranks_per_node)
         return model, sync
 
     def gradients(self, step: int, scale: float = 1.0) -> dict[str, Tensor]:
         """Returns random gradients of this rank, on its device."""
-        return {name: x.to(self.device) for name, x in random_gradients(step, dist.get_rank(), scale).items()}
+        gradients = random_gradients(step, dist.get_rank(), scale, self.net)
+        return {name: x.to(self.device) for name, x in gradients.items()}
 
 
 def run_step(model: DistributedDataParallel, sync: GradientSync, gradients: Mapping[str, Tensor]) -> Tensor:
@@ -91,7 +94,7 @@ def run_steps(setup: Setup, compressor: Compressor | None) -> Steps:
     placed = None if sync.hook is None else sync.hook.compressor
     declared = sum(placed.wire_bytes(layout, dist.get_world_size()) for layout in layouts) if placed else 0
     left = sync.detach()
-    residual = {name: left.get(name, torch.zeros_like(value)) for name, value in Net().named_parameters()}
+    residual = {name: left.get(name, torch.zeros_like(value)) for name, value in setup.net().named_parameters()}
     per_step = (byte_counts[-1] - byte_counts[-3]) / 2  # alternating compressors send one factor, then the other
     return Steps(torch.stack(sent), torch.stack(received), flatten(residual), per_step, declared)
 

@@ -1,0 +1,248 @@
+"""What ``--full`` checks, as far as that is possible without a GPU."""
+
+import io
+import json
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lightning_commopt.commands.app import app
+from lightning_commopt.commands.selftest import faults, places, run, speed, variants
+from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked
+from lightning_commopt.commands.selftest.gradients import LargeNet
+from lightning_commopt.commands.selftest.places import candidates
+from lightning_commopt.commands.selftest.run import Outcome, SelfTest, print_selftest, progress_lines, run_selftest
+from lightning_commopt.compressors import Int8
+from support.ranks import run_ranks
+
+(CPU,) = candidates("cpu")
+GPU = places.TestDevices(name="a GPU", device_type="cuda", backend="cpu:gloo,cuda:nccl")
+ERROR = "RuntimeError: [/opt/gloo/transport] Connection closed by peer [127.0.0.1]:4711"
+
+
+@pytest.mark.exhaustive
+def test_the_whole_command(tmp_path: Path) -> None:
+    """If it fails, gradient sync is broken on this machine, or the command is."""
+    written = tmp_path / "selftest.json"
+    ran = CliRunner().invoke(app, ["selftest", "--full", "--device", "cpu", "--output", str(written)])
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(written.read_text())
+    statuses = {outcome["name"]: outcome["status"] for outcome in found["outcomes"]}
+    assert len(statuses) == len(CHECKS)
+    assert {name for name, status in statuses.items() if status != "passed"} == {
+        "no step synchronizes the device",
+        "memory does not grow",
+        "nothing is compiled after the hook is attached",
+        "compute-sanitizer finds no fault in a bucket of odd size",
+        "the hang monitor names a rank that fails on its device",
+    }
+    (costs,) = (outcome["numbers"] for outcome in found["outcomes"] if outcome["name"].startswith("what a bucket"))
+    assert all(cost["host_us"] > 0 for cost in costs.values())
+    assert {"triton_version", "driver_version", "cuda_version"} <= set(found["info"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_everything_on_cuda() -> None:
+    """If it fails, something does not hold on this GPU: see its trace."""
+    found = run_selftest("cuda", is_full=True)
+    assert [outcome for outcome in found.outcomes if outcome.status == "failed"] == []
+
+
+def _fail(place: places.TestDevices) -> str:
+    raise AssertionError(ERROR)
+
+
+def _measure(place: places.TestDevices) -> Found:
+    return Found("two numbers", {"first": 1.0, "second": [2]})
+
+
+def _miss(place: places.TestDevices) -> str:
+    raise NotChecked("needs [something]")
+
+
+SOME_CHECKS = [
+    Check("fails", _fail),
+    Check("fails by itself", _fail, is_on_ranks=False),
+    Check("measures", _measure),
+    Check("is missing", _miss, is_on_ranks=False),
+    Check("is extra", _measure, is_extra=True, is_on_ranks=False),
+]
+
+
+@pytest.fixture
+def some_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the checks, in this process and in the ranks that are forked without it."""
+
+    def here(place: places.TestDevices, fn: Any, *args: Any) -> list[Any]:
+        return [fn(*args, place)] if fn.__name__ == "_run_on_rank" else [None]
+
+    monkeypatch.setattr(run, "CHECKS", SOME_CHECKS)
+    monkeypatch.setattr(run, "run_on", here)
+
+
+@pytest.mark.usefixtures("some_checks")
+def test_what_a_check_says_comes_out_whole(tmp_path: Path) -> None:
+    """If it fails, an error text in brackets ends the command before anything is written, or its trace is lost."""
+    written = tmp_path / "selftest.json"
+    ran = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--output", str(written)])
+    assert ran.exit_code == 1, ran.output
+    assert "[/opt/gloo/transport]" in ran.output.replace("\n", "")
+    outcomes = {each["name"]: each for each in json.loads(written.read_text())["outcomes"]}
+    assert list(outcomes) == ["fails", "fails by itself", "measures", "is missing"]
+    for name in ("fails", "fails by itself"):
+        assert outcomes[name]["detail"] == ERROR
+        assert outcomes[name]["trace"].startswith("Traceback")
+        assert "in _fail" in outcomes[name]["trace"]
+    assert outcomes["measures"]["numbers"] == {"first": 1.0, "second": [2]}
+    assert (outcomes["is missing"]["status"], outcomes["is missing"]["trace"]) == ("not checked", "")
+
+
+@pytest.mark.usefixtures("some_checks")
+def test_results_are_written_before_they_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, minutes of checks are lost because of a terminal."""
+    monkeypatch.setattr("lightning_commopt.commands.selftest.run.print_selftest", mock.Mock(side_effect=UnicodeError))
+    ran = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--output", str(tmp_path / "selftest.json")])
+    assert isinstance(ran.exception, UnicodeError)
+    assert json.loads((tmp_path / "selftest.json").read_text())["outcomes"]
+
+
+@pytest.mark.usefixtures("some_checks")
+def test_no_check_is_started_when_time_is_up() -> None:
+    """If it fails, the command takes longer than it says."""
+    found = run_selftest("cpu", is_full=True, limit_s=-1)
+    assert {outcome.status for outcome in found.outcomes} == {"not checked"}
+    assert len(found.outcomes) == len(SOME_CHECKS)
+
+
+def test_brackets_are_no_markup() -> None:
+    """If it fails, an error of gloo ends the command with an error of rich."""
+    for is_terminal in (True, False):
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=is_terminal, width=200)
+        with progress_lines(console) as show:
+            show(ERROR)
+        outcome = Outcome(name="[/red]", status="failed", detail=ERROR, seconds=1.0)
+        print_selftest(SelfTest(place="[b]", refused={"[/i]": ERROR}, outcomes=[outcome], info={}), console)
+        assert file.getvalue().count("[/opt/gloo/transport]") >= 2
+
+
+def test_gloo_on_cuda_is_not_held_to_the_profiler() -> None:
+    """If it fails, the self-test fails on every machine with one GPU on which NCCL does not run."""
+    (timed,) = (each for each in CHECKS if each.name.startswith("collectives take as long"))
+    with pytest.raises(NotChecked, match="gloo"):
+        timed.run(places.TestDevices(name="a GPU", device_type="cuda", backend="gloo"))
+
+
+def test_the_larger_network_has_several_buckets_tiles_and_partial_sums() -> None:
+    """If it fails, the self-test never uses a second stream, and stays within one tile."""
+    numels = [parameter.numel() for parameter in LargeNet().parameters()]
+    assert sum(numels) * 4 > 3 * variants.BUCKET_CAP_MB * 2**20
+    assert sum(numel % 16 != 0 for numel in numels) > 4
+    assert max(numels) > 16 * 4096
+
+
+def test_streams_are_compared_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a race between streams passes the self-test."""
+    ours, theirs = {"int8": "a", "bf16": "b"}, {"int8": "a", "bf16": "c"}
+    answers = iter([[ours, ours], [ours, ours], [theirs, theirs]])
+    asked: list[tuple[Any, Any]] = []
+
+    def run_on(place: places.TestDevices, fn: Any, num_streams: int, environment: Any) -> Any:
+        asked.append((num_streams, environment))
+        return next(answers)
+
+    monkeypatch.setattr(variants, "run_on", run_on)
+    with pytest.raises(AssertionError, match="bf16: blocking launches and two streams differ"):
+        variants._streams(GPU)
+    assert asked == [(2, {}), (1, {}), (2, {"CUDA_LAUNCH_BLOCKING": "1"})]
+    answers = iter([[ours, theirs], [ours, ours]])
+    with pytest.raises(AssertionError, match="ranks differ"):
+        variants._streams(CPU)
+
+
+def _digests() -> list[dict[str, str]]:
+    return [variants.digests(2, CPU, num_steps) for num_steps in (2, 2, 3)]
+
+
+def test_digests_are_of_the_averages() -> None:
+    """If it fails, the comparison of streams compares nothing."""
+    (first, same, longer), others = run_ranks(_digests)
+    assert [first, same, longer] == others
+    assert first == same
+    assert not set(first.values()) & set(longer.values())
+    assert {"all_reduce", "int8", "int4", "powersgd"} <= set(first)
+
+
+def test_the_sanitizer_runs_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, out-of-range accesses are never looked for, or not reported."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NotChecked, match="not installed"):
+        variants.run_sanitizer("cpu")
+    program = tmp_path / "compute-sanitizer"
+    program.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    assert variants.run_sanitizer("cpu").endswith(" compressors")
+    program.write_text('#!/bin/sh\necho "Invalid __global__ write of size 4 bytes"\nexit $2\n')
+    with pytest.raises(AssertionError, match="Invalid __global__ write"):
+        variants.run_sanitizer("cpu")
+
+
+def _costs() -> tuple[dict[str, float], float, float]:
+    return (
+        speed.bucket_cost(Int8(), torch.device("cpu"), ((64, 65), (7,))),
+        speed.step_seconds(CPU, False, 3),
+        speed.step_seconds(CPU, True, 3),
+    )
+
+
+def test_costs_are_measured() -> None:
+    for cost, without_s, with_s in run_ranks(_costs):
+        assert cost["host_us"] > 0
+        assert (cost["launches"], cost["device_us"]) == (0, 0)
+        assert cost["bucket_gb_per_s"] == pytest.approx(4 * (64 * 65 + 7) / cost["host_us"] / 1e3)
+        assert min(without_s, with_s) > 0
+
+
+def test_kernels_of_the_profiler_are_counted_without_those_of_nccl() -> None:
+    """If it fails, the table of launches and device times is wrong."""
+
+    def event(name: str, microseconds: float, device_type: str = "CUDA") -> Any:
+        kind = getattr(torch.autograd.DeviceType, device_type)
+        return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(elapsed_us=lambda: microseconds))
+
+    events = [event("_encode", 30), event("_decode", 10), event("ncclDevKernel_SendRecv", 99), event("x", 5, "CPU")]
+    launches, seconds = speed.count_kernels(events, 2)
+    assert launches == 1
+    assert seconds == pytest.approx(20e-6)
+
+
+def _num_recorded() -> int:
+    return faults.num_recorded(CPU)
+
+
+def test_recorded_collectives_are_counted() -> None:
+    has_recorder = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+    assert set(run_ranks(_num_recorded)) == {3 if has_recorder else 0}
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("stopped", "stopped"), ("failed", "failed")])
+def test_the_hang_monitor_reports_a_fault(fault: str, kind: str) -> None:
+    """If it fails, the check on a GPU reports nothing, or fails whatever the monitor does."""
+    report = faults.report_of(CPU, fault)
+    assert (report["ranks"], report["kind"]) == ([1], kind), report["sentence"]
+    if fault == "failed":
+        assert "a fault that was put in" in report["sentence"]
+
+
+@pytest.mark.parametrize("check", [variants._compiled_early, variants._sanitized, faults._failed])
+def test_what_needs_a_device_is_not_checked_without_one(check: Any) -> None:
+    with pytest.raises(NotChecked, match="no CUDA device"):
+        check(CPU)
