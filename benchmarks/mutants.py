@@ -38,17 +38,11 @@ ROOT = Path(__file__).parent.parent
 KINDS = ("wait", "mask", "tile", "loop", "factor", "sign", "condition")
 _KERNELS = "tests/compressors/kernels/test_"
 _LAWS = "tests/compressors/test_laws.py"
-_INTERPRETED = {
-    "cast": "test_triton_agrees_in_its_interpreter",
-    "finite": "test_triton_agrees_in_its_interpreter",
-    "low_rank_rounds": "test_triton_agrees_in_its_interpreter",
-    "orthonormal": "test_triton_in_its_interpreter",
-    "blockwise": "test_triton_gives_the_bits_of_plain_torch_in_its_interpreter",
-}
 
 
 def _interpreted(*names: str) -> tuple[str, ...]:
-    return tuple(f"{_KERNELS}{name}.py::{_INTERPRETED[name]}" for name in names)
+    """Returns programs that run kernels in Triton's interpreter."""
+    return ("python", *(f"{_KERNELS}{name}.py" for name in names))
 
 
 def _compiled(*names: str) -> tuple[str, ...]:
@@ -72,7 +66,7 @@ TESTS = {
     f"{_FOLDER}/kernels/cast.py": _compiled("cast"),
     f"{_FOLDER}/kernels/*": _compiled("low_rank", "low_rank_rounds", "orthonormal", "c_library"),
 }
-"""What is about a file; its first pattern counts. Kernels in Triton run in its interpreter."""
+"""What is about a file; its first pattern counts. Arguments of pytest, or programs."""
 _DEFAULT_FILES = ("lightning_commopt/sync/executors.py", "lightning_commopt/sync/hook.py", *list(TESTS)[1:])
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "protect", "synchronize"}
 LIMIT_S = 1200
@@ -230,23 +224,22 @@ class Checkout:
 
     def _run(self, tests: tuple[str, ...]) -> dict[str, Any]:
         path = os.pathsep.join(map(str, (self._root, self._root / "lightning_commopt" / "plugins")))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]
-        begin = time.monotonic()
-        try:
-            ran = subprocess.run(
-                command,
-                cwd=self._root,
-                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-            )
-        except subprocess.TimeoutExpired:
-            return {"found_by": "time-out", "seconds": time.monotonic() - begin}
-        found = None
-        if ran.returncode != 0:
-            failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
-            found = failed[0] if failed else ran.stdout[-300:] + ran.stderr[-300:]
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        commands = [["-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]]
+        if tests[0] == "python":
+            commands, environment["TRITON_INTERPRET"] = [[program] for program in tests[1:]], "1"
+        begin, found = time.monotonic(), None
+        for command in commands:
+            options: dict[str, Any] = {"cwd": self._root, "env": environment, "capture_output": True, "text": True}
+            try:
+                ran = subprocess.run([sys.executable, *command], **options, timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                found = "time-out"
+                break
+            if ran.returncode != 0:
+                failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+                found = failed[0] if failed else f"{command[0]}: {(ran.stdout + ran.stderr)[-300:]}"
+                break
         return {"found_by": found, "seconds": time.monotonic() - begin}
 
 
