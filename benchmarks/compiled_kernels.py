@@ -255,6 +255,7 @@ def _launch_blockwise(
         residual = None if residual_dtype is None else torch.zeros(numel, dtype=residual_dtype)
         blockwise.encode(flat, residual, message, block_format)
         blockwise.reduce(message, mean, None if residual is None else residual[shard], block_format)
+        blockwise.average(message, flat.new_zeros(block_format.shard_numel(numel, world_size)), block_format)
         undo = None
         if residual is not None:
             undo = Undo(message, message, mean, residual, 0, blockwise.is_finite(message, block_format))

@@ -8,6 +8,7 @@ tolerance of the uncompressed run's last one: what a user buys.
 
 python benchmarks/quality.py --output benchmarks/results/quality_HARDWARE_DATE.json
 python benchmarks/quality.py --tasks gpt --num-steps 3000 --hooks none int4    # a longer training
+python benchmarks/quality.py --hooks none fsdp2 "fsdp2 int8" "fsdp2 int4"      # FSDP2's reduce-scatters, beside DDP
 """
 
 import argparse
@@ -29,7 +30,7 @@ from results_file import write_result
 from rich.console import Console
 from rich.table import Table
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptModelParallel
 from lightning_commopt.launch.lab import NetLab, why_not
 from lightning_commopt.train.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
@@ -51,6 +52,16 @@ HOOKS: dict[str, Any] = {
     "powersgd rank 8, start 10 %": {"name": "powersgd", "matrix_rank": 8, "start_step": 0.1},
     "powersgd rank 32, start 10 %": {"name": "powersgd", "matrix_rank": 32, "start_step": 0.1},
     "alternating rank 8, start 10 %": {"name": "alternating_powersgd", "matrix_rank": 8, "start_step": 0.1},
+}
+SHARDED: dict[str, dict[str, Any]] = {
+    "fsdp2": {},
+    "fsdp2 bf16": {"comm_hook": "bf16"},
+    "fsdp2 int8": {"comm_hook": "int8"},
+    "fsdp2 int8, error feedback": {"comm_hook": {"name": "int8", "error_feedback": True}},
+    "fsdp2 int8, stochastic": {"comm_hook": {"name": "int8", "stochastic_rounding": True}},
+    "fsdp2 int4": {"comm_hook": "int4"},
+    "fsdp2 int4, error feedback": {"comm_hook": {"name": "int4", "error_feedback": True}},
+    "fsdp2 int8, int8 parameters": {"comm_hook": "int8", "param_hook": "int8"},
 }
 TASKS: dict[str, dict[str, Any]] = {
     "digits": {
@@ -111,14 +122,21 @@ def comm_hook(name: str, num_steps: int) -> Any:
     return config
 
 
+def new_strategy(name: str, num_hosts: int, num_steps: int) -> CommOptDDP | CommOptModelParallel:
+    """Returns the strategy with a compressor."""
+    if name in SHARDED:
+        return CommOptModelParallel(data_parallel_size=num_hosts, tensor_parallel_size=1, **SHARDED[name])
+    return CommOptDDP(
+        comm_hook=comm_hook(name, num_steps), bucket_cap_mb=25, static_graph=True, gradient_as_bucket_view=True
+    )
+
+
 def train(task: str, name: str, seed: int, num_hosts: int, num_steps: int) -> dict[str, Any]:
     """Makes one run on this rank; returns its curve and the bytes it sent in a step."""
     seed_everything(seed, workers=True, verbose=False)
     model, data = model_and_data(task)
     curve = Curve(TASKS[task]["metric"])
-    strategy = CommOptDDP(
-        comm_hook=comm_hook(name, num_steps), bucket_cap_mb=25, static_graph=True, gradient_as_bucket_view=True
-    )
+    strategy = new_strategy(name, num_hosts, num_steps)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -137,7 +155,7 @@ def train(task: str, name: str, seed: int, num_hosts: int, num_steps: int) -> di
         callbacks=[curve],
     )
     trainer.fit(model, datamodule=data)
-    return {"points": curve.points, "wire_bytes_per_step": strategy.wire_bytes / num_steps}
+    return {"points": curve.points, "wire_bytes_per_step": (strategy.wire_bytes or 0) / num_steps}
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
@@ -254,7 +272,7 @@ def main() -> None:
     parser.add_argument("--num-seeds", type=int, default=3, help="stored after each")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--num-steps", type=int, help="of every task, instead of its own")
-    parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=list(HOOKS), metavar="HOOK")
+    parser.add_argument("--hooks", nargs="+", choices=[*HOOKS, *SHARDED], default=list(HOOKS), metavar="HOOK")
     parser.add_argument("--timeout-s", type=float, default=3600, help="for the runs of one seed")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)

@@ -7,6 +7,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
+from torch.distributed.fsdp import FSDPModule
 
 import lightning_commopt.launch.conf_path
 from lightning_commopt import CommOptDDP, PowerSGD
@@ -59,6 +60,8 @@ def test_commopt_has_all_options_of_a_plan_and_sets_none():
 
 @pytest.mark.parametrize("strategy", options("strategy"))
 def test_every_strategy_is_made(strategy):
+    if strategy == "commopt_fsdp_int8" and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        pytest.skip("FSDP2 takes other collectives from torch 2.9 on")
     config = composed(f"strategy={strategy}", "trainer.devices=1")
     check_config(config)
     assert isinstance(instantiate(config.strategy, _convert_="all"), Strategy)

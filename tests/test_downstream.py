@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from lightning_commopt import CommPlan, PowerSGD
 from lightning_commopt.compressors import compressor_from_config
+from lightning_commopt.compressors.sharded import ShardedInt8, sharded_to_config
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
@@ -84,12 +85,20 @@ def project(environment: Path, tmp_path: Path) -> ForeignProject:
 
 
 def test_groups_are_those_that_the_documentation_names() -> None:
-    assert set(_YAML) == {"none", "bf16", "fp16", "int8", "int4", "powersgd", "alternating_powersgd", "buckets"}
+    names = {"none", "bf16", "fp16", "int8", "int4", "powersgd", "alternating_powersgd", "buckets", "fsdp2_int8"}
+    assert set(_YAML) == names
     page = (REPOSITORY / "docs" / "hydra.md").read_text(encoding="utf-8")
     assert all(f"`+commopt={name}`" in page for name in _YAML)
 
 
-@pytest.mark.parametrize("name", sorted(_YAML))
+def test_yaml_of_fsdp2_makes_the_strategy_with_every_option_of_int8() -> None:
+    """What the YAML has can be overridden without a plus sign."""
+    options: Any = OmegaConf.to_container(OmegaConf.load(_YAML["fsdp2_int8"]).strategy)
+    assert options.pop("_target_") == "lightning_commopt.CommOptModelParallel"
+    assert options == {"comm_hook": sharded_to_config(ShardedInt8())}
+
+
+@pytest.mark.parametrize("name", sorted({*_YAML} - {"fsdp2_int8"}))
 def test_yaml_makes_a_valid_plan(name: str) -> None:
     options = OmegaConf.to_container(OmegaConf.load(_YAML[name]).strategy)
     assert isinstance(options, dict)

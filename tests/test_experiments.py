@@ -61,8 +61,9 @@ def test_two_hosts_are_enough_for_every_job_of_an_experiment(experiment, monkeyp
 
 
 def test_fsdp_of_a_model_that_does_not_shard_itself_is_an_error_before_anything_starts():
-    config = composed("strategy=fsdp", "model=mlp", "data=blobs")
-    with pytest.raises(ConfigError, match=r"strategy=fsdp needs a model with configure_model, .*, got .*MLP"):
+    boring = "lightning.pytorch.demos.boring_classes.BoringModel"
+    config = composed("strategy=fsdp", f"model._target_={boring}")
+    with pytest.raises(ConfigError, match=r"strategy=fsdp needs a model with configure_model, .*, got .*BoringModel"):
         check_config(config)
 
 

@@ -48,6 +48,7 @@ def test_names() -> None:
         "OptionError",
         "PowerSGD",
         "register_compressor",
+        "shard",
     ]
     assert all(hasattr(lightning_commopt, name) for name in lightning_commopt.__all__)
     assert set(lightning_commopt.__all__) < set(dir(lightning_commopt))

@@ -23,12 +23,16 @@ class Entry(NamedTuple):
     @property
     def options(self) -> dict[str, bool]:
         """The names of the options, and whether each must be given."""
-        fields = dataclasses.fields(self.cls)  # type: ignore[arg-type]
-        return {
-            field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            for field in fields
-            if field.init and field.name not in self.fixed
-        }
+        return {name: is_needed for name, is_needed in options_of(self.cls).items() if name not in self.fixed}
+
+
+def options_of(cls: type) -> dict[str, bool]:
+    """Returns the names of the options of a dataclass, and whether each must be given."""
+    return {
+        field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        for field in dataclasses.fields(cls)
+        if field.init
+    }
 
 
 EXAMPLE = "example"
@@ -127,7 +131,7 @@ def compressor_from_config(
             raise ValueError(f"'none' has no options, got {options!r}")
         return None
     entry = _entry(name, may_import)
-    _check_options(entry, options)
+    check_options(entry.name, entry.options, options)
     if "inner" in options:
         options["inner"] = compressor_from_config(options["inner"], may_import=may_import)
     return entry.cls(**entry.fixed, **options)
@@ -210,14 +214,21 @@ def _import_compressor(path: str, may_import: bool) -> type[Compressor]:
     return found
 
 
-def _check_options(entry: Entry, options: Mapping[str, Any]) -> None:
-    unknown = [option for option in options if option not in entry.options]
+def check_options(name: str, known: Mapping[str, bool], given: Mapping[str, Any]) -> None:
+    """Raises a ValueError unless all options are known, and all that must be given are.
+
+    Args:
+        name: of the compressor.
+        known: see `options_of`.
+        given: options and values.
+    """
+    unknown = [option for option in given if option not in known]
     if unknown:
-        known, hint = ", ".join(entry.options) or "no options", did_you_mean(unknown[0], entry.options)
-        raise ValueError(f"{entry.name!r} has no option {', '.join(map(repr, unknown))}; it has: {known}{hint}")
-    missing = [option for option, is_needed in entry.options.items() if is_needed and option not in options]
+        names, hint = ", ".join(known) or "no options", did_you_mean(unknown[0], known)
+        raise ValueError(f"{name!r} has no option {', '.join(map(repr, unknown))}; it has: {names}{hint}")
+    missing = [option for option, is_needed in known.items() if is_needed and option not in given]
     if missing:
-        raise ValueError(f"{entry.name!r} needs the option {', '.join(map(repr, missing))}")
+        raise ValueError(f"{name!r} needs the option {', '.join(map(repr, missing))}")
 
 
 _WORDS = {

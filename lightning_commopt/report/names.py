@@ -22,6 +22,7 @@ _SPELLED = {
     "fsdp": "FSDP",
     "commopt": "CommOptDDP",
     "commopt_fsdp": "CommOptModelParallel",
+    "commopt_fsdp_int8": "CommOptModelParallel, int8",
     "single": "one process",
     "ddp_one_process": "DDP on one process",
     "DDPStrategy": "Lightning's DDP",

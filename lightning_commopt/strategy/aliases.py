@@ -67,5 +67,8 @@ def register_with(module: ModuleType) -> None:
         return import_module(ours).CommOptModelParallel(**arguments)
 
     register_aliases(getattr(module, registry), strategy)
-    if ours != "lightning_commopt.fabric" and MODEL_PARALLEL not in getattr(module, registry):
-        getattr(module, registry).register(MODEL_PARALLEL, model_parallel, description="CommOptModelParallel()")
+    for comm_hook in (None, "bf16", "int8", "int4") if ours != "lightning_commopt.fabric" else ():
+        name = f"{MODEL_PARALLEL}{f'_{comm_hook}' if comm_hook else ''}"
+        if name not in getattr(module, registry):
+            shown = f"CommOptModelParallel({f'comm_hook={comm_hook!r}' if comm_hook else ''})"
+            getattr(module, registry).register(name, model_parallel, description=shown, comm_hook=comm_hook)

@@ -141,6 +141,12 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sigterm_every_n_steps": _NUM_STEPS,
     "watch": (lambda value: isinstance(value, bool), "true or false"),
     "save_comm_state": (lambda value: isinstance(value, bool), "true or false"),
+    "param_hook": (lambda value: value in (None, "int8"), '"int8" or None'),
+    "separate_reduce_scatter_group": (lambda value: isinstance(value, bool), "true or false"),
+    "reduce_scatter_max_input_buffers": (
+        _optional(lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
+        "a number of buffers above 0 or None",
+    ),
 }
 
 

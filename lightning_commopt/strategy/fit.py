@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def watch_fit(strategy: CommOptStrategy) -> FitWatch | None:
     """Starts to watch a fit of several ranks, whose process group exists; returns None where there is no such fit."""
-    if strategy.world_size == 1 or not _is_fit(strategy):
+    if strategy.world_size == 1 or not is_fit(strategy):
         return None
     assert strategy.lightning_module is not None
     assert strategy.cluster_environment is not None
@@ -43,7 +43,7 @@ def check_sigterm(strategy: Any, every_n_steps: int | None) -> SigtermCheck | No
         strategy: for a Trainer; its process group exists.
         every_n_steps: optimizer steps; None for Lightning's own check.
     """
-    if every_n_steps is None or strategy.world_size == 1 or not _is_fit(strategy):
+    if every_n_steps is None or strategy.world_size == 1 or not is_fit(strategy):
         return None
     trainer = strategy.lightning_module.trainer
     if not broadcasts_sigterm(trainer):
@@ -87,7 +87,7 @@ def add_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> Non
 def take_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> None:
     """Takes the gradient-sync state out of a checkpoint; if a fit goes on from it, this rank's part is used."""
     saved = checkpoint.pop(KEY, None)
-    if not _is_fit(strategy):
+    if not is_fit(strategy):
         return
     sync, module = strategy.gradient_sync, strategy.lightning_module
     sync.restore(read_state(saved, strategy.global_rank, strategy.world_size, strategy.plan.comm_hook))
@@ -96,7 +96,8 @@ def take_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> No
         sync.resume(module)
 
 
-def _is_fit(strategy: Any) -> bool:
+def is_fit(strategy: Any) -> bool:
+    """Returns whether the Trainer that a strategy belongs to is in a fit."""
     module = strategy.lightning_module
     # After a fit in spawned processes the module of the process that started them belongs to no trainer.
     return module is not None and has_trainer(module) and module.trainer.state.fn == "fit"

@@ -2,48 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_commopt.compat.sigterm import SigtermCheck
+from lightning_commopt.compressors.sharded import ShardedCompressor, sharded_from_config
+from lightning_commopt.plan import OptionError
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import check_arguments, named_arguments
 from lightning_commopt.strategy.base import refuse_ray
-from lightning_commopt.strategy.fit import check_sigterm
+from lightning_commopt.strategy.fit import check_sigterm, is_fit
+from lightning_commopt.sync.sharded import ShardedSync, check_available
+from lightning_commopt.sync.sharded_checkpoint import describe, gather_in_file, restore, save_in_directory
+from lightning_commopt.sync.sharded_gather import GatheredParameters
+from lightning_commopt.sync.state import KEY
 from lightning_commopt.text.formatting import byte_unit
 from lightning_commopt.text.validation import info
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
 else:
     _ModelParallelStrategy = object
 
 
 class CommOptModelParallelStrategy(_ModelParallelStrategy):
-    """Lightning's ``ModelParallelStrategy`` with less communication where gradients are accumulated.
+    """Lightning's ``ModelParallelStrategy`` with compressed gradients, and less of them while they are accumulated.
 
     Takes all that ``ModelParallelStrategy`` takes, in the same order, and the keywords below. Lightning's own
     reduce-scatters, and with replicas all-reduces, the gradients of every batch that it accumulates.
 
     Args:
-        data_parallel_size: see ``ModelParallelStrategy``, as for all arguments down to ``timeout``.
+        data_parallel_size: see ``ModelParallelStrategy``, as for all arguments down to ``timeout``. With a
+            ``comm_hook`` the default of this and ``tensor_parallel_size`` is that all ranks are data-parallel.
+        comm_hook: how gradients travel in FSDP2's reduce-scatters: None or "none" for FSDP2's own; "bf16", "int8" or
+            "int4"; or a mapping of a name and options (``{"name": "int8", "error_feedback": True}``), see `ShardedInt8`
+            and its neighbours. Parameters of one dimension travel uncompressed, and so do all-reduces between replicas.
+            Lossy. Needs torch >= 2.9.
+        param_hook: how parameters travel in FSDP2's all-gathers: None for FSDP2's own, "int8" for blocks of 128 with
+            one scale each. Forward and backward then compute with rounded parameters; the optimizer keeps exact ones.
+            Parameters of one dimension travel as they are. Lossy. Needs torch >= 2.9.
+        save_comm_state: save the residuals of ``comm_hook`` in checkpoints, so that training resumes exactly; with
+            another number of ranks their mean is used. In a directory they have a folder of their own.
         accumulate_grads: what a rank adds up over ``accumulate_grad_batches``. "sharded": its shard, reduce-scattered
             in every batch; replicas (HSDP) are averaged only with the last one, which costs no memory. "unsharded":
             the gradients of all parameters, which are reduce-scattered only with the last batch. Each rank then holds
             gradients as large as the model during accumulation, in place of its shard of them: the first use prints
             the number of bytes.
+        separate_reduce_scatter_group: let reduce-scatters have process groups of their own, so that they overlap with
+            all-gathers; see ``FSDPModule.set_separate_reduce_scatter_group``, which not all versions of torch have.
+        reduce_scatter_max_input_buffers: of a rank at a time, None for FSDP2's own; see
+            ``FSDPModule.set_reduce_scatter_max_input_buffers``, which not all versions of torch have.
         sigterm_every_n_steps: let the ranks agree on SIGTERM before every n-th optimizer step and at the end of an
             epoch, and end together. None for Lightning's own way: since 2.5.2 a broadcast before every batch.
 
     Raises:
-        OptionError: an option is out of range.
+        OptionError: an option is out of range, or this torch cannot do what it asks for.
     """
 
     def __init__(
@@ -54,11 +77,22 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         *,
+        comm_hook: str | Mapping[str, Any] | ShardedCompressor | None = None,
+        param_hook: Literal["int8"] | None = None,
+        save_comm_state: bool = True,
         accumulate_grads: Literal["sharded", "unsharded"] = "sharded",
+        separate_reduce_scatter_group: bool = False,
+        reduce_scatter_max_input_buffers: int | None = None,
         sigterm_every_n_steps: int | None = None,
     ) -> None:
         given = named_arguments(locals())
         check_arguments(given)
+        self._sharded_sync = sharded_sync(given.pop("comm_hook"))
+        self._gathered = gathered_parameters(given.pop("param_hook"))
+        self._saves_comm_state = given.pop("save_comm_state")
+        self._fsdp_options = fsdp_options(
+            given.pop("separate_reduce_scatter_group"), given.pop("reduce_scatter_max_input_buffers")
+        )
         self._accumulates_unsharded = given.pop("accumulate_grads") == "unsharded"
         self._sigterm_every_n_steps = given.pop("sigterm_every_n_steps")
         self._sigterm_check: SigtermCheck | None = None
@@ -75,8 +109,46 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Joins the process group, and replaces Lightning's check for SIGTERM if an option asks for that."""
+        if (self._sharded_sync or self._gathered) and self._data_parallel_size == self._tensor_parallel_size == "auto":
+            self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
         self._sigterm_check = check_sigterm(self, self._sigterm_every_n_steps)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Sets up the model, and compresses its collectives in a fit."""
+        super().setup(trainer)
+        assert self.model is not None
+        covered: set[Module] = set()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule) and module not in covered:
+                covered.update(module.modules())  # at once: units over the same ranks then share a group
+                for setter, value in self._fsdp_options.items():
+                    getattr(module, setter)(value)
+        if not is_fit(self) or (self._sharded_sync is None and self._gathered is None):
+            return
+        if not covered:
+            raise OptionError(
+                "comm_hook: configure_model has not sharded the model, so there is no reduce-scatter to compress: call"
+                " lightning_commopt.shard or fully_shard in it"
+            )
+        if self._gathered is not None:
+            self._gathered.attach(self.model)
+        if self._sharded_sync is not None:
+            self._sharded_sync.attach(self.model)
+            self._sharded_sync.allow_overlap(self._timeout)
+
+    @property
+    def comm_hook(self) -> ShardedCompressor | None:
+        """Compresses the reduce-scatters; None where FSDP2's own are used."""
+        return None if self._sharded_sync is None else self._sharded_sync.compressor
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Payload bytes of gradients that this rank has handed to reduce-scatters so far, which count half.
+
+        None without a ``comm_hook``. An all-reduce moves twice what a reduce-scatter does: so numbers compare.
+        """
+        return None if self._sharded_sync is None else self._sharded_sync.wire_bytes
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -98,12 +170,83 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         finally:
             _require_sync(sharded, True, unsharded=self._accumulates_unsharded)
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Saves a checkpoint, with the state of ``comm_hook``. All ranks must call it."""
+        sync = self._sharded_sync
+        if sync is None or not sync.units or not self._saves_comm_state or "optimizer_states" not in checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        checkpoint[KEY] = describe(sync)
+        if not self._save_distributed_checkpoint:
+            checkpoint[KEY]["ranks"] = gather_in_file(sync, self.root_device)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._save_distributed_checkpoint:
+            save_in_directory(sync, Path(self.broadcast(filepath)))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Loads a checkpoint; a fit resumes with its state of ``comm_hook``. All ranks must call it."""
+        path = Path(self.broadcast(checkpoint_path))
+        checkpoint = super().load_checkpoint(path, *args, **kwargs)
+        saved = checkpoint.pop(KEY, None)
+        if saved is not None and self._sharded_sync is not None and is_fit(self):
+            restore(self._sharded_sync, saved, path if path.is_dir() else None)
+        return checkpoint
+
     def teardown(self) -> None:
-        """Gives Lightning's check for SIGTERM back."""
+        """Gives FSDP2's own reduce-scatter and Lightning's check for SIGTERM back."""
+        for comm_objects in (self._sharded_sync, self._gathered):
+            if comm_objects is not None:
+                comm_objects.detach()
         if self._sigterm_check is not None:
             self._sigterm_check.close()
             self._sigterm_check = None
         super().teardown()
+
+
+def sharded_sync(comm_hook: Any) -> ShardedSync | None:
+    """Returns what compresses reduce-scatters as an option asks for; None if that is not to compress.
+
+    Raises:
+        OptionError: the option is out of range, or this torch has no comm objects.
+    """
+    try:
+        compressor = sharded_from_config(comm_hook)
+    except (ValueError, TypeError) as error:
+        raise OptionError(f"comm_hook: {error}") from error
+    if compressor is None:
+        return None
+    check_available()
+    return ShardedSync(compressor)
+
+
+def gathered_parameters(param_hook: str | None) -> GatheredParameters | None:
+    """Returns what compresses all-gathers as an option asks for; None if that is not to compress.
+
+    Raises:
+        OptionError: this torch has no comm objects.
+    """
+    if param_hook is None:
+        return None
+    check_available("param_hook")
+    return GatheredParameters()
+
+
+def fsdp_options(separate_group: bool, max_input_buffers: int | None) -> dict[str, Any]:
+    """Returns what is to be set on each unit, by the name of the method of ``FSDPModule``.
+
+    Raises:
+        OptionError: this torch has no such method.
+    """
+    given = {"separate_reduce_scatter_group": separate_group, "reduce_scatter_max_input_buffers": max_input_buffers}
+    options = {f"set_{name}": value for name, value in given.items() if value not in (None, False)}
+    for setter in options:
+        if not hasattr(FSDPModule, setter):
+            raise OptionError(
+                f"{setter.removeprefix('set_')} needs a newer torch: {torch.__version__} has no FSDPModule.{setter}"
+            )
+    return options
 
 
 def gradient_bytes(sharded: Iterable[Module]) -> tuple[int, int]:

@@ -153,7 +153,7 @@ def adopt_states(state: CommState, compressor: Compressor, module: Module) -> Bu
             raise CheckpointError("it was saved with other parameters")
         device = parameters[names[0]].device
         with _as_checkpoint_error():
-            buckets[index] = names, layout, _fit_to(saved, compressor.init(layout, device, state.num_syncs), device)
+            buckets[index] = names, layout, fit_to(saved, compressor.init(layout, device, state.num_syncs), device)
     return buckets
 
 
@@ -201,7 +201,7 @@ def _from_plain(part: dict[str, Any], compressor: Compressor | None, num_syncs: 
     return CommState(compressor, num_syncs, buckets, dict(part["residuals"]))
 
 
-def _fit_to(saved: Any, fresh: Any, device: torch.device) -> Any:
+def fit_to(saved: Any, fresh: Any, device: torch.device) -> Any:
     """Returns ``saved`` on the devices of ``fresh``, if both have the same structure.
 
     A saved dict may have more entries, which go to ``device``: states may grow in their first gradient sync.
@@ -212,11 +212,11 @@ def _fit_to(saved: Any, fresh: Any, device: torch.device) -> Any:
         return saved.to(fresh.device)
     if isinstance(fresh, dict) and isinstance(saved, dict) and fresh.keys() <= saved.keys():
         return {
-            key: _fit_to(value, fresh[key], device) if key in fresh else map_tensors(lambda x: x.to(device), value)
+            key: fit_to(value, fresh[key], device) if key in fresh else map_tensors(lambda x: x.to(device), value)
             for key, value in saved.items()
         }
     if isinstance(fresh, list) and isinstance(saved, list) and len(fresh) == len(saved):
-        return [_fit_to(*pair, device) for pair in zip(saved, fresh, strict=True)]
+        return [fit_to(*pair, device) for pair in zip(saved, fresh, strict=True)]
     if isinstance(fresh, dict | list) or type(saved) is not type(fresh):
         raise CheckpointError(f"a state has {_kind(saved)} where {_kind(fresh)} is expected")
     return saved

@@ -18,13 +18,13 @@ from rich.markup import escape
 from rich.text import Text
 
 from lightning_commopt.commands.info.info import collect
-from lightning_commopt.commands.selftest import faults, laws, on_device, speed, variants
+from lightning_commopt.commands.selftest import faults, laws, on_device, sharded_laws, speed, variants
 from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked
 from lightning_commopt.commands.selftest.places import TestDevices, candidates
 from lightning_commopt.commands.selftest.ranks import PROCESSES, RankError, run_on
 from lightning_commopt.text.terminal import TextTable
 
-_FILLED_BY = laws, on_device, variants, speed, faults
+_FILLED_BY = laws, sharded_laws, on_device, variants, speed, faults
 LIMIT_S = 300.0
 """After so long no other check is started."""
 

@@ -266,6 +266,20 @@ void reduce(ptrdiff_t threads, ptrdiff_t bits, ptrdiff_t world_size, ptrdiff_t s
     }
 }
 
+/* The mean of one shard over the ranks, whose shares are `stride` bytes apart. */
+void average(ptrdiff_t threads, ptrdiff_t bits, ptrdiff_t world_size, ptrdiff_t stride, ptrdiff_t num_blocks, ptrdiff_t size,
+             const int8_t *shares, float *mean) {
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && num_blocks * size >= MIN_SHARED)
+    for (ptrdiff_t block = 0; block < num_blocks; block++) {
+        if (bits == 8)
+            average_block(8, size, block, num_blocks, world_size, stride, shares, mean + block * size);
+        else if (size == DEFAULT_INT4_BLOCK)
+            average_block(4, DEFAULT_INT4_BLOCK, block, num_blocks, world_size, stride, shares, mean + block * size);
+        else
+            average_block(4, size, block, num_blocks, world_size, stride, shares, mean + block * size);
+    }
+}
+
 INLINE void decode_one(int bits, ptrdiff_t size, ptrdiff_t block, ptrdiff_t numel, const int8_t *codes, const uint8_t *scales,
                        float *flat) {
     float values[MAX_IN_BLOCK], scale = read_scale(bits, scales, block);

@@ -1,8 +1,9 @@
 """Arithmetic of an average whose two transfers are blocks of int8 or int4 with one scale each.
 
 A rank encodes its gradients, one shard for each peer (`encode`); after an all-to-all it averages its own shard and
-rounds the mean again (`reduce`); after an all-gather it has the whole mean (`decode`). The collectives are the
-caller's. `decode` also brings the residual back when the step turned out not to be finite (`is_finite`).
+rounds the mean again (`reduce`); after an all-gather it has the whole mean (`decode`). A rank that needs its own shard
+only averages it without rounding (`average`), and is done. The collectives are the caller's. `decode` also brings the
+residual back when the step turned out not to be finite (`is_finite`).
 
 Shapes, formats and messages: as in `blockwise_format`.
 
@@ -108,6 +109,21 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
         if residual_shard is not None:
             average.addcmul_(rounded.levels, rounded.scales, value=-1)
             add_finite(average, rounded.scales, residual_shard[elements], len(received))
+
+
+@also_in("triton", "c")
+def average(received: Tensor, mean: Tensor, block_format: BlockFormat) -> None:
+    """Averages what all ranks sent of one shard, as `reduce` does before it rounds.
+
+    Args:
+        received: ``(W, shard_bytes)`` uint8.
+        mean: ``(s,)`` any floating dtype; not finite where a block of a rank is not.
+        block_format: of the blocks.
+    """
+    shares = block_format.split(received)
+    assert mean.numel() == shares.scales.shape[1] * block_format.block_size
+    for elements, _, _ in chunks(block_format.split(received[:1]), block_format.block_size):
+        mean[elements].copy_(average_shares(shares, elements, block_format).view(-1))
 
 
 @also_in("triton")

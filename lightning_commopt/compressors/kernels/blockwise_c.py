@@ -36,6 +36,18 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
     return None
 
 
+def average(received: Tensor, mean: Tensor, block_format: BlockFormat) -> object:
+    """Averages what was ``received`` into ``mean``."""
+    bits, block_size = block_format
+    if not _has_loops_for(block_format):
+        return NotImplemented
+    codes, scales = block_format.split(received)
+    world_size, num_blocks = scales.shape
+    assert mean.numel() == num_blocks * block_size
+    call("average", bits, world_size, codes.stride(0), num_blocks, block_size, codes, mean)
+    return None
+
+
 def decode(message: Tensor, flat: Tensor, block_format: BlockFormat, undo: Undo | None = None) -> object:
     """Decodes ``message`` into ``flat``; plain torch undoes a step."""
     bits, block_size = block_format

@@ -70,6 +70,14 @@ def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None
     )
 
 
+def average(received: Tensor, mean: Tensor, block_format: BlockFormat) -> None:
+    """Averages what was ``received`` into ``mean``."""
+    world_size, row_bytes = received.shape
+    numel = mean.numel()
+    assert row_bytes == block_format.shard_bytes(numel, 1)
+    _launch(_average, block_format, (1, row_bytes), (mean, received, numel), WORLD_SIZE=world_size)
+
+
 def is_finite(message: Tensor, block_format: BlockFormat) -> Tensor:
     """Returns whether parts of ``message`` are finite."""
     world_size, row_bytes = message.shape
@@ -172,6 +180,23 @@ def _reduce(
         kept = load(residual + elements, inside, is_whole).to(tl.float32)
         kept += rest * WORLD_SIZE
         tl.store(residual + elements, kept.to(residual.dtype.element_ty), inside & finite)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _average(
+    mean,
+    received,
+    numel,
+    num_blocks,
+    WORLD_SIZE: tl.constexpr,
+    ROWS_ALIGNED: tl.constexpr,
+    B: tl.constexpr,
+    H: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    blocks, elements, fits, inside, is_whole = positions(0, num_blocks, numel, TILE, B, H)
+    value = average_tile(received, blocks, num_blocks, fits, ROWS_ALIGNED, WORLD_SIZE, TILE, B, H)
+    store(mean + elements, value.to(mean.dtype.element_ty), inside, is_whole)
 
 
 @triton.jit(do_not_specialize=_SIZES)

@@ -43,7 +43,7 @@ def sum_rows(rows: Tensor, out: Tensor | None, rounded: Tensor, dtype: torch.dty
     Args:
         rows: ``(W, s)`` floating point.
         out: ``(s,)`` of ``dtype``, gets the sums; None if nobody needs them.
-        rounded: ``(s,)`` of the dtype of ``rows``, gets the sums, rounded.
+        rounded: ``(s,)`` floating point, gets the sums, rounded to its dtype.
         dtype: wider floating point.
     """
     numel = rounded.numel()

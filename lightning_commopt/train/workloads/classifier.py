@@ -7,6 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_commopt.sharding import shard
+
+_MIN_UNIT_NUMEL = 10_000_000
+
 
 class Classifier(LightningModule):
     """Learns classes by cross-entropy; subclasses define ``forward``, from inputs to ``(B, classes)`` logits.
@@ -22,6 +26,11 @@ class Classifier(LightningModule):
         self.val_accuracy = None
         if num_classes is not None:
             self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)  # never waits
+
+    def configure_model(self) -> None:
+        """Shards the model, for strategies that need it (FSDP2): large modules are units."""
+        if self.device_mesh is not None:
+            shard(self, self.device_mesh, blocks=_MIN_UNIT_NUMEL)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, labels = batch

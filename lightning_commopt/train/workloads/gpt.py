@@ -14,11 +14,13 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics.text import Perplexity
+
+from lightning_commopt.sharding import shard
 
 _NUM_BYTES = 256
 _VALIDATION_EVERY = 10
@@ -64,6 +66,9 @@ class GPT(LightningModule):
         context: maximal bytes in a sequence.
         vocabulary: rows of the tied embedding, of which 256 are used. More make it as large as with real tokens.
         activation_checkpointing: keep only the blocks' inputs for backward, and recompute the blocks there.
+        replicated: where the model is sharded, keep the parameters between forward and backward.
+        param_dtype: where the model is sharded, dtype in which parameters travel and are used, such as "bfloat16"; None
+            for float32.
         learning_rate: at the cycle's peak.
         warmup_share: share of the steps in which the learning rate rises.
     """
@@ -77,6 +82,8 @@ class GPT(LightningModule):
         context: int = 64,
         vocabulary: int = _NUM_BYTES,
         activation_checkpointing: bool = False,
+        replicated: bool = False,
+        param_dtype: str | None = None,
         learning_rate: float = 3e-3,
         warmup_share: float = 0.2,
     ) -> None:
@@ -87,6 +94,8 @@ class GPT(LightningModule):
             raise ValueError(f"vocabulary must be at least {_NUM_BYTES}, one row for each byte, got {vocabulary!r}")
         self.save_hyperparameters()
         self.activation_checkpointing = activation_checkpointing
+        self.replicated = replicated
+        self.param_dtype = None if param_dtype is None else getattr(torch, param_dtype)
         self.val_perplexity = Perplexity()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
@@ -98,11 +107,9 @@ class GPT(LightningModule):
 
     def configure_model(self) -> None:
         """Shards each block, and the rest as one more unit, for strategies that need it (FSDP2)."""
-        if self.device_mesh is None or isinstance(self, FSDPModule):
-            return
-        mesh = self.device_mesh["data_parallel"]
-        for module in (*self.blocks, self):
-            fully_shard(module, mesh=mesh)
+        if self.device_mesh is not None:
+            policy = MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=torch.float32)
+            shard(self, self.device_mesh, blocks=Block, replicated=self.replicated, mp_policy=policy)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps ``(B, T)`` bytes to ``(B, T, vocabulary)`` logits of the next byte."""

@@ -95,7 +95,11 @@ class Step:
         self.encoded_residuals = [residual.clone() for residual in residuals or []]
         self.received = [torch.stack([row[rank] for row in self.sent]) for rank in range(self.world_size)]
         self.gathered = empty_message(numel, self.world_size, block_format, device)
+        self.shard_means = torch.full((self.world_size, block_format.shard_numel(numel, self.world_size)), 7.0).to(
+            device
+        )
         for rank, received in enumerate(self.received):
+            blockwise.average(received, self.shard_means[rank], block_format)
             blockwise.reduce(received, self.gathered[rank], self.shard(rank), block_format)
         self.mean = torch.full_like(flats[0], 7)
         blockwise.decode(self.gathered, self.mean, block_format)
@@ -135,6 +139,7 @@ def test_each_rounding_is_to_the_nearest_level_in_float64(
             assert (error <= rounding_error(c, scale, bits) + 1e-4 * np.abs(scale)).all()
             assert not shares[-1][numel:].any()
         mean = np.mean(shares, axis=0)
+        np.testing.assert_allclose(step.shard_means.numpy().ravel(), mean, rtol=1e-5, atol=1e-6)
         got, scale = decoded(step.gathered, block_format), scale_of_each(step.gathered, block_format)
         assert (np.abs(got - mean) <= rounding_error(mean, scale, bits) + 1e-4 * np.abs(scale)).all()
         torch.testing.assert_close(step.mean, torch.from_numpy(got[:numel]).float().to(dtype), rtol=0, atol=0)
@@ -315,7 +320,8 @@ def results(
         if residuals:
             step.undo(step.finite)
     residuals_after = [*step.encoded_residuals, *after, *(residuals or [])]
-    return [x.cpu() for x in (*step.sent, step.gathered)], [step.mean.cpu()], [x.cpu() for x in residuals_after]
+    means = [step.mean.cpu(), step.shard_means.cpu()]
+    return [x.cpu() for x in (*step.sent, step.gathered)], means, [x.cpu() for x in residuals_after]
 
 
 # A tile of Triton's has 4096 elements: shards of several, with a last one that is not full.
@@ -350,8 +356,8 @@ def forms_agree(
     for case in [*cases, *SEVERAL_TILES]:
         if form == "c" and case[4] == torch.bfloat16:
             continue
-        messages, mean, residuals = results("torch", "cpu", *case)
-        its_messages, its_mean, its_residuals = results(form, device, *case)
+        messages, means, residuals = results("torch", "cpu", *case)
+        its_messages, its_means, its_residuals = results(form, device, *case)
         for message, its_message in zip(messages, its_messages, strict=True):
             codes, scales = case[2].split(message)
             its_codes, its_scales = case[2].split(its_message)
@@ -360,7 +366,7 @@ def forms_agree(
             torch.testing.assert_close(its_scales[usable], scales[usable], rtol=error, atol=0)
             assert torch.equal(its_codes[usable], codes[usable])
         mean_rtol = bfloat16_error if case[3] == torch.bfloat16 else error
-        torch.testing.assert_close(its_mean, mean, rtol=mean_rtol, atol=0, equal_nan=True)
+        torch.testing.assert_close(its_means, means, rtol=mean_rtol, atol=0, equal_nan=True)
         residual_atol = 8e-3 if case[4] == torch.bfloat16 else 1e-6
         torch.testing.assert_close(its_residuals, residuals, rtol=0, atol=residual_atol)
 

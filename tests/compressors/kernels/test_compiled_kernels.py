@@ -23,7 +23,7 @@ IS_OLD = tuple(map(int, version("triton").split(".")[:2])) < (3, 5)
 DEVICES = [80, 90] if IS_OLD else [75, 100]
 KERNELS = {
     *("_find_bad", "_narrow", "_sum_rows", "_widen", "_add_lost"),
-    *("_encode", "_reduce", "_find_bad_scales", "_decode"),
+    *("_encode", "_reduce", "_average", "_find_bad_scales", "_decode"),
     *("_compress", "_add_up", "_subtract_product", "_decompress"),
     *("_multiply_candidates", "_combine", "_apply"),
 }
@@ -72,7 +72,7 @@ def test_the_benchmark_launches_every_kernel() -> None:
 @pytest.mark.parametrize(
     ("launch", "capabilities", "names"),
     [
-        (one_int4_step, [90], {"_encode", "_reduce", "_decode"}),
+        (one_int4_step, [90], {"_encode", "_reduce", "_average", "_decode"}),
         pytest.param(
             one_of_each_other_room,
             DEVICES,

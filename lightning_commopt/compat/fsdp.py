@@ -1,0 +1,48 @@
+"""Private names of FSDP2; see `lightning_commopt.compat`.
+
+``_get_fsdp_state`` is the state that modules share which one call of ``fully_shard`` has made a unit, and
+``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups are what setters set and nothing returns.
+Hooks that are called with a finished gradient are ``_post_accumulate_grad_hooks`` of the parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+
+def units_of(model: Module) -> list[tuple[FSDPModule, ...]]:
+    """Returns the units of a sharded model: the modules of each call of ``fully_shard``."""
+    units: dict[int, list[FSDPModule]] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            units.setdefault(id(module._get_fsdp_state()), []).append(module)
+    return [tuple(modules) for modules in units.values()]
+
+
+def has_own_divide_factor(module: FSDPModule) -> bool:
+    """Returns whether somebody has called ``set_gradient_divide_factor``."""
+    return any(getattr(group, "gradient_divide_factor", None) is not None for group in _groups_of(module))
+
+
+def has_all_reduce_hook(module: FSDPModule) -> bool:
+    """Returns whether somebody has called ``set_all_reduce_hook``."""
+    return any(getattr(group, "_all_reduce_hook", None) is not None for group in _groups_of(module))
+
+
+def keeps_reduced(parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether a reduced gradient of ``dtype`` becomes that of a parameter as it is, and no hook sees it."""
+    kept = getattr(parameter, "grad_dtype", parameter.dtype) or dtype
+    return kept == dtype and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # one for each mesh, in newer versions
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]

@@ -1,0 +1,302 @@
+"""Ways to average gradients whose shards belong to ranks: each rank receives the mean of its own shard only.
+
+Half of what compressors for DDP do. Each rank sends one message to the owner of each shard, and the owner adds up in
+float32 what all have sent of it: gradients are rounded once, and the mean is not.
+
+Shapes: ``W`` ranks; ``s`` elements in a shard, which are the columns of one or several parameters, one behind another.
+Sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compat.torch import foreach_copy_
+from lightning_commopt.compressors.base import Claims, Compressor, Rounds, State
+from lightning_commopt.compressors.blockwise import BlockInt4, BlockInt8
+from lightning_commopt.compressors.kernels import blockwise
+from lightning_commopt.compressors.kernels.blockwise_format import MIN_SCALE, BlockFormat
+from lightning_commopt.compressors.kernels.cast import sum_rows
+from lightning_commopt.compressors.registry import canonical_name, check_options, options_of
+from lightning_commopt.text.validation import check_switch, did_you_mean, normalize_name
+
+if TYPE_CHECKING:
+    from lightning_commopt.compressors.channel import Channel
+
+_RESIDUAL_FORMAT = BlockFormat(8, 128)
+
+
+class ShardedCompressor(ABC):
+    """Settings of one way to average shards; what changes from step to step lives in its state.
+
+    Concrete classes are frozen dataclasses, compared by value.
+    """
+
+    @property
+    @abstractmethod
+    def claims(self) -> Claims:
+        """What others need to know of it; errors are those of the mean of two to four ranks, without a residual."""
+
+    def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
+        """Returns the state for the gradients of one unit.
+
+        Args:
+            numel: ``s``.
+            world_size: ``W``.
+            device: where the gradients are.
+            seed: of random numbers; differs between ranks and units.
+        """
+        return {}
+
+    @abstractmethod
+    def rounds(self, columns: list[Tensor], means: list[Tensor], state: State, channel: Channel) -> Rounds:
+        """Averages this rank's shard over the ranks; yields one collective, receives its result.
+
+        Args:
+            columns: ``(W, s_i)`` each, of ``s`` together: this rank's gradients, row ``r`` those in the shard of rank
+                ``r``; left as they were.
+            means: ``(s_i,)`` each; hold the mean of this rank's row over the ranks afterwards.
+            state: from `init`; updated in place.
+            channel: collectives over the ranks.
+        """
+
+    @abstractmethod
+    def message_bytes(self, numel: int, world_size: int) -> int:
+        """Returns the bytes of all messages that a rank hands to the collective, for shards of ``numel`` elements."""
+
+    def residual(self, state: State, numel: int, world_size: int) -> Tensor | None:
+        """Returns ``(W, s)`` float32, what this rank has not sent yet; None if it is not kept."""
+        return None
+
+    def set_residual(self, state: State, residual: Tensor) -> None:
+        """Replaces the residual, ``(W, s)`` float32, in a state that has one."""
+        raise AssertionError(f"{type(self).__name__} keeps no residual")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ShardedBf16(ShardedCompressor):
+    """Gradients travel in bfloat16, and sums are in float32.
+
+    A reduce-scatter in bfloat16 would round partial sums too, once a hop.
+    """
+
+    claims = Claims(error_bound=torch.finfo(torch.bfloat16).eps)
+
+    def rounds(self, columns: list[Tensor], means: list[Tensor], state: State, channel: Channel) -> Rounds:
+        widths = [part.shape[1] for part in columns]
+        device, shape = columns[0].device, (channel.size, sum(widths))
+        message = channel.scratch("message", shape, torch.bfloat16, device)
+        foreach_copy_(message.split(widths, 1), columns)
+        received = yield channel.all_to_all(message)
+        mean = channel.scratch("mean", shape[1:], torch.float32, device)
+        sum_rows(received, None, mean, torch.float32)
+        foreach_copy_(means, mean.div_(channel.size).split(widths))
+
+    def message_bytes(self, numel: int, world_size: int) -> int:
+        return world_size * numel * torch.bfloat16.itemsize
+
+
+class ShardedBlockwise(ShardedCompressor):
+    """Gradients travel in blocks with one scale each, and sums are in float32.
+
+    With ``error_feedback`` what was rounded off is kept as int8 in blocks of 128, with a float32 scale each, and sent
+    in the next step: ``1 + 1 / 32`` bytes for each element of the unsharded gradients. (A residual in float32 would be
+    as large as the model on every rank.) What rounding the residual drops is lost, about 1 % of it. Blocks with a NaN
+    or an infinity keep their residual. In a step that a gradient scaler skips, what was sent of it is lost.
+
+    Source: a quantized all-to-all with sums in high precision as in Wang et al., ZeRO++ (arXiv:2306.10209); they have
+    no feedback.
+    """
+
+    error_feedback: bool
+
+    @property
+    @abstractmethod
+    def block_format(self) -> BlockFormat:
+        """Of what is sent."""
+
+    def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
+        if not self.error_feedback:
+            return {}
+        num_bytes = _RESIDUAL_FORMAT.shard_bytes(world_size * self._filled(numel), 1)
+        return {"residual": torch.zeros(1, num_bytes, dtype=torch.uint8, device=device)}
+
+    def rounds(self, columns: list[Tensor], means: list[Tensor], state: State, channel: Channel) -> Rounds:
+        widths = [part.shape[1] for part in columns]
+        numel, block_format, device = sum(widths), self.block_format, columns[0].device
+        widths.append(self._filled(numel) - numel)
+        shape = channel.size, self._filled(numel)
+        rows = channel.scratch("rows", shape, columns[0].dtype, device)
+        *parts, filling = rows.split(widths, 1)
+        foreach_copy_(parts, columns)
+        filling.zero_()
+        self._before_rounding(rows, state)
+
+        residual = None
+        if self.error_feedback:
+            residual = channel.scratch("residual", (rows.numel(),), torch.float32, device)
+            blockwise.decode(state["residual"], residual, _RESIDUAL_FORMAT)
+        row_bytes = block_format.shard_bytes(rows.numel(), channel.size)
+        message = channel.scratch("message", (channel.size, row_bytes), torch.uint8, device)
+        blockwise.encode(rows.view(-1), residual, message, block_format)  # leaves the rounding errors in the residual
+        if residual is not None:
+            blockwise.encode(residual, None, state["residual"], _RESIDUAL_FORMAT)
+        received = yield channel.all_to_all(message)
+        mean = channel.scratch("mean", shape[1:], torch.float32, device)
+        blockwise.average(received, mean, block_format)
+        foreach_copy_(means, mean.split(widths)[:-1])
+
+    def message_bytes(self, numel: int, world_size: int) -> int:
+        """Returns the bytes of codes and scales, with what fills up the last block of each shard."""
+        return world_size * self.block_format.shard_bytes(numel, 1)
+
+    def residual(self, state: State, numel: int, world_size: int) -> Tensor | None:
+        if "residual" not in state:
+            return None
+        flat = torch.empty(world_size * self._filled(numel), device=state["residual"].device)
+        blockwise.decode(state["residual"], flat, _RESIDUAL_FORMAT)
+        return flat.view(world_size, -1)[:, :numel]
+
+    def set_residual(self, state: State, residual: Tensor) -> None:
+        filled = torch.nn.functional.pad(residual, (0, self._filled(residual.shape[1]) - residual.shape[1]))
+        blockwise.encode(filled.view(-1), None, state["residual"], _RESIDUAL_FORMAT)
+
+    def _filled(self, numel: int) -> int:
+        return self.block_format.shard_numel(numel, 1)
+
+    def _before_rounding(self, rows: Tensor, state: State) -> None:
+        """Changes this rank's gradients, ``(W, s)`` filled up to whole blocks."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ShardedInt8(ShardedBlockwise):
+    """Int8 with one float32 scale a block; of Gaussian gradients the mean is off by about 0.6 % in the 2-norm.
+
+    Attributes:
+        block_size: see `BlockInt8`.
+        error_feedback: see `ShardedBlockwise`.
+        stochastic_rounding: round up or down at random, so that the mean over many steps is exact. A step is off by
+            1.4 times as much.
+
+    Raises:
+        ValueError: a setting is out of range, or both ways to lose nothing are asked for.
+    """
+
+    block_size: int = BlockInt8.block_size
+    error_feedback: bool = False
+    stochastic_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        BlockInt8(block_size=self.block_size)
+        check_switch("error_feedback", self.error_feedback)
+        check_switch("stochastic_rounding", self.stochastic_rounding)
+        if self.error_feedback and self.stochastic_rounding:
+            raise ValueError("error_feedback=True and stochastic_rounding=True exclude each other")
+
+    @property
+    def claims(self) -> Claims:
+        return Claims(error_bound=0.02, untracked_error=1e-3, keeps_residual=self.error_feedback, has_c_kernels=True)
+
+    @property
+    def block_format(self) -> BlockFormat:
+        return BlockFormat(8, self.block_size)
+
+    def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
+        return {"seed": torch.tensor(seed)} if self.stochastic_rounding else super().init(numel, world_size, device)
+
+    def _before_rounding(self, rows: Tensor, state: State) -> None:
+        """Replaces gradients by levels of their block, one of the two next to each, which `encode` then hits.
+
+        Blocks that are not finite stay so.
+        """
+        if not self.stochastic_rounding:
+            return
+        generator = torch.Generator(rows.device).manual_seed(int(state["seed"]))
+        state["seed"].add_(1)
+        blocks = rows.view(-1, self.block_size)
+        top = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True)).float()
+        scale = (top * self.block_format.scale_of_top).clamp_min_(MIN_SCALE)
+        noise = torch.rand(blocks.shape, generator=generator, device=rows.device)
+        levels = torch.addcdiv(noise, blocks.float(), scale).floor_().clamp_(-127, 127)
+        blocks.copy_(levels.mul_(scale))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ShardedInt4(ShardedBlockwise):
+    """Int4 with one bfloat16 scale a block; of Gaussian gradients the mean is off by about 9 % in the 2-norm.
+
+    Attributes:
+        block_size: see `BlockInt4`.
+        error_feedback: see `ShardedBlockwise`.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    block_size: int = BlockInt4.block_size
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        BlockInt4(block_size=self.block_size)
+        check_switch("error_feedback", self.error_feedback)
+
+    @property
+    def claims(self) -> Claims:
+        return Claims(error_bound=0.15, untracked_error=1e-2, keeps_residual=self.error_feedback, has_c_kernels=True)
+
+    @property
+    def block_format(self) -> BlockFormat:
+        return BlockFormat(4, self.block_size)
+
+
+SHARDED: Mapping[str, type[ShardedCompressor]] = {"bf16": ShardedBf16, "int8": ShardedInt8, "int4": ShardedInt4}
+"""Those that there are, by the name that configurations use."""
+
+
+def sharded_from_config(config: Any) -> ShardedCompressor | None:
+    """Builds a compressor from what a user writes.
+
+    Args:
+        config: a name; a mapping with ``name`` and that compressor's options; a `ShardedCompressor`; None or "none".
+
+    Raises:
+        ValueError: unknown name or option, a compressor that needs whole gradients, or a value is out of range.
+        TypeError: ``config`` is none of these.
+    """
+    if config is None or isinstance(config, ShardedCompressor):
+        return config
+    if isinstance(config, Compressor):
+        raise TypeError(f"{type(config).__name__} is a compressor for DDP: give a name, such as 'int8', or a mapping")
+    if not isinstance(config, str | Mapping):
+        raise TypeError(f"must be a name, a mapping with a name, or None, got {config!r}")
+    options = {"name": config} if isinstance(config, str) else {str(key): value for key, value in config.items()}
+    written = options.pop("name", None)
+    name = normalize_name(written) if isinstance(written, str) else ""
+    if name == "none" and not options:
+        return None
+    if name not in SHARDED:
+        known = f"known names: none, {', '.join(SHARDED)}"
+        if (ddps := canonical_name(written)) is not None:
+            raise ValueError(
+                f"{ddps!r} averages whole gradients on every rank, but here each rank receives its shard only: use"
+                f" CommOptDDP, or another compressor; {known}"
+            )
+        raise ValueError(f"{written!r} is unknown; {known}{did_you_mean(written, SHARDED)}")
+    check_options(name, options_of(SHARDED[name]), options)
+    return SHARDED[name](**options)
+
+
+def sharded_to_config(compressor: ShardedCompressor) -> dict[str, Any]:
+    """Returns the mapping that `sharded_from_config` makes an equal compressor from."""
+    (name,) = (name for name, cls in SHARDED.items() if type(compressor) is cls)
+    return {"name": name, **dataclasses.asdict(compressor)}  # type: ignore[call-overload]

@@ -1,0 +1,91 @@
+"""Shards any module over ranks, block by block, for strategies that need a model that shards itself (FSDP2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import Module
+
+from lightning_commopt.plan import OptionError
+
+__all__ = ["shard"]
+
+_OF_LIGHTNING = "data_parallel"
+
+
+def shard(
+    module: Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    blocks: type[Module] | tuple[type[Module], ...] | int,
+    replicated: bool = False,
+    **fsdp: Any,
+) -> None:
+    """Shards parameters, gradients and the optimizer's state of ``module`` over the ranks of ``mesh``, in place.
+
+    Call it in ``configure_model``: ``shard(self, self.device_mesh, blocks=Block)``. Each block becomes a unit, whose
+    parameters are gathered when its forward and its backward begin, and freed after them; what is in no block becomes
+    one more unit. A module that is sharded already is left alone, so that ``configure_model`` may run again.
+
+    Args:
+        module: whole, also on the meta device.
+        mesh: of data-parallel ranks, or of replicas and shards (HSDP). Of Lightning's ``device_mesh`` the data-parallel
+            part is taken. None for all ranks.
+        blocks: the classes of the modules that become units; or the least number of parameters of a unit: then each
+            module that has as many, without those of units in it, becomes one. Weights that are used outside of the
+            forward of their module must not be in a block.
+        replicated: keep the parameters between forward and backward: one gathering a step instead of two, and the
+            memory of the whole parameters. Gradients and the optimizer's state are sharded all the same.
+        fsdp: further options of ``fully_shard``, such as ``mp_policy``.
+
+    Raises:
+        OptionError: ``blocks`` is none of these, or no module is of these classes.
+    """
+    if isinstance(module, FSDPModule):
+        return
+    units = _units(module, blocks)
+    if mesh is None:
+        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+    elif _OF_LIGHTNING in (mesh.mesh_dim_names or ()):
+        mesh = mesh[_OF_LIGHTNING]
+    if replicated:
+        fsdp["reshard_after_forward"] = False
+    for unit in (*units, module):
+        fully_shard(unit, mesh=mesh, **fsdp)
+
+
+def _units(module: Module, blocks: Any) -> list[Module]:
+    """Returns the modules below ``module`` that become units, inner ones first."""
+    if isinstance(blocks, int) and not isinstance(blocks, bool) and blocks > 0:
+        uses = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+        return [unit for unit in _large(module, blocks, uses) if unit is not module]
+    if not isinstance(blocks, type | tuple):
+        raise OptionError(f"blocks must be a class of modules, several, or a number above 0, got {blocks!r}")
+    found = [part for part in module.modules() if isinstance(part, blocks) and part is not module]
+    if not found:
+        raise OptionError(f"blocks={blocks!r}: {type(module).__name__} has no module of this class")
+    return found[::-1]
+
+
+def _large(module: Module, min_numel: int, uses: Counter[int]) -> Iterator[Module]:
+    """Yields modules with as many parameters that are in no module that was yielded before."""
+    taken: set[int] = set()
+
+    def visit(part: Module) -> Iterator[Module]:
+        for child in part.children():
+            yield from visit(child)
+        free = [p for p in part.parameters() if id(p) not in taken]
+        within = Counter(id(p) for inner in part.modules() for p in inner.parameters(recurse=False))
+        is_closed = all(within[id(p)] == uses[id(p)] for p in free)  # tied weights belong into one unit
+        has_forward = type(part).forward is not Module.forward
+        if has_forward and is_closed and sum(p.numel() for p in free) >= min_numel:
+            taken.update(map(id, free))
+            yield part
+
+    yield from visit(module)

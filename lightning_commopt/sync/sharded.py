@@ -1,0 +1,201 @@
+"""The gradient sync of a model that FSDP2 shards: which units it has, and how each is laid out (torch >= 2.9)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import Module
+
+from lightning_commopt.compat.fsdp import has_all_reduce_hook, has_own_divide_factor, units_of
+from lightning_commopt.compressors.kernels import c_library
+from lightning_commopt.compressors.sharded import ShardedCompressor
+from lightning_commopt.plan import OptionError
+from lightning_commopt.sync.sharded_overlap import Channels, Overlap
+from lightning_commopt.sync.sharded_unit import Column, SavedUnits, UnitReduceScatter
+
+
+class ShardedSync:
+    """The gradient sync of a model that FSDP2 shards, with compressed reduce-scatters.
+
+    Parameters of one dimension (biases, norms) travel uncompressed: they are few, and each of them matters.
+
+    Args:
+        compressor: of all others.
+    """
+
+    def __init__(self, compressor: ShardedCompressor) -> None:
+        self.compressor = compressor
+        self.units: list[UnitReduceScatter] = []
+        self._modules: list[FSDPModule] = []
+        self._channels = Channels()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes of gradients that this rank has handed to reduce-scatters; see `Channel.bytes_sent`."""
+        return self._channels.bytes_sent
+
+    def attach(self, model: Module) -> None:
+        """Gives each unit of ``model`` a comm object, once all are sharded.
+
+        Raises:
+            OptionError: torch is too old, or a unit is sharded in a way that is not supported here.
+        """
+        residuals = self.residuals()  # of an earlier fit
+        self.units = []
+        for index, (modules, columns) in enumerate(sharded_units(model)):
+            unit = UnitReduceScatter(self.compressor, self._channels, index, columns)
+            self._register(modules[0], unit, replicas_and_shards(columns)[0])
+        self.add_residuals(residuals)
+        if self.units and self.compressor.claims.has_c_kernels:
+            c_library.load()  # here, so that no backward waits for a compiler
+
+    def detach(self) -> None:
+        """Gives the units FSDP2's own reduce-scatter back; the state stays for checkpoints and a further fit."""
+        for module in self._modules:
+            module.set_custom_reduce_scatter(_PlainReduceScatter())  # type: ignore[arg-type]  # duck typing
+            module.set_gradient_divide_factor(None)  # type: ignore[arg-type]  # its default
+            module.set_force_sum_reduction_for_comms(False)
+        self._modules = []
+        if self._channels.overlap is not None:
+            self._channels.overlap.close()
+            self._channels.overlap = None
+
+    def allow_overlap(self, timeout: timedelta | None) -> None:
+        """Lets reduce-scatters run while backward goes on, on CPU. All ranks must call it, once attached.
+
+        Those of parameters that have no gradient yet do. All are complete, or raise, before a backward ends.
+        """
+        groups = {unit.group: None for unit in self.units if unit.may_overlap}
+        if groups:
+            self._channels.overlap = Overlap(list(groups), self._channels, timeout)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Returns what this rank has not sent yet, in float32, by the name of the parameter and in its shape."""
+        return {name: residual for unit in self.units for name, residual in unit.residuals().items()}
+
+    def state(self) -> SavedUnits:
+        """Returns this rank's state between two backwards, not copied, for `restore` with as many ranks."""
+        return {unit.name: saved for unit in self.units if (saved := unit.save()) is not None}
+
+    def restore(self, saved: SavedUnits) -> None:
+        """Continues from what `state` has returned on this rank, before the first backward.
+
+        Raises:
+            CheckpointError: it is of other parameters, or of a compressor with another state.
+        """
+        for unit in self.units:
+            if unit.name in saved:
+                unit.restore(saved[unit.name])
+
+    def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Adds what other ranks had not sent, as `residuals` returns it. Before the first backward."""
+        for unit in self.units:
+            unit.add_residuals(residuals)
+
+    def _register(self, module: FSDPModule, unit: UnitReduceScatter, num_replicas: int) -> None:
+        if has_own_divide_factor(module):
+            raise OptionError(
+                f"comm_hook and set_gradient_divide_factor exclude each other; it was called on the unit of {unit.name}"
+            )
+        try:
+            module.set_custom_reduce_scatter(unit)  # type: ignore[arg-type]  # the base class is private
+        except ValueError as error:
+            raise OptionError(f"comm_hook does not work with the unit of {unit.name}: {error}") from error
+        # The comm object averages over the shards; what is left to divide by are replicas.
+        module.set_gradient_divide_factor(float(num_replicas))
+        module.set_force_sum_reduction_for_comms(True)
+        unit.may_overlap = unit.may_overlap and not has_all_reduce_hook(module)
+        self.units.append(unit)
+        self._modules.append(module)
+
+
+class _PlainReduceScatter:
+    """FSDP2's own, of which there is no public class."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def check_available(option: str = "comm_hook") -> None:
+    """Raises an OptionError that names the option if this torch has no comm objects."""
+    needed = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
+    if not all(hasattr(FSDPModule, name) for name in needed):
+        raise OptionError(
+            f"{option} of CommOptModelParallel needs torch >= 2.9, where FSDP2 takes other collectives, but torch"
+            f" {torch.__version__} is installed"
+        )
+
+
+def sharded_units(model: Module) -> list[tuple[tuple[FSDPModule, ...], list[Column]]]:
+    """Returns the units of a model that have several shards: their modules and parameters.
+
+    Raises:
+        OptionError: torch is too old, or a unit is sharded in a way that is not supported here.
+    """
+    check_available()
+    names = {module: name for name, module in model.named_modules()}
+    units = []
+    for modules in units_of(model):
+        for module in modules:
+            module.reshard()  # what the last forward has gathered
+        columns = list(_columns(modules, names))
+        if columns and replicas_and_shards(columns)[1] > 1:
+            units.append((modules, columns))
+    return units
+
+
+def _columns(modules: Sequence[Any], names: dict[Module, str]) -> Iterator[Column]:
+    """Returns the parameters of a unit as FSDP2 lays them out: children first, without nested units, each once."""
+    seen: set[int] = set()
+    for owner in _managed(modules):
+        for attribute, parameter in owner.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor) or id(parameter) in seen:  # or ignored
+                continue
+            seen.add(id(parameter))
+            name = ".".join(filter(None, (names[owner], attribute)))
+            *replicated, sharded = parameter.placements
+            if type(sharded) is not Shard or not all(type(each) is Replicate for each in replicated):
+                raise OptionError(
+                    f"comm_hook works with data parallelism only, but {name} has the placements"
+                    f" {parameter.placements}: shard with fully_shard alone, over a mesh of shards, or of replicas and"
+                    " shards"
+                )
+            yield Column(name, owner, attribute, parameter.shape, sharded.dim)
+
+
+def _managed(modules: Sequence[Module]) -> Iterator[Module]:
+    seen: set[Module] = set()
+
+    def visit(module: Module) -> Iterator[Module]:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen and not isinstance(child, FSDPModule):
+                yield from visit(child)
+        yield module
+
+    for module in modules:
+        yield from visit(module)
+
+
+def replicas_and_shards(columns: Sequence[Column]) -> tuple[int, int]:
+    """Returns how many ranks have the same shard, and how many shards there are."""
+    meshes = {getattr(column.owner, column.attribute).device_mesh for column in columns}
+    if len(meshes) > 1:
+        raise OptionError(
+            f"comm_hook needs one mesh for all parameters of a unit, but that of {columns[0].name} has several"
+        )
+    (mesh,) = meshes
+    num_shards = mesh.size(mesh.ndim - 1)
+    return mesh.size() // num_shards, num_shards

@@ -1,0 +1,147 @@
+"""The state of compressed reduce-scatters in checkpoints: a directory (DCP) in that of the model, or part of one file.
+
+A directory holds tensors under keys of our own, ``<rank>/<unit>/<name>``, in a folder of its own: whoever reads the
+model does not see them. What is common to all ranks is a plain dict in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_commopt.compressors.channel import backends_of
+from lightning_commopt.compressors.sharded import ShardedCompressor, sharded_from_config, sharded_to_config
+from lightning_commopt.sync.gather import gather_on_rank_0
+from lightning_commopt.sync.sharded import ShardedSync
+from lightning_commopt.sync.state import KEY, CheckpointError
+from lightning_commopt.text.validation import info, warn
+
+_VERSION = 1
+
+RankState = dict[str, dict[str, Tensor]]
+"""By unit: the tensors of the compressor's state."""
+
+
+def describe(sync: ShardedSync) -> dict[str, Any]:
+    """Returns what a checkpoint must say of the states of all ranks."""
+    return {
+        "version": _VERSION,
+        "sharded": sharded_to_config(sync.compressor),
+        "num_ranks": dist.get_world_size(),
+        "num_shards": {unit.name: unit.num_shards for unit in sync.units},
+        "units": {name: saved["names"] for name, saved in sync.state().items()},
+    }
+
+
+def save_in_directory(sync: ShardedSync, directory: Path) -> None:
+    """Writes this rank's state into the directory of a checkpoint. All ranks must call it."""
+    rank = dist.get_rank()
+    tensors = {f"{rank}/{unit}/{key}": x.cpu() for unit, state in rank_state(sync).items() for key, x in state.items()}
+    dcp.save(tensors or {f"{rank}/none": torch.zeros(1)}, checkpoint_id=directory / KEY)
+
+
+def gather_in_file(sync: ShardedSync, device: torch.device) -> list[RankState] | None:
+    """Returns the states of all ranks on rank 0, None on the others. All ranks must call it.
+
+    Args:
+        sync: of this rank.
+        device: whose tensors the default group can gather, if not those of the CPU.
+    """
+    return gather_on_rank_0(rank_state(sync), torch.device("cpu") if "cpu" in backends_of() else device)
+
+
+def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
+    """Continues from a checkpoint, before the first backward. All ranks must call it.
+
+    With as many ranks each gets its state. With more or fewer, or another compressor, each gets the mean of all ranks'
+    residuals, so that what is still to be sent of the mean gradient stays the same.
+
+    Args:
+        sync: attached to the model.
+        saved: from `describe`; in a file with ``ranks`` of `gather_in_file`.
+        directory: of the checkpoint, None if it is a file.
+    """
+    try:
+        if not isinstance(saved, Mapping) or "sharded" not in saved or saved.get("version") != _VERSION:
+            raise CheckpointError("it is of another version, or of DDP")
+        ranks = saved.get("ranks")
+        load: Callable[[int], RankState]
+        if directory is not None:
+            load = _Directory(directory / KEY)
+        elif isinstance(ranks, list):
+            load = ranks.__getitem__
+        else:
+            raise CheckpointError("it has no states of ranks")
+        _restore(sync, saved, load)
+    except (CheckpointError, KeyError, TypeError, ValueError, OSError) as error:
+        warn(f"The state of comm_hook in the checkpoint is not used ({type(error).__name__}: {error}).")
+
+
+def _restore(sync: ShardedSync, saved: Mapping[str, Any], load: Callable[[int], RankState]) -> None:
+    num_shards = {unit.name: unit.num_shards for unit in sync.units}
+    is_same = saved["sharded"] == sharded_to_config(sync.compressor) and saved["num_shards"] == num_shards
+    if is_same and saved["num_ranks"] == dist.get_world_size():
+        state = load(dist.get_rank())
+        sync.restore({unit: {"names": names, "state": state[unit]} for unit, names in saved["units"].items()})
+        return
+    compressor = sharded_from_config(saved["sharded"])
+    if compressor is None or not compressor.claims.keeps_residual:
+        return
+    info("Only the residuals of the checkpoint's state of comm_hook are used, as its ranks or options were others.")
+    mean: dict[str, Tensor] = {}
+    for rank in range(saved["num_ranks"]):
+        for name, residual in _residuals(sync, saved, compressor, load(rank)).items():
+            share = residual / saved["num_ranks"]
+            mean[name] = mean[name] + share if name in mean else share
+    sync.add_residuals(mean)
+
+
+def _residuals(
+    sync: ShardedSync, saved: Mapping[str, Any], compressor: ShardedCompressor, state: RankState
+) -> dict[str, Tensor]:
+    """Returns what a rank of the checkpoint had not sent, by the names of parameters that the model still has."""
+    columns = {column.name: column for unit in sync.units for column in unit.columns}
+    residuals = {}
+    for unit, names in saved["units"].items():
+        if any(name not in columns for name in names):
+            raise CheckpointError("it was saved with other parameters")
+        num_shards = saved["num_shards"][unit]
+        widths = [columns[name].width(num_shards) for name in names]
+        rows = compressor.residual(state[unit], sum(widths), num_shards)
+        assert rows is not None
+        for name, its_rows in zip(names, rows.split(widths, 1), strict=True):
+            residuals[name] = columns[name].whole(its_rows)
+    return residuals
+
+
+def rank_state(sync: ShardedSync) -> RankState:
+    """Returns the tensors of this rank, not copied."""
+    return {unit: dict(saved["state"]) for unit, saved in sync.state().items()}
+
+
+class _Directory:
+    """Reads the states of ranks from a checkpoint's directory; all ranks must call it alike."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+
+    def __call__(self, rank: int) -> RankState:
+        prefix, tensors = f"{rank}/", {}
+        for key, its in self._metadata.items():
+            if key.startswith(prefix) and isinstance(its, TensorStorageMetadata):
+                tensors[key] = torch.empty(its.size, dtype=its.properties.dtype)
+        dcp.load(tensors, checkpoint_id=self._directory, no_dist=True)
+        state: RankState = {}
+        for key, tensor in tensors.items():
+            unit, _, name = key.removeprefix(prefix).rpartition("/")
+            if unit:
+                state.setdefault(unit, {})[name] = tensor
+        return state

@@ -1,0 +1,146 @@
+"""Parameters as int8 in FSDP2's all-gathers, by a comm object for each unit (torch >= 2.9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+from lightning_commopt.compat.torch import foreach_copy_
+from lightning_commopt.compressors.kernels import blockwise
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
+from lightning_commopt.sync.sharded import replicas_and_shards, sharded_units
+from lightning_commopt.sync.sharded_overlap import Channels
+from lightning_commopt.sync.sharded_unit import Column
+from lightning_commopt.text.validation import warn_once
+
+_FORMAT = BlockFormat(8, 128)
+
+
+class GatheredParameters:
+    """The all-gathers of a model that FSDP2 shards, with parameters of two dimensions or more as int8."""
+
+    def __init__(self) -> None:
+        self._channels = Channels()
+        self._modules: list[FSDPModule] = []
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes of parameters that this rank has handed to all-gathers; see `Channel.bytes_sent`."""
+        return self._channels.bytes_sent
+
+    def attach(self, model: Module) -> None:
+        """Gives each unit of ``model`` a comm object, once all are sharded.
+
+        Raises:
+            OptionError: torch is too old, or a unit is sharded in a way that is not supported here.
+        """
+        for modules, columns in sharded_units(model):
+            comm = UnitAllGather(self._channels, columns)
+            modules[0].set_custom_all_gather(comm)  # type: ignore[arg-type]  # duck typing
+            self._modules.append(modules[0])
+
+    def detach(self) -> None:
+        """Gives the units FSDP2's own all-gather back."""
+        for module in self._modules:
+            module.set_custom_all_gather(_PlainAllGather())  # type: ignore[arg-type]  # duck typing
+        self._modules = []
+
+
+class UnitAllGather:
+    """The comm object of one unit: what ``set_custom_all_gather`` takes.
+
+    Forward and backward then use parameters that were rounded to int8 in blocks of 128 with one scale each, the same
+    on all ranks; the optimizer goes on with those that were not. Parameters of one dimension travel as they are.
+
+    Args:
+        channels: of the model.
+        columns: the parameters of the unit, in the order in which FSDP2 lays them out.
+
+    Source: quantized weights as in Wang et al., ZeRO++ (arXiv:2306.10209), who have a second copy within each node.
+    """
+
+    def __init__(self, channels: Channels, columns: Sequence[Column]) -> None:
+        self._channels = channels
+        self._name = columns[0].name
+        _, self._num_shards = replicas_and_shards(columns)
+        widths = [(column.width(self._num_shards), column.is_compressed) for column in columns]
+        runs = [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda each: each[1])]
+        self._widths = [width for width, _ in runs]
+        self._is_compressed = [is_compressed for _, is_compressed in runs]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Writes the shards of all ranks, rounded, to the output.
+
+        Args:
+            output_tensor: ``(W * columns,)``.
+            input_tensor: ``(columns,)``, this rank's; may be a part of the output.
+            group: of the ``W`` ranks.
+            async_op: return what can be waited for; never needed where shards are rounded.
+        """
+        is_whole = input_tensor.numel() == sum(self._widths) and group.size() == self._num_shards
+        if not is_whole or not input_tensor.is_floating_point():
+            warn_once(
+                f"param_hook: the unit of {self._name} is gathered as it is, since it is laid out in another way."
+            )
+            return _PlainAllGather()(output_tensor, input_tensor, group, async_op)
+        mine = input_tensor.split(self._widths)
+        rows = output_tensor.view(self._num_shards, -1).split(self._widths, 1)
+        self._gather(
+            [part for part, yes in zip(mine, self._is_compressed, strict=True) if yes],
+            [part for part, yes in zip(rows, self._is_compressed, strict=True) if yes],
+            [part for part, yes in zip(mine, self._is_compressed, strict=True) if not yes],
+            [part for part, yes in zip(rows, self._is_compressed, strict=True) if not yes],
+            group,
+        )
+        return None
+
+    def _gather(
+        self,
+        matrices: list[Tensor],
+        matrices_out: list[Tensor],
+        vectors: list[Tensor],
+        vectors_out: list[Tensor],
+        group: dist.ProcessGroup,
+    ) -> None:
+        first, second = self._channels.of(group).lanes()
+        pending = exact = None
+        if matrices:
+            flat = torch.cat(matrices)
+            row_bytes = _FORMAT.shard_bytes(flat.numel(), 1)
+            message = first.scratch("message", (1, row_bytes), torch.uint8, flat.device)
+            blockwise.encode(flat, None, message, _FORMAT)
+            pending = first.all_gather(message.view(-1))
+        if vectors:
+            exact = second.all_gather(torch.cat(vectors))
+        if pending is not None:
+            filled = _FORMAT.shard_numel(flat.numel(), 1)
+            decoded = first.scratch("decoded", (self._num_shards * filled,), flat.dtype, flat.device)
+            blockwise.decode(pending.wait(), decoded, _FORMAT)
+            widths = [part.numel() for part in matrices]
+            foreach_copy_(matrices_out, decoded.view(self._num_shards, filled)[:, : flat.numel()].split(widths, 1))
+        if exact is not None:
+            foreach_copy_(vectors_out, exact.wait().split([part.numel() for part in vectors], 1))
+
+
+class _PlainAllGather:
+    """FSDP2's own, of which there is no public class."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

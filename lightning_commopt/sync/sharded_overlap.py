@@ -1,0 +1,97 @@
+"""Runs reduce-scatters of CPU tensors on a thread while backward goes on; on CUDA, FSDP2's streams do that."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commopt.compat.torch import call_after_backward
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.sync.executors import BucketFuture, WorkerThread
+from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups
+
+_MAX_UNDER_WAY = 2
+"""Units whose gradients are in memory at a time, besides the one that backward is at."""
+
+
+class Channels:
+    """The collectives of the units of a model, and the thread that they may run on.
+
+    Attributes:
+        overlap: the thread; None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.overlap: Overlap | None = None
+        self._of_groups: dict[dist.ProcessGroup, Channel] = {}
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Channel.bytes_sent`."""
+        return sum(channel.bytes_sent for channel in self._of_groups.values())
+
+    def of(self, group: dist.ProcessGroup) -> Channel:
+        """Returns the collectives over a group."""
+        if group not in self._of_groups:
+            self._of_groups[group] = Channel(group)
+        return self._of_groups[group]
+
+
+class Overlap:
+    """A thread for reduce-scatters, with process groups of its own. All ranks must make one at the same time.
+
+    Args:
+        groups: of the units, each once.
+        channels: where the bytes are counted.
+        timeout: of collectives; None for the backend's default.
+    """
+
+    def __init__(self, groups: list[dist.ProcessGroup], channels: Channels, timeout: timedelta | None) -> None:
+        self._executor = WorkerThread()
+        self._borrowed: dict[dist.ProcessGroup, BorrowedGroups] = {
+            group: borrow_groups(group, timeout=timeout) for group in groups
+        }
+        self._channels = {group: channels.of(borrowed.all_ranks) for group, borrowed in self._borrowed.items()}
+        self._under_way: deque[BucketFuture] = deque()
+
+    def submit(self, task: Callable[[Channel], None], output: Tensor, group: dist.ProcessGroup) -> None:
+        """Starts a task that fills ``output`` before this backward ends; waits until few enough are under way.
+
+        Raises:
+            Exception: raised by an earlier task.
+        """
+
+        def run() -> None:
+            with torch.no_grad():
+                task(self._channels[group])
+
+        future = self._executor.future(output)
+        self._executor.submit(run, [future])
+        self._under_way.append(future)
+        try:
+            call_after_backward(self.wait)
+        except RuntimeError:  # FSDP2 reduces after backward, as asked for
+            self.wait()
+        while len(self._under_way) > _MAX_UNDER_WAY:
+            self._under_way.popleft().future.wait()
+
+    def wait(self) -> None:
+        """Waits until all outputs are filled.
+
+        Raises:
+            Exception: raised by a task.
+        """
+        while self._under_way:
+            self._under_way.popleft().future.wait()
+
+    def close(self) -> None:
+        """Ends the thread, and returns the groups unless ranks may be out of step."""
+        self._under_way.clear()
+        if self._executor.close():
+            for borrowed in self._borrowed.values():
+                borrowed.return_to_pool()

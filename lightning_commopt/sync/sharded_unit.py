@@ -1,0 +1,279 @@
+"""The comm object of one unit of FSDP2, which compresses its reduce-scatter.
+
+FSDP2 lays out the gradients of a unit as ``(W, columns)``: row ``r`` holds the shards of rank ``r``, those of one
+parameter behind those of another, each filled up with zeros to the size of the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from lightning_commopt.compat.fsdp import keeps_reduced
+from lightning_commopt.compat.torch import foreach_copy_
+from lightning_commopt.compressors.base import State
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors.sharded import ShardedCompressor
+from lightning_commopt.sync.sharded_overlap import Channels
+from lightning_commopt.sync.state import CheckpointError, fit_to
+from lightning_commopt.text.validation import warn_once
+
+SavedUnit = dict[str, Any]
+"""The names of a unit's compressed parameters, and the compressor's state."""
+
+SavedUnits = dict[str, SavedUnit]
+"""By the name of the unit."""
+
+
+class Column(NamedTuple):
+    """A parameter of a unit.
+
+    Attributes:
+        name: in the model.
+        owner: the module that has it.
+        attribute: its name there.
+        shape: of the whole parameter.
+        dim: in which it is cut into shards.
+    """
+
+    name: str
+    owner: Module
+    attribute: str
+    shape: torch.Size
+    dim: int
+
+    @property
+    def is_compressed(self) -> bool:
+        return len(self.shape) > 1
+
+    def is_trained(self) -> bool:
+        """Returns whether it takes part in gradient sync; it may be frozen for some steps."""
+        return bool(getattr(self.owner, self.attribute).requires_grad)
+
+    def width(self, world_size: int) -> int:
+        """Returns the elements of the largest shard."""
+        size = self.shape[self.dim]
+        return -(-size // world_size) * (self.shape.numel() // size) if size else 0
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Returns ``rows`` ``(W, width)`` as FSDP2 has them, in the shape of the parameter."""
+        chunk = list(self.shape)
+        chunk[self.dim] = -(-chunk[self.dim] // len(rows))
+        return torch.cat([row.view(chunk) for row in rows], self.dim).narrow(self.dim, 0, self.shape[self.dim])
+
+    def rows(self, whole: Tensor, world_size: int) -> Tensor:
+        """Reverts `whole`; what fills up the last shards is zero."""
+        size = self.shape[self.dim]
+        missing = list(self.shape)
+        missing[self.dim] = -(-size // world_size) * world_size - size
+        filled = torch.cat([whole, whole.new_zeros(missing)], self.dim)
+        return torch.stack([chunk.flatten() for chunk in filled.chunk(world_size, self.dim)])
+
+
+class UnitReduceScatter:
+    """The comm object of one unit: what ``set_custom_reduce_scatter`` takes.
+
+    Args:
+        compressor: of parameters with two dimensions or more.
+        channels: of the model.
+        index: of the unit.
+        columns: its parameters, in the order in which FSDP2 lays them out; sharded now.
+
+    Attributes:
+        name: of the unit: that of its first parameter.
+        columns: see above.
+        group: of the ranks that have its shards.
+        num_shards: ``W``.
+        may_overlap: its reduce-scatters may run on a thread.
+    """
+
+    def __init__(
+        self,
+        compressor: ShardedCompressor,
+        channels: Channels,
+        index: int,
+        columns: Sequence[Column],
+    ) -> None:
+        self.name = columns[0].name
+        self.columns = tuple(columns)
+        self._compressor = compressor
+        self._channels = channels
+        self._index = index
+        self._sharded: list[DTensor] = [getattr(column.owner, column.attribute) for column in columns]
+        mesh = self._sharded[0].device_mesh
+        self.group = mesh.get_group(mesh.ndim - 1)
+        self.num_shards = self.group.size()
+        self.may_overlap = mesh.device_type == "cpu" and mesh.ndim == 1
+        self._used: tuple[Column, ...] = ()
+        self._runs: list[tuple[int, bool]] = []
+        self._num_columns = 0
+        self._state: State = {}
+        self._restored: SavedUnit | None = None
+        self._kept: dict[str, Tensor] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for the input or the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Writes the mean of this rank's row of the input over all ranks to the output.
+
+        Args:
+            output_tensor: ``(columns,)``.
+            input_tensor: ``(W * columns,)``; left as it was.
+            group: of the ``W`` ranks.
+            op: the sum, which `ShardedSync.attach` has made FSDP2 ask for.
+            async_op: not supported; FSDP2 does not use it.
+        """
+        assert op == dist.ReduceOp.SUM
+        assert not async_op
+        channel, overlap = self._channels.of(group), self._channels.overlap
+        rows = input_tensor.view(self.num_shards, -1)
+        used = tuple(column for column in self.columns if column.is_trained())
+        if used != self._used:
+            if overlap is not None:
+                overlap.wait()
+            self._lay_out(used, channel.rank, rows.device)
+        if self._num_columns == rows.shape[1]:
+            runs = self._runs
+        else:
+            runs = [(rows.shape[1], False)]
+            warn_once(
+                f"comm_hook sends the gradients of the unit of {self.name} uncompressed in backwards that do not reach"
+                " all of its parameters; set_reduce_scatter_unused_params(True) on the unit, where torch has it, avoids"
+                " that."
+            )
+        state = self._state
+
+        def task(channel: Channel) -> None:
+            _reduce_scatter(rows, output_tensor, runs, self._compressor, state, channel)
+
+        if overlap is not None and self._is_untouched(output_tensor):
+            overlap.submit(task, output_tensor, self.group)  # FSDP2 may have another group of the same ranks
+            return
+        if overlap is not None:
+            overlap.wait()
+        task(channel)
+
+    def _is_untouched(self, output: Tensor) -> bool:
+        """Returns whether FSDP2 only makes views of the output, so that it may be filled later."""
+        return self.may_overlap and all(
+            getattr(column.owner, column.attribute) is parameter
+            and parameter.grad is None
+            and keeps_reduced(parameter, output.dtype)
+            for column, parameter in zip(self.columns, self._sharded, strict=True)
+        )
+
+    def save(self) -> SavedUnit | None:
+        """Returns the state of the compressor, with the parameters that it is of; None if there is none yet."""
+        if self._restored is not None or not self._state:
+            return self._restored
+        return {"names": self._compressed_names(), "state": self._state}
+
+    def restore(self, saved: SavedUnit) -> None:
+        """Uses a state from the next backward on."""
+        self._restored = saved
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Returns what this rank has not sent yet, by the name of the parameter and in its shape."""
+        columns = {column.name: column for column in self.columns}
+        rows = {**self._kept, **self._rows_of_state()}
+        return {name: columns[name].whole(its_rows) for name, its_rows in rows.items()}
+
+    def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Adds those of the parameters of this unit to the next gradients."""
+        if not self._compressor.claims.keeps_residual:
+            return
+        for column in self.columns:
+            if column.name in residuals and column.is_compressed:
+                self._kept[column.name] = column.rows(residuals[column.name], self.num_shards)
+
+    def _lay_out(self, used: tuple[Column, ...], rank: int, device: torch.device) -> None:
+        """Finds which columns are compressed, in the first backward and when parameters were frozen or unfrozen."""
+        self._kept |= self._rows_of_state()
+        widths = [(column.width(self.num_shards), column.is_compressed) for column in used]
+        self._used, self._num_columns = used, sum(width for width, _ in widths)
+        self._runs = [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda each: each[1])]
+        numel = sum(width for width, is_compressed in self._runs if is_compressed)
+        seed = (self._index << 24) + (rank << 16)
+        self._state = self._compressor.init(numel, self.num_shards, device, seed) if numel else {}
+        names = self._compressed_names()
+        if self._restored is not None:
+            restored, self._restored = self._restored, None
+            if restored["names"] != names:
+                raise CheckpointError(f"it was saved with other parameters than {', '.join(names)}")
+            self._state = fit_to(restored["state"], self._state, device)
+        elif any(name in self._kept for name in names):
+            zeros = torch.zeros(self.num_shards, numel, device=device)
+            for column, rows in zip(self._compressed(), zeros.split(self._compressed_widths(), 1), strict=True):
+                if column.name in self._kept:
+                    rows.copy_(self._kept.pop(column.name))
+            self._compressor.set_residual(self._state, zeros)
+
+    def _compressed(self) -> list[Column]:
+        return [column for column in self._used if column.is_compressed]
+
+    def _compressed_names(self) -> list[str]:
+        return [column.name for column in self._compressed()]
+
+    def _compressed_widths(self) -> list[int]:
+        return [column.width(self.num_shards) for column in self._compressed()]
+
+    def _rows_of_state(self) -> dict[str, Tensor]:
+        """Returns the residual in the state, ``(W, width)`` of each parameter."""
+        widths = self._compressed_widths()
+        residual = self._compressor.residual(self._state, sum(widths), self.num_shards)
+        return {} if residual is None else dict(zip(self._compressed_names(), residual.split(widths, 1), strict=True))
+
+
+def _reduce_scatter(
+    rows: Tensor,
+    output: Tensor,
+    runs: Sequence[tuple[int, bool]],
+    compressor: ShardedCompressor,
+    state: State,
+    channel: Channel,
+) -> None:
+    """Averages this rank's row over all ranks.
+
+    Args:
+        rows: ``(W, columns)``.
+        output: ``(columns,)``.
+        runs: adjacent columns that are treated alike: how many, and whether they are compressed.
+        compressor: of these.
+        state: of the compressor.
+        channel: collectives over the ranks.
+    """
+    widths, lanes = [width for width, _ in runs], channel.lanes()
+    parts = list(zip(rows.split(widths, 1), output.split(widths), [yes for _, yes in runs], strict=True))
+    compressed = [(columns, mean) for columns, mean, yes in parts if yes]
+    others = [(columns, mean) for columns, mean, yes in parts if not yes]
+    rounds = pending = exact = None
+    if compressed:
+        rounds = compressor.rounds([part for part, _ in compressed], [mean for _, mean in compressed], state, lanes[0])
+        pending = next(rounds)
+    if others:
+        its_widths = [part.shape[1] for part, _ in others]
+        message = lanes[1].scratch("uncompressed", (channel.size, sum(its_widths)), rows.dtype, rows.device)
+        foreach_copy_(message.split(its_widths, 1), [part for part, _ in others])
+        exact = lanes[1].reduce_scatter(message)
+    if rounds is not None and pending is not None:
+        with suppress(StopIteration):
+            rounds.send(pending.wait())
+    if exact is not None:
+        foreach_copy_([mean for _, mean in others], exact.wait().div_(channel.size).split(its_widths))

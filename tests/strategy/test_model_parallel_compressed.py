@@ -1,0 +1,232 @@
+"""``CommOptModelParallel(comm_hook=...)``: what travels, and that training goes on as it should."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_commopt import CommOptModelParallel, OptionError, shard
+from lightning_commopt.compressors.sharded import ShardedInt8
+from support.cross_section import sampled
+from support.lightnings import ModelParallelStrategy
+from support.ranks import run_ranks
+from support.strategy_models import Params, Tiny, assert_same, loader, trainer
+
+needs_comm_objects = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
+)
+
+
+class _Sharded(Tiny):
+    """Two linear layers are units, the third is the rest; or all in replicas of two ranks."""
+
+    def __init__(self, num_replicas: int = 1, replicated: bool = False) -> None:
+        super().__init__()
+        self.num_replicas, self.replicated = num_replicas, replicated
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if self.num_replicas > 1:
+            shape = (self.num_replicas, dist.get_world_size() // self.num_replicas)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+        shard(self, mesh, blocks=150, replicated=self.replicated)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def _fit(strategy: Any, num_replicas: int = 1, replicated: bool = False, **options: Any) -> Params:
+    model = _Sharded(num_replicas, replicated)
+    run = trainer(strategy, max_epochs=2, **options)
+    with torch.random.fork_rng():
+        run.fit(model, loader(32 * dist.get_world_size()))
+    return {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}
+
+
+def _in_both_ways(
+    comm_hook: Any, num_replicas: int, replicated: bool, options: dict[str, Any]
+) -> tuple[Params, Params]:
+    stock = ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+    ours = CommOptModelParallel(comm_hook=comm_hook)
+    return _fit(stock, num_replicas, replicated, **options), _fit(ours, num_replicas, replicated, **options)
+
+
+def _distance(got: Params, expected: Params) -> float:
+    difference = np.concatenate([(got[name] - values).ravel() for name, values in expected.items()])
+    return float(np.linalg.norm(difference) / np.linalg.norm(np.concatenate([x.ravel() for x in expected.values()])))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
+def test_lossless_is_bit_for_bit(options: dict[str, Any]) -> None:
+    """If it fails, a strategy that compresses nothing trains something else."""
+    explicit = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    for expected, got in run_ranks(_stock_and_lossless, explicit, options):
+        assert_same(got, expected)
+
+
+def _stock_and_lossless(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[Params, Params]:
+    return _fit(ModelParallelStrategy(**sizes), **options), _fit(
+        CommOptModelParallel(**sizes, comm_hook=None), **options
+    )
+
+
+CASES: list[tuple[Any, int, int, bool, dict[str, Any], float]] = [
+    ("int8", 2, 1, False, {}, 0.01),
+    ({"name": "int8", "error_feedback": True}, 2, 1, True, {"gradient_clip_val": 0.1}, 0.01),
+    ("bf16", 3, 1, False, {}, 0.005),
+    ("int4", 2, 1, False, {}, 0.1),
+    ("int8", 4, 2, False, {"accumulate_grad_batches": 2}, 0.01),
+    ({"name": "int8", "stochastic_rounding": True}, 2, 1, False, {}, 0.02),
+]
+
+
+@needs_comm_objects
+@pytest.mark.parametrize(
+    ("comm_hook", "world_size", "num_replicas", "replicated", "options", "bound"),
+    sampled(CASES, by_default=CASES[:3]),
+    ids=str,
+)
+def test_trains_almost_the_same(
+    comm_hook: Any, world_size: int, num_replicas: int, replicated: bool, options: dict[str, Any], bound: float
+) -> None:
+    """If it fails, gradients are divided wrongly, or lost, in a fit; or nothing is compressed."""
+    both = run_ranks(_in_both_ways, comm_hook, num_replicas, replicated, options, world_size=world_size)
+    for expected, got in both:
+        assert 0 < _distance(got, expected) < bound
+        assert_same(got, both[0][1])
+
+
+def _bytes(accumulate_grads: Any) -> tuple[int, int, Counter[str]]:
+    strategy = CommOptModelParallel(comm_hook="int8", accumulate_grads=accumulate_grads)
+    model = _Sharded()
+    run = trainer(strategy, max_epochs=1, accumulate_grad_batches=2)
+    run.fit(model, loader(16 * dist.get_world_size()))  # 4 batches
+    sizes: Counter[str] = Counter()
+    for name, value in model.state_dict().items():
+        rows = -(-value.shape[0] // 2)
+        if value.dim() == 1:
+            sizes["bytes"] += 2 * rows * 4
+        else:
+            sizes[name] = rows * value.shape[1]
+    return strategy.wire_bytes or 0, run.global_step, sizes
+
+
+@needs_comm_objects
+@pytest.mark.parametrize(("accumulate_grads", "reductions"), [("sharded", 4), ("unsharded", 2)])
+def test_wire_bytes(accumulate_grads: str, reductions: int) -> None:
+    """If it fails, records of runs show other bytes than travel."""
+    for wire_bytes, steps, sizes in run_ranks(_bytes, accumulate_grads):
+        assert steps == 2
+        matrices = [numel for name, numel in sizes.items() if name.endswith("weight")]
+        assert len(matrices) == 3
+        message_bytes = sum(ShardedInt8().message_bytes(numel, 2) for numel in matrices)  # each is in a unit of its own
+        assert wire_bytes == reductions * (message_bytes + sizes["bytes"]) // 2
+
+
+@pytest.mark.parametrize(
+    ("comm_hook", "message"),
+    [
+        ("powersgd", "comm_hook: 'powersgd' averages whole gradients on every rank, .*: use CommOptDDP"),
+        ("int9", "comm_hook: 'int9' is unknown; known names: none, bf16, int8, int4"),
+        ({"name": "int8", "blocksize": 1}, "'int8' has no option 'blocksize'.*did you mean 'block_size'"),
+        (5, "comm_hook: must be a name"),
+    ],
+)
+def test_values(comm_hook: Any, message: str) -> None:
+    """If it fails, a wrong option is noticed in the middle of a fit."""
+    with pytest.raises(OptionError, match=message):
+        CommOptModelParallel(comm_hook=comm_hook)
+
+
+def test_torch_without_comm_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, gradients travel uncompressed in silence, or a fit ends with an AttributeError."""
+    monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter", raising=False)
+    with pytest.raises(OptionError, match=r"comm_hook of CommOptModelParallel needs torch >= 2\.9"):
+        CommOptModelParallel(comm_hook="int8")
+
+
+class _Whole(Tiny):
+    def configure_model(self) -> None:
+        """Shards nothing."""
+
+
+def _fit_whole() -> str:
+    try:
+        trainer(CommOptModelParallel(comm_hook="int8"), max_epochs=1).fit(_Whole(), loader(16))
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+@needs_comm_objects
+def test_a_model_that_is_not_sharded() -> None:
+    """If it fails, every rank trains on its own, or gradients are not compressed though the user asked for it."""
+    for message in run_ranks(_fit_whole):
+        assert "comm_hook: configure_model has not sharded the model" in message
+
+
+def test_blocks() -> None:
+    """If it fails, a wrong argument is noticed by torch only, or not at all."""
+    for blocks, message in [(0, "a number above 0, got 0"), (nn.LSTM, "has no module of this class"), ("x", "got 'x'")]:
+        with pytest.raises(OptionError, match=message):
+            shard(Tiny(), object(), blocks=blocks)  # type: ignore[arg-type]
+
+
+_OPTIONS: dict[str, Any] = {"separate_reduce_scatter_group": True, "reduce_scatter_max_input_buffers": 2}
+
+
+def _with_fsdps_own_options(comm_hook: str | None) -> tuple[Params, Params]:
+    sizes: dict[str, Any] = {"data_parallel_size": dist.get_world_size(), "tensor_parallel_size": 1}
+    plain = CommOptModelParallel(**sizes, comm_hook=comm_hook)
+    ours = CommOptModelParallel(**sizes, comm_hook=comm_hook, **_OPTIONS)
+    return _fit(plain), _fit(ours)
+
+
+@pytest.mark.skipif(
+    not all(hasattr(FSDPModule, f"set_{name}") for name in _OPTIONS), reason="not in this version of torch"
+)
+@pytest.mark.parametrize("comm_hook", [None, "int8"])
+def test_fsdps_own_options(comm_hook: str | None) -> None:
+    """If it fails, an option of FSDP2 changes what is trained, or breaks a compressed fit."""
+    for expected, got in run_ranks(_with_fsdps_own_options, comm_hook):
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("name", _OPTIONS)
+def test_torch_without_an_option(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """If it fails, an option that this torch has not is ignored."""
+    monkeypatch.delattr(FSDPModule, f"set_{name}", raising=False)
+    options: dict[str, Any] = {name: _OPTIONS[name]}
+    with pytest.raises(OptionError, match=rf"{name} needs a newer torch: .* has no FSDPModule.set_{name}"):
+        CommOptModelParallel(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"param_hook": "int4"}, "param_hook must be \"int8\" or None, got 'int4'"),
+        ({"reduce_scatter_max_input_buffers": 0}, "must be a number of buffers above 0 or None, got 0"),
+        ({"separate_reduce_scatter_group": 1}, "separate_reduce_scatter_group must be true or false, got 1"),
+    ],
+)
+def test_values_of_other_options(options: dict[str, Any], message: str) -> None:
+    """If it fails, a wrong value is noticed in the middle of a fit."""
+    with pytest.raises(OptionError, match=message):
+        CommOptModelParallel(**options)
+
+
+def _with_int8_parameters() -> tuple[Params, Params]:
+    return _fit(CommOptModelParallel(comm_hook="int8")), _fit(CommOptModelParallel(param_hook="int8"))
+
+
+@needs_comm_objects
+def test_int8_parameters() -> None:
+    """If it fails, parameters are not rounded where they are used, or the optimizer's own are."""
+    for expected, got in run_ranks(_with_int8_parameters):
+        assert 0 < _distance(got, expected) < 0.05

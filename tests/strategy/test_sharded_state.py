@@ -1,0 +1,152 @@
+"""The state of ``CommOptModelParallel``'s ``comm_hook`` in checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_commopt import CommOptModelParallel, shard
+from support.lightnings import Callback
+from support.ranks import run_ranks
+from support.strategy_models import Params, Tiny, assert_same, loader, trainer
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
+)
+
+FEEDBACK = {"name": "int8", "error_feedback": True, "block_size": 16}
+
+
+class _Sharded(Tiny):
+    def configure_model(self) -> None:
+        shard(self, self.device_mesh, blocks=150)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+class _Keep(Callback):
+    """Keeps the residuals of this rank when training starts; they are used up in the first step."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        sync = trainer.strategy._sharded_sync
+        self.residuals = {name: value.clone() for name, value in sync.residuals().items()}
+
+
+def _fit(
+    path: Path | None, comm_hook: Any, *, resume: bool, epochs: int, distributed: bool
+) -> tuple[Params, dict[str, Tensor], dict[str, Tensor]]:
+    strategy = CommOptModelParallel(comm_hook=comm_hook, save_distributed_checkpoint=distributed)
+    model, keep = _Sharded(), _Keep()
+    run = trainer(strategy, max_epochs=epochs, callbacks=[keep])
+    with torch.random.fork_rng():
+        run.fit(model, loader(48), ckpt_path=path if resume else None, **_TRUSTED)
+    if path is not None and not resume:
+        run.save_checkpoint(path)
+    assert strategy._sharded_sync is not None
+    parameters = {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}
+    residuals = {name: value.clone() for name, value in strategy._sharded_sync.residuals().items()}
+    return parameters, keep.residuals, residuals
+
+
+_TRUSTED: dict[str, Any] = {}
+
+
+def _resumed(folder: Path, comm_hook: Any, distributed: bool) -> tuple[Params, Params, list[str]]:
+    path = folder / "state.ckpt"
+    whole, _, _ = _fit(None, comm_hook, resume=False, epochs=4, distributed=distributed)
+    _fit(path, comm_hook, resume=False, epochs=2, distributed=distributed)
+    resumed, _, _ = _fit(path, comm_hook, resume=True, epochs=4, distributed=distributed)
+    own = sorted(item.name for item in path.iterdir()) if path.is_dir() else []
+    return whole, resumed, own
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("comm_hook", [FEEDBACK, {"name": "int8", "stochastic_rounding": True}], ids=str)
+def test_resumes_bit_for_bit(tmp_path: Path, comm_hook: Any, distributed: bool) -> None:
+    """If it fails, an interrupted training differs from one that was not."""
+    for whole, resumed, own in run_ranks(_resumed, tmp_path, comm_hook, distributed):
+        assert_same(resumed, whole)
+        assert ("lightning_commopt" in own) == distributed
+
+
+def _saved(path: Path, distributed: bool) -> dict[str, Tensor]:
+    return _fit(path, FEEDBACK, resume=False, epochs=2, distributed=distributed)[2]
+
+
+def _loaded(path: Path, distributed: bool, comm_hook: Any) -> dict[str, Tensor]:
+    return _fit(path, comm_hook, resume=True, epochs=3, distributed=distributed)[1]
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize(
+    ("world_size", "comm_hook"), [(3, FEEDBACK), (2, {**FEEDBACK, "name": "int4", "block_size": 32})]
+)
+def test_other_ranks_and_options_keep_the_mean_residual(
+    tmp_path: Path, world_size: int, comm_hook: Any, distributed: bool
+) -> None:
+    """If it fails, what was not sent yet is lost, or counts more often, when a job goes on with other ranks."""
+    path = tmp_path / "state.ckpt"
+    before = run_ranks(_saved, path, distributed)
+    after = run_ranks(_loaded, path, distributed, comm_hook, world_size=world_size)
+    assert set(before[0]) == {"layers.0.weight", "layers.2.weight", "layers.4.weight"}
+    for name in before[0]:
+        expected = torch.stack([residuals[name] for residuals in before]).mean(0)
+        assert expected.abs().max() > 1e-6
+        got = torch.stack([residuals[name] for residuals in after]).mean(0)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-7)
+
+
+def _weights_only(folder: Path) -> bool:
+    strategy = CommOptModelParallel(comm_hook=FEEDBACK)
+    run = trainer(strategy, max_epochs=1)
+    run.fit(_Sharded(), loader(24))
+    run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    return (folder / "weights.ckpt" / "lightning_commopt").exists()
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    """If it fails, a checkpoint for inference holds a residual as large as the model for each rank."""
+    assert run_ranks(_weights_only, tmp_path) == [False, False]
+
+
+def _second_fit() -> tuple[bool, bool]:
+    strategy = CommOptModelParallel(comm_hook=FEEDBACK)
+    model, keep = _Sharded(), _Keep()
+    run = trainer(strategy, max_epochs=1, callbacks=[keep])
+    run.fit(model, loader(24))
+    sync = strategy._sharded_sync
+    assert sync is not None
+    kept = sync.residuals()
+    run.fit_loop.max_epochs = 2
+    run.fit(model, loader(24))
+    return bool(kept), all(torch.allclose(keep.residuals[name], kept[name], atol=1e-6) for name in kept)
+
+
+def test_a_second_fit_goes_on() -> None:
+    """If it fails, the second fit of a Trainer is refused, or has lost the residuals of the first."""
+    assert run_ranks(_second_fit) == [(True, True)] * 2
+
+
+def _plain_afterwards() -> bool:
+    model = _Sharded()
+    trainer(CommOptModelParallel(comm_hook="int8"), max_epochs=1).fit(model, loader(24))
+    batch = next(iter(loader(8)))
+    model.zero_grad()
+    model.loss(batch).backward()
+    got = model.layers[2].weight.grad.full_tensor()  # type: ignore[union-attr, operator]
+    single = Tiny()
+    single.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    single.loss(batch).backward()
+    exact = single.layers[2].weight.grad.clone()  # type: ignore[union-attr, operator]
+    dist.all_reduce(exact)
+    return torch.allclose(got, exact / dist.get_world_size(), rtol=1e-5, atol=1e-8)
+
+
+def test_a_model_is_given_back() -> None:
+    """If it fails, a model that was trained compressed stays so with a strategy that does not compress."""
+    assert run_ranks(_plain_afterwards) == [True, True]

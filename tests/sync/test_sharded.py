@@ -1,0 +1,313 @@
+"""Compressed reduce-scatters of FSDP2: the laws, and what does not fit."""
+
+import warnings
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from lightning_commopt.commands.selftest.gradients import flatten
+from lightning_commopt.commands.selftest.sharded_laws import SHARDED_LAWS, sharded_examples
+from lightning_commopt.commands.selftest.sharded_steps import (
+    ShardedSetup,
+    averages_of,
+    gradients_of,
+    new_model,
+    run_step,
+    run_steps,
+)
+from lightning_commopt.commands.selftest.steps import of_all_ranks
+from lightning_commopt.compat.collectives import CollectiveHooks
+from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8, sharded_from_config
+from lightning_commopt.plan import OptionError
+from lightning_commopt.sync.sharded import ShardedSync
+from lightning_commopt.sync.sharded_unit import UnitReduceScatter
+from support.collectives import needs_hooks
+from support.cross_section import sampled
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
+)
+
+SETUPS: dict[str, tuple[int, ShardedSetup]] = {
+    "2 ranks": (2, ShardedSetup()),
+    "3 ranks": (3, ShardedSetup()),
+    "4 ranks": (4, ShardedSetup(fsdp={"reshard_after_forward": False})),
+    "2 replicas": (4, ShardedSetup(num_replicas=2)),
+}
+
+
+def _messages(setup: ShardedSetup) -> dict[str, str]:
+    messages = {}
+    for name, law in SHARDED_LAWS.items():
+        for compressor in sharded_examples():
+            try:
+                law(setup, compressor)
+            except AssertionError as error:
+                messages[f"{name}: {compressor}"] = str(error)
+    return messages
+
+
+@cache
+def _outcomes(setup: str) -> list[dict[str, str]]:
+    world_size, sharded = SETUPS[setup]
+    return run_ranks(_messages, sharded, world_size=world_size)
+
+
+@pytest.mark.parametrize("setup", sampled(SETUPS, by_default=["2 ranks", "3 ranks"]))
+def test_laws(setup: str) -> None:
+    """If it fails, gradients are wrong by more than a compressor claims, or more bytes travel."""
+    assert _outcomes(setup) == [{}] * SETUPS[setup][0]
+
+
+def _observed_bytes() -> tuple[Counter[str], int]:
+    model, sync = ShardedSetup().shard(ShardedInt8())
+    assert sync is not None
+    observed: Counter[str] = Counter()
+
+    def issue(name: str, num_bytes: int) -> Any:
+        observed[name] += num_bytes
+
+    hooks = CollectiveHooks(issue, sees_end=False)
+    run_step(model, gradients_of(0, dist.get_rank()))
+    hooks.close()
+    return observed, sync.wire_bytes
+
+
+@needs_hooks
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_as_process_groups_see_them(world_size: int) -> None:
+    """If it fails, more travels than is counted; gloo sends a rank's messages one by one, but for that to itself."""
+    for observed, wire_bytes in run_ranks(_observed_bytes, world_size=world_size):
+        assert observed["send"] == observed["recv"] == 2 * wire_bytes * (world_size - 1) // world_size
+        assert observed["reduce_scatter"] == 0
+
+
+def _accumulated(num_replicas: int, mode: str) -> tuple[Tensor, Tensor]:
+    model, sync = ShardedSetup(num_replicas=num_replicas).shard(ShardedInt8())
+    assert sync is not None
+    rank, batches = dist.get_rank(), 3
+    given = []
+    for batch in range(batches):
+        is_last = batch == batches - 1
+        model.set_requires_all_reduce(is_last)  # type: ignore[operator]
+        if mode == "unsharded":
+            model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        gradients = gradients_of(batch, rank)
+        given.append(flatten(gradients))
+        model(gradients).backward()
+    exact = torch.stack(of_all_ranks(torch.stack(given).sum(0))).mean(0)
+    return exact, flatten(averages_of(model))
+
+
+@pytest.mark.parametrize("mode", ["sharded", "unsharded"])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_accumulated_gradients(num_replicas: int, mode: str) -> None:
+    """If it fails, sums over batches are divided twice, or lost."""
+    for exact, got in run_ranks(_accumulated, num_replicas, mode, world_size=2 * num_replicas):
+        assert 0 < (got - exact).norm() < 0.02 * exact.norm()
+
+
+def _columns_of_marked_gradients() -> list[str]:
+    """Sends gradients that hold the number of their parameter; returns those where a layout says another one."""
+    model, sync = ShardedSetup().shard(ShardedBf16())
+    assert sync is not None
+    numbers = {name: float(index + 1) for index, (name, _) in enumerate(new_model().named_parameters())}
+    wrong = []
+
+    class Checked(UnitReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> None:
+            rows = input_tensor.view(dist.get_world_size(), -1)
+            widths = [column.width(len(rows)) for column in self.columns]
+            for column, part in zip(self.columns, rows.split(widths, 1), strict=True):
+                if not set(part.unique().tolist()) <= {0.0, numbers[column.name]}:
+                    wrong.append(column.name)
+            super().__call__(output_tensor, input_tensor, *args, **options)
+
+    for unit in sync.units:
+        unit.__class__ = Checked
+    run_step(model, {name: torch.full(p.shape, numbers[name]) for name, p in new_model().named_parameters()})
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_columns_are_those_of_fsdp(world_size: int) -> None:
+    """If it fails, FSDP2 lays out gradients in another order, and vectors are compressed instead of matrices."""
+    assert run_ranks(_columns_of_marked_gradients, world_size=world_size) == [[]] * world_size
+
+
+class _InRows(nn.Module):
+    """One matrix that is sharded by columns, and one whose norm shares it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(5, 8))
+        self.other = nn.Parameter(torch.zeros(6, 4))
+
+    def forward(self, matrix: Tensor, other: Tensor | None) -> Tensor:
+        loss = (self.matrix * matrix).sum()
+        return loss if other is None else loss + (self.other * other).sum()
+
+
+def _by_columns() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = _InRows()
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(1))
+    sync = ShardedSync(ShardedInt8(error_feedback=True))
+    sync.attach(model)
+    matrix, other = torch.randn(2, 5, 8)[dist.get_rank()], torch.randn(6, 4)
+    model(matrix, other).backward()
+    got = model.matrix.grad.full_tensor()  # type: ignore[union-attr]
+    residual = torch.stack(of_all_ranks(sync.residuals()["matrix"])).mean(0)
+    exact = torch.stack(of_all_ranks(matrix)).mean(0)
+    return got, residual, exact, got - exact
+
+
+def test_shards_of_columns() -> None:
+    """If it fails, residuals belong to other elements where parameters are not cut by rows."""
+    for got, residual, exact, error in run_ranks(_by_columns):
+        assert error.abs().max() > 0
+        torch.testing.assert_close(got + residual, exact, rtol=0, atol=1e-4)
+
+
+def _partly_used() -> tuple[bool, bool, list[str]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = _InRows()
+    fully_shard(model, mesh=mesh)
+    ShardedSync(ShardedInt8()).attach(model)
+    matrix, other = torch.randn(5, 8), torch.randn(6, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(matrix, None).backward()
+    exact = torch.stack(of_all_ranks(matrix)).mean(0)
+    is_exact = torch.allclose(model.matrix.grad.full_tensor(), exact, atol=1e-6)  # type: ignore[union-attr]
+    model.zero_grad()
+    model(matrix, other).backward()
+    is_again = torch.equal(model.matrix.grad.full_tensor(), exact)  # type: ignore[union-attr]
+    return is_exact, is_again, [str(each.message) for each in caught if "comm_hook" in str(each.message)]
+
+
+def test_a_backward_that_reaches_some_parameters_only() -> None:
+    """If it fails, columns of one parameter are taken for those of another, or it stays uncompressed in silence."""
+    first, second = run_ranks(_partly_used)
+    assert first[:2] == second[:2] == (True, False)
+    assert len(first[2]) == 1
+
+
+def _thawed() -> tuple[float, float]:
+    model, sync = ShardedSetup().shard(ShardedInt8(error_feedback=True))
+    assert sync is not None
+    received = torch.zeros(())
+    sent = []
+    for step in range(6):
+        frozen = step in (2, 3)
+        for name, parameter in model.named_parameters():
+            if name == "parts.0.p2":
+                parameter.requires_grad_(not frozen)
+        gradients = gradients_of(step, dist.get_rank())
+        averages = run_step(model, gradients)
+        if not frozen:
+            sent.append(gradients["parts.0.p2"])
+            received = received + averages["parts.0.p2"]
+    exact = torch.stack(of_all_ranks(torch.stack(sent).sum(0))).mean(0)
+    residual = torch.stack(of_all_ranks(sync.residuals()["parts.0.p2"])).mean(0)
+    return float((received - exact).norm() / exact.norm()), float((received + residual - exact).norm() / exact.norm())
+
+
+def test_parameters_that_are_frozen_for_a_while() -> None:
+    """If it fails, what was not sent of a frozen parameter is lost, or columns are taken for others."""
+    for without, with_residual in run_ranks(_thawed):
+        assert with_residual < 1e-3 < without
+
+
+def _in_16_bits(reduce_dtype: torch.dtype) -> tuple[float, torch.dtype]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    setup = ShardedSetup(fsdp={"mp_policy": policy})
+    model, _ = setup.shard(ShardedInt8())
+    gradients = gradients_of(0, dist.get_rank())
+    averages = flatten(run_step(model, gradients))
+    exact = torch.stack(of_all_ranks(flatten(gradients))).mean(0)
+    grad = next(model.parameters()).grad
+    assert grad is not None
+    return float((averages - exact).norm() / exact.norm()), grad.dtype
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mixed_precision(reduce_dtype: torch.dtype) -> None:
+    """If it fails, gradients of modules that compute in bfloat16 are wrong."""
+    for error, dtype in run_ranks(_in_16_bits, reduce_dtype):
+        assert error < 0.02
+        assert dtype == torch.float32
+
+
+def _refused(kind: str) -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh)
+    if kind == "factor":
+        model.set_gradient_divide_factor(3.0)  # type: ignore[operator]
+    try:
+        ShardedSync(ShardedInt8()).attach(model)
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+def test_an_own_divide_factor_is_refused() -> None:
+    """If it fails, a factor that the user has set is replaced in silence."""
+    for message in run_ranks(_refused, "factor"):
+        assert "set_gradient_divide_factor exclude each other; it was called on the unit of 0.weight" in message
+    assert run_ranks(_refused, "nothing") == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("powersgd", "'powersgd' averages whole gradients on every rank"),
+        ("in8", "'in8' is unknown; known names: none, bf16, int8, int4; did you mean 'int8'"),
+        ({"name": "int8", "residual_dtype": "float32"}, "'int8' has no option 'residual_dtype'"),
+        ({"name": "int8", "block_size": 100}, "block_size must be a power of two from 16 to 256, got 100"),
+        ({"name": "int8", "error_feedback": True, "stochastic_rounding": True}, "exclude each other"),
+        ({"name": "int4", "stochastic_rounding": True}, "'int4' has no option 'stochastic_rounding'"),
+        ({"name": "int4", "error_feedback": 2}, "error_feedback must be"),
+        ({"block_size": 128}, "None is unknown"),
+    ],
+)
+def test_values(config: Any, message: str) -> None:
+    """If it fails, a wrong option is noticed late, or not at all."""
+    with pytest.raises(ValueError, match=message):
+        sharded_from_config(config)
+
+
+def test_names() -> None:
+    """If it fails, a configuration makes another compressor."""
+    assert sharded_from_config("INT-8") == ShardedInt8()
+    assert sharded_from_config({"name": "int4", "error_feedback": True}) == ShardedInt4(error_feedback=True)
+    assert sharded_from_config("none") is sharded_from_config(None) is None
+    with pytest.raises(TypeError, match="must be a name"):
+        sharded_from_config(3)
+
+
+def test_errors_of_a_step() -> None:
+    """If it fails, claims are looser than what is true by a factor that hides faults."""
+    ((bf16, int8, int4),) = set(map(tuple, run_ranks(_errors)))
+    assert 0.0005 < bf16 < 0.003
+    assert 0.003 < int8 < 0.009
+    assert 0.05 < int4 < 0.12
+
+
+def _errors() -> list[float]:
+    errors = []
+    for compressor in (ShardedBf16(), ShardedInt8(), ShardedInt4()):
+        steps = run_steps(ShardedSetup(), compressor)
+        exact = torch.stack(of_all_ranks(steps.sent)).mean(0)
+        errors.append(float((steps.received - exact).norm() / exact.norm()))
+    return errors
