@@ -92,7 +92,19 @@ def test_metrics() -> None:
 
 def test_commands() -> None:
     """If it fails, a command of ``commopt`` has come or gone."""
-    commands = ["bench", "doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "topo", "trace"]
+    commands = [
+        "bench",
+        "doctor",
+        "info",
+        "nccl-log",
+        "nsys",
+        "predict",
+        "report",
+        "selftest",
+        "summary",
+        "topo",
+        "trace",
+    ]
     assert sorted(get_command(app).commands) == commands  # type: ignore[attr-defined]
 
 

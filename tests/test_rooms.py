@@ -57,6 +57,12 @@ def test_imports_run_one_way() -> None:
     """If it fails, two rooms need each other: graphlib.CycleError names them."""
     order = [*TopologicalSorter({name: others.keys() for name, others in imports_of_rooms().items()}).static_order()]
     assert order.index("text") < order.index("compressors") < order.index("sync") < order.index("strategy")
+    assert order.index("plan") < order.index("cost") < order.index("callbacks")
+
+
+def test_predictions_know_nothing_of_lightning() -> None:
+    """If it fails, a step cannot be predicted from records alone."""
+    assert imports_of_rooms()["cost"].keys() <= {"measure", "compressors", "plan", "text"}
 
 
 def test_the_library_imports_no_command() -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from lightning_commopt.callbacks.collectives import CollectiveWatch, borrow_gathering_group
 from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends, samples_in, step_of_loggers
+from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import MetricPublisher
 from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
 from lightning_commopt.callbacks.step_files import StepFiles
@@ -42,32 +43,30 @@ class CommTimeMonitor(PhaseCallback):
     """Times every step and every bucket, and reports the cost of communication.
 
     Works with `CommOptDDP` and any of its plans, with Lightning's ``DDPStrategy`` and its hooks, and with one rank.
-    With other strategies phases are timed, and from torch 2.14 on collectives counted, of all kinds by phase. Training
-    is not affected. On CUDA times are those of events that the device has passed; training does not wait for them.
+    With other strategies phases are timed, and from torch 2.14 on collectives counted by phase. Training is not
+    affected, and does not wait for the device: on CUDA times are those of events.
 
     Every ``every_n_steps`` steps the ranks gather their measurements in one small message. Its statistics over steps
-    and ranks are published a window later, when the message has long arrived: to all loggers of the Trainer under
-    ``comm_time/``, with the number of the window's last step, and in ``trainer.callback_metrics``, at the same step on
-    all ranks. So ``ModelCheckpoint(monitor="comm_time/exposed_share")`` and ``EarlyStopping`` can use them. At the end
-    of an epoch and before a validation the last window is published at once; before the first window, the steps so
-    far. ``docs/comm_time.md`` defines every key.
+    and ranks are published a window later: to all loggers of the Trainer under ``comm_time/``, with the number of the
+    window's last step, and in ``trainer.callback_metrics``, at the same step on all ranks, for ``ModelCheckpoint`` and
+    ``EarlyStopping``. At the end of an epoch and before a validation the last window is published at once; before the
+    first window, the steps so far. ``docs/comm_time.md`` defines every key.
 
     Args:
         every_n_steps: optimizer steps in a window.
-        num_warmup_steps: optimizer steps that the summary of the fit leaves out. Loggers get them.
+        num_warmup_steps: optimizer steps that the summary leaves out. Loggers get them.
         log: "default" for the twelve numbers in `LOGGED_BY_DEFAULT`, "all" for every one.
-        dirpath: of ``comm_time/rank_0.jsonl``, ... and ``link_model.json``; None for the logger's directory, else the
-            Trainer's ``default_root_dir``.
-        save_records: write every step of every rank to those files, and the link model.
+        dirpath: for its files; None for the logger's directory, else the Trainer's ``default_root_dir``.
+        save_records: write ``comm_time/rank_0.jsonl``, ..., ``link_model.json`` and ``prediction.json``.
         fit_link_model: fit a `LinkModel` to the buckets of the last 200 steps with every window.
         print_summary: print a table and a verdict at the end of a fit, also of an interrupted one.
 
     Attributes:
         metrics: of the last window, all of them, without the prefix.
         summary: the same over the whole fit, without its warm-up; empty until it has ended.
-        verdict: on the whole fit; None until it has ended.
-        new_steps: windows of steps of all ranks that arrived since the last batch ended, usually none; for
-            ``on_train_batch_end`` of a LightningModule, to update metrics of `lightning_commopt.metrics`.
+        verdict: on the whole fit, on rank 0 with predictions of other plans; None until it has ended.
+        new_steps: windows of all ranks' steps that arrived since the last batch ended, usually none; for
+            ``on_train_batch_end`` of a LightningModule, to update `lightning_commopt.metrics`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -87,9 +86,9 @@ class CommTimeMonitor(PhaseCallback):
         check_integer("every_n_steps", every_n_steps, at_least=1)
         check_integer("num_warmup_steps", num_warmup_steps, at_least=0)
         check_choice("log", log, ("default", "all"))
-        check_switch("save_records", save_records)
-        check_switch("fit_link_model", fit_link_model)
-        check_switch("print_summary", print_summary)
+        switches = {"save_records": save_records, "fit_link_model": fit_link_model, "print_summary": print_summary}
+        for name, switch in switches.items():
+            check_switch(name, switch)
         self._every_n_steps = every_n_steps
         self._num_warmup_steps = num_warmup_steps
         self._logs_all = log == "all"
@@ -108,7 +107,7 @@ class CommTimeMonitor(PhaseCallback):
         self.new_steps: tuple[Steps, ...] = ()
         self._windows: list[Steps] = []  # that arrived since the last batch ended
         self._own_rows: list[list[float]] = []  # that were sent, and have not arrived from all ranks
-        self._num_samples = self._num_gathered = self._num_buckets = self._last_step = 0
+        self._num_samples = self._num_gathered = self._last_step = 0
         self._world_size = world_size
         self._fit_statistics = StepStatistics(world_size=world_size)
         self._operations = OperationTotals(self._num_warmup_steps)
@@ -117,6 +116,7 @@ class CommTimeMonitor(PhaseCallback):
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=False)
         self._link: LinkTracker | None = None
         self._files: StepFiles | None = None
+        self._prediction: PredictionRecorder | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -125,8 +125,9 @@ class CommTimeMonitor(PhaseCallback):
             observe(trainer.strategy, self._recorder)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._collectives is not None:
-            self._collectives.close()
+        for part in (self._collectives, self._prediction):
+            if part is not None:
+                part.close()
         if self._recorder is not None:
             stop_observing(trainer.strategy, self._recorder)
             self._recorder = None
@@ -141,12 +142,11 @@ class CommTimeMonitor(PhaseCallback):
         assert self._recorder is not None
         if has_peers:
             self._collectives = CollectiveWatch(trainer, self._recorder)
+            self._prediction = PredictionRecorder(trainer, pl_module, self._num_warmup_steps)
         # All ranks must access log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
-        header = describe_rank(trainer) | {
-            "origin_unix_s": self._recorder.origin_unix_s,
-            "num_warmup_steps": self._num_warmup_steps,
-        }
+        header = {**describe_rank(trainer), "origin_unix_s": self._recorder.origin_unix_s}
+        header["num_warmup_steps"] = self._num_warmup_steps
         self._link = LinkTracker(Path(folder), header) if self._fit_link_model else None
         num_columns = len(QUANTITIES) + (NUM_MESSAGES if self._fit_link_model else 0)
         self._all_ranks = AllRanks(group, (self._every_n_steps, num_columns))
@@ -173,7 +173,7 @@ class CommTimeMonitor(PhaseCallback):
                 self._all_ranks = None
             self._send(trainer)
         self.new_steps, self._windows = tuple(self._windows), []
-        self._conclude(trainer)
+        self._conclude(trainer, is_complete=True)
         if not self.summary and self._print_summary:
             info(
                 f"CommTimeMonitor: no summary, as the fit had {self._num_gathered} steps"
@@ -200,8 +200,9 @@ class CommTimeMonitor(PhaseCallback):
             self.teardown(trainer, pl_module, "fit")  # Lightning does not call it after an exception
 
     def _enter(self, phase: str | None) -> None:
-        if self._recorder is not None:
-            self._recorder.enter(phase)
+        for part in (self._recorder, self._prediction):
+            if part is not None:
+                part.enter(phase)
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
         self._num_samples += samples_in(trainer, batch) or 0
@@ -239,7 +240,9 @@ class CommTimeMonitor(PhaseCallback):
         assert self._recorder is not None
         steps = self._recorder.take(num_steps)
         if steps:
-            self._last_step, self._num_buckets = steps[-1].record.step, len(steps[-1].layout)
+            self._last_step = steps[-1].record.step
+            if self._prediction is not None:
+                self._prediction.add(steps)
             if self._files is not None:
                 self._files.save_steps(steps)
         records = [step.record for step in steps]
@@ -271,8 +274,7 @@ class CommTimeMonitor(PhaseCallback):
         self._windows.append(steps)
         self.metrics = steps.sampled().statistics(self._world_size)
         if self._link is not None:
-            model = self._link.update(times_s)
-            if model is not None and self._files is not None:
+            if (model := self._link.update(times_s)) is not None and self._files is not None:
                 self._files.save_model(model)
             self.metrics |= self._link.metrics
         self._add(values, steps)
@@ -285,13 +287,13 @@ class CommTimeMonitor(PhaseCallback):
         self._num_gathered += values.shape[1]
         self._fit_statistics.update(values[:, num_warmup:] if num_warmup else steps)
 
-    def _conclude(self, trainer: Trainer) -> None:
-        steps = self._fit_statistics.steps
-        if not steps.num_steps:
+    def _conclude(self, trainer: Trainer, *, is_complete: bool = False) -> None:
+        if not (steps := self._fit_statistics.steps).num_steps:
             return
-        about = {"num_buckets": self._num_buckets, **describe_hook(trainer.strategy)}
-        operations = self._operations.operations()
-        summary = FitSummary.of(steps, world_size=self._world_size, operations=operations, **about)
+        about = describe_hook(trainer.strategy) | {"operations": self._operations.operations()}
+        if is_complete and self._prediction is not None:
+            about["forecasts"] = self._prediction.conclude(about["comm_hook"], self._files)
+        summary = FitSummary.of(steps, world_size=self._world_size, **about)
         self.summary = {**summary.metrics, **(self._link.metrics if self._link is not None else {})}
         self.verdict = summary.verdict
         if self._print_summary and trainer.is_global_zero:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import comm_hook_of
-from lightning_commopt.compressors.catalog import ready_compressors, recommendations
 from lightning_commopt.compressors.channel import backends_of
 from lightning_commopt.compressors.registry import (
-    canonical_name,
     compressor_from_config,
     compressor_name,
     compressor_to_config,
@@ -31,8 +28,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 _LOSSLESS_HOOK_OF_TORCH = "allreduce_hook"
-_NOT_OF_THE_ALGORITHM = re.compile("^batched_|(_compress)?_hook$")
-"""What torch's names of hooks have besides what ours have: ``bf16_compress_hook``, ``powerSGD_hook``."""
 
 
 def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
@@ -64,10 +59,7 @@ def describe_rank(trainer: Trainer) -> dict[str, Any]:
 
 
 def describe_hook(strategy: Strategy) -> dict[str, Any]:
-    """Returns ``comm_hook``, the name of what averages the gradients, and ``is_lossy``, whether it changes them.
-
-    Also what to try instead of it, see `recommendations`.
-    """
+    """Returns ``comm_hook``, the name of what averages the gradients, and ``is_lossy``, whether it changes them."""
     plan = plan_of(strategy)
     compressor = None if plan is None else plan.comm_hook
     if compressor is not None:
@@ -79,8 +71,7 @@ def describe_hook(strategy: Strategy) -> dict[str, Any]:
     else:
         name = str(getattr(hook, "__name__", type(hook).__name__))
         is_lossy = name != _LOSSLESS_HOOK_OF_TORCH
-        compressor = ready_compressors().get(str(canonical_name(_NOT_OF_THE_ALGORITHM.sub("", name))))
-    return {"comm_hook": name, "is_lossy": is_lossy, **recommendations(compressor, is_lossy=is_lossy)}
+    return {"comm_hook": name, "is_lossy": is_lossy}
 
 
 def nccl_settings() -> dict[str, str]:

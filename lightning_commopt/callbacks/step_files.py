@@ -7,7 +7,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from lightning_commopt.cost.basis import Basis
 from lightning_commopt.measure.files import StepWriter, rank_file
+from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.recorder import RecordedStep
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
@@ -23,6 +25,7 @@ class StepFiles:
     """
 
     def __init__(self, folder: str | Path, header: Mapping[str, Any]) -> None:
+        self._folder = Path(folder)
         self._writer: StepWriter | None = StepWriter(rank_file(folder, header["rank"]), header)
         self._model_path = Path(folder) / LINK_MODEL_FILE if header["rank"] == 0 else None
 
@@ -46,6 +49,13 @@ class StepFiles:
             self._model_path = None
             _warn("link model", error)
 
+    def save_basis(self, basis: Basis, forecasts: Sequence[Forecast]) -> None:
+        """Writes what predictions of other plans need, and what they gave."""
+        try:
+            basis.save(self._folder, forecasts)
+        except (OSError, ValueError) as error:  # a compressor without a name cannot be written
+            _warn("prediction", error)
 
-def _warn(what: str, error: OSError) -> None:
+
+def _warn(what: str, error: Exception) -> None:
     warn(f"CommTimeMonitor: saving the {what} failed and stops ({error}); training goes on.", on_every_rank=True)

@@ -12,6 +12,7 @@ from lightning_commopt.commands.errors import errors_in_a_line
 from lightning_commopt.commands.info.command import info
 from lightning_commopt.commands.nccl_log.command import nccl_log
 from lightning_commopt.commands.nsys.command import nsys
+from lightning_commopt.commands.predict.command import predict
 from lightning_commopt.commands.selftest.command import selftest
 from lightning_commopt.commands.topology.command import topo
 from lightning_commopt.text.terminal import print_in_any_encoding
@@ -37,4 +38,5 @@ app.command()(errors_in_a_line(status=2)(bench))
 app.command()(runs.trace)
 app.command()(runs.summary)
 app.command()(runs.report)
+app.command()(predict)
 app.command(context_settings={"allow_interspersed_args": False})(nsys)

@@ -114,8 +114,7 @@ class Claims:
         keeps_residual: its state holds a residual: what a step left out, and a later one sends.
         has_c_kernels: its arithmetic has a C form for CPU, which is compiled when gradient sync is set up.
         is_part: made to stand inside another compressor: no strategy is named after it.
-        is_recommended: reports recommend it where gradient sync is slow and it sends less than what is in use.
-        cheaper_with: the option that makes its arithmetic cheaper, in words; empty if none does.
+        is_recommended: predictions try it, and summaries recommend it where it would be faster.
     """
 
     is_lossy: bool = True
@@ -125,7 +124,6 @@ class Claims:
     has_c_kernels: bool = False
     is_part: bool = False
     is_recommended: bool = False
-    cheaper_with: str = ""
 
 
 class Compressor(ABC):

@@ -62,7 +62,7 @@ class PowerIteration(Compressor):
     @property
     def claims(self) -> Claims:
         """The error is that of any projection: hardly anything of a random matrix is in a subspace of low rank."""
-        return Claims(error_bound=1.0, has_c_kernels=True, is_part=True, cheaper_with="a smaller matrix_rank")
+        return Claims(error_bound=1.0, has_c_kernels=True, is_part=True)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         self._warn_of_clamped_rank(layout)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from lightning_commopt.measure.exposed_share import share_of_step
 from lightning_commopt.measure.files import notices, read_run
+from lightning_commopt.measure.forecast import read_forecasts
 from lightning_commopt.measure.operations import Operation, OperationTotals
 from lightning_commopt.measure.statistics import Steps, row
 from lightning_commopt.measure.verdict import Verdict, verdict
@@ -41,16 +42,14 @@ class FitSummary:
     operations: Sequence[Operation] = ()
 
     @classmethod
-    def of(
-        cls, steps: Steps, *, world_size: int, num_buckets: int, operations: Sequence[Operation] = (), **method: Any
-    ) -> FitSummary:
+    def of(cls, steps: Steps, *, world_size: int, operations: Sequence[Operation] = (), **method: Any) -> FitSummary:
         """Summarizes a fit; for the arguments see `verdict`."""
         metrics = steps.statistics(world_size)
         num_seen = steps.num_ranks
         ranks = count(world_size, "rank") if num_seen == world_size else f"{num_seen} of {world_size} ranks"
         return cls(
             metrics=metrics,
-            verdict=verdict(metrics, world_size=world_size, num_buckets=num_buckets, operations=operations, **method),
+            verdict=verdict(metrics, world_size=world_size, operations=operations, **method),
             scope=f"{count(steps.num_steps, 'step')} and {ranks}",
             operations=operations,
         )
@@ -98,11 +97,10 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
     summary = FitSummary.of(
         Steps.of([[row(records[step]) for step in steps] for records in by_rank]).sampled(),
         world_size=ranks[0].world_size,
-        num_buckets=len(ranks[0].layouts[-1]),
         comm_hook=comm_hook,
         is_lossy=bool(header.get("is_lossy", comm_hook != "none")),
         operations=operations.operations(),
-        **{key: header[key] for key in ("alternatives", "milder", "cheaper_with") if key in header},
+        forecasts=read_forecasts(Path(run_dir)),
     )
     return summary, notices(ranks)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt.compressors import Compressor, Layout
-from lightning_commopt.compressors.channel import Channel, Pending
+from lightning_commopt.compressors.alone import AloneChannel
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import dispatch
 from lightning_commopt.text.validation import warn_once
 
@@ -88,7 +89,7 @@ def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Cha
 
     Two steps, its residual, and a step that is given the residual of another layout or plan.
     """
-    state, alone = compressor.init(layout, flat.device, first_step), cast(Channel, _Alone(channel))
+    state, alone = compressor.init(layout, flat.device, first_step), cast(Channel, AloneChannel(channel))
     for carried in (*[None] * _NUM_STEPS, torch.zeros_like(flat)):
         rounds = compressor.rounds(flat, layout, state, alone, carried)
         with contextlib.suppress(StopIteration):
@@ -96,30 +97,3 @@ def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Cha
             while True:
                 pending = rounds.send(pending.wait())
     compressor.residual(layout, state)
-
-
-class _Alone:
-    """Replaces a channel: sends nothing, as if the other ranks had sent what this one does."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.size, self.rank = channel.size, channel.rank
-        self.within = None if channel.within is None else _Alone(channel.within)
-        self.across = None if channel.across is None else _Alone(channel.across)
-
-    def lanes(self) -> tuple[Any, Any]:
-        return self, self
-
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        return Pending(tensor, [], lambda summed: summed.mul_(self.size))
-
-    def reduce_scatter(self, message: Tensor) -> Pending:
-        return Pending(message[self.rank].clone(), [], lambda summed: summed.mul_(self.size))
-
-    def all_to_all(self, message: Tensor) -> Pending:
-        return Pending(message[self.rank : self.rank + 1].repeat(self.size, 1), [])
-
-    def all_gather(self, part: Tensor) -> Pending:
-        return Pending(part.repeat(self.size, 1), [])

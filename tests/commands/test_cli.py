@@ -16,7 +16,7 @@ from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
 from support.sample_runs import SampleRun, write_run
 from support.wheels import run_checked
 
-COMMANDS = ("bench", "doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace")
+COMMANDS = ("bench", "doctor", "info", "nccl-log", "nsys", "predict", "report", "selftest", "summary", "trace")
 
 
 def _run(*arguments: str) -> str:
@@ -84,7 +84,7 @@ def test_no_command_shows_the_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["bench", "doctor", "info", "nccl-log", "nsys", "report", "selftest", "summary", "trace"]
+    "command", ["bench", "doctor", "info", "nccl-log", "nsys", "predict", "report", "selftest", "summary", "trace"]
 )
 def test_every_command_explains_itself(command: str) -> None:
     assert "Usage: " in _run(command, "--help")

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +10,18 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from own_compressor import TopK
 
 import lightning_commopt
 from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.compressors import Layout, register_compressor, registry
-from lightning_commopt.compressors.catalog import example_compressors, recommendations, recommended
+from lightning_commopt.compressors.catalog import example_compressors, recommended
+from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.compressor_cost import measure_costs
+from lightning_commopt.cost.forecasts import forecasts, recommended_compressors
+from lightning_commopt.cost.link import Link
+from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.verdict import verdict
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.names import display_name, setting_name
@@ -94,14 +101,15 @@ def test_its_name_is_known_everywhere() -> None:
 def test_it_is_recommended_by_what_it_claims() -> None:
     """If it fails, recommendations know only the compressors that they were written with."""
     assert recommended() == ["bf16", "int8", "fp8", "int4", "powersgd"]
-    advice = recommendations(None, is_lossy=False)
-    assert [other["name"] for other in advice["alternatives"]] == recommended()
-    eighth = recommendations(CommPlan(comm_hook="int8").comm_hook, is_lossy=True)  # type: ignore[arg-type]
-    assert [other["name"] for other in eighth["alternatives"]] == ["fp8", "powersgd"]
-    advice["alternatives"] = [other for other in advice["alternatives"] if other["name"] == "fp8"]
-    found = verdict(sample_metrics(), world_size=8, num_buckets=12, comm_hook="none", is_lossy=False, **advice)
+    gradients = [Gradient("w", (512, 512), 4, 0.01)]
+    work = Workload(gradients=tuple(gradients), forward_s=0.01, backward_s=0.01, rest_s=0.0, num_ranks=2)
+    link = Link(hop_s=1e-4, s_per_byte=1e-6)
+    costs = measure_costs(recommended_compressors(), gradients, torch.device("cpu"), 2)
+    basis = Basis(plan=CommPlan(), workload=work, link=link, costs=costs, step_s=1.0)
+    (own,) = (forecast for forecast in forecasts(basis) if '"fp8"' in forecast.setting)
+    found = verdict(sample_metrics(), world_size=2, comm_hook="none", is_lossy=False, forecasts=[own])
     (text,) = (text for text in found.recommendations if '"fp8"' in text)
-    assert text.startswith('comm_hook="fp8", lossy: a quarter of the bytes; at most ')
+    assert re.match(r'comm_hook="fp8", lossy: \d.* times as fast', text)
     assert text.endswith("Compare the final metric as well.")
 
 
@@ -124,8 +132,9 @@ def test_a_class_that_cannot_be_asked_ends_no_fit() -> None:
     """If it fails, the summary of a fit raises because of a class that the fit may not even use."""
     register_compressor("unready")(_Unready)
     assert "unready" not in aliases()
-    advice = recommendations(_Unready(share=0.1), is_lossy=True)
-    assert (advice["alternatives"], advice["milder"]) == ([], "bf16")
+    assert "unready" not in recommended()
+    gradients = [Gradient("w", (512, 512), 4, 0.01)]
+    assert measure_costs([_Unready(share=0.1)], gradients, torch.device("cpu"), 2).keys() <= {_Unready(share=0.1)}
 
 
 @pytest.mark.usefixtures("new_compressor")

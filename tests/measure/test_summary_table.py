@@ -5,16 +5,19 @@ import io
 import pytest
 from rich.console import Console
 
+from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.measure.statistics import TIMES
 from lightning_commopt.measure.summary import summary_table
 from lightning_commopt.measure.verdict import Verdict, verdict
 from support.narrow import WIDTHS, check_numbers_are_whole
 from support.sample_metrics import NAN, sample_metrics
 
+FORECASTS = [Forecast("bucket_cap_mb=100", False, 0.0, 0.5, 0.4, 0.6)]
+
 
 def rendered(metrics: dict[str, float], width: int = 80, result: Verdict | None = None) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    result = result or verdict(metrics, world_size=8, num_buckets=1, comm_hook="none", is_lossy=False)
+    result = result or verdict(metrics, world_size=8, comm_hook="none", is_lossy=False, forecasts=FORECASTS)
     console.print(summary_table(metrics, result))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return [line.rstrip() for line in text.splitlines()]
@@ -46,7 +49,7 @@ def test_what_is_below() -> None:
     assert "1.22 GB of gradients a step and rank, 1.22 GB on the wire: ratio 1.00" in text
     assert "4.07 GB/s algorithm bandwidth, 7.12 GB/s bus bandwidth" in text
     assert "43 % of the step waits for communication" in text
-    assert " - bucket_cap_mb=100, lossless" in text
+    assert " - bucket_cap_mb=100, lossless: 1.40 (1.17 to 1.75) times as fast." in text
 
 
 EXTREMES = [
@@ -71,7 +74,7 @@ def test_it_fits_into_80_columns(metrics: dict[str, float]) -> None:
 @pytest.mark.parametrize("metrics", EXTREMES)
 def test_no_number_is_cut(metrics: dict[str, float], width: int) -> None:
     """If it fails, the table at the end of a fit loses digits in a narrow terminal."""
-    result = verdict(metrics, world_size=8, num_buckets=1, comm_hook="none", is_lossy=False)
+    result = verdict(metrics, world_size=8, comm_hook="none", is_lossy=False)
     check_numbers_are_whole(lambda console: console.print(summary_table(metrics, result)), width)
 
 

@@ -4,6 +4,7 @@
 RUN_FILE = "run.json"  # its RunRecord
 LOSS_FILE = "loss.jsonl"  # the loss against steps and seconds
 LINK_MODEL_FILE = "link_model.json"  # fitted to its steps, refreshed while it trains
+PREDICTION_FILE = "prediction.json"  # what it shows for predictions of others
 CONFIG_FILE = "config.yaml"  # resolved
 LOG_FILE = "job.log"  # output of a job of a sweep
 

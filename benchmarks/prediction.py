@@ -1,0 +1,225 @@
+"""How far predictions of step times are off: of every plan, model and link of the lab, from ONE run of another plan.
+
+Makes hosts with a limited rate on this machine (`lightning_commopt.launch.lab`), one rank on each, every rank on a core
+of its own with one thread. For each model and link one job trains under all plans, which take turns, A B C A B C, and
+records every step as `CommTimeMonitor` does. Then the steps of one plan (``--base``) are all that the model may see: it
+predicts the median step of every other plan, with an interval. Printed are the mean absolute error, the share of
+measured medians inside the intervals, and the noise: by how much the medians of a plan's turns differ from that of all
+its steps. With ``--num-hosts 2 4`` the run on two hosts predicts those on four as well.
+
+python benchmarks/prediction.py --output benchmarks/results/prediction_HARDWARE_DATE.json
+python benchmarks/prediction.py --models mlp --rates 1gbit --num-plans 6    # quick
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from results_file import write_result
+from rich.console import Console
+from rich.table import Table
+
+from lightning_commopt import CommPlan
+from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.compressor_cost import CompressorCost
+from lightning_commopt.cost.workload import Gradient
+from lightning_commopt.launch.lab import NetLab, why_not
+from lightning_commopt.measure.observer import BucketInfo
+from lightning_commopt.measure.record import StepRecord
+
+RESULT = "RESULT "
+BURST_BYTES = 256 * 1024
+"""That the lab's token bucket lets pass at once up to 4 Gbit/s, which counts where a step sends few times as much."""
+
+QUIET = (0.03, 0.1)
+"""Noise of plans that are shown apart: the error of what was hardly disturbed."""
+
+HOOKS: tuple[Any, ...] = (
+    *(None, "bf16", "int8", "int4"),
+    *({"name": name, "matrix_rank": r} for name in ("powersgd", "alternating_powersgd") for r in (1, 4)),
+)
+CAPS_MB = (None, 5, 1, 100, 2)
+"""With every hook; the first plan, without a hook or a cap, is what DDP does by itself."""
+
+
+def plans() -> list[dict[str, Any]]:
+    """Returns all plans, those that differ most first."""
+    pairs = [{"comm_hook": hook, "bucket_cap_mb": cap} for cap in CAPS_MB for hook in HOOKS]
+    return [{name: value for name, value in pair.items() if value is not None} for pair in pairs]
+
+
+def run_job(arguments: argparse.Namespace, model: str, rate: str, num_hosts: int) -> list[dict[str, Any]]:
+    """Trains under all plans in one lab; returns what each rank recorded."""
+    settings = {"model": model, "plans": plans()[: arguments.num_plans]}
+    settings |= {"budget_s": arguments.budget_s, "num_turns": arguments.num_turns}
+    command = [sys.executable, str(Path(__file__).with_name("prediction_job.py")), json.dumps(settings)]
+    with NetLab(num_hosts, None if rate == "unlimited" else rate) as lab:
+        output = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
+    return json.loads(next(line for line in output.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+
+
+def all_turns(ranks: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Returns the turns of a plan as one, on each rank: all steps, and the medians of what a turn has once."""
+    merged = []
+    for turns in (rank["runs"][number]["turns"] for rank in ranks):
+        medians = {name: median(turn[name] for turn in turns) for name in ("comm_cpu_s", "slowdown")}
+        rows = zip(*(turn["gradients"] for turn in turns), strict=True)
+        gradients = [[*same[0][:-1], median(one[-1] for one in same)] for same in rows]
+        merged.append(turns[0] | medians | {"steps": [step for turn in turns for step in turn["steps"]]})
+        merged[-1]["gradients"] = gradients
+    return merged
+
+
+def median_step_s(turn: dict[str, Any]) -> float:
+    """Returns the median step of one rank."""
+    return median(step["step_s"] for step in turn["steps"])
+
+
+def noise(ranks: list[dict[str, Any]], number: int) -> float:
+    """Returns by how much the median steps of a plan's turns differ from that of all its steps, in the mean."""
+    whole_s = median_step_s(all_turns(ranks, number)[0])
+    return fmean(abs(median_step_s(turn) / whole_s - 1) for turn in ranks[0]["runs"][number]["turns"])
+
+
+def learn(ranks: list[dict[str, Any]], base: int, burst_bytes: float) -> Basis:
+    """Returns what the steps of one plan show of the model, the link and the compressors."""
+    plan, turns = CommPlan.from_dict(ranks[0]["runs"][base]["plan"]), all_turns(ranks, base)
+    costs = {cost.compressor: cost for cost in map(CompressorCost.from_plain, ranks[0]["costs"])}
+    return Basis.of_steps(
+        plan,
+        [[StepRecord.from_dict(step) for step in turn["steps"]] for turn in turns],
+        {index: BucketInfo(index, size, tuple(names), last) for index, size, names, last in turns[0]["layout"]},
+        costs,
+        num_ranks=len(ranks),
+        gradients=[Gradient(name, tuple(shape), size, at) for name, shape, size, at in turns[0]["gradients"]],
+        shares_core=turns[0]["shares_core"],
+        comm_cpu_s=median(turn["comm_cpu_s"] for turn in turns),
+        slowdown=median(turn["slowdown"] for turn in turns),
+        burst_bytes=burst_bytes,
+    )
+
+
+def on_shared_cores(basis: Basis, factor: float) -> Basis:
+    """Returns the basis where each core has ``factor`` ranks: what they compute takes as much longer."""
+    costs = {hook: cost.slower(factor) for hook, cost in basis.costs.items()}
+    link = dataclasses.replace(basis.link, cpu_s_per_byte=factor * basis.link.cpu_s_per_byte)
+    return dataclasses.replace(basis, workload=basis.workload.slower(factor), costs=costs, link=link)
+
+
+def compare(jobs: list[dict[str, Any]], base: int) -> list[dict[str, Any]]:
+    """Returns a row for every plan, model, link and number of hosts but the runs that were learned from."""
+    rows = []
+    for job in jobs:
+        first = next(
+            other
+            for other in jobs
+            if (other["model"], other["rate"]) == (job["model"], job["rate"]) and len(other["ranks"]) == 2
+        )
+        basis = learn(first["ranks"], base, 0 if job["rate"] == "unlimited" else BURST_BYTES)
+        num_ranks = len(job["ranks"])
+        is_other_world = num_ranks != len(first["ranks"])
+        if is_other_world:
+            basis = on_shared_cores(basis, max(1.0, num_ranks / job["num_cores"]))
+        for number, run in enumerate(job["ranks"][0]["runs"]):
+            if number == base and not is_other_world:
+                continue
+            plan = CommPlan.from_dict(run["plan"])
+            found = basis.predict(plan, num_ranks=num_ranks)
+            measured_s = median_step_s(all_turns(job["ranks"], number)[0])
+            rows.append(
+                {
+                    **{name: job[name] for name in ("model", "rate")},
+                    "num_hosts": num_ranks,
+                    "plan": plan.name,
+                    "measured_s": measured_s,
+                    "predicted_s": found.step_s,
+                    "low_s": found.low_s,
+                    "high_s": found.high_s,
+                    "error": found.step_s / measured_s - 1,
+                    "is_inside": found.low_s <= measured_s <= found.high_s,
+                    "noise": noise(job["ranks"], number),
+                }
+            )
+    return rows
+
+
+def print_tables(rows: list[dict[str, Any]], *, shows_plans: bool) -> None:
+    """Prints a row for each model, link and number of hosts, and for each plan if wanted."""
+    console = Console(width=max(110, Console().width))
+    if shows_plans:
+        table = Table("model", "link", "hosts", "plan", "measured s", "predicted s", "95 %", "error")
+        for row in rows:
+            interval = f"{row['low_s']:.3f}-{row['high_s']:.3f}{'' if row['is_inside'] else ' !'}"
+            times = (f"{row['measured_s']:.3f}", f"{row['predicted_s']:.3f}", interval, f"{100 * row['error']:+.1f} %")
+            table.add_row(row["model"], row["rate"], str(row["num_hosts"]), row["plan"], *times)
+        console.print(table)
+    table = Table("model", "link", "hosts", "plans", "mean |error|", "mean error", "largest", "inside 95 %", "noise")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["rate"], row["num_hosts"]), []).append(row)
+    for num_hosts in sorted({row["num_hosts"] for row in rows}):
+        groups["all", "all", num_hosts] = [row for row in rows if row["num_hosts"] == num_hosts]
+    for limit in QUIET:
+        groups[f"noise up to {limit:.0%}", "all", "all"] = [row for row in rows if row["noise"] <= limit]
+    for (model, rate, num_hosts), group in groups.items():
+        if not group:
+            continue
+        errors = [row["error"] for row in group]
+        inside, disturbed = (fmean(row[name] for row in group) for name in ("is_inside", "noise"))
+        numbers = (fmean(map(abs, errors)), fmean(errors), max(errors, key=abs), inside, disturbed)
+        signed = [f"{100 * number:{sign}.1f} %" for number, sign in zip(numbers, ("", "+", "+", "", ""), strict=True)]
+        table.add_row(model, rate, str(num_hosts), str(len(group)), *signed)
+    console.print(table)
+
+
+def parse() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["mlp", "vit", "mobilenet"], choices=["mlp", "vit", "mobilenet"])
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "300mbit", "1gbit", "unlimited"])
+    parser.add_argument("--num-hosts", nargs="+", type=int, default=[2], help="the first must be 2")
+    parser.add_argument("--num-plans", type=int, default=len(plans()))
+    parser.add_argument("--base", type=int, default=0, help="number of the plan that is learned from")
+    parser.add_argument("--budget-s", type=float, default=4.0, help="for the timed steps of a plan")
+    parser.add_argument("--num-turns", type=int, default=3, help="of each plan")
+    parser.add_argument("--timeout-s", type=float, default=3600, help="for one job")
+    parser.add_argument("--raw", type=Path, help="folder for the steps of every job; those in it are not run again")
+    parser.add_argument("--show-plans", action="store_true")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the jobs, predicts, prints and stores the tables."""
+    arguments = parse()
+    reason = why_not()
+    if reason is not None:
+        sys.exit(reason)
+    load, jobs = os.getloadavg()[0], []
+    for model in arguments.models:
+        for rate in arguments.rates:
+            for num_hosts in arguments.num_hosts:
+                path = None if arguments.raw is None else arguments.raw / f"{model}_{rate}_{num_hosts}.json"
+                if path is not None and path.exists():
+                    jobs.append(json.loads(path.read_text()))
+                    continue
+                ranks = run_job(arguments, model, rate, num_hosts)
+                jobs.append({"model": model, "rate": rate, "ranks": ranks, "num_cores": len(os.sched_getaffinity(0))})
+                if path is not None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(json.dumps(jobs[-1]))
+                print(f"{model}, {rate}, {num_hosts} hosts: done", file=sys.stderr, flush=True)
+    rows = compare(jobs, arguments.base)
+    print_tables(rows, shows_plans=arguments.show_plans)
+    if arguments.output:
+        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "raw")}
+        write_result(arguments.output, {"settings": settings, "rows": rows}, load)
+
+
+if __name__ == "__main__":
+    main()

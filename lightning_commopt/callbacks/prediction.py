@@ -1,0 +1,127 @@
+"""PredictionRecorder: collects during a fit what predictions of other plans need, and writes it at the end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.callbacks.step_files import StepFiles
+from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.compressor_cost import measure_costs
+from lightning_commopt.cost.forecasts import forecasts, recommended_compressors
+from lightning_commopt.cost.gradient_times import GradientTimes
+from lightning_commopt.measure.forecast import Forecast
+from lightning_commopt.measure.recorder import RecordedStep
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.strategy.base import plan_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy
+
+_NUM_BACKWARDS = 10
+_NUM_STEPS = 100
+
+
+class PredictionRecorder:
+    """Times the gradients of ten backwards after the warm-up, and keeps the last steps. On rank 0 only.
+
+    Args:
+        trainer: of the fit.
+        module: its model.
+        num_warmup_backwards: that come before.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, num_warmup_backwards: int) -> None:
+        self._strategy = trainer.strategy
+        self._num_ranks, self._num_ranks_on_host = trainer.world_size, trainer.num_devices
+        self._module = module
+        self._plan = plan_of(trainer.strategy)
+        self._num_left = num_warmup_backwards
+        self._times: GradientTimes | None = None
+        self._steps: deque[RecordedStep] = deque(maxlen=_NUM_STEPS)
+        self._is_over = not (trainer.is_global_zero and isinstance(trainer.strategy.model, DistributedDataParallel))
+
+    def enter(self, phase: str | None) -> None:
+        """Must be called when a phase of a step begins; "backward" right before a backward."""
+        if self._is_over or phase not in ("forward", "backward"):
+            return
+        if phase == "forward":
+            if self._times is not None:
+                self._times.begin_forward()
+            return
+        self._num_left -= 1
+        if self._num_left >= 0:
+            return
+        if self._times is None:
+            device, num_ranks = self._strategy.root_device, self._num_ranks_on_host
+            self._times = GradientTimes(self._module.named_parameters(), device, num_ranks)
+        if self._times.num_backwards == _NUM_BACKWARDS:
+            self.close()
+        else:
+            self._times.begin_backward()
+
+    def add(self, steps: Sequence[RecordedStep]) -> None:
+        """Adds steps as they are taken from the recorder; those of an earlier plan, and the first of another, go."""
+        plan = plan_of(self._strategy)
+        if plan == self._plan:
+            self._steps.extend(steps)
+        else:
+            self._plan = plan
+            self._steps.clear()
+
+    def close(self) -> None:
+        """Removes the hooks from the parameters."""
+        self._is_over = True
+        if self._times is not None:
+            self._times.close()
+
+    def conclude(self, comm_hook: str, files: StepFiles | None) -> list[Forecast]:
+        """Returns what other settings would make of a step; empty if the fit has not shown enough.
+
+        Args:
+            comm_hook: name of what has averaged the gradients.
+            files: of the run, for the one that ``commopt predict`` reads; None to write none.
+        """
+        self.close()
+        if self._times is None or not self._steps or (plan := _plan(self._strategy, comm_hook)) is None:
+            return []
+        device = self._strategy.root_device
+        try:
+            gradients = self._times.gradients()
+            hooks = dict.fromkeys([*recommended_compressors(), plan.comm_hook])
+            basis = Basis.of_steps(
+                plan,
+                [[step.record for step in self._steps if step.record.buckets]],
+                self._steps[-1].layout,
+                measure_costs(hooks, gradients, device, self._num_ranks),
+                num_ranks=self._num_ranks,
+                gradients=gradients,
+                device=device.type,
+                comm_cpu_s=self._times.comm_cpu_s,
+                slowdown=self._times.slowdown,
+                shares_core=self._times.shares_core,
+            )
+        except ValueError:  # too few steps, or no buckets
+            return []
+        found = forecasts(basis)
+        if files is not None:
+            files.save_basis(basis, found)
+        return found
+
+
+def _plan(strategy: Strategy, comm_hook: str) -> CommPlan | None:
+    """Returns the plan of a strategy, of Lightning's own as well; None if its hook is none of ours."""
+    plan = plan_of(strategy)
+    if plan is not None and plan.comm_hook is not None:
+        return plan
+    if comm_hook not in ("none", "allreduce_hook"):
+        return None
+    if plan is not None:
+        return plan
+    model = strategy.model
+    assert isinstance(model, DistributedDataParallel)
+    return CommPlan(bucket_cap_mb=None if model.bucket_bytes_cap_default else model.bucket_bytes_cap / 2**20)

@@ -1,0 +1,1 @@
+"""commopt predict: step times under other plans, and on other machines."""

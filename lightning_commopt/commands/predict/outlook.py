@@ -1,0 +1,150 @@
+"""Outlook: the plans of a run and of its alternatives in one world, with a table of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
+
+from lightning_commopt.compressors import Compressor, compressor_from_config
+from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.candidates import Candidate, candidates
+from lightning_commopt.cost.compressor_cost import measure_costs
+from lightning_commopt.cost.forecasts import recommended_compressors
+from lightning_commopt.cost.of_run import basis_of_run
+from lightning_commopt.cost.predict import Prediction
+from lightning_commopt.launch.lab import parse_rate
+from lightning_commopt.text.formatting import count, number
+from lightning_commopt.text.terminal import TextTable
+
+_MAX_BUCKETS_IN_NAME = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """Predictions for one world.
+
+    Attributes:
+        title: of the table: the run, and the world.
+        present: the run's own plan.
+        others: the best plan with each compressor, the fastest first.
+    """
+
+    title: str
+    present: Candidate
+    others: tuple[Candidate, ...]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What any prediction leans on."""
+        found = (reason for one in (self.present, *self.others) for reason in one.prediction.reasons)
+        return tuple(dict.fromkeys(found))
+
+    def speedup(self, prediction: Prediction) -> tuple[float, float, float]:
+        """Returns how many times as fast as the run's plan another is, and the ends of the interval."""
+        step_s = self.present.prediction.step_s
+        return step_s / prediction.step_s, step_s / prediction.high_s, step_s / prediction.low_s
+
+    def table(self) -> Group:
+        """Returns it for printing."""
+        columns = ("step, s", "95 %", "exposed, s", "times as fast", "lossy")
+        table = TextTable("plan", *columns, numbers=columns[:-1], title=self.title)
+        for candidate in (self.present, *self.others):
+            found, hook = candidate.prediction, candidate.plan.comm_hook
+            speedup = "1" if candidate is self.present else "{:.2f} ({:.2f} to {:.2f})".format(*self.speedup(found))
+            table.add_row(
+                plan_text(candidate) + (" (as it ran)" if candidate is self.present else ""),
+                number(found.step_s),
+                f"{number(found.low_s)} to {number(found.high_s)}",
+                number(found.exposed_s),
+                speedup,
+                "yes" if hook is not None and hook.claims.is_lossy else "no",
+            )
+        reasons = "\n".join(f"Leans on: {reason}." for reason in self.reasons)
+        return Group(table, Padding(Text(reasons), (0, 0, 0, 1)))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns it in JSON types, times in seconds."""
+        return {
+            "plans": [
+                {"plan": plan.to_dict(), "name": plan.name, **dataclasses.asdict(prediction)}
+                for plan, prediction in (self.present, *self.others)
+            ]
+        }
+
+
+def outlook(
+    run_dir: Path,
+    *,
+    num_ranks: int | None = None,
+    link: str | None = None,
+    num_batches: int | None = None,
+    comm_hooks: Sequence[str] | None = None,
+) -> Outlook:
+    """Predicts the plan of a run, and the best plan with each compressor.
+
+    Args:
+        run_dir: of the run.
+        num_ranks: None for as many as trained, as for the next two.
+        link: rate in the notation of ``tc``.
+        num_batches: to accumulate.
+        comm_hooks: names of compressors; None for those that are recommended.
+
+    Raises:
+        OSError: the run has no records.
+        ValueError: an argument is out of range, or the run does not show enough.
+    """
+    wanted = _compressors(comm_hooks)
+    basis = basis_of_run(run_dir)
+    num_measured = basis.workload.num_ranks
+    world = dataclasses.replace(basis, costs=dict(basis.costs) | _missing_costs(basis, wanted))
+    words = [count(num_ranks or num_measured, "rank")]
+    if link is not None:
+        bits_per_s = parse_rate(link)
+        if bits_per_s is None:
+            raise ValueError(f"--link must be a rate such as 25gbit, got {link!r}")
+        world = dataclasses.replace(world, link=basis.link.at_rate(bits_per_s))
+        words.append(f"a link of {link}")
+    if num_batches is not None:
+        world = dataclasses.replace(world, workload=basis.workload.accumulating(num_batches))
+        words.append("1 batch a step" if num_batches == 1 else f"{num_batches} batches a step")
+    present = Candidate(world.plan, world.predict(world.plan, num_ranks=num_ranks))
+    ranked = candidates(world.plan, world.workload, world.link, world.costs, wanted, num_ranks=num_ranks)
+    best: dict[Compressor | None, Candidate] = {}
+    for candidate in ranked:
+        if candidate.plan != world.plan:
+            best.setdefault(candidate.plan.comm_hook, candidate)
+    title = f" A step of {run_dir} with {', '.join(words)}"
+    return Outlook(title=title, present=present, others=tuple(best.values()))
+
+
+def plan_text(candidate: Candidate) -> str:
+    """Returns the name of a plan; of a long list of buckets only their number."""
+    cap = candidate.plan.bucket_cap_mb
+    if not isinstance(cap, Sequence) or len(cap) <= _MAX_BUCKETS_IN_NAME:
+        return candidate.plan.name
+    return f"{dataclasses.replace(candidate.plan, bucket_cap_mb=None).name}, list of {count(len(cap), 'bucket')}"
+
+
+def _compressors(names: Sequence[str] | None) -> list[Compressor | None]:
+    if names is None:
+        return recommended_compressors()
+    try:
+        return [compressor_from_config(name) for name in names]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--comm-hook: {error}") from None
+
+
+def _missing_costs(basis: Basis, wanted: Sequence[Compressor | None]) -> dict[Compressor | None, Any]:
+    """Measures compressors that the run did not, on this machine, if the run was on CPU."""
+    missing = [compressor for compressor in wanted if compressor not in basis.costs]
+    if not missing or basis.workload.device != "cpu":
+        return {}
+    return measure_costs(missing, basis.workload.gradients, torch.device("cpu"), basis.workload.num_ranks)

@@ -1,0 +1,229 @@
+"""CompressorCost: the arithmetic of a compressor on this device, measured on scratch buckets without other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors import Compressor, Layout, compressor_from_config, compressor_to_config
+from lightning_commopt.compressors.alone import AloneChannel
+from lightning_commopt.compressors.channel import Channel, Pending
+from lightning_commopt.cost.workload import Gradient
+from lightning_commopt.measure.clock import Clock, HostClock, clock_for
+
+SMALL_BYTES, LARGE_BYTES = 2**18, 2**24
+"""Sizes of the two scratch buckets; the larger one is a piece of those that `in_pieces` cuts."""
+
+_NUM_RUNS = 3
+_CACHE_BYTES = 2**25
+_LATE_STEP = 2**30  # a compressor that starts late has started
+
+
+class Stage(NamedTuple):
+    """Arithmetic, and the collective after it.
+
+    Attributes:
+        fixed_s: of the arithmetic in every bucket.
+        s_per_byte: of it, by bytes of gradients.
+        operation: of the `Channel`; empty after the last arithmetic.
+        share: bytes of the message over all that the bucket sends, in terms of an all-reduce.
+    """
+
+    fixed_s: float
+    s_per_byte: float
+    operation: str = ""
+    share: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressorCost:
+    """What one bucket costs with a compressor.
+
+    Attributes:
+        compressor: that was measured.
+        stages: in order.
+        num_ranks: that it was measured for.
+    """
+
+    compressor: Compressor | None
+    stages: tuple[Stage, ...]
+    num_ranks: int
+
+    def compute_s(self, gradient_bytes: float) -> float:
+        """Returns the arithmetic of a bucket, all stages."""
+        return sum(stage.fixed_s + stage.s_per_byte * gradient_bytes for stage in self.stages)
+
+    def slower(self, factor: float) -> CompressorCost:
+        """Returns the same on a processor that takes ``factor`` times as long."""
+        stages = (one._replace(fixed_s=factor * one.fixed_s, s_per_byte=factor * one.s_per_byte) for one in self.stages)
+        return dataclasses.replace(self, stages=tuple(stages))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns it in JSON types."""
+        hook = None if self.compressor is None else compressor_to_config(self.compressor)
+        return {"comm_hook": hook, "stages": [list(stage) for stage in self.stages], "num_ranks": self.num_ranks}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> CompressorCost:
+        """Returns what `to_plain` gave."""
+        return cls(
+            compressor=compressor_from_config(plain["comm_hook"]),
+            stages=tuple(Stage(*stage) for stage in plain["stages"]),
+            num_ranks=int(plain["num_ranks"]),
+        )
+
+
+def measure_costs(
+    compressors: Iterable[Compressor | None], gradients: Sequence[Gradient], device: torch.device, num_ranks: int
+) -> dict[Compressor | None, CompressorCost]:
+    """Measures compressors one after another, in some ten milliseconds each. No rank needs another one for it.
+
+    On CPU with one thread in processor time, which other programs do not disturb.
+
+    Args:
+        compressors: to measure; None is DDP's own average.
+        gradients: of the model, whose shapes the larger scratch bucket has as far as they fit.
+        device: of the gradients.
+        num_ranks: that training has.
+
+    Returns:
+        The costs of those that one rank can run alone.
+    """
+    clock: Clock = _ThreadClock() if device.type == "cpu" and torch.get_num_threads() == 1 else clock_for(device)
+    small = _layout([(256, 256)])
+    large = _layout(_shapes(gradients))
+    found = {}
+    for compressor in compressors:
+        with suppress(Exception):  # it needs nodes, or is a user's own, which must not end a fit
+            found[compressor] = _measure(compressor, (small, large), clock, device, num_ranks)
+    return found
+
+
+class _ThreadClock(HostClock):
+    """The processor time of this thread."""
+
+    mark = staticmethod(time.thread_time)
+
+
+def own_average(*, num_ranks: int, s_per_byte: float = 0.0) -> CompressorCost:
+    """Returns the cost of DDP's own average: one all-reduce, whose arithmetic is usually a part of backward."""
+    stages = Stage(0.0, s_per_byte, "all_reduce", 1.0), Stage(0.0, 0.0)
+    return CompressorCost(compressor=None, stages=stages, num_ranks=num_ranks)
+
+
+def _shapes(gradients: Sequence[Gradient]) -> list[tuple[int, ...]]:
+    """Returns shapes of gradients that fill the larger bucket best, beginning with the largest that fits."""
+    shapes, left = [], LARGE_BYTES // 4
+    for gradient in sorted(gradients, key=lambda gradient: -gradient.num_bytes):
+        numel = gradient.num_bytes // gradient.itemsize
+        if 0 < numel <= left:
+            shapes.append(gradient.shape)
+            left -= numel
+    return shapes if left <= LARGE_BYTES // 8 else [*shapes, (left // 1024, 1024)]
+
+
+def _layout(shapes: Sequence[tuple[int, ...]]) -> Layout:
+    return Layout.of([torch.empty(shape, device="meta") for shape in shapes], torch.float32)
+
+
+class _Recorder(AloneChannel):
+    """Records the collectives that a compressor issues, without the time that replacing them takes."""
+
+    def __init__(self, channel: Any) -> None:
+        super().__init__(channel)
+        self.issued: list[tuple[str, int]] = []
+        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        kept = self._scratch.get((name, dtype))
+        if kept is None or kept.shape != shape:
+            kept = self._scratch[name, dtype] = torch.zeros(shape, dtype=dtype, device=device)
+        return kept
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        self.issued.append(("all_reduce", tensor.nbytes))
+        return super().all_reduce(tensor)
+
+    def reduce_scatter(self, message: Tensor) -> Pending:
+        self.issued.append(("reduce_scatter", message.nbytes))
+        return super().reduce_scatter(message)
+
+    def all_to_all(self, message: Tensor) -> Pending:
+        self.issued.append(("all_to_all", message.nbytes))
+        return super().all_to_all(message)
+
+    def all_gather(self, part: Tensor) -> Pending:
+        self.issued.append(("all_gather", part.nbytes * self.size))
+        return super().all_gather(part)
+
+
+class _Timed(NamedTuple):
+    """Seconds before each collective and after the last one, and the collectives with their bytes."""
+
+    seconds: list[float]
+    issued: list[tuple[str, int]]
+
+
+def _measure(
+    compressor: Compressor | None, layouts: Sequence[Layout], clock: Clock, device: torch.device, num_ranks: int
+) -> CompressorCost:
+    if compressor is None:
+        return own_average(num_ranks=num_ranks)
+    small, large = (_run(compressor, layout, clock, device, num_ranks) for layout in layouts)
+    small_bytes, large_bytes = (layout.numel * layout.dtype.itemsize for layout in layouts)
+    sent = sum(num_bytes if operation == "all_reduce" else num_bytes / 2 for operation, num_bytes in large.issued)
+    stages = []
+    for index, seconds in enumerate(large.seconds):
+        operation, num_bytes = (*large.issued, ("", 0))[index]
+        fixed_s, s_per_byte = 0.0, seconds / large_bytes
+        if len(small.seconds) == len(large.seconds):  # else the small bucket is not compressed
+            fixed_s, s_per_byte = _line((small_bytes, large_bytes), (small.seconds[index], seconds))
+        stages.append(Stage(fixed_s, s_per_byte, operation, num_bytes / sent))
+    return CompressorCost(compressor=compressor, stages=tuple(stages), num_ranks=num_ranks)
+
+
+def _line(x: tuple[float, float], y: tuple[float, float]) -> tuple[float, float]:
+    """Returns the line through two points, neither of its numbers below 0."""
+    slope = (y[1] - y[0]) / (x[1] - x[0])
+    start = y[0] - slope * x[0]
+    return (start, slope) if start >= 0 and slope >= 0 else (0.0, y[1] / x[1])
+
+
+def _run(compressor: Compressor, layout: Layout, clock: Clock, device: torch.device, num_ranks: int) -> _Timed:
+    """Returns the medians over a few runs on one bucket, without the first."""
+    channel = _Recorder(SimpleNamespace(size=num_ranks, rank=0, within=None, across=None))
+    generator = torch.Generator(device).manual_seed(0)  # training's own must not notice
+    flat = torch.randn(layout.numel, dtype=layout.dtype, device=device, generator=generator)
+    state = compressor.init(layout, device, _LATE_STEP)
+    runs = []
+    other = torch.zeros(_CACHE_BYTES if device.type == "cpu" else 0, dtype=torch.uint8, device="cpu")
+    with torch.no_grad():
+        for _ in range(_NUM_RUNS + 1):
+            channel.issued = []
+            other.add_(1)  # backward has other memory in the caches when a bucket's turn comes
+            runs.append(_time_rounds(compressor.rounds(flat, layout, state, cast(Channel, channel)), clock))
+    return _Timed([median(stage) for stage in zip(*runs[1:], strict=True)], channel.issued)
+
+
+def _time_rounds(rounds: Any, clock: Clock) -> list[float]:
+    marks, arrived = [], None
+    while True:
+        start = clock.mark()
+        try:
+            pending = rounds.send(arrived)
+        except StopIteration:
+            marks.append((start, clock.mark()))
+            break
+        marks.append((start, clock.mark()))
+        arrived = pending.wait()
+    clock.wait_for(marks[-1][1])
+    return [clock.seconds(end) - clock.seconds(start) for start, end in marks]

@@ -1,0 +1,221 @@
+"""The workload and the link behind the steps of a run."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from statistics import fmean, median, stdev
+from typing import NamedTuple
+
+from lightning_commopt.cost.compressor_cost import CompressorCost
+from lightning_commopt.cost.link import USUAL_HOP_S, Link
+from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
+from lightning_commopt.measure.link.message_times import MIN_TIMES
+from lightning_commopt.measure.observer import BucketInfo
+from lightning_commopt.measure.record import BucketSpan, StepRecord, covered_s
+
+
+def workload_of_steps(
+    ranks: Sequence[Sequence[StepRecord]],
+    layout: Mapping[int, BucketInfo],
+    gradients: Sequence[Gradient] = (),
+    *,
+    num_ranks: int,
+    device: str = "cpu",
+    shares_core: bool = False,
+    comm_cpu_s: float = 0.0,
+) -> Workload:
+    """Returns the workload of some steps with buckets.
+
+    Args:
+        ranks: the same steps of each rank, or of some.
+        layout: of the buckets.
+        gradients: from `GradientTimes`; without them those of a bucket are taken to be of one size, and to become ready
+            evenly since the bucket before.
+        num_ranks: that trained.
+        device: "cpu" or "cuda".
+        shares_core: see `Workload`, as for the next one.
+        comm_cpu_s: of a step.
+
+    Raises:
+        ValueError: no step has buckets.
+    """
+    parts = [[_parts(record) for record in steps if record.buckets] for steps in ranks]
+    if not parts or not all(parts):
+        raise ValueError("no step has buckets: the gradient sync of this run was not observed, or it had one rank")
+    every = [part for of_rank in parts for part in of_rank]
+    is_per_gradient = bool(gradients)
+    if not is_per_gradient:
+        gradients = even_gradients(ranks[0], layout)
+    computing = [[part.forward_s + part.backward_s for part in of_rank] for of_rank in parts]
+    by_step = list(zip(*computing, strict=False))
+    return Workload(
+        gradients=tuple(gradients),
+        forward_s=median(part.forward_s for part in every),
+        backward_s=max(gradients[-1].ready_s, 1e-9) if is_per_gradient else median(part.backward_s for part in every),
+        rest_s=median(part.rest_s for part in every),
+        num_batches=_num_batches(next(record for record in ranks[0] if record.buckets)),
+        spread_s=median(_spread(times_s) for times_s in computing),
+        num_ranks=num_ranks,
+        straggler_s=median(max(times_s) - fmean(times_s) for times_s in by_step),
+        comm_cpu_s=comm_cpu_s,
+        shares_core=shares_core,
+        device=device,
+        is_per_gradient=is_per_gradient,
+    )
+
+
+def link_of_steps(
+    ranks: Sequence[Sequence[StepRecord]],
+    *,
+    num_ranks: int,
+    comm_cpu_s: float = 0.0,
+    cost: CompressorCost | None = None,
+    has_trees: bool = False,
+    burst_bytes: float = 0.0,
+) -> Link:
+    """Returns the link behind the buckets of the same steps of all ranks, whatever the comm hook.
+
+    The time of a bucket's collectives is that of the rank on which it is least: the last one to join waits for nobody.
+
+    Args:
+        ranks: the same steps of each rank.
+        num_ranks: that trained.
+        comm_cpu_s: processor time of gradient sync in a step, see `Workload`.
+        cost: of the compressor of these steps; its arithmetic is the part of ``comm_cpu_s`` that is not the link's.
+        has_trees: see `Link`, as for the next one.
+        burst_bytes: of the link, in every step.
+
+    Raises:
+        ValueError: fewer than three buckets of one size were on the wire.
+    """
+    has_own_hook = cost is not None and cost.compressor is not None
+    num_rounds, times_of = _wire_times(ranks, _messages if has_trees or has_own_hook else _all_together)
+    if not times_of:
+        raise ValueError(f"no bucket of its steps was on the wire {MIN_TIMES} times on all ranks")
+    points = [Point(size, median(values)) for size, values in sorted(times_of.items())]
+    num_hops = num_rounds * (1 if has_own_hook and num_rounds > 1 else 2 * (num_ranks - 1))
+    line = _line(points, num_hops)
+    ratios = sorted(value / line.time_s(size) for size, values in times_of.items() for value in values)
+    tail = int(0.025 * len(ratios))
+    sizes = " to ".join(f"{size / 1e6:.3g}" for size in sorted({points[0].size_bytes, points[-1].size_bytes}))
+    return Link(
+        hop_s=line.latency_s / num_hops,
+        s_per_byte=line.s_per_byte * num_ranks / (2 * (num_ranks - 1)),
+        cpu_s_per_byte=_cpu_s_per_byte(ranks[0][-1].buckets, comm_cpu_s, cost if has_own_hook else None),
+        low_ratio=min(1.0, ratios[tail]),
+        high_ratio=max(1.0, ratios[-1 - tail]),
+        has_trees=has_trees,
+        burst_bytes=burst_bytes,
+        source=f"{len(ratios)} times of {sizes} MB on the wire in the run",
+    )
+
+
+def _wire_times(
+    ranks: Sequence[Sequence[StepRecord]], of_messages: Callable[[StepRecord], list[_Message]]
+) -> tuple[int, dict[int, list[float]]]:
+    """Returns the number of collectives of a message, and by its bytes the least time on any rank in each step."""
+    times: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for records in zip(*ranks, strict=False):
+        for same in zip(*map(of_messages, records), strict=False):
+            if len({(one.num_rounds, one.wire_bytes) for one in same}) == 1:
+                times[same[0].num_rounds, same[0].wire_bytes].append(min(one.time_s for one in same))
+    known = {key: values for key, values in times.items() if len(values) >= MIN_TIMES and min(values) > 0}
+    num_rounds = max((rounds for rounds, _ in known), default=1)
+    return num_rounds, {size: values for (rounds, size), values in known.items() if rounds == num_rounds}
+
+
+def _cpu_s_per_byte(buckets: Sequence[BucketSpan], comm_cpu_s: float, cost: CompressorCost | None) -> float:
+    """Returns the processor time of a byte on the wire: that of gradient sync without compression."""
+    computed_s = 0.0 if cost is None else sum(cost.compute_s(bucket.gradient_bytes) for bucket in buckets)
+    return max(0.0, comm_cpu_s - computed_s) / max(1, sum(bucket.wire_bytes for bucket in buckets))
+
+
+def _line(points: Sequence[Point], num_hops: int) -> Segment:
+    """Returns time against size; with the usual latency where the sizes, or noise, do not separate it from the rate."""
+    last = fit_segments(points)[-1]
+    all_s, all_bytes = sum(point.time_s for point in points), sum(point.size_bytes for point in points)
+    if len(points) > 1 and last.s_per_byte > all_s / all_bytes / 2:
+        return last
+    latency_s = min(num_hops * USUAL_HOP_S, all_s / len(points) / 2)
+    return last._replace(latency_s=latency_s, s_per_byte=(all_s - len(points) * latency_s) / all_bytes)
+
+
+class _Parts(NamedTuple):
+    """A step without gradient sync: until backward, backward up to its last bucket, and the rest."""
+
+    forward_s: float
+    backward_s: float
+    rest_s: float
+
+
+class _Message(NamedTuple):
+    num_rounds: int
+    wire_bytes: int
+    time_s: float
+
+
+def _parts(record: StepRecord) -> _Parts:
+    began_s = _began_s(record)
+    last_ready_s = max(bucket.ready_s for bucket in record.buckets)
+    ended_s = max(bucket.end_s for bucket in record.buckets)
+    forward_s = record.totals.forward_s
+    rest_s = record.totals.step_s - forward_s - (max(ended_s, last_ready_s) - began_s)
+    return _Parts(forward_s, last_ready_s - began_s, max(0.0, rest_s))
+
+
+def _num_batches(record: StepRecord) -> int:
+    """Returns how many batches were accumulated: backwards that were not synchronized, and one."""
+    num_synced = len({bucket.backward for bucket in record.buckets})
+    return max(1, sum(phase.name == "backward" for phase in record.phases) - num_synced + 1)
+
+
+def _messages(record: StepRecord) -> list[_Message]:
+    """Returns what the buckets of a step had on the wire, by backward and bucket."""
+    found, free_s = {}, -math.inf
+    for bucket in sorted(record.buckets, key=attrgetter("end_s")):
+        time_s = sum(end_s - max(start_s, min(free_s, end_s)) for start_s, end_s in bucket.wire)
+        found[bucket.backward, bucket.index] = _Message(len(bucket.wire), bucket.wire_bytes, time_s)
+        free_s = max(free_s, *(end_s for _, end_s in bucket.wire)) if bucket.wire else free_s
+    return [found[key] for key in sorted(found)]
+
+
+def _all_together(record: StepRecord) -> list[_Message]:
+    """Returns the buckets of a step as one message: two share the link at a time, so none shows how fast it is."""
+    if not record.buckets:
+        return []
+    sent_s = covered_s([interval for bucket in record.buckets for interval in bucket.wire])
+    return [_Message(len(record.buckets), sum(bucket.wire_bytes for bucket in record.buckets), sent_s)]
+
+
+def even_gradients(steps: Sequence[StepRecord], layout: Mapping[int, BucketInfo]) -> list[Gradient]:
+    """Returns gradients where only buckets are known: of one size in each, ready evenly since the bucket before."""
+    ready_s: defaultdict[int, list[float]] = defaultdict(list)
+    for record in steps:
+        if record.buckets:
+            last, began_s = record.buckets[-1].backward, _began_s(record)
+            for bucket in record.buckets:
+                if bucket.backward == last:
+                    ready_s[bucket.index].append(bucket.ready_s - began_s)
+    gradients, before_s = [], 0.0
+    for index in sorted(layout.keys() & ready_s.keys()):
+        names, at_s = layout[index].names, median(ready_s[index])
+        numel = layout[index].gradient_bytes // 4 // len(names)
+        for place, name in enumerate(names, 1):
+            gradients.append(Gradient(name, (numel,), 4, before_s + (at_s - before_s) * place / len(names)))
+        before_s = at_s
+    return gradients
+
+
+def _began_s(record: StepRecord) -> float:
+    """Returns when the last backward of a step with buckets began."""
+    last_s = record.buckets[-1].ready_s
+    starts_s = (start_s for name, start_s, _ in record.phases if name == "backward" and start_s <= last_s)
+    return max(starts_s, default=record.start_s)
+
+
+def _spread(times_s: Sequence[float]) -> float:
+    return stdev(times_s) if len(times_s) > 1 else 0.0

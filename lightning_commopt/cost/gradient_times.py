@@ -1,0 +1,127 @@
+"""GradientTimes: records when backward has computed each gradient."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from lightning_commopt.cost.workload import Gradient
+from lightning_commopt.measure.clock import clock_for
+
+
+class GradientTimes:
+    """Marks the gradients of a few backwards, on the clock of the device; nothing waits for it.
+
+    On CPU with one thread times are processor times of the thread that computes backward, so that what gradient sync
+    takes from its core does not count. `close` removes the hooks.
+
+    Args:
+        parameters: with their names; those that require no gradient are left out.
+        device: of them.
+        ranks_on_host: that share this host's processors; None for torchrun's ``LOCAL_WORLD_SIZE``, else this one only.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, Parameter]], device: torch.device, ranks_on_host: int | None = None
+    ) -> None:
+        self._ranks_on_host = ranks_on_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        self._clock = clock_for(device)
+        is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+        self._mark: Any = time.thread_time if is_alone else self._clock.mark
+        self._seconds: Any = (lambda mark: mark) if is_alone else self._clock.seconds
+        self.has_cpu_times = is_alone
+        self._backwards: list[dict[str, Any]] = []
+        self._forward: tuple[float, float] | None = None
+        self._slowdowns: list[float] = []
+        self._cpu_s: list[tuple[float, float]] = []
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in self._parameters.items()
+        ]
+
+    def _hook(self, name: str) -> Any:
+        def mark(_: torch.Tensor) -> None:
+            if self._backwards:
+                self._backwards[-1].setdefault(name, self._mark())
+
+        return mark
+
+    def begin_forward(self) -> None:
+        """May be called right before a forward, to see how much other processes take of this thread's core."""
+        self._forward = time.perf_counter(), time.thread_time()
+
+    def begin_backward(self) -> None:
+        """Must be called right before a backward."""
+        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        if self._forward is not None and cpu_s > self._forward[1]:
+            self._slowdowns.append((wall_s - self._forward[0]) / (cpu_s - self._forward[1]))
+            self._forward = None
+        self._cpu_s.append((time.process_time(), cpu_s))
+        self._backwards.append({"": self._mark()})
+
+    @property
+    def num_backwards(self) -> int:
+        """Backwards that have begun."""
+        return len(self._backwards)
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer forward took than its processor time: what other processes leave of the core."""
+        return max(1.0, median(self._slowdowns)) if self.has_cpu_times and self._slowdowns else 1.0
+
+    @property
+    def shares_core(self) -> bool:
+        """Whether gradient sync has no processor of its own: one core for this rank, on CPU."""
+        return self.has_cpu_times and len(os.sched_getaffinity(0)) <= self._ranks_on_host
+
+    @property
+    def comm_cpu_s(self) -> float:
+        """Processor time of other threads of this process from one backward to the next; 0 where that says nothing."""
+        if not self.has_cpu_times or len(self._cpu_s) < 2:
+            return 0.0
+        return median(
+            (process - earlier_process) - (thread - earlier_thread)
+            for (earlier_process, earlier_thread), (process, thread) in pairwise(self._cpu_s)
+        )
+
+    def close(self) -> None:
+        """Removes the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def gradients(self, num_warmup: int = 1) -> tuple[Gradient, ...]:
+        """Returns all gradients in the order in which the last backward computed them; waits for the device.
+
+        Args:
+            num_warmup: first backwards to leave out, if there are more.
+
+        Raises:
+            ValueError: no backward has computed a gradient.
+        """
+        backwards = [marks for marks in self._backwards if len(marks) > 1]
+        if not backwards:
+            raise ValueError("no backward has computed a gradient yet")
+        kept = backwards[num_warmup:] or backwards
+        if not self.has_cpu_times:
+            self._clock.wait_for(list(kept[-1].values())[-1])
+        order = [name for name in kept[-1] if name]
+        order += [name for name in self._parameters if name not in kept[-1]]
+        ready_s = {name: self._ready_s(name, kept) for name in order}
+        last_s, found = 0.0, []
+        for name in order:
+            last_s = max(last_s, self.slowdown * (ready_s[name] or 0.0))
+            parameter = self._parameters[name]
+            found.append(Gradient(name, tuple(parameter.shape), parameter.element_size(), last_s))
+        return tuple(found)
+
+    def _ready_s(self, name: str, backwards: list[dict[str, Any]]) -> float | None:
+        times = [self._seconds(marks[name]) - self._seconds(marks[""]) for marks in backwards if name in marks]
+        return median(times) if times else None

@@ -1,0 +1,83 @@
+"""Link: how long collectives take between any number of ranks, from the times of a few."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_commopt.text.validation import check_positive
+
+PAYLOAD_SHARE = 1448 / 1514
+"""Payload over bytes on an Ethernet link with TCP and timestamps, in full frames of 1500 bytes."""
+
+USUAL_HOP_S = 1e-4
+"""Of TCP between hosts of a rack, where steps do not show it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What lies between ranks, in terms of one message between two of them.
+
+    Attributes:
+        hop_s: of a message without content.
+        s_per_byte: of payload, in one direction.
+        cpu_s_per_byte: processor time that a rank spends on a byte of an all-reduce's payload.
+        burst_bytes: that pass at once after a pause, as a token bucket lets them; 0 for a link without one.
+        low_ratio: of the times of 95 % of all messages over the expected ones, the least.
+        high_ratio: the most.
+        has_trees: collectives may use trees, as NCCL's do; else rings only.
+        source: what it was measured on, in words.
+    """
+
+    hop_s: float
+    s_per_byte: float
+    cpu_s_per_byte: float = 0.0
+    burst_bytes: float = 0.0
+    low_ratio: float = 0.9
+    high_ratio: float = 1.1
+    has_trees: bool = False
+    source: str = ""
+
+    def at_rate(self, bits_per_s: float) -> Link:
+        """Returns the same with another rate, as far as the processor keeps up with it.
+
+        Raises:
+            ValueError: the rate is not above 0.
+        """
+        check_positive("bits_per_s", bits_per_s)
+        s_per_byte = max(8 / bits_per_s / PAYLOAD_SHARE, self.cpu_s_per_byte)
+        return dataclasses.replace(self, s_per_byte=s_per_byte, source=f"a rate of {bits_per_s / 1e9:g} Gbit/s")
+
+    def time_s(self, operation: str, num_bytes: float, num_ranks: int) -> float:
+        """Returns how long a collective takes on an idle link.
+
+        A ring for an all-reduce; the direct exchange of our `Channel` for its halves. NCCL takes a tree where that is
+        faster, which needs twice the bytes of a large ring's link.
+
+        Args:
+            operation: "all_reduce", "reduce_scatter", "all_to_all" or "all_gather".
+            num_bytes: of the whole message, ``(W, s)`` for the last three.
+            num_ranks: that take part, ``W``.
+        """
+        if num_ranks < 2:
+            return 0.0
+        share = (num_ranks - 1) / num_ranks
+        if operation != "all_reduce":
+            return self.hop_s + share * num_bytes * self.s_per_byte
+        ring_s = 2 * (num_ranks - 1) * self.hop_s + 2 * share * num_bytes * self.s_per_byte
+        if not self.has_trees:
+            return ring_s
+        return min(ring_s, 2 * math.ceil(math.log2(num_ranks)) * self.hop_s + 2 * num_bytes * self.s_per_byte)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns it in JSON types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Link:
+        """Returns what `to_plain` gave; unknown keys are ignored."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in plain.items() if name in known})

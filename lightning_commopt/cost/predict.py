@@ -1,0 +1,185 @@
+"""Predicts the time of a step under a plan, with an interval and what it leans on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors.pieces import PIECE_NUMEL
+from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.cost.buckets import buckets_of, layout_of
+from lightning_commopt.cost.compressor_cost import CompressorCost, own_average
+from lightning_commopt.cost.link import Link
+from lightning_commopt.cost.simulate import Job, Outcome, Phase, simulate
+from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.plan import CommPlan
+
+MODEL_ERROR = 0.05
+"""Standard deviation of the model's error over a step, where it does not extrapolate."""
+
+Costs = Mapping[Compressor | None, CompressorCost]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step under a plan.
+
+    Attributes:
+        step_s: expected.
+        low_s: of the 95 % interval.
+        high_s: of it.
+        exposed_s: that backward has nothing left to compute and waits for gradient sync.
+        reasons: what it leans on, in words.
+    """
+
+    step_s: float
+    low_s: float
+    high_s: float
+    exposed_s: float
+    reasons: tuple[str, ...] = ()
+
+
+def predict(
+    plan: CommPlan, workload: Workload, link: Link, costs: Costs, *, num_ranks: int | None = None
+) -> Prediction:
+    """Predicts a step.
+
+    Args:
+        plan: its buckets and its compressor count.
+        workload: what is computed.
+        link: between the ranks.
+        costs: of the plan's compressor on this device; without it, its arithmetic is taken to cost nothing.
+        num_ranks: that train; None for as many as the workload was measured with.
+
+    Raises:
+        ValueError: ``num_ranks`` is below 1.
+    """
+    num_ranks = workload.num_ranks if num_ranks is None else num_ranks
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks!r}")
+    expected, fast, slow = (
+        outcome_of(plan, workload, _scaled(link, ratio), costs, num_ranks)
+        for ratio in (1.0, link.low_ratio, link.high_ratio)
+    )
+    step_s = fixed_s(workload, num_ranks) + expected.end_s
+    error_s = 2 * math.hypot(MODEL_ERROR * step_s, workload.spread_s)
+    return Prediction(
+        step_s=step_s,
+        low_s=step_s / (1 + math.hypot(error_s, expected.end_s - fast.end_s) / step_s),
+        high_s=step_s + math.hypot(error_s, slow.end_s - expected.end_s),
+        exposed_s=max(0.0, expected.end_s - expected.backward_s),
+        reasons=_reasons(plan, workload, link, costs, num_ranks),
+    )
+
+
+def fixed_s(workload: Workload, num_ranks: int) -> float:
+    """Returns the part of a step outside of the synchronized backward."""
+    return workload.forward_s + workload.rest_s + straggler_s(workload, num_ranks)
+
+
+def straggler_s(workload: Workload, num_ranks: int) -> float:
+    """Returns how long a step waits for its last rank: the expected largest of so many normal deviations."""
+    measured = _expected_largest(workload.num_ranks)
+    if workload.num_ranks > 1 and measured > 0:
+        return workload.straggler_s * _expected_largest(num_ranks) / measured
+    return workload.spread_s * _expected_largest(num_ranks)
+
+
+def jobs_of(
+    plan: CommPlan, buckets: Sequence[Sequence[Gradient]], link: Link, costs: Costs, num_ranks: int, device: str
+) -> list[Job]:
+    """Returns what gradient sync has to do for some buckets of a backward."""
+    cost = costs.get(plan.comm_hook)
+    if cost is None or plan.comm_hook is None:
+        cost = own_average(num_ranks=num_ranks)
+    jobs, at_once_s = [], link.burst_bytes * link.s_per_byte
+    for index, bucket in enumerate(buckets):
+        gradient_bytes = sum(gradient.num_bytes for gradient in bucket)
+        ready_s = max(gradient.ready_s for gradient in bucket)
+        numel = gradient_bytes // bucket[0].itemsize
+        is_cut = device == "cpu" and plan.comm_hook is not None
+        num_pieces = max(1, math.ceil(numel / PIECE_NUMEL)) if is_cut else 1
+        sent = wire_bytes(plan.comm_hook, bucket, num_ranks) / num_pieces
+        phases = _phases(cost, gradient_bytes / num_pieces, sent, link, num_ranks)
+        for _ in range(num_pieces):
+            own, at_once_s = _after_burst(phases, at_once_s)
+            jobs.append(Job(index, ready_s, own))
+    return jobs
+
+
+def wire_bytes(compressor: Compressor | None, bucket: Sequence[Gradient], num_ranks: int) -> int:
+    """Returns what one rank hands to collectives for a bucket, in terms of an all-reduce."""
+    if compressor is None:
+        return sum(gradient.num_bytes for gradient in bucket)
+    return compressor.wire_bytes(layout_of(bucket), num_ranks)
+
+
+def outcome_of(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num_ranks: int) -> Outcome:
+    """Returns a simulated backward; see `predict` for the arguments."""
+    if num_ranks == 1:
+        return Outcome(workload.backward_s, ())
+    buckets = buckets_of(plan, workload.gradients)
+    jobs = jobs_of(plan, buckets, link, costs, num_ranks, workload.device)
+    is_gloos_own = workload.device == "cpu" and plan.comm_hook is None  # two threads, which share the connections
+    return simulate(
+        jobs,
+        workload.backward_s,
+        shares_core=workload.shares_core,
+        overlaps_buckets=is_gloos_own or workload.device == "cuda",
+        shares_link=is_gloos_own,
+        num_others=workload.num_others,
+    )
+
+
+def _phases(cost: CompressorCost, gradient_bytes: float, sent: float, link: Link, num_ranks: int) -> tuple[Phase, ...]:
+    phases = []
+    for stage in cost.stages:
+        compute_s = stage.fixed_s + stage.s_per_byte * gradient_bytes
+        if compute_s > 0:
+            phases.append(Phase(False, compute_s, 1.0))
+        if stage.operation:
+            num_bytes = stage.share * sent
+            duration_s = link.time_s(stage.operation, num_bytes, num_ranks)
+            halves = 1.0 if stage.operation == "all_reduce" else 0.5
+            cpu_s = halves * num_bytes * link.cpu_s_per_byte
+            phases.append(Phase(True, max(duration_s, cpu_s), min(1.0, cpu_s / max(duration_s, cpu_s, 1e-12))))
+    return tuple(phases)
+
+
+def _after_burst(phases: tuple[Phase, ...], at_once_s: float) -> tuple[tuple[Phase, ...], float]:
+    """Returns phases without what passes the link at once, and how much more may."""
+    shorter = []
+    for phase in phases:
+        saved_s = min(at_once_s, phase.duration_s * (1 - phase.cpu_share)) if phase.on_link else 0.0
+        at_once_s -= saved_s
+        duration_s = phase.duration_s - saved_s
+        cpu_share = phase.cpu_share * phase.duration_s / duration_s if saved_s else phase.cpu_share
+        shorter.append(Phase(phase.on_link, duration_s, cpu_share))
+    return tuple(shorter), at_once_s
+
+
+def _scaled(link: Link, ratio: float) -> Link:
+    return dataclasses.replace(link, hop_s=ratio * link.hop_s, s_per_byte=ratio * link.s_per_byte)
+
+
+def _expected_largest(num: int) -> float:
+    """Returns the expected largest of so many standard normal numbers, to about 1 %.
+
+    Source: Blom, "Statistical Estimates and Transformed Beta-Variables", 1958.
+    """
+    return NormalDist().inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0
+
+
+def _reasons(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num_ranks: int) -> tuple[str, ...]:
+    reasons = [f"link: {link.source}"] if link.source else []
+    if not workload.is_per_gradient:
+        reasons.append("gradients are taken to become ready evenly between two buckets")
+    if plan.comm_hook is not None and plan.comm_hook not in costs:
+        reasons.append(f"the arithmetic of {compressor_name(plan.comm_hook)} was not measured and counts as none")
+    if num_ranks != workload.num_ranks:
+        reasons.append(f"{workload.num_ranks} ranks were measured: more hops, and more ranks to wait for")
+    return tuple(reasons)

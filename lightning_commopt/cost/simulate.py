@@ -1,0 +1,157 @@
+"""A backward and its gradient sync as a small simulation of events.
+
+Two things run side by side: backward, which makes buckets ready, and gradient sync, which compresses and sends them in
+order. The link carries one message at a time, or shares its rate between several. Where gradient sync has no processor
+of its own, whatever computes shares one: each takes what it needs, at most an equal part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+WAKE_S = 3e-3
+"""How long the threads of a message wait for one that has their core: about a slice of time of Linux's scheduler."""
+
+_TINY_S = 1e-12
+
+
+class Phase(NamedTuple):
+    """A part of what one piece of a bucket needs.
+
+    Attributes:
+        on_link: sends; else computes.
+        duration_s: alone.
+        cpu_share: of a processor that it keeps busy meanwhile.
+    """
+
+    on_link: bool
+    duration_s: float
+    cpu_share: float
+
+
+class Job(NamedTuple):
+    """A bucket, or a piece of one.
+
+    Attributes:
+        bucket: number of it, from 0.
+        ready_s: backward's work that must be done before.
+        phases: one after another.
+    """
+
+    bucket: int
+    ready_s: float
+    phases: tuple[Phase, ...]
+
+
+class Outcome(NamedTuple):
+    """When a simulated backward had ended, and each bucket, in seconds since backward began."""
+
+    backward_s: float
+    ends_s: tuple[float, ...]
+
+    @property
+    def end_s(self) -> float:
+        return max(self.backward_s, *self.ends_s) if self.ends_s else self.backward_s
+
+
+class _Running:
+    __slots__ = ("job", "left_s", "number")
+
+    def __init__(self, job: Job, wake_s: float) -> None:
+        self.job = job
+        self.number = 0
+        self._begin(wake_s)
+
+    @property
+    def phase(self) -> Phase:
+        return self.job.phases[self.number]
+
+    def finish_phase(self, wake_s: float) -> bool:
+        """Goes on to the next phase; returns whether there is none."""
+        self.number += 1
+        if self.number == len(self.job.phases):
+            return True
+        self._begin(wake_s)
+        return False
+
+    def _begin(self, wake_s: float) -> None:
+        self.left_s = max(self.phase.duration_s, wake_s if self.phase.on_link else 0.0)
+
+
+def simulate(
+    jobs: Sequence[Job],
+    backward_s: float,
+    *,
+    shares_core: bool = False,
+    num_lanes: int = 2,
+    overlaps_buckets: bool = False,
+    shares_link: bool = False,
+    num_others: float = 0.0,
+) -> Outcome:
+    """Runs one backward.
+
+    Args:
+        jobs: in the order of buckets.
+        backward_s: work of backward.
+        shares_core: backward and gradient sync have one processor together.
+        num_lanes: jobs under way at a time.
+        overlaps_buckets: a lane takes the next bucket's job, as streams do; else a thread does one bucket after
+            another, and computes one thing at a time.
+        shares_link: messages of all lanes travel at once, each at its part of the rate; else one after another.
+        num_others: of other programs that want this rank's processor. A message takes at least `WAKE_S` for each of
+            them, and for backward where that has the processor: so long its threads wait for their turn.
+    """
+    now_s = done_s = 0.0
+    waiting, running = list(reversed(jobs)), list[_Running]()
+    ends_s = [0.0] * (1 + max((job.bucket for job in jobs), default=-1))
+    backward_end_s = math.nan
+    while waiting or running or done_s < backward_s - _TINY_S:
+        is_computing = done_s < backward_s - _TINY_S
+        wake_s = WAKE_S * (num_others + (shares_core and is_computing))
+        while waiting and len(running) < num_lanes and waiting[-1].ready_s <= done_s + _TINY_S:
+            if running and not overlaps_buckets and running[0].job.bucket != waiting[-1].bucket:
+                break
+            running.append(_Running(waiting.pop(), wake_s))
+        active = _active(running, overlaps_buckets, shares_link)
+        rates = _rates(active, is_computing, shares_core)
+        steps_s = [one.left_s / rate for one, rate in zip(active, rates[1:], strict=True)]
+        if is_computing:
+            until_s = min([job.ready_s for job in waiting[-1:] if job.ready_s > done_s], default=backward_s)
+            steps_s.append((min(until_s, backward_s) - done_s) / rates[0])
+        step_s = min(steps_s)
+        now_s += step_s
+        done_s += step_s * rates[0] if is_computing else 0.0
+        if is_computing and done_s >= backward_s - _TINY_S:
+            backward_end_s = now_s
+        for one, rate in zip(active, rates[1:], strict=True):
+            one.left_s -= step_s * rate
+            if one.left_s <= _TINY_S and one.finish_phase(wake_s):
+                running.remove(one)
+                ends_s[one.job.bucket] = now_s
+    return Outcome(backward_end_s if backward_s > 0 else 0.0, tuple(ends_s))
+
+
+def _active(running: Sequence[_Running], overlaps_buckets: bool, shares_link: bool) -> list[_Running]:
+    """Returns those that advance: the first on the link, or all; and all that compute, or the first of them."""
+    sending = [one for one in running if one.phase.on_link]
+    computing = [one for one in running if not one.phase.on_link]
+    return [*(sending if shares_link else sending[:1]), *(computing if overlaps_buckets else computing[:1])]
+
+
+def _rates(active: Sequence[_Running], is_computing: bool, shares_core: bool) -> list[float]:
+    """Returns the rate of backward, then of each job, 1 if nothing slows it down."""
+    num_sending = sum(one.phase.on_link for one in active)
+    parts = [1.0, *(1 / num_sending if one.phase.on_link else 1.0 for one in active)]
+    needs = [1.0 if is_computing else 0.0, *(one.phase.cpu_share for one in active)]
+    needs = [need * part for need, part in zip(needs, parts, strict=True)]
+    if not shares_core or sum(needs) <= 1:
+        return parts
+    left, given = 1.0, [0.0] * len(needs)
+    order = sorted(range(len(needs)), key=needs.__getitem__)
+    for rank, index in enumerate(order):
+        given[index] = min(needs[index], left / (len(order) - rank))
+        left -= given[index]
+    rates = [1.0 if need == 0 else max(got / need, 1e-9) for got, need in zip(given, needs, strict=True)]
+    return [rate * part for rate, part in zip(rates, parts, strict=True)]

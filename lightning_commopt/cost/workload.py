@@ -1,0 +1,117 @@
+"""Workload: what a model asks of gradient sync: when each gradient is ready, and the rest of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from lightning_commopt.text.validation import check_integer
+
+
+class Gradient(NamedTuple):
+    """The gradient of one parameter.
+
+    Attributes:
+        name: of the parameter.
+        shape: of it.
+        itemsize: bytes of an element.
+        ready_s: from the start of backward until it is computed, if nothing else used the processor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    ready_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One optimizer step of one rank without communication. All times are medians over steps and ranks.
+
+    Attributes:
+        gradients: in the order in which they become ready, which is that of DDP's buckets.
+        forward_s: of the model, in all accumulated batches.
+        backward_s: that the synchronized backward computes.
+        rest_s: everything else in a step: data, optimizer, hooks, backwards that are not synchronized.
+        num_batches: that are accumulated for a step; gradients travel with the last one.
+        spread_s: standard deviation of a rank's computation from step to step.
+        num_ranks: that the steps were measured on.
+        straggler_s: that a step waits for whichever rank is last, with `num_ranks`.
+        comm_cpu_s: processor time of a step that other threads than backward's used: those of gradient sync.
+        shares_core: gradient sync has no processor of its own, so that its arithmetic slows backward down.
+        num_others: of other programs that want this rank's processor, in the mean.
+        device: "cpu" or "cuda".
+        is_per_gradient: `Gradient.ready_s` was measured for each; else interpolated between buckets.
+    """
+
+    gradients: tuple[Gradient, ...]
+    forward_s: float
+    backward_s: float
+    rest_s: float
+    num_batches: int = 1
+    spread_s: float = 0.0
+    num_ranks: int = 1
+    straggler_s: float = 0.0
+    comm_cpu_s: float = 0.0
+    shares_core: bool = False
+    num_others: float = 0.0
+    device: str = "cpu"
+    is_per_gradient: bool = True
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        return sum(gradient.num_bytes for gradient in self.gradients)
+
+    @property
+    def compute_s(self) -> float:
+        """A step with nothing to send."""
+        return self.forward_s + self.backward_s + self.rest_s
+
+    def accumulating(self, num_batches: int) -> Workload:
+        """Returns the same with another number of batches to a step; what is not forward or backward stays.
+
+        Raises:
+            ValueError: ``num_batches`` is below 1.
+        """
+        check_integer("num_batches", num_batches, at_least=1)
+        forward_s, more = self.forward_s / self.num_batches, num_batches - self.num_batches
+        return dataclasses.replace(
+            self,
+            forward_s=num_batches * forward_s,
+            rest_s=max(0.0, self.rest_s + more * self.backward_s),
+            num_batches=num_batches,
+        )
+
+    def slower(self, factor: float) -> Workload:
+        """Returns the same on a processor that takes ``factor`` times as long, or shared by as many ranks."""
+        return dataclasses.replace(
+            self,
+            gradients=tuple(one._replace(ready_s=factor * one.ready_s) for one in self.gradients),
+            **{name: factor * getattr(self, name) for name in ("forward_s", "backward_s", "rest_s", "straggler_s")},
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns it in JSON types."""
+        return dataclasses.asdict(self) | {"gradients": [list(gradient) for gradient in self.gradients]}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Workload:
+        """Returns what `to_plain` gave; unknown keys are ignored.
+
+        Raises:
+            KeyError, TypeError, ValueError: something is missing, or has another type or shape.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        gradients = tuple(
+            Gradient(str(name), tuple(map(int, shape)), int(itemsize), float(ready_s))
+            for name, shape, itemsize, ready_s in plain["gradients"]
+        )
+        return cls(**{name: value for name, value in plain.items() if name in known} | {"gradients": gradients})

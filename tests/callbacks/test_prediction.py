@@ -1,0 +1,77 @@
+"""CommTimeMonitor collects in a fit what predictions need, leaves no hooks behind, and recommends what they show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_fit import PARAMETERS, fit
+
+from lightning_commopt import CommOptDDP
+from lightning_commopt.callbacks import CommTimeMonitor
+from lightning_commopt.cost.of_run import basis_of_run
+from lightning_commopt.measure.forecast import read_forecasts
+from lightning_commopt.measure.runs.files import PREDICTION_FILE
+from lightning_commopt.plan import CommPlan
+from support.ranks import run_ranks
+
+FITS: dict[str, dict[str, Any]] = {
+    "plain": {"strategy": {}},
+    "int8": {"strategy": {"comm_hook": "int8", "bucket_cap_mb": 0.0001}},
+    "stock": {"strategy": "ddp"},
+    "accumulating": {"strategy": {}, "accumulate_grad_batches": 3},
+    "torch_hook": {"strategy": "torch"},
+}
+
+
+def train(folder: str, name: str) -> tuple[int, str]:
+    """Returns the number of hooks that are left on parameters, and the verdict."""
+    options = dict(FITS[name])
+    strategy = options.pop("strategy")
+    if strategy == "torch":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        strategy = CommOptDDP(ddp_comm_hook=default_hooks.fp16_compress_hook)
+    elif strategy != "ddp":
+        strategy = CommOptDDP(**strategy)
+    monitor = CommTimeMonitor(every_n_steps=3, num_warmup_steps=2, dirpath=f"{folder}/{name}", print_summary=False)
+    net = fit(monitor, strategy, **options)
+    hooks = [parameter._post_accumulate_grad_hooks for parameter in net.parameters()]
+    assert monitor.verdict is not None
+    return sum(map(len, filter(None, hooks))), monitor.verdict.headline
+
+
+def train_all(folder: str) -> list[tuple[int, str]]:
+    return [train(folder, name) for name in FITS]
+
+
+@pytest.fixture(scope="module")
+def fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fits")
+    for of_rank in run_ranks(train_all, str(folder)):
+        assert [num_hooks for num_hooks, _ in of_rank] == [0] * len(FITS)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["plain", "int8", "stock", "accumulating"])
+def test_a_fit_leaves_what_predictions_need(fits: Path, name: str) -> None:
+    """If it fails, a run cannot be asked about other plans, or is taken for another one."""
+    basis = basis_of_run(fits / name)
+    assert basis.workload.is_per_gradient
+    assert [one.name for one in basis.workload.gradients][-1].startswith("layers.0")
+    assert basis.workload.gradient_bytes == 4 * PARAMETERS
+    assert basis.workload.num_ranks == 2
+    assert basis.workload.num_batches == (3 if name == "accumulating" else 1)
+    assert {None, basis.plan.comm_hook} <= basis.costs.keys()
+    expected = FITS[name]["strategy"]
+    assert basis.plan == CommPlan(**(expected if isinstance(expected, dict) else {}))
+    forecasts = read_forecasts(fits / name)
+    assert any("int8" in forecast.setting or name == "int8" for forecast in forecasts)
+    assert forecasts[-1].setting == f"Trainer(accumulate_grad_batches={4 * basis.workload.num_batches})"
+
+
+def test_somebody_elses_hook_predicts_nothing(fits: Path) -> None:
+    """If it fails, fp16's times are taken for those of an uncompressed average."""
+    assert not (fits / "torch_hook" / PREDICTION_FILE).exists()
+    assert read_forecasts(fits / "torch_hook") == ()

@@ -1,0 +1,90 @@
+"""commopt predict: a table or JSON from the records of a run, and clear errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lightning_commopt.commands.app import app
+from support.sample_runs import SampleRun, write_run
+
+
+def predicted(*arguments: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["predict", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_run(folder, SampleRun(num_buckets=4))
+    return folder
+
+
+def plans(run_dir: Path, *options: str) -> list[dict[str, Any]]:
+    result = predicted(run_dir, "--json", *options)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["plans"]
+
+
+def test_a_table_of_plans(run_dir: Path) -> None:
+    """If it fails, the first thing that a user sees is an error."""
+    output = predicted(run_dir).output
+    assert "with 2 ranks" in output
+    assert "uncompressed (as it ran)" in output
+    assert "int8" in output
+    assert "Leans on: link: 3 times of 40 MB on the wire in the run." in output
+    assert "Leans on: gradients are taken to become ready evenly" in output
+
+
+def test_the_runs_own_plan_is_what_was_measured(run_dir: Path) -> None:
+    """It computes for 0.06 s, is on the wire for 0.32 s, and backward hides a bucket's part of that."""
+    (present, *others) = plans(run_dir)
+    assert present["step_s"] == pytest.approx(0.36, rel=0.05)
+    assert {one["plan"].get("comm_hook", {}).get("name") for one in others} >= {None, "bf16", "int8"}
+    assert all(other["low_s"] < other["step_s"] < other["high_s"] for other in others)
+
+
+def test_other_worlds(run_dir: Path) -> None:
+    """If it fails, an option has no effect, or the wrong one."""
+    (usual, *_) = plans(run_dir)
+    (ranks, *_) = plans(run_dir, "--ranks=64")
+    (link, *_) = plans(run_dir, "--link=100gbit")
+    (batches, *_) = plans(run_dir, "--accumulate=4")
+    assert ranks["exposed_s"] / usual["exposed_s"] > 1.8
+    assert link["exposed_s"] < usual["exposed_s"] / 10
+    assert batches["step_s"] == pytest.approx(usual["step_s"] + 3 * 0.06, rel=0.05)
+    output = predicted(run_dir, "--ranks=64", "--link=25gbit", "--accumulate=4").output
+    assert "with 64 ranks, a link of 25gbit, 4 batches a step" in " ".join(output.split())
+
+
+def test_named_compressors_only(run_dir: Path) -> None:
+    hooks = [one["plan"].get("comm_hook", {}).get("name") for one in plans(run_dir, "--comm-hook=fp16")]
+    assert hooks == [None, "fp16"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--link=fast"], "rate must be a number with kbit, mbit or gbit"),
+        (["--link=unlimited"], "--link must be a rate such as 25gbit"),
+        (["--comm-hook=int9"], "int9"),
+        (["--ranks=0"], "--ranks"),
+        (["--accumulate=0"], "--accumulate"),
+    ],
+)
+def test_mistakes_in_arguments(run_dir: Path, options: list[str], message: str) -> None:
+    result = predicted(run_dir, *options)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_runs_that_show_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "alone", SampleRun(world_size=1))
+    write_run(tmp_path / "other", SampleRun(strategy="FSDPStrategy", sync_method="FSDPStrategy", plan=None))
+    for name, message in (("alone", "no step has buckets"), ("nothing", "does not exist")):
+        result = predicted(tmp_path / name)
+        assert result.exit_code == 2
+        assert message in result.output

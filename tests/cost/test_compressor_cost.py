@@ -1,0 +1,56 @@
+"""What is measured of a compressor alone is what it does in training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_commopt.compressors import Hierarchical
+from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
+from lightning_commopt.cost.workload import Gradient
+from support.every_compressor import COMPRESSORS
+
+GRADIENTS = [Gradient("w", (300, 200), 4, 0.1), Gradient("b", (300,), 4, 0.2)]
+IN_ONE_GROUP = {name: one for name, one in COMPRESSORS.items() if "hierarchical" not in name}
+
+
+@pytest.fixture(scope="module")
+def costs() -> dict[str, CompressorCost]:
+    found = measure_costs(IN_ONE_GROUP.values(), GRADIENTS, torch.device("cpu"), 2)
+    assert found.keys() == {*IN_ONE_GROUP.values()}
+    return {name: found[one] for name, one in IN_ONE_GROUP.items()}
+
+
+@pytest.mark.parametrize("name", IN_ONE_GROUP)
+def test_messages_add_up_to_what_is_sent(name: str, costs: dict[str, CompressorCost]) -> None:
+    """If it fails, a message is missing, or counts twice."""
+    stages = costs[name].stages
+    assert sum(s.share * (1.0 if s.operation == "all_reduce" else 0.5) for s in stages) == pytest.approx(1.0)
+    assert stages[-1].operation == ""
+    assert all(stage.operation for stage in stages[:-1])
+    assert costs[name].compute_s(10**7) > 0
+
+
+def test_rounds_are_those_of_the_algorithm(costs: dict[str, CompressorCost]) -> None:
+    operations = {name: [stage.operation for stage in costs[name].stages[:-1]] for name in costs}
+    assert operations["bf16"] == ["all_reduce"]
+    assert operations["int8"] == ["all_to_all", "all_gather"]
+    assert operations["powersgd"] == ["all_reduce", "all_reduce"]
+
+
+def test_json_keeps_everything(costs: dict[str, CompressorCost]) -> None:
+    for name in ("bf16", "int8", "powersgd_rank_2"):
+        assert CompressorCost.from_plain(costs[name].to_plain()) == costs[name]
+
+
+def test_what_needs_nodes_is_left_out() -> None:
+    """If it fails, a compressor that cannot be tried alone ends a fit."""
+    hierarchical = Hierarchical(inner=COMPRESSORS["bf16"])
+    assert measure_costs([hierarchical, None], GRADIENTS, torch.device("cpu"), 2).keys() == {None}
+
+
+def test_training_does_not_notice() -> None:
+    """If it fails, measuring compressors in a fit changes its random numbers."""
+    before = torch.get_rng_state()
+    measure_costs([COMPRESSORS["powersgd"], COMPRESSORS["int8"]], GRADIENTS, torch.device("cpu"), 2)
+    assert torch.equal(torch.get_rng_state(), before)

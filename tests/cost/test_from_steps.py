@@ -1,0 +1,102 @@
+"""What steps show of the model and of the link: of ranks on a simulated link whose numbers are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.calibrate import calibrated
+from lightning_commopt.cost.from_steps import link_of_steps, workload_of_steps
+from lightning_commopt.cost.of_run import basis_of_run
+from lightning_commopt.cost.predict import predict
+from lightning_commopt.measure.files import StepWriter, rank_file
+from lightning_commopt.measure.observer import BucketInfo
+from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
+from lightning_commopt.plan import CommPlan
+from support.sample_runs import SampleRun, write_run
+from support.simulated_link import LATENCY_S, S_PER_BYTE, records_of_ranks
+
+SIZES = (25_000_000, 1_000_000, 3_000_000)
+SIZE = 12 * 10**6
+OF_BUCKET = {i: BucketInfo(i, SIZE, (f"p{i}.a", f"p{i}.b", f"p{i}.c"), i == 1) for i in range(2)}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_link_is_found(num_ranks: int) -> None:
+    """If it fails, waiting for other ranks or for other buckets counts as time on the link."""
+    link = link_of_steps(records_of_ranks(20, SIZES, num_ranks), num_ranks=num_ranks, has_trees=True)
+    assert link.time_s("all_reduce", 10**7, num_ranks) == pytest.approx(LATENCY_S + 1e7 * S_PER_BYTE, rel=1e-6)
+    assert (link.low_ratio, link.high_ratio) == pytest.approx((1, 1))
+
+
+def test_too_few_buckets() -> None:
+    with pytest.raises(ValueError, match="3 times"):
+        link_of_steps(records_of_ranks(2, SIZES), num_ranks=2)
+    with pytest.raises(ValueError, match="no step has buckets"):
+        workload_of_steps(
+            [[StepRecord(step=0, num_samples=1, phases=(Phase("forward", 0, 1),), buckets=())]], {}, num_ranks=2
+        )
+
+
+def step(number: int) -> StepRecord:
+    """Forward takes 1 s, backward 4 s, its buckets are ready after 2 and 4 s, and on the wire for 3 and 4 s."""
+    at_s = 10.0 * number
+    buckets = []
+    for index, (ready, end) in enumerate([(2, 5), (4, 9)]):
+        times_s = {"ready_s": at_s + 1 + ready, "start_s": at_s + 1 + ready, "end_s": at_s + 1 + end}
+        wire = ((times_s["start_s"], times_s["end_s"]),)
+        buckets.append(BucketSpan(index=index, backward=0, wire=wire, gradient_bytes=SIZE, wire_bytes=SIZE, **times_s))
+    bounds = [at_s, at_s + 1, at_s + 10, at_s + 10.5]
+    names = ("forward", "backward", "optimizer")
+    phases = tuple(Phase(name, a, b) for name, a, b in zip(names, bounds, bounds[1:], strict=False))
+    return StepRecord(step=number, num_samples=1, phases=phases, buckets=tuple(buckets))
+
+
+def test_the_parts_of_a_step() -> None:
+    """If it fails, a step without gradient sync is not what is left of it."""
+    work = workload_of_steps([[step(number) for number in range(5)]] * 2, OF_BUCKET, num_ranks=2)
+    assert (work.forward_s, work.backward_s, work.rest_s) == pytest.approx((1, 4, 0.5))
+    assert [one.ready_s for one in work.gradients] == pytest.approx([2 / 3, 4 / 3, 2, 8 / 3, 10 / 3, 4])
+    assert work.gradient_bytes == 24 * 10**6
+    assert (work.spread_s, work.straggler_s, work.num_batches) == pytest.approx((0, 0, 1))
+
+
+def test_the_model_reproduces_the_run() -> None:
+    """If it fails, predictions of other plans begin with an error that is known."""
+    steps = [[step(number) for number in range(5)]] * 2
+    work, link, plan = workload_of_steps(steps, OF_BUCKET, num_ranks=2), link_of_steps(steps, num_ranks=2), CommPlan()
+    for measured_s in (9.0, 10.5, 14.0):
+        fitted = calibrated(work, link, {}, plan, measured_s)
+        assert predict(plan, work, fitted, {}).step_s == pytest.approx(measured_s, rel=1e-3)
+    assert calibrated(work, link, {}, plan, 1.0) == link  # no link is that fast
+
+
+def test_a_basis_survives_its_file(tmp_path: Path) -> None:
+    steps = [[step(number) for number in range(5)]] * 2
+    basis = Basis.of_steps(CommPlan(bucket_cap_mb=5), steps, OF_BUCKET, {}, num_ranks=2)
+    basis.save(tmp_path)
+    assert basis_of_run(tmp_path) == basis
+    (tmp_path / "prediction.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no result of"):
+        basis_of_run(tmp_path)
+
+
+def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    """If it fails, only fits that have ended can be asked."""
+    write_run(tmp_path, SampleRun())
+    basis = basis_of_run(tmp_path)
+    assert not basis.workload.is_per_gradient
+    assert basis.predict(CommPlan()).step_s == pytest.approx(basis.step_s, rel=0.2)
+    assert len(basis.costs) > 3
+
+
+def test_a_run_with_somebody_elses_hook(tmp_path: Path) -> None:
+    for rank in range(2):
+        header = {"rank": rank, "world_size": 2, "origin_unix_s": 0.0, "comm_hook": "my_hook"}
+        StepWriter(rank_file(tmp_path, rank), header).write([step(0)], OF_BUCKET)
+    with pytest.raises(ValueError, match="'my_hook', is none of ours"):
+        basis_of_run(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        basis_of_run(tmp_path / "nothing")

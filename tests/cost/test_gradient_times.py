@@ -1,0 +1,85 @@
+"""GradientTimes: each gradient in the order of backward, with every model that DDP trains."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_commopt.cost.gradient_times import GradientTimes
+
+
+class Slow(torch.autograd.Function):
+    """Takes its time in backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        return gradient
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(Slow.apply(self.frozen(self.first(x))))
+
+
+def recorded(net: Net, num_backwards: int = 3) -> GradientTimes:
+    times = GradientTimes(net.named_parameters(), torch.device("cpu"))
+    for _ in range(num_backwards):
+        times.begin_backward()
+        net(torch.randn(2, 4)).sum().backward()
+    times.close()
+    return times
+
+
+def test_gradients_in_the_order_of_backward() -> None:
+    """If it fails, buckets begin too early or too late in predictions."""
+    gradients = recorded(Net()).gradients()
+    names = [one.name for one in gradients]
+    assert {*names[:2]} == {"second.weight", "second.bias"}
+    assert {*names[2:4]} == {"first.weight", "first.bias"}
+    assert names[4:] == ["unused.weight", "unused.bias"]
+    assert gradients[2].ready_s - gradients[1].ready_s > 0.02
+    assert gradients[-1].ready_s == gradients[3].ready_s
+    assert (gradients[0].itemsize, sum(one.num_bytes for one in gradients)) == (4, 4 * 60)
+
+
+def test_hooks_are_removed() -> None:
+    net = Net()
+    times = recorded(net)
+    net(torch.randn(2, 4)).sum().backward()
+    assert times.num_backwards == 3
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
+
+
+def test_waiting_is_no_computation() -> None:
+    """With one thread a gradient is ready after the work, however long another process or thread had the core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        net = Net()
+        times = GradientTimes(net.named_parameters(), torch.device("cpu"))
+        times.begin_backward()
+        net.second.weight.register_hook(lambda gradient: time.sleep(0.3))
+        net(torch.randn(2, 4)).sum().backward()
+        assert times.gradients()[-1].ready_s < 0.2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_before_a_backward() -> None:
+    with pytest.raises(ValueError, match="no backward"):
+        recorded(Net(), num_backwards=0).gradients()

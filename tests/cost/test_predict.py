@@ -1,0 +1,124 @@
+"""Predictions: of worlds that can be worked out by hand, of huge ones, and what they lean on."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+from lightning_commopt.compressors import compressor_from_config
+from lightning_commopt.cost.candidates import candidates
+from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
+from lightning_commopt.cost.link import Link
+from lightning_commopt.cost.predict import predict
+from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.plan import CommPlan
+
+MIB = 2**20
+GRADIENTS = tuple(Gradient(f"p{index}", (512, 512), 4, 0.1 * (index + 1)) for index in range(4))
+WORK = Workload(gradients=GRADIENTS, forward_s=0.2, backward_s=0.4, rest_s=0.1, num_ranks=2)
+LINK = Link(hop_s=0.0, s_per_byte=0.1 / MIB)
+INT8 = compressor_from_config("int8")
+COST = CompressorCost(
+    compressor=INT8,
+    stages=(Stage(0.0, 0.0, "all_to_all", 1.0), Stage(0.0, 0.0, "all_gather", 1.0), Stage(0.0, 0.0)),
+    num_ranks=2,
+)
+COSTS = {INT8: COST}
+
+
+def test_two_ranks_and_buckets_of_one_gradient() -> None:
+    """Each takes 0.1 s on the link, as long as backward takes for the next: only the last one is exposed."""
+    found = predict(CommPlan(bucket_cap_mb=0.5), WORK, LINK, {})
+    assert (found.step_s, found.exposed_s) == pytest.approx((0.8, 0.1))
+    assert found.low_s < found.step_s < found.high_s
+
+
+def test_one_bucket_waits_for_backward() -> None:
+    found = predict(CommPlan(bucket_cap_mb=100), WORK, LINK, {})
+    assert (found.step_s, found.exposed_s) == pytest.approx((1.1, 0.4))
+
+
+def test_a_quarter_of_the_bytes() -> None:
+    found = predict(CommPlan(bucket_cap_mb=100, comm_hook=INT8), WORK, LINK, COSTS)
+    assert found.exposed_s == pytest.approx(0.4 * (1 + 4 / 128) / 4, rel=1e-3)
+
+
+def test_more_ranks_send_more_and_hop_more() -> None:
+    """A ring of four sends one and a half times the bytes of a ring of two, in six hops instead of two."""
+    link = dataclasses.replace(LINK, hop_s=0.01)
+    two, four = (predict(CommPlan(bucket_cap_mb=100), WORK, link, {}, num_ranks=n).exposed_s for n in (2, 4))
+    assert two == pytest.approx(0.4 + 0.02)
+    assert four == pytest.approx(0.6 + 0.06)
+
+
+def test_trees_where_rings_take_too_many_hops() -> None:
+    ring, tree = Link(hop_s=1e-5, s_per_byte=1e-10), Link(hop_s=1e-5, s_per_byte=1e-10, has_trees=True)
+    assert ring.time_s("all_reduce", MIB, 1024) == pytest.approx(2046e-5 + 2 * MIB * 1e-10 * 1023 / 1024)
+    assert tree.time_s("all_reduce", MIB, 1024) == pytest.approx(20e-5 + 2 * MIB * 1e-10)
+    assert tree.time_s("all_reduce", 1000 * MIB, 2) == ring.time_s("all_reduce", 1000 * MIB, 2)
+
+
+def test_one_rank_sends_nothing() -> None:
+    found = predict(CommPlan(comm_hook=INT8), WORK, LINK, {}, num_ranks=1)
+    assert (found.step_s, found.exposed_s) == pytest.approx((0.7, 0.0))
+    with pytest.raises(ValueError, match="num_ranks"):
+        predict(CommPlan(), WORK, LINK, {}, num_ranks=0)
+
+
+def test_a_faster_link_is_as_fast_as_the_processor_lets_it() -> None:
+    link = Link(hop_s=0.0, s_per_byte=1e-7, cpu_s_per_byte=1e-9)
+    assert link.at_rate(1e8).s_per_byte == pytest.approx(8e-8, rel=0.06)
+    assert link.at_rate(1e12).s_per_byte == pytest.approx(1e-9)
+    with pytest.raises(ValueError, match="bits_per_s"):
+        link.at_rate(0)
+
+
+def test_accumulation() -> None:
+    """Four batches take 3 forwards and backwards more, and send as often."""
+    more = WORK.accumulating(4)
+    assert more.compute_s == pytest.approx(WORK.compute_s + 3 * 0.6)
+    plan = CommPlan(bucket_cap_mb=100)
+    assert predict(plan, more, LINK, {}).exposed_s == predict(plan, WORK, LINK, {}).exposed_s
+    assert more.accumulating(1).compute_s == pytest.approx(WORK.compute_s)
+
+
+def test_more_ranks_have_a_later_last_one() -> None:
+    work = dataclasses.replace(WORK, straggler_s=0.01, spread_s=0.02)
+    waits = [predict(CommPlan(), work, LINK, {}, num_ranks=n).step_s for n in (2, 1024)]
+    exact = [predict(CommPlan(), WORK, LINK, {}, num_ranks=n).step_s for n in (2, 1024)]
+    assert waits[0] - exact[0] == pytest.approx(0.01)
+    assert 0.03 < waits[1] - exact[1] < 0.1
+
+
+def test_what_it_leans_on() -> None:
+    work = dataclasses.replace(WORK, is_per_gradient=False)
+    reasons = " ".join(predict(CommPlan(comm_hook=INT8), work, LINK, {}, num_ranks=8).reasons)
+    assert "evenly" in reasons
+    assert "int8 was not measured" in reasons
+    assert "2 ranks were measured" in reasons
+
+
+@pytest.mark.parametrize("hook", [None, INT8], ids=str)
+def test_sixteen_thousand_ranks_take_no_time(hook: object) -> None:
+    """If it fails, predicting a large world depends on its size. A second is a hundred times what it takes."""
+    gradients = tuple(Gradient(f"p{index}", (1024, 1024), 4, 1e-3 * index) for index in range(400))
+    work = dataclasses.replace(WORK, gradients=gradients)
+    began = time.process_time()
+    assert predict(CommPlan(comm_hook=hook), work, LINK, COSTS, num_ranks=16384).step_s > 0  # type: ignore[arg-type]
+    assert time.process_time() - began < 1
+
+
+def test_candidates_begin_with_the_fastest() -> None:
+    found = candidates(CommPlan(bucket_cap_mb=100), WORK, LINK, COSTS, [None, INT8, compressor_from_config("bf16")])
+    times_s = [candidate.prediction.step_s for candidate in found]
+    assert times_s == sorted(times_s)
+    assert found[0].plan.comm_hook == INT8
+    assert CommPlan(bucket_cap_mb=100) in [candidate.plan for candidate in found]
+    assert {candidate.plan.comm_hook for candidate in found} == {None, INT8}  # bf16 was not measured
+
+
+def test_json_keeps_everything() -> None:
+    assert Workload.from_plain(WORK.to_plain()) == WORK
+    assert Link.from_plain(LINK.to_plain()) == LINK
