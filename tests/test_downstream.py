@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_commopt import CommPlan, PowerSGD
+from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.compressors.sharded import ShardedInt8, sharded_to_config
 from lightning_commopt.measure.files import read_run
@@ -85,7 +85,7 @@ def project(environment: Path, tmp_path: Path) -> ForeignProject:
 
 
 def test_groups_are_those_that_the_documentation_names() -> None:
-    names = {"none", "bf16", "fp16", "int8", "int4", "powersgd", "alternating_powersgd", "buckets", "fsdp2_int8"}
+    names = {"none", "bf16", "fp16", "int8", "int4", "powersgd", "alternating_powersgd", "buckets"} | {"auto", "fsdp2_int8"}
     assert set(_YAML) == names
     page = (REPOSITORY / "docs" / "hydra.md").read_text(encoding="utf-8")
     assert all(f"`+commopt={name}`" in page for name in _YAML)
@@ -103,8 +103,8 @@ def test_yaml_makes_a_valid_plan(name: str) -> None:
     options = OmegaConf.to_container(OmegaConf.load(_YAML[name]).strategy)
     assert isinstance(options, dict)
     assert options.pop("_target_") == "lightning_commopt.CommOptDDP"
-    plan = CommPlan.from_dict({str(key): value for key, value in options.items()})
-    assert plan.comm_hook == compressor_from_config(None if name == "buckets" else name)
+    strategy = CommOptDDP(**{str(key): value for key, value in options.items()})
+    assert strategy.plan.comm_hook == compressor_from_config(None if name in ("buckets", "auto") else name)
 
 
 def test_powersgd_yaml_lists_every_setting_with_its_default() -> None:

@@ -104,6 +104,7 @@ def test_commands() -> None:
         "summary",
         "topo",
         "trace",
+        "tune",
     ]
     assert sorted(get_command(app).commands) == commands  # type: ignore[attr-defined]
 

@@ -74,6 +74,17 @@ def describe_hook(strategy: Strategy) -> dict[str, Any]:
     return {"comm_hook": name, "is_lossy": is_lossy}
 
 
+def describe_tuning(strategy: Strategy) -> dict[str, Any]:
+    """Returns the fields of the run's record that ``plan="auto"`` has decided by now; empty without it."""
+    auto_plan, plan = getattr(strategy, "auto_plan", None), plan_of(strategy)
+    found = {} if auto_plan is None else auto_plan.describe()
+    if not found or plan is None:
+        return {}
+    hook = plan.comm_hook
+    is_lossy = hook is not None and hook.claims.is_lossy
+    return {"tuning": found, "plan_name": f"auto: {plan.name}", "is_lossy": is_lossy}
+
+
 def nccl_settings() -> dict[str, str]:
     """Returns NCCL's variables in the environment, by short name; empty without NCCL."""
     if not dist.is_available() or not dist.is_initialized() or "nccl" not in backends_of().values():

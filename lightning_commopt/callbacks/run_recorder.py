@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_commopt.callbacks.comm_time import CommTimeMonitor
 from lightning_commopt.callbacks.publisher import PREFIX
-from lightning_commopt.callbacks.run_description import describe_run, nccl_settings, plan_settings
+from lightning_commopt.callbacks.run_description import describe_run, describe_tuning, nccl_settings, plan_settings
 from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.measure.peak_memory import PeakMemory
@@ -213,6 +213,7 @@ class RunRecorder(Callback):
             "metric_names": names,
             **{field: metrics[name] for field, name in names.items()},
         }
+        results |= describe_tuning(trainer.strategy)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, SpeedMonitor):
                 results["steps_per_s"] = callback.steps_per_s

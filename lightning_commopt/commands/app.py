@@ -15,6 +15,7 @@ from lightning_commopt.commands.nsys.command import nsys
 from lightning_commopt.commands.predict.command import predict
 from lightning_commopt.commands.selftest.command import selftest
 from lightning_commopt.commands.topology.command import topo
+from lightning_commopt.commands.tune.command import tune
 from lightning_commopt.text.terminal import print_in_any_encoding
 
 app = typer.Typer(
@@ -40,3 +41,4 @@ app.command()(runs.summary)
 app.command()(runs.report)
 app.command()(predict)
 app.command(context_settings={"allow_interspersed_args": False})(nsys)
+app.command(context_settings={"allow_interspersed_args": False})(tune)

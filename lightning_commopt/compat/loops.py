@@ -83,6 +83,8 @@ class LoopEvents:
 def wrap_method(owner: Any, name: str, around: Callable[..., None]) -> Callable[[], None]:
     """Makes one object call ``around(method, *args)`` instead of a method; returns a function that undoes it.
 
+    Keywords are passed on.
+
     A method may be wrapped several times, the last outermost, and unwrapped in any order.
     """
     own = vars(owner).get(name)
@@ -105,11 +107,11 @@ class _Wrapped:
         self.inner = inner
         self.arounds: list[Callable[..., None]] = []
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         call = self.inner
         for around in self.arounds:
             call = partial(around, call)
-        call(*args)
+        call(*args, **kwargs)
 
 
 def num_batches(trainer: Any) -> int | None:

@@ -20,9 +20,10 @@ from lightning_commopt.plan import (
     plan_options,
 )
 from lightning_commopt.text.validation import did_you_mean
+from lightning_commopt.tune.options import TuneOptions, plan_from_option
 from lightning_commopt.watch.uneven_batches import POLICIES
 
-OWN_OPTIONS = ("save_comm_state", "uneven_batches", "sigterm_every_n_steps", "nccl", "watch")
+OWN_OPTIONS = ("save_comm_state", "uneven_batches", "sigterm_every_n_steps", "nccl", "watch", "plan", "lossy")
 """Options that are neither Lightning's nor of a plan."""
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -76,7 +77,8 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[st
         if not isinstance(sizes, Sequence) or isinstance(sizes, str):
             raise OptionError(f"bucket_cap_mb_list must be a list of numbers of MiB, got {sizes!r}")
         options["bucket_cap_mb"] = list(sizes)
-    plan = CommPlan.from_dict(options)
+    TuneOptions.of(given.get("plan"), given.get("lossy"), {**given, **options})
+    plan = plan_from_option(given.get("plan"), options) or CommPlan.from_dict(options)
     if plan.comm_hook is not None and others.get("mixed_precision") is not None:
         raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
     return plan, {**lightnings, **plan.ddp_kwargs(), **others}

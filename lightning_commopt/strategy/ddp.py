@@ -29,6 +29,7 @@ from lightning_commopt.strategy.lightning_launcher import configure_multirun_lau
 from lightning_commopt.sync.checks import check_backward, explain_error, warn_of_fp16_under_scaler
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.torch_hook import TorchHook
+from lightning_commopt.tune.auto_plan import AutoPlan
 from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:
@@ -59,8 +60,10 @@ class CommOptStrategy(_DDPStrategy):
         nccl: settings of NCCL: the name of a profile ("debug", "pcie", "ethernet", "infiniband"), or a mapping such as
             ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. What the environment has counts first.
         watch: report which ranks a process group or an epoch waits for, compare the ranks' numbers of batches, and end
-            a rank that waits in vain; see ``docs/errors.md``. With False a fit behaves as with ``DDPStrategy``, and
-            ``uneven_batches`` has no effect.
+            a rank that waits in vain; see ``docs/errors.md``. False is as ``DDPStrategy``, without ``uneven_batches``.
+        plan: "auto" to choose buckets and compressors in the first steps of a fit (``docs/tune.md``); or a `CommPlan`
+            or the path of a file with one, without other options of a plan.
+        lossy: "never", or the compressors that ``plan="auto"`` may choose: ``["bf16", "int8"]``.
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
@@ -107,11 +110,14 @@ class CommOptStrategy(_DDPStrategy):
         sigterm_every_n_steps: int | None = None,
         nccl: str | dict[str, Any] | NcclOptions | None = None,
         watch: bool = True,
+        plan: CommPlan | str | Path | None = None,
+        lossy: str | list[Any] = "never",
         **kwargs: Any,
     ) -> None:
-        plan, self._lightnings_arguments = plan_from_arguments(locals())
+        given, self._lightnings_arguments = plan_from_arguments(arguments := dict(locals()))
         torch_hook = None if ddp_comm_hook is None else TorchHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
-        self.gradient_sync = GradientSync(plan, torch_hook)
+        self.gradient_sync = GradientSync(given, torch_hook)
+        self.auto_plan = AutoPlan.of(self, arguments)
         self._nccl = NcclOptions.from_config(nccl)
         self._save_comm_state = save_comm_state
         self._uneven_batches = uneven_batches
@@ -137,10 +143,8 @@ class CommOptStrategy(_DDPStrategy):
 
     def __repr__(self) -> str:
         """Returns what Fabric shows in its error for a strategy that is not its own."""
-        return (
-            f"<{type(self).__module__}.CommOptDDP for {package_of(self)}.Trainer, {self.plan.name};"
-            " for Fabric there is lightning_commopt.fabric.CommOptDDP>"
-        )
+        name = f"{type(self).__module__}.CommOptDDP for {package_of(self)}.Trainer, {self.plan.name}"
+        return f"<{name}; for Fabric there is lightning_commopt.fabric.CommOptDDP>"
 
     @property
     def plan(self) -> CommPlan:
@@ -173,6 +177,7 @@ class CommOptStrategy(_DDPStrategy):
         super().setup_environment()
         self._fit_watch = fit.watch_fit(self) if self._watch else None
         self._sigterm_check = fit.check_sigterm(self, self._sigterm_every_n_steps)
+        self.auto_plan.start_fit()
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Makes the optimizers, and warns of those that cannot be used on several ranks as they are."""
@@ -198,15 +203,14 @@ class CommOptStrategy(_DDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Refuses a backward that DDP cannot follow; see `check_backward`."""
         super().pre_backward(closure_loss)
-        if self.gradient_sync.trainable is not None:
+        if (trainable := self.gradient_sync.trainable) is not None:
             assert self.lightning_module is not None
-            check_backward(self.gradient_sync.trainable, self.lightning_module, bool(self.plan.static_graph))
+            check_backward(trainable, self.lightning_module, bool(self.plan.static_graph))
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Ends the first backward of a static graph under manual optimization, and counts the gradient sync."""
         super().post_backward(closure_loss)
-        module = self.lightning_module
-        is_manual = module is not None and not module.automatic_optimization
+        is_manual = (module := self.lightning_module) is not None and not module.automatic_optimization
         self.gradient_sync.end_backward(ends_static_graph=is_manual and not self._flushes_static_graph)
 
     @contextmanager
@@ -246,6 +250,7 @@ class CommOptStrategy(_DDPStrategy):
         self._apply_next_plan()
         if fit.must_rewrap(self):
             self.gradient_sync.rewrap(self._wrap)
+        self.auto_plan.begin_batch(batch, batch_idx)
 
     def _apply_next_plan(self) -> None:
         plan, self._next_plan = self._next_plan, None
@@ -286,6 +291,7 @@ class CommOptStrategy(_DDPStrategy):
             self.gradient_sync.release_wrapper()  # so that Lightning can free its buckets
             super().teardown()
         finally:
+            self.auto_plan.end_fit()
             self.gradient_sync.end_fit()
             for guard in (self._sigterm_check, self._fit_watch):
                 if guard is not None:

@@ -81,7 +81,7 @@ def add_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> Non
         device=strategy.root_device,
     )
     if saved is not None:
-        checkpoint[KEY] = saved
+        checkpoint[KEY] = strategy.auto_plan.add_choice(saved)
 
 
 def take_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> None:
@@ -90,6 +90,7 @@ def take_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> No
     if not is_fit(strategy):
         return
     sync, module = strategy.gradient_sync, strategy.lightning_module
+    strategy.auto_plan.resume_choice(saved)
     sync.restore(read_state(saved, strategy.global_rank, strategy.world_size, strategy.plan.comm_hook))
     if sync.model is not None:  # in the middle of a fit, as the learning rate finder does
         assert module is not None

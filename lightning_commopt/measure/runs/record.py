@@ -38,6 +38,7 @@ class RunRecord:
         samples_per_s: the same in samples, over all ranks.
         num_timed_steps: number of steps behind the two rates.
         wire_bytes_per_step: payload that one rank hands to collectives for its gradients.
+        tuning: what ``plan="auto"`` has found; empty without it.
         comm_time: the summary of `CommTimeMonitor`, by its names; empty without one.
         peak_memory_bytes: of the rank that needed most: allocated on a GPU, else resident in the process.
         metrics: last values of all metrics that the model logged.
@@ -65,6 +66,7 @@ class RunRecord:
     samples_per_s: float | None = None
     num_timed_steps: int | None = None
     wire_bytes_per_step: float | None = None
+    tuning: dict[str, Any] = field(default_factory=dict)
     comm_time: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: float | None = None
     num_parameters: int | None = None

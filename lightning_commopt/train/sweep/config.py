@@ -26,6 +26,7 @@ from lightning_commopt.plan import CommPlan, plan_options
 from lightning_commopt.strategy.ddp import CommOptStrategy
 from lightning_commopt.text.validation import check_integer
 from lightning_commopt.train.sweep import resolvers
+from lightning_commopt.tune.options import AUTO, TuneOptions, plan_from_option
 
 
 class ConfigError(CompactHydraException):
@@ -181,6 +182,8 @@ def sync_method(config: DictConfig) -> str:
     if not _is_commopt(config):
         return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
     comm_hook = config.strategy.get("comm_hook")
+    if config.strategy.get("plan") is not None:
+        return "auto" if config.strategy.plan == AUTO else "plan"
     return str(comm_hook.get("name") if isinstance(comm_hook, DictConfig) else comm_hook or "none")
 
 
@@ -200,7 +203,10 @@ def _check_plan(config: DictConfig) -> None:
     options = OmegaConf.to_container(config.strategy, resolve=True)
     assert isinstance(options, dict)
     with _as_config_error("strategy: "):
-        CommPlan.from_dict({str(name): value for name, value in options.items() if name in plan_options()})
+        of_plan = {str(name): value for name, value in options.items() if name in plan_options()}
+        TuneOptions.of(options.get("plan"), options.get("lossy"), of_plan)
+        if plan_from_option(options.get("plan"), of_plan) is None:
+            CommPlan.from_dict(of_plan)
 
 
 def _check_link(config: DictConfig) -> None:

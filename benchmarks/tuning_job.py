@@ -1,0 +1,132 @@
+"""One rank of `tuning.py`: a fit with plan="auto", then every plan of a grid in the same fit."""
+
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from prediction_job import make_model
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_commopt import CommOptDDP, CommPlan
+
+RESULT = "RESULT "
+_NUM_SETTLING_STEPS = 2
+
+
+class _Repeated(Dataset[Any]):
+    """One sample, as often as it is wanted."""
+
+    def __init__(self, inputs: torch.Tensor, labels: torch.Tensor, num: int) -> None:
+        self._sample, self._num = (inputs, labels), num
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._sample[0][index % len(self._sample[0])], self._sample[1][index % len(self._sample[1])]
+
+
+class _Model(LightningModule):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self.inputs, self.labels = make_model(name)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def loader(self, num_steps: int) -> DataLoader[Any]:
+        batch_size, num_ranks = len(self.inputs), int(os.environ["WORLD_SIZE"])
+        return DataLoader(_Repeated(self.inputs, self.labels, batch_size * num_steps * num_ranks), batch_size)
+
+
+class _Stop(Callback):
+    """Ends a fit early, and keeps the time of every step."""
+
+    def __init__(self, at_step: int) -> None:
+        self.at_step = at_step
+        self.marks: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self.marks.append(time.perf_counter())
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step >= self.at_step
+
+
+class _Grid(Callback):
+    """Applies one plan after another, and times its steps; all plans in turns."""
+
+    def __init__(self, plans: list[CommPlan], num_steps: int, num_rounds: int) -> None:
+        self._plans, self._num_steps, self._num_rounds = plans, num_steps, num_rounds
+        self._step = 0
+        self._mark = 0.0
+        self.seconds: list[list[float]] = [[] for _ in plans]
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        now = time.perf_counter()
+        turn, place = divmod(self._step, self._num_steps)
+        if self._step:
+            before, its_place = divmod(self._step - 1, self._num_steps)
+            if its_place >= _NUM_SETTLING_STEPS:
+                self.seconds[before % len(self._plans)].append(now - self._mark)
+        if turn == len(self._plans) * self._num_rounds:
+            trainer.should_stop = True
+        elif not place:
+            assert isinstance(trainer.strategy, CommOptDDP)
+            trainer.strategy.apply_plan(self._plans[turn % len(self._plans)])
+        self._step += 1
+        self._mark = time.perf_counter()
+
+
+def _fit(model: _Model, strategy: CommOptDDP, num_steps: int, callback: Callback) -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": int(os.environ["WORLD_SIZE"]), **quiet}
+    Trainer(strategy=strategy, max_steps=num_steps, callbacks=[callback], **options).fit(model, model.loader(num_steps))
+
+
+def main() -> None:
+    """Runs what the first argument, a JSON object, describes, and prints what rank 0 found."""
+    settings, launched = json.loads(sys.argv[1]), dict(os.environ)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    model = _Model(settings["model"])
+    tuned = CommOptDDP(plan="auto", lossy=settings["lossy"] or "never")
+    stop = _Stop(settings["num_fit_steps"])
+    _fit(model, tuned, settings["num_planned_steps"], stop)
+    plans = [CommPlan(), tuned.plan]
+    plans += [
+        CommPlan(comm_hook=hook, bucket_cap_mb=cap)
+        for hook in (None, *settings["lossy"])
+        for cap in settings["caps_mb"]
+        if (hook, cap) != (None, None)
+    ]
+    os.environ.update(launched)  # Lightning removes its variables after a fit
+    grid = _Grid(plans, settings["num_grid_steps"], settings["num_rounds"])
+    _fit(model, CommOptDDP(watch=False), len(plans) * settings["num_grid_steps"] * settings["num_rounds"] + 5, grid)
+    if launched["RANK"] == "0":
+        steps_s = [after - before for before, after in zip(stop.marks, stop.marks[1:], strict=False)]
+        found = {
+            "found": tuned.auto_plan.describe(),
+            "chosen": tuned.plan.to_dict(),
+            "fit_steps_s": steps_s,
+            "grid": [
+                {"plan": plan.to_dict(), "name": plan.name, "step_s": statistics.median(seconds), "num": len(seconds)}
+                for plan, seconds in zip(plans, grid.seconds, strict=True)
+            ],
+        }
+        print(RESULT + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

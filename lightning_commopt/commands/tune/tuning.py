@@ -1,0 +1,41 @@
+"""Tuning: what a strategy does in its fits under ``commopt tune``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_commopt.tune.auto_plan import AutoPlan
+from lightning_commopt.tune.controller import ControllerSettings
+from lightning_commopt.tune.options import TuneOptions
+
+_UNLIMITED = 1e6  # times the fit's time: it is there to be tuned
+
+
+class Tuning(AutoPlan):
+    """Looks for a plan whatever that costs, and writes it to a file.
+
+    Args:
+        strategy: for a Trainer.
+        asked: see `lightning_commopt.commands.tune.run.VARIABLE`.
+    """
+
+    def __init__(self, strategy: Any, asked: Mapping[str, Any]) -> None:
+        options = TuneOptions.of("auto", asked["lossy"], strategy.plan.to_dict())
+        super().__init__(strategy, options, ControllerSettings(max_regret=_UNLIMITED))
+        self._asked = asked
+
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+        """Ends the fit when the plan is found."""
+        super().begin_batch(batch, batch_idx)
+        if self._asked["ends_fit"] and self.has_decided:
+            self._strategy.lightning_module.trainer.should_stop = True
+
+    def end_fit(self) -> None:
+        """Writes what was found."""
+        super().end_fit()
+        found = self.describe()
+        if found:
+            self._strategy.plan.save(self._asked["output"])
+            Path(self._asked["verdict"]).write_text(found["verdict"], encoding="utf-8")

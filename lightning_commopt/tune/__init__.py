@@ -1,0 +1,1 @@
+"""Chooses the plan of a fit while it trains."""

@@ -1,0 +1,125 @@
+"""AutoPlan: ``plan="auto"`` of a strategy, in every fit that it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_commopt.compat.lightning import has_trainer
+from lightning_commopt.compressors.kernels import c_library
+from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.sync.groups import borrow_host_group
+from lightning_commopt.text.validation import info, warn
+from lightning_commopt.tune.controller import ControllerSettings
+from lightning_commopt.tune.options import TuneOptions
+from lightning_commopt.tune.tuner import Tuner
+from lightning_commopt.tune.verdict import summary
+
+_KEY = "chosen_plan"
+
+
+class AutoPlan:
+    """Tunes the fits of a strategy; without options it does nothing.
+
+    Args:
+        strategy: for a Trainer.
+        options: what may be chosen; None if ``plan`` is not "auto".
+        settings: what searching may cost.
+
+    """
+
+    def __init__(self, strategy: Any, options: TuneOptions | None, settings: ControllerSettings | None = None) -> None:
+        self._strategy = strategy
+        self._options = options
+        self._settings = settings or ControllerSettings()
+        self._base: CommPlan | None = None
+        self._resumed: CommPlan | None = None
+        self._tuner: Tuner | None = None
+        self._is_due = False
+        self._found: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, strategy: Any, arguments: Mapping[str, Any]) -> AutoPlan:
+        """Makes it from the arguments of a strategy; see `TuneOptions.of`."""
+        return cls(strategy, TuneOptions.of(arguments["plan"], arguments["lossy"], arguments))
+
+    def start_fit(self) -> None:
+        """Begins a fit, before the model is wrapped."""
+        strategy, module = self._strategy, self._strategy.lightning_module
+        is_fit = module is not None and has_trainer(module) and module.trainer.state.fn == "fit"
+        self._is_due = self._options is not None and is_fit and strategy.world_size > 1
+        self._resumed = None
+        lossy = self._options.lossy if self._is_due and self._options is not None else ()
+        if strategy.root_device.type == "cpu" and any(compressor.claims.has_c_kernels for compressor in lossy):
+            c_library.load()  # compiled once for a machine, for whoever compresses: not in a step
+        if self._is_due and self._base is None:
+            self._base = strategy.plan
+        elif self._is_due and strategy.plan != self._base:  # that an earlier fit has chosen
+            self._resumed = strategy.plan
+        if self._options is not None and is_fit and strategy.world_size == 1:
+            info("plan='auto': one rank has no gradients to synchronize, so there is nothing to choose.")
+
+    @property
+    def has_decided(self) -> bool:
+        """Whether the plan is not searched for any more, on any rank; after a search it may be again."""
+        return self._tuner is not None and self._tuner.has_decided
+
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+        """Must be called before every batch of a fit, on all ranks."""
+        if self._is_due:
+            self._is_due = False
+            assert self._options is not None
+            assert self._base is not None
+            try:
+                group = borrow_host_group()
+            except RuntimeError as error:
+                warn(
+                    f"plan='auto': the ranks cannot connect over gloo ({error}), so the plan stays.", on_every_rank=True
+                )
+                return
+            self._tuner = Tuner(group, self._strategy, self._options, self._base, self._resumed, self._settings)
+        if self._tuner is not None and not self._tuner.is_over:
+            self._tuner.begin_batch(batch, batch_idx)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what was found in this fit, or in the last one, in types that JSON has; empty but on rank 0."""
+        tuner = self._tuner
+        return self._found if tuner is None or tuner.director is None else summary(tuner.director, tuner.plans)
+
+    def end_fit(self) -> None:
+        """Ends a fit; reports what was found on rank 0."""
+        tuner, self._tuner = self._tuner, None
+        self._is_due = False
+        if tuner is None:
+            return
+        tuner.close()
+        if tuner.director is not None:
+            self._found = summary(tuner.director, tuner.plans)
+            info(f"plan='auto': {self._found['verdict']}")
+
+    def add_choice(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state for a checkpoint with the plan of this moment, if it was chosen."""
+        plan = self._strategy.plan
+        if self._options is None or self._base is None or plan == self._base:
+            return saved
+        choice = dataclasses.replace(CommPlan(bucket_cap_mb=plan.bucket_cap_mb), comm_hook=plan.comm_hook)
+        try:
+            return {**saved, _KEY: choice.to_json()}
+        except ValueError:  # a compressor without a name
+            return saved
+
+    def resume_choice(self, saved: Any) -> None:
+        """Goes on with the plan that a checkpoint holds, if this fit may choose it."""
+        text = saved.get(_KEY) if isinstance(saved, dict) else None
+        if text is None or self._options is None or self._base is None or self._tuner is not None:
+            return
+        try:
+            choice = CommPlan.from_json(text)
+        except OptionError as error:
+            warn(f"plan='auto': the plan in the checkpoint cannot be used: {error}")
+            return
+        plan = dataclasses.replace(self._base, bucket_cap_mb=choice.bucket_cap_mb, comm_hook=choice.comm_hook)
+        if self._options.fits(plan, self._base):
+            self._resumed = plan
+            self._strategy.apply_plan(plan)

@@ -1,0 +1,120 @@
+"""How much faster one plan is than another, from visits that alternate, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+_SURE = 3.5
+"""Standard errors between an estimate and the end of its interval. Visits are few and their noise is not normal: see
+``tests/tune/test_search_simulated.py`` for how often the interval misses."""
+_SIGMA_OF_MEDIAN = 1.2533  # of a median of normally distributed values, over that of their mean
+_SIGMA_OF_SPREAD = {2: 1.7725, 3: 1.3820, 4: 1.4826}  # standard deviation over the median distance from the median
+_PRIOR_VISITS = 4.0  # weight of the noise within visits in an estimate of the noise between them
+_LEAST_SIGMA = 0.002
+_UNSEEN_SIGMA, _UNSEEN_WEIGHT = 0.03, 0.5  # noise from visit to visit, before it was seen
+_MOST = 100.0  # logarithm of a time over another
+
+
+class TimedVisit(NamedTuple):
+    """Steps that were timed in a row with one plan.
+
+    Attributes:
+        arm: index of the plan; 0 is the user's.
+        at_step: the middle of them, in steps since the search began.
+        seconds: of the steps that count; not empty.
+    """
+
+    arm: int
+    at_step: float
+    seconds: tuple[float, ...]
+
+    @property
+    def log_s(self) -> float:
+        return statistics.median(map(math.log, self.seconds))
+
+
+class Gain(NamedTuple):
+    """How much shorter steps are than with the user's plan: 0.2 for steps that take 80 % of the time.
+
+    Attributes:
+        low: of an interval that a chance of about one in a thousand exceeds on either side.
+    """
+
+    gain: float
+    low: float
+    high: float
+
+
+def typical_s(visits: Sequence[TimedVisit], arm: int) -> float:
+    """Returns the time of a step with a plan, the median over its visits."""
+    return math.exp(statistics.median([visit.log_s for visit in visits if visit.arm == arm]))
+
+
+def gains(visits: Sequence[TimedVisit]) -> dict[int, Gain]:
+    """Compares every plan that was visited with the user's, at the time of its visits.
+
+    The user's plan takes part in between, so its time at a visit of another plan is interpolated: what slows all
+    plans down for a while favors none.
+
+    Args:
+        visits: in the order of time, at least one of arm 0.
+
+    Returns:
+        By arm, without 0.
+    """
+    base = [visit for visit in visits if visit.arm == 0]
+    differences: dict[int, list[float]] = {}
+    weights: dict[int, list[list[float]]] = {}
+    for visit in visits:
+        if visit.arm:
+            weight = _interpolation([one.at_step for one in base], visit.at_step)
+            at_base = sum(w * one.log_s for w, one in zip(weight, base, strict=True))
+            differences.setdefault(visit.arm, []).append(at_base - visit.log_s)
+            weights.setdefault(visit.arm, []).append(weight)
+    variance = _visit_variance(visits, differences)
+    found = {}
+    for arm, values in differences.items():
+        shares = [statistics.fmean(column) for column in zip(*weights[arm], strict=True)]
+        error = _SURE * math.sqrt(variance * (1 / len(values) + sum(share**2 for share in shares)))
+        log_gain = statistics.fmean(values)
+        found[arm] = Gain(
+            *(1 - math.exp(min(-value, _MOST)) for value in (log_gain, log_gain - error, log_gain + error))
+        )
+    return found
+
+
+def _interpolation(places: Sequence[float], at: float) -> list[float]:
+    """Returns the weights of values at some places for their linear interpolation at another; constant outside."""
+    weights = [0.0] * len(places)
+    after = next((index for index, place in enumerate(places) if place > at), len(places))
+    if after in (0, len(places)):
+        weights[min(after, len(places) - 1)] = 1.0
+    else:
+        share = (at - places[after - 1]) / (places[after] - places[after - 1])
+        weights[after - 1], weights[after] = 1 - share, share
+    return weights
+
+
+def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[float]]) -> float:
+    """Returns the variance of a visit's ``log_s``, from the steps within visits and from what repeated visits differ.
+
+    The median of absolute distances ignores single steps that took much longer, as the median of a visit does.
+    """
+    distances = [abs(math.log(s) - visit.log_s) for visit in visits if len(visit.seconds) > 1 for s in visit.seconds]
+    num_typical = statistics.median([len(visit.seconds) for visit in visits])
+    spread = statistics.median(distances) * _SIGMA_OF_SPREAD.get(int(num_typical), 1.4826) if distances else 0.0
+    within = (_SIGMA_OF_MEDIAN * max(spread, _LEAST_SIGMA)) ** 2 / num_typical
+    # What the user's plan differs from one visit to the next counts in full: noise that lasts for some visits, but not
+    # for all, would otherwise look like a difference between plans.
+    base = [visit.log_s for visit in visits if visit.arm == 0]
+    squares, freedom = sum((after - before) ** 2 / 2 for before, after in pairwise(base)), len(base) - 1
+    for values in differences.values():
+        mean = statistics.fmean(values)
+        squares += sum((value - mean) ** 2 for value in values) / 1.5  # one visit, and the base's interpolation
+        freedom += len(values) - 1
+    unseen = (_UNSEEN_WEIGHT * _UNSEEN_SIGMA**2 + squares) / (_UNSEEN_WEIGHT + freedom)
+    return max(within, (_PRIOR_VISITS * within + squares) / (_PRIOR_VISITS + freedom), unseen)

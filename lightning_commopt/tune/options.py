@@ -1,0 +1,135 @@
+"""The options ``plan`` and ``lossy`` of a strategy, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors.registry import compressor_from_config
+from lightning_commopt.plan import CommPlan, OptionError, plan_options
+from lightning_commopt.text.validation import did_you_mean
+
+AUTO, NEVER = "auto", "never"
+
+PlanOption = CommPlan | str | Path | None
+LossyOption = str | Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """What ``plan="auto"`` may change.
+
+    Attributes:
+        lossy: compressors that may be chosen.
+        has_fixed_hook: the user has chosen a compressor, which stays.
+        has_fixed_buckets: the user has chosen the buckets, which stay.
+    """
+
+    lossy: tuple[Compressor, ...] = ()
+    has_fixed_hook: bool = False
+    has_fixed_buckets: bool = False
+
+    @classmethod
+    def of(cls, plan: Any, lossy: Any, options: Mapping[str, Any]) -> TuneOptions | None:
+        """Checks the two options beside the others; None unless ``plan`` is "auto".
+
+        Args:
+            plan: as given to a strategy.
+            lossy: as given.
+            options: the plan's options, as given.
+
+        Raises:
+            OptionError: a value is not allowed, two exclude each other, or nothing is left to choose.
+        """
+        allowed = _lossy(lossy)
+        if plan != AUTO:
+            if allowed:
+                raise OptionError(f"lossy={lossy!r} needs plan='auto': it says what that may choose")
+            return None
+        if options.get("ddp_comm_hook") is not None:
+            raise OptionError("plan='auto' and ddp_comm_hook exclude each other: DDP takes one hook")
+        if options.get("uneven_batches") == "allow":
+            raise OptionError("plan='auto' and uneven_batches='allow' exclude each other: ranks are timed together")
+        has_hook = _is_given("comm_hook", options)
+        if has_hook and allowed:
+            raise OptionError(
+                f"lossy={lossy!r} has no effect beside comm_hook={options['comm_hook']!r}, which plan='auto' leaves as"
+                " it is: give one of the two"
+            )
+        has_buckets = options.get("bucket_cap_mb") is not None
+        if has_buckets and not allowed:
+            raise OptionError(
+                f"plan='auto' has nothing to choose: bucket_cap_mb={options['bucket_cap_mb']!r} is given, and"
+                f" {'comm_hook' if has_hook else 'no lossy compressor'} is {'too' if has_hook else 'allowed'}"
+            )
+        return cls(lossy=allowed, has_fixed_hook=has_hook, has_fixed_buckets=has_buckets)
+
+    def fits(self, plan: CommPlan, base: CommPlan) -> bool:
+        """Returns whether a plan is one that may be chosen instead of the user's."""
+        same = dataclasses.replace(plan, bucket_cap_mb=base.bucket_cap_mb, comm_hook=base.comm_hook) == base
+        hooks = (base.comm_hook, *self.lossy)
+        return (
+            same
+            and plan.comm_hook in hooks
+            and (not self.has_fixed_buckets or plan.bucket_cap_mb == base.bucket_cap_mb)
+        )
+
+
+def plan_from_option(plan: Any, options: Mapping[str, Any]) -> CommPlan | None:
+    """Returns the plan that a strategy was given whole, or as a file; None if its options make it.
+
+    Args:
+        plan: as given.
+        options: the plan's options, as given.
+
+    Raises:
+        OptionError: it is neither, the file holds none, or options are given besides.
+    """
+    if plan is None or plan == AUTO:
+        return None
+    if not isinstance(plan, CommPlan | str | Path):
+        raise OptionError(f"plan must be 'auto', a CommPlan, the path of a file or None, got {plan!r}")
+    besides = [name for name in plan_options() if _is_given(name, options)]
+    if besides:
+        raise OptionError(f"plan={plan!r} is a whole plan, and {', '.join(besides)} cannot be given besides")
+    if isinstance(plan, CommPlan):
+        return plan
+    if not Path(plan).is_file():
+        hint = did_you_mean(str(plan), [AUTO])
+        raise OptionError(
+            f"plan must be 'auto', a CommPlan, or the path of a file, and there is no file {plan!r}{hint}"
+        )
+    return CommPlan.load(plan)
+
+
+def _is_given(name: str, options: Mapping[str, Any]) -> bool:
+    """Returns whether an option of a plan is set; a comm hook "none" is not, in any spelling."""
+    value = options.get(name)
+    if name != "comm_hook":
+        return value is not None
+    try:
+        return compressor_from_config(value) is not None
+    except (ValueError, TypeError):
+        return True
+
+
+def _lossy(lossy: Any) -> tuple[Compressor, ...]:
+    if lossy == NEVER or lossy is None:
+        return ()
+    if isinstance(lossy, str) or not isinstance(lossy, Sequence):
+        raise OptionError(
+            f"lossy must be 'never' or a list of compressors that plan='auto' may choose, such as ['bf16', 'int8'],"
+            f" got {lossy!r}"
+        )
+    found = []
+    for config in lossy:
+        try:
+            compressor = compressor_from_config(config)
+        except (ValueError, TypeError) as error:
+            raise OptionError(f"lossy: {error}") from error
+        if compressor is not None and compressor not in found:
+            found.append(compressor)
+    return tuple(found)

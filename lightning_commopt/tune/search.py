@@ -1,0 +1,258 @@
+"""Search: which plan the next steps run with, from the times of those before. Knows no torch and no Lightning.
+
+The user's plan, arm 0, and the candidates take turns. A candidate leaves as soon as it cannot win; one wins that is
+faster beyond the noise. The steps lost to slower plans and to changing plans stay within a budget.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning_commopt.tune.gains import Gain, TimedVisit, gains, typical_s
+
+_NUM_START_STEPS = 3  # of a fit: memory is allocated, kernels are loaded
+_NUM_TRIES = 3  # of a visit in which no step counts, as every one had a validation or another batch size
+_UNKNOWN_SLOWDOWN = 1.5  # of a candidate without a prediction
+_UNKNOWN_CHANGE = 1.0  # steps that a change takes, and that the first step after it takes longer
+_MOST_SLOWDOWN = 1.5  # in a single step that is not the first: the visit ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """How long a search may take, and what it must find.
+
+    Attributes:
+        max_steps: in all, of every plan; with those before it a fit searches for 60.
+        min_gain: share of a step that a plan must save to be chosen.
+        num_settling_steps: after a change of plan, not timed: DDP lays out its buckets after the first of them.
+        num_timed_steps: of a visit.
+    """
+
+    max_steps: int = 49
+    min_gain: float = 0.02
+    num_settling_steps: int = 2
+    num_timed_steps: int = 4
+
+
+class Visit(NamedTuple):
+    """Steps to run with a plan, one after another."""
+
+    arm: int
+    num_steps: int
+
+
+class Report(NamedTuple):
+    """How a visit went.
+
+    Attributes:
+        seconds: of each of its steps, the slowest rank's; NaN where a step does not count.
+        change_s: from the end of the step before to the start of its first one: changing the plan.
+    """
+
+    seconds: tuple[float, ...]
+    change_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        arm: the plan to train with.
+        gains: of all candidates that were timed, by arm.
+        base_s: a step with the user's plan; NaN if none counted.
+        num_steps: that the search took.
+        lost_s: what it cost, over as many steps with the user's plan; negative if it saved time.
+        why: "faster", "none faster", "not sure", "too short" (the run, for its cost) or "unmeasurable".
+    """
+
+    arm: int
+    gains: dict[int, Gain] = field(default_factory=dict)
+    base_s: float = math.nan
+    num_steps: int = 0
+    lost_s: float = 0.0
+    why: str = "none faster"
+
+
+Searching = Generator[Visit, Report, Found]
+
+
+class Search:
+    """One search; `run` is a generator that yields visits, receives their reports and returns what it has found.
+
+    Args:
+        expected: time of a step with each plan over that with the user's, at worst; the first is of arm 0, and None
+            where it is unknown, infinite for one that must not be tried. The most promising first.
+        budget_steps: how many steps with the user's plan the search may cost at most.
+        settings: see there.
+        arm: the plan that steps run with at present.
+        is_start: the fit has just begun.
+        handicaps: by arm, share of a step that it must save beyond what others save, as it has other costs.
+    """
+
+    def __init__(
+        self,
+        expected: Sequence[float | None],
+        budget_steps: float,
+        settings: SearchSettings | None = None,
+        *,
+        arm: int = 0,
+        is_start: bool = True,
+        handicaps: Mapping[int, float] | None = None,
+    ) -> None:
+        self._expected = expected
+        self._candidates = [arm for arm in range(1, len(expected)) if expected[arm] != math.inf]
+        self._budget_steps = budget_steps
+        self._settings = settings or SearchSettings()
+        self._arm = arm
+        self._handicaps = handicaps or {}
+        self._num_first = _NUM_START_STEPS if is_start else 0
+        self._visits: list[TimedVisit] = []
+        self._num_steps = 0
+        self._spent: list[tuple[float, int]] = []  # seconds, and the steps made in them
+        self._change_s: list[float] = []
+        self._settling_s: list[float] = []
+        self._is_too_dear = False
+
+    def run(self) -> Searching:
+        if self._num_first:
+            yield from self._steps(self._arm, self._num_first, is_spent=False)
+        if not (yield from self._visit(0)):
+            return Found(arm=0, num_steps=self._num_steps, why="unmeasurable")
+        active = self._affordable()
+        if not active and self._candidates:
+            return self._found([], "too short")
+        while active:
+            for arm in [*active]:
+                if not self._can_afford(arm):
+                    return self._found(active)
+                yield from self._visit(arm)
+                active = self._promising(active)
+            if len(active) and not self._can_afford(0):
+                return self._found(active)
+            if active:
+                yield from self._visit(0)
+                active = self._promising(active)
+                if self._is_decided(active):
+                    break
+        return self._found(active)
+
+    def _affordable(self) -> list[int]:
+        """Returns as many candidates as the budget probably suffices for, the most promising ones."""
+        change_steps = max(self._change_s, default=_UNKNOWN_CHANGE * self._base_s) / self._base_s
+        num_changes = int(self._budget_steps / max(change_steps, 1e-9))
+        # Each of n candidates and the user's plan are visited twice, and changed to each time.
+        return self._candidates[: max(0, (num_changes - 3) // 2)]
+
+    def _visit(self, arm: int) -> Generator[Visit, Report, bool]:
+        """Times a plan; returns whether any of its steps counted. One that is far slower is left at once."""
+        settings = self._settings
+        if arm != self._arm:
+            first = yield from self._steps(arm, 1)
+            self._settling_s += first
+            if settings.num_settling_steps > 1:
+                others = yield from self._steps(arm, settings.num_settling_steps - 1)
+                if arm and others and min(others) > _MOST_SLOWDOWN * self._base_s:
+                    others += yield from self._steps(arm, 1)  # a single step may be slow by chance
+                    if min(others) > _MOST_SLOWDOWN * self._base_s:
+                        self._visits.append(TimedVisit(arm, self._num_steps, tuple(others)))
+                        return True
+        began, seconds = self._num_steps, list[float]()
+        for _ in range(_NUM_TRIES):
+            seconds += yield from self._steps(arm, settings.num_timed_steps, is_spent=False)
+            if len(seconds) > settings.num_timed_steps // 2:
+                break
+        if seconds and arm:  # not their sum: with the user's plan the same steps would have been slow
+            self._spent.append((statistics.median(seconds) * len(seconds), len(seconds)))
+        if seconds:
+            self._visits.append(TimedVisit(arm, (began + self._num_steps) / 2, tuple(seconds)))
+        return bool(seconds)
+
+    def _steps(self, arm: int, num_steps: int, *, is_spent: bool = True) -> Generator[Visit, Report, list[float]]:
+        """Runs steps; returns the times of those that count."""
+        is_change = arm != self._arm
+        self._arm = arm
+        report = yield Visit(arm, num_steps)
+        self._num_steps += num_steps
+        known = [s for s in report.seconds if not math.isnan(s)]
+        if is_change:
+            self._change_s.append(report.change_s)
+            self._spent.append((report.change_s, 0))
+        if is_spent:
+            self._spent.append((sum(known), len(known)))
+        return known
+
+    @property
+    def _base_s(self) -> float:
+        return typical_s(self._visits, 0)
+
+    @property
+    def lost_steps(self) -> float:
+        """What was lost so far, in steps with the user's plan."""
+        return sum(seconds / self._base_s - num_steps for seconds, num_steps in self._spent)
+
+    def _can_afford(self, arm: int) -> bool:
+        """Returns whether a visit and the way back stay within the budget, and within the number of steps."""
+        settings, base_s = self._settings, self._base_s
+        is_change = arm != self._arm
+        num_steps = settings.num_timed_steps + settings.num_settling_steps * (1 + (arm != 0))
+        if self._num_steps + num_steps > settings.max_steps:
+            return False
+        change_steps = max(self._change_s, default=base_s * _UNKNOWN_CHANGE) / base_s
+        settling_steps = max(0.0, max(self._settling_s, default=base_s * (1 + _UNKNOWN_CHANGE)) / base_s - 1)
+        expected = 1.0
+        if arm:
+            seen = [visit for visit in self._visits if visit.arm == arm]
+            guess = self._expected[arm]
+            expected = typical_s(seen, arm) / base_s if seen else _UNKNOWN_SLOWDOWN if guess is None else guess
+        num_slow = settings.num_settling_steps - 1 + settings.num_timed_steps
+        cost = (is_change + (arm != 0)) * (change_steps + settling_steps) + num_slow * max(0.0, expected - 1)
+        self._is_too_dear = self.lost_steps + cost > self._budget_steps
+        return not self._is_too_dear
+
+    def _promising(self, active: list[int]) -> list[int]:
+        """Returns the candidates that may still be worth choosing."""
+        found = gains(self._visits)
+        best = max((gain.low - self._handicaps.get(arm, 0.0) for arm, gain in found.items()), default=-math.inf)
+        least = max(self._settings.min_gain, best)
+        return [arm for arm in active if arm not in found or found[arm].high >= least]
+
+    def _winner(self, active: list[int]) -> int:
+        """Returns the fastest plan that is faster than the user's beyond the noise, seen twice; 0 if none is."""
+        found, seen = gains(self._visits), [visit.arm for visit in self._visits]
+        net = {arm: gain.gain - self._handicaps.get(arm, 0.0) for arm, gain in found.items()}
+        sure = [
+            arm
+            for arm in active
+            if arm in found and found[arm].low > 0 and net[arm] >= self._settings.min_gain and seen.count(arm) > 1
+        ]
+        return max(sure, key=lambda arm: net[arm], default=0)
+
+    def _is_decided(self, active: list[int]) -> bool:
+        """Returns whether no other plan can be better than the winner by more than hardly anything."""
+        winner = self._winner(active)
+        if not winner:
+            return not active
+        found = gains(self._visits)
+        least = found[winner].gain - self._handicaps.get(winner, 0.0) + self._settings.min_gain
+        others = [arm for arm in active if arm != winner]
+        return all(arm in found and found[arm].high - self._handicaps.get(arm, 0.0) <= least for arm in others)
+
+    def _found(self, active: list[int], why: str | None = None) -> Found:
+        winner, known, base_s = self._winner(active), gains(self._visits), self._base_s
+        if why is None and winner:
+            why = "faster"
+        elif why is None:
+            why = ("too short" if self._is_too_dear else "not sure") if active else "none faster"
+        return Found(
+            arm=winner,
+            gains=known,
+            base_s=base_s,
+            num_steps=self._num_steps,
+            lost_s=self.lost_steps * base_s,
+            why=why,
+        )

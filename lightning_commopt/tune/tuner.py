@@ -1,0 +1,260 @@
+"""Tuner: carries out in one fit, on every rank, what rank 0 decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
+from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.plan import CommPlan, ddp_options
+from lightning_commopt.sync.groups import BorrowedGroups
+from lightning_commopt.text.validation import warn
+from lightning_commopt.tune.cache import describe_fit, load_choice, save_choice
+from lightning_commopt.tune.calibration import Calibration
+from lightning_commopt.tune.controller import ControllerSettings
+from lightning_commopt.tune.director import CALIBRATE, Director
+from lightning_commopt.tune.guard import Guard, error_limit
+from lightning_commopt.tune.options import TuneOptions
+from lightning_commopt.tune.search import Report
+from lightning_commopt.tune.step_timer import StepTimer
+
+_ROW = 128
+"""Numbers that a rank sends: the steps of a visit, at most `WATCH_STEPS`, and the change before it."""
+
+
+class Tuner:
+    """Runs the steps of a fit with the plans that the director on rank 0 wants timed.
+
+    All ranks make it at the same place, and call `begin_batch` before every batch. They exchange a message of a
+    kilobyte at the end of every visit: after some steps during a search, and after a hundred once a plan is chosen.
+
+    Args:
+        group: of all ranks, over gloo, for this tuner alone.
+        strategy: for a Trainer, in a fit of several ranks, between two batches.
+        options: what may be chosen.
+        base: the user's plan.
+        resumed: a plan that was chosen before, and that the strategy has; None to search.
+        settings: what searching may cost.
+
+    Attributes:
+        plans: the user's plan, and the candidates; the same on all ranks.
+        director: on rank 0; None on the others.
+        has_decided: no search is under way.
+    """
+
+    def __init__(
+        self,
+        group: BorrowedGroups,
+        strategy: Any,
+        options: TuneOptions,
+        base: CommPlan,
+        resumed: CommPlan | None,
+        settings: ControllerSettings,
+    ) -> None:
+        self._strategy = strategy
+        self._trainer = strategy.lightning_module.trainer
+        self._options = options
+        self.plans = [base]
+        self._group = group
+        self._timer = StepTimer(strategy.root_device)
+        self._calibration: Calibration | None = None
+        self._arm, self._num_left, self._step = 0 if resumed is None else 1, 0, -1
+        self._change_s = 0.0
+        self._guard: Guard | None = None
+        self._stop_guard: Callable[[], None] = lambda: None
+        self.director: Director | None = None
+        fit = describe_fit(strategy, base) if strategy.global_rank == 0 else None
+        known = None if fit is None or resumed is not None else load_choice(fit, options, base)
+        self._fit, self._saved = fit, known
+        self._share_plans([] if known is None else [known])
+        if resumed is not None:
+            self.plans.append(resumed)
+        if strategy.global_rank == 0:
+            if base.static_graph:  # DDP lays out its buckets one step later
+                search = dataclasses.replace(settings.search, num_settling_steps=settings.search.num_settling_steps + 1)
+                settings = dataclasses.replace(settings, search=search)
+            self.director = Director(self._num_steps(), arm=self._arm, has_known=known is not None, settings=settings)
+        self._undo = [wrap_method(strategy, name, self._exclude) for name in ("on_validation_start", "save_checkpoint")]
+        self._undo.append(wrap_method(strategy, "on_train_end", self._end_fit))
+        self._decide()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to decide."""
+        return self._num_left == 0
+
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+        """Ends the step before, if the batch begins one; then changes the plan if it is time."""
+        step = batches_that_stepped(self._trainer)
+        is_new = step != self._step
+        if is_new and self._step >= 0:
+            if batch_idx == 0:
+                self._timer.exclude()  # the dataloaders started again
+            self._timer.end_step()
+            self._num_left -= 1
+        self._step = step
+        if self._calibration is not None:
+            self._calibration.begin_batch(is_new_step=is_new)
+        if self._num_left == 0:
+            self._end_visit()
+            if self.is_over:
+                return
+            if self._calibration is not None:
+                self._calibration.begin_batch(is_new_step=True)
+        if self._guard is not None and is_new:
+            self._guard.begin_step()
+        self._timer.add_batch(batch)
+
+    def close(self) -> None:
+        """Stops timing; the plan stays."""
+        while self._undo:
+            self._undo.pop()()
+        if self._calibration is not None:
+            self._calibration.close()
+            self._calibration = None
+        self._guard_plan(None)
+
+    def _guard_plan(self, plan: CommPlan | None) -> None:
+        """Guards the averages of a lossy plan that was chosen; None to stop."""
+        is_lossy = plan is not None and plan.comm_hook is not None and plan.comm_hook.claims.is_lossy
+        if self._guard is not None and not is_lossy:
+            self._guard.close()
+            self._guard = None
+            self._stop_guard()
+        elif self._guard is None and is_lossy:
+            self._guard = guard = Guard(self._strategy, self._group.all_ranks)
+
+            def after_backward(inner: Callable[..., None], *args: Any) -> None:
+                inner(*args)
+                guard.end_backward()
+
+            self._stop_guard = wrap_method(self._strategy, "post_backward", after_backward)
+
+    def _exclude(self, inner: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._timer.exclude()
+        inner(*args, **kwargs)
+
+    def _end_fit(self, inner: Callable[..., None], *args: Any) -> None:
+        self._group.return_to_pool()  # all ranks are here
+        inner(*args)
+
+    def _end_visit(self) -> None:
+        seconds, ended_s = self._timer.take(), time.perf_counter()
+        if self._calibration is not None:
+            self._end_calibration(self._calibration)
+            self._calibration = None
+            ended_s, before_s = time.perf_counter(), ended_s
+            if self.director is not None:
+                self.director.aside_s = ended_s - before_s
+        row = torch.full((_ROW,), math.nan, dtype=torch.float64, device="cpu")
+        row[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64, device="cpu")
+        row[-2], row[-1] = math.nan if self._guard is None else self._guard.error, self._change_s
+        rows = [torch.empty_like(row) for _ in range(self._strategy.world_size)]
+        dist.all_gather(rows, row, group=self._group.all_ranks)
+        if self.director is not None:
+            slowest = torch.stack(rows).amax(dim=0).tolist()  # NaN where one rank has it
+            self._check(slowest[-2])
+            self.director.advance(Report(tuple(slowest[: len(seconds)]), slowest[-1]))
+            self._save_choice()
+        self._decide()
+        self._change_s = time.perf_counter() - ended_s
+
+    def _decide(self) -> None:
+        """Does what rank 0 wants to be done next."""
+        message = torch.zeros(3, dtype=torch.int64, device="cpu")
+        if self.director is not None:
+            message = torch.tensor([*self.director.visit, self.director.is_timed], device="cpu")
+        dist.broadcast(message, src=0, group=self._group.all_ranks)
+        arm, self._num_left, is_timed = message.tolist()
+        if arm != self._arm:
+            self._change_to(arm)
+        self._guard_plan(self.plans[arm] if arm > 0 and not is_timed else None)
+        self.has_decided = self.is_over or not is_timed
+        self._timer.restart(is_exact=bool(is_timed))
+        if self.is_over:
+            self.close()
+            self._group.return_to_pool()
+
+    def _check(self, error: float) -> None:
+        """Forbids the compressor in use if the guard finds its averages to be far off; on rank 0."""
+        hook = self.plans[max(0, self._arm)].comm_hook
+        assert self.director is not None
+        if hook is not None and error > error_limit(hook):
+            self.director.forbid([arm for arm, plan in enumerate(self.plans) if arm and plan.comm_hook == hook])
+            warn(
+                f"plan='auto': averages of comm_hook={compressor_name(hook)!r} are off by {error:.2g} of the gradient's"
+                f" norm, and {error_limit(hook):.2g} is its limit: training goes on with {self.plans[0].name}."
+            )
+
+    def _change_to(self, arm: int) -> None:
+        self._arm = arm
+        plan = self.plans[max(0, arm)]
+        is_observable = plan.comm_hook is not None or bool(self._strategy.sync_observers)
+        if arm == CALIBRATE:
+            self._calibration = Calibration(self._strategy, self._options)
+        if (
+            plan != self._strategy.plan or not is_observable
+        ):  # DDP's own average must be wrapped to be observed, and back
+            self._apply(plan)
+
+    def _apply(self, plan: CommPlan) -> None:
+        """Changes the plan; the parameters are equal on all ranks, and not sent again where this torch allows it."""
+        kwargs = self._strategy._ddp_kwargs
+        is_added = "init_sync" in ddp_options() and "init_sync" not in kwargs
+        if is_added:
+            kwargs["init_sync"] = False
+        try:
+            self._strategy.apply_plan(plan)
+        finally:
+            if is_added:
+                kwargs.pop("init_sync", None)
+
+    def _end_calibration(self, calibration: Calibration) -> None:
+        """Measures compressors, and has rank 0 choose the candidates."""
+        calibration.close()
+        steps, base = calibration.steps(), self.plans[0]
+        costs = calibration.measure()
+        is_rank_0 = self.director is not None
+        ranks: list[Any] | None = [None] * self._strategy.world_size if is_rank_0 else None
+        dist.gather_object(steps, ranks, dst=0, group=self._group.all_ranks)
+        plans: list[CommPlan] = []
+        if self.director is not None and ranks is not None:
+            try:
+                self.director.shortlist = calibration.shortlist(ranks, base, costs, self.director.base_s)
+                plans = [one.plan for one in self.director.shortlist.candidates]
+            except Exception as error:  # a prediction must not end a fit, and the other ranks wait
+                warn(f"plan='auto': step times cannot be predicted ({type(error).__name__}: {error}).")
+        self._share_plans(plans)
+
+    def _share_plans(self, plans: list[CommPlan]) -> None:
+        """Makes the candidates of rank 0 known to all ranks."""
+        base = self.plans[0]
+        hooks = (base.comm_hook, *self._options.lossy)
+        sent: list[Any] = [[(plan.bucket_cap_mb, hooks.index(plan.comm_hook)) for plan in plans]]
+        dist.broadcast_object_list(sent, src=0, group=self._group.all_ranks)
+        others = [dataclasses.replace(base, bucket_cap_mb=cap, comm_hook=hooks[index]) for cap, index in sent[0]]
+        self.plans = [base, *others]
+
+    def _save_choice(self) -> None:
+        controller = None if self.director is None else self.director.controller
+        if self._fit is None or controller is None or not controller.searches or controller.is_searching:
+            return
+        chosen = self.plans[max(0, controller.chosen)]
+        if chosen not in (self._saved, self.plans[0]):
+            self._saved = chosen
+            save_choice(self._fit, chosen)
+
+    def _num_steps(self) -> float:
+        try:
+            total = self._trainer.estimated_stepping_batches
+        except MisconfigurationException:  # accumulation that changes from epoch to epoch
+            return math.inf
+        return float(total - batches_that_stepped(self._trainer))

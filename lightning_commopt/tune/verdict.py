@@ -1,0 +1,102 @@
+"""What a search has found, in words and for the record of a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.text.formatting import MILLISECONDS, short_percent
+from lightning_commopt.tune.candidates import Candidate
+from lightning_commopt.tune.controller import Controller
+from lightning_commopt.tune.director import Director
+
+_WHY = {
+    "none faster": "no candidate is faster than it",
+    "not sure": "no candidate is faster beyond the noise of the steps",
+    "too short": "the fit is too short to try more within 1 % of its time",
+    "unmeasurable": "no step could be timed: each had a validation or batches of other shapes",
+}
+
+_HIDDEN = ": backward hides gradient sync as far as any could"
+
+
+def verdict(director: Director, plans: list[CommPlan]) -> str:
+    """Returns one or more sentences: what was chosen, predicted and measured, and what else would help."""
+    sentences = [_choice(director, plans)]
+    if director.shortlist is not None and director.shortlist.not_allowed:
+        name, share = max(director.shortlist.not_allowed.items(), key=lambda item: item[1])
+        sentences.append(
+            f"{name}, lossy, would save up to {short_percent(share)} of a step: lossy=[{name!r}] allows it."
+        )
+    return " ".join(sentences)
+
+
+def summary(director: Director, plans: list[CommPlan]) -> dict[str, Any]:
+    """Returns the search in types that JSON has, for ``run.json``."""
+    controller, shortlist = director.controller, director.shortlist
+    searches = controller.searches if controller is not None else []
+    predicted = [] if shortlist is None else [shortlist.base, *shortlist.candidates]
+    return {
+        "status": director.status if not searches else searches[-1].why,
+        "base_step_s": _finite(searches[-1].base_s if searches else director.base_s),
+        "chosen": plans[_chosen(controller)].name,
+        "num_search_steps": sum(found.num_steps for found in searches),
+        "lost_steps": director.lost_steps + sum(found.lost_s / found.base_s for found in searches if found.base_s > 0),
+        "calibration_lost_steps": director.lost_steps,
+        "candidates": [
+            {
+                "plan": plan.name,
+                "predicted_s": predicted[arm].predicted_s if arm < len(predicted) else None,
+                "gain": None if not searches or arm not in searches[-1].gains else list(searches[-1].gains[arm]),
+            }
+            for arm, plan in enumerate(plans)
+        ],
+        "not_allowed": {} if shortlist is None else dict(shortlist.not_allowed),
+        "events": [list(event) for event in (controller.events if controller is not None else [])],
+        "verdict": verdict(director, plans),
+    }
+
+
+def _choice(director: Director, plans: list[CommPlan]) -> str:
+    own = f"The plan stays: {plans[0].name}"
+    controller = director.controller
+    if director.status == "too short":
+        return f"{own}. The fit is too short to look for a better one within 1 % of its time."
+    if director.status == "measuring":
+        return f"{own}. The fit ended before its steps were measured."
+    if director.status == "unpredictable":
+        return f"{own}. Its steps do not show what gradient sync costs."
+    if director.status == "nothing promising":
+        helps = director.shortlist is not None and bool(director.shortlist.not_allowed)
+        return f"{own}. No {'allowed plan' if helps else 'plan'} is predicted to be faster{'' if helps else _HIDDEN}."
+    if director.status == "resumed" and controller is not None and not controller.searches:
+        return f"The plan of the checkpoint stays: {plans[_chosen(controller)].name}."
+    if controller is None or not controller.searches:
+        return f"{own}. The fit ended within the search."
+    found, arm = controller.searches[-1], _chosen(controller)
+    if not arm:
+        rolled = any(event.what == "rolled back" for event in controller.events)
+        why = "a faster plan did not stay faster" if found.arm and rolled else _WHY.get(found.why, found.why)
+        return f"{own}, after {found.num_steps} steps of search: {why}."
+    gain, base_s = found.gains[arm], found.base_s
+    after = f"{MILLISECONDS.text(base_s * (1 - gain.gain))} a step instead of {MILLISECONDS.text(base_s)}"
+    between = f"{short_percent(gain.gain)} less, {short_percent(gain.low)} to {short_percent(gain.high)}"
+    measured = f"{after} ({between}){_predicted(director, arm)}"
+    return f"Chosen after {found.num_steps} steps of search: {plans[arm].name}, {measured}."
+
+
+def _predicted(director: Director, arm: int) -> str:
+    if director.shortlist is None or arm > len(director.shortlist.candidates):
+        return ""
+    one: Candidate = director.shortlist.candidates[arm - 1]
+    low, high = MILLISECONDS.text(one.low_s), MILLISECONDS.text(one.high_s)
+    return f"; predicted were {MILLISECONDS.text(one.predicted_s)} ({low} to {high})"
+
+
+def _chosen(controller: Controller | None) -> int:
+    return 0 if controller is None else max(0, controller.chosen)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,65 @@
+"""Fits with plan="auto" whose step times and candidates are given, so that its decisions depend on no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.tune import cache
+from lightning_commopt.tune.calibration import Calibration
+from lightning_commopt.tune.candidates import Candidate, Shortlist
+from lightning_commopt.tune.step_timer import StepTimer
+from lightning_commopt.tune.tuner import Tuner
+
+BASE_S = 100.0
+"""A step with the user's plan: so long that changing a plan takes no time beside it."""
+
+
+@contextmanager
+def scripted(
+    candidates: Mapping[CommPlan, float], *, num_steps: float = 1e5, folder: str | None = None
+) -> Generator[list[CommPlan], None, None]:
+    """Within it a fit finds the given plans promising, and their steps take the given shares of the user's.
+
+    Args:
+        candidates: plans, and their times over that of the user's plan.
+        num_steps: that fits believe to have.
+        folder: where choices are kept; None for a new one.
+
+    Yields:
+        The plan of every step that was timed.
+    """
+    steps: list[CommPlan] = []
+    predict = Calibration.shortlist
+    init = Tuner.__init__
+    tuners: list[Tuner] = []
+
+    def begin(tuner: Tuner, *args: Any) -> None:
+        tuners.append(tuner)
+        init(tuner, *args)
+
+    def shortlist(calibration: Calibration, ranks: Any, base: CommPlan, *args: Any) -> Shortlist:
+        real = predict(calibration, ranks, base, *args)
+        assert real.base.predicted_s > 0
+        found = [Candidate(plan, share, share, share) for plan, share in candidates.items()]
+        return Shortlist(Candidate(base, 1.0, 1.0, 1.0), tuple(found), {"int8": 0.31})
+
+    def take(timer: StepTimer) -> list[float]:
+        plan = tuners[-1]._strategy.plan
+        steps.extend([plan] * len(timer._spans))
+        return [candidates.get(plan, 1.0) * BASE_S] * len(timer._spans)
+
+    with (
+        TemporaryDirectory() as new,
+        patch.object(cache, "_folder", lambda: Path(folder or new)),
+        patch.object(Tuner, "__init__", begin),
+        patch.object(Tuner, "_num_steps", lambda tuner: num_steps),
+        patch.object(Calibration, "shortlist", shortlist),
+        patch.object(StepTimer, "take", take),
+    ):
+        yield steps

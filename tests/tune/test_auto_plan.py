@@ -1,0 +1,178 @@
+"""Fits with plan="auto" on real ranks: what it chooses, and that training is what it would be without."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from lightning_commopt import CommOptDDP, CommPlan
+from lightning_commopt.tune import tuner as tuner_module
+from support.lightnings import DDPStrategy, LightningModule, ModelCheckpoint
+from support.ranks import run_ranks
+from support.scripted_tuning import scripted
+from support.strategy_models import Gan, Manual, Params, Tiny, Unused, assert_same, loader, numbers, trainer
+
+_SMALL = CommPlan(bucket_cap_mb=0.001)
+_VIEW = CommPlan(bucket_cap_mb=100)
+_MODES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "plain": (Tiny, {}, {}),
+    "accumulated": (Tiny, {}, {"accumulate_grad_batches": 2}),
+    "static graph": (Tiny, {"static_graph": True}, {}),
+    "bucket view": (Tiny, {"gradient_as_bucket_view": True}, {}),
+    "manual": (Manual, {}, {}),
+    "two optimizers": (Gan, {"find_unused_parameters": True}, {}),
+    "unused": (lambda: Unused(now_and_then=True), {"find_unused_parameters": True}, {}),
+    "validated": (Tiny, {}, {"val_check_interval": 2}),
+}
+
+
+def _fit(strategy: Any, module: LightningModule, epochs: int = 40, **options: Any) -> Params:
+    has_validation = "val_check_interval" in options
+    trainer(strategy, max_epochs=epochs, **options).fit(module, loader(), loader() if has_validation else None)
+    return numbers(module)
+
+
+def _fit_modes(modes: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in modes:
+        model, arguments, options = _MODES[name]
+        base = CommPlan(**arguments)
+        faster, slower = (CommPlan.from_dict({**base.to_dict(), **plan.to_dict()}) for plan in (_SMALL, _VIEW))
+        with scripted({faster: 0.7, slower: 1.1}) as steps:
+            strategy = CommOptDDP(plan="auto", **arguments)
+            trained = _fit(strategy, model(), **options)
+        plain = _fit(DDPStrategy(**arguments), model(), **options)
+        found[name] = trained, plain, strategy.plan == faster, strategy.auto_plan.describe(), len({*steps})
+    return found
+
+
+@cache
+def _two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(_fit_modes, list(_MODES))
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_it_chooses_and_trains_the_same_bits(mode: str) -> None:
+    """If it fails, tuning loses or repeats gradients, or ranks disagree about the plan."""
+    for rank, results in enumerate(_two_ranks()):
+        trained, plain, has_chosen, found, num_plans = results[mode]
+        assert_same(trained, plain)
+        assert has_chosen, found
+        assert num_plans == 3
+        assert bool(found) == (rank == 0)
+    found = _two_ranks()[0][mode][3]
+    assert found["status"] == "faster"
+    assert found["num_search_steps"] <= 60
+    assert "lossy=['int8'] allows it" in found["verdict"]
+
+
+def test_three_ranks_train_the_same_up_to_the_order_of_sums() -> None:
+    """If it fails, a new layout of buckets changes more than the order in which ranks are added."""
+    for results in run_ranks(_fit_modes, ["plain"], world_size=3):
+        trained, plain, has_chosen, *_ = results["plain"]
+        assert has_chosen
+        assert_same(trained, plain, rtol=1e-5)
+
+
+def _fit_lossy(folder: str) -> dict[str, Any]:
+    int8 = CommPlan.from_dict({"comm_hook": "int8"})
+    found: dict[str, Any] = {}
+    with scripted({int8: 0.6}):
+        strategy = CommOptDDP(plan="auto", lossy=["int8", "bf16"])
+        saved = ModelCheckpoint(dirpath=folder, save_last=True)
+        found["params"] = _fit(strategy, Tiny(), callbacks=[saved], enable_checkpointing=True)
+        found["chosen"] = strategy.plan.name
+        for resumes in ({"lossy": ["int8"]}, {"lossy": "never"}):
+            again = CommOptDDP(plan="auto", **resumes)
+            module = Tiny()
+            trainer(again, max_epochs=41).fit(module, loader(), ckpt_path=f"{folder}/last.ckpt")
+            found[f"resumed {resumes['lossy']}"] = again.plan.name, again.auto_plan.describe().get("status")
+        with (
+            patch.object(tuner_module, "error_limit", lambda compressor: 0.0),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            guarded = CommOptDDP(plan="auto", lossy=["int8"])
+            _fit(guarded, Tiny(), epochs=60)
+        found["guarded"] = guarded.plan.name
+        found["warnings"] = [str(one.message) for one in caught if "averages of comm_hook" in str(one.message)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def lossy(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Returns what each rank found in fits that may compress."""
+    return run_ranks(_fit_lossy, str(tmp_path_factory.mktemp("lossy")))
+
+
+def test_lossy_where_allowed(lossy: list[dict[str, Any]]) -> None:
+    """If it fails, a compressor that was allowed is not used, or ranks end with different parameters."""
+    first, second = lossy
+    assert first["chosen"] == second["chosen"] == "int8"
+    assert_same(second["params"], first["params"])
+    assert all(np.isfinite(values).all() for values in first["params"].values())
+
+
+def test_a_checkpoint_keeps_the_plan(lossy: list[dict[str, Any]]) -> None:
+    """If it fails, a resumed fit searches again, or compresses although that is no longer allowed."""
+    assert lossy[0]["resumed ['int8']"] == ("int8", "resumed")
+    assert lossy[1]["resumed ['int8']"] == ("int8", None)
+    assert lossy[0]["resumed never"] == ("uncompressed", "measuring")
+
+
+def test_the_guard_falls_back_to_the_users_plan(lossy: list[dict[str, Any]]) -> None:
+    """If it fails, training goes on with averages that are far off, or reports it with every step."""
+    assert [rank["guarded"] for rank in lossy] == ["uncompressed", "uncompressed"]
+    assert len(lossy[0]["warnings"]) == 1
+    assert "comm_hook='int8'" in lossy[0]["warnings"][0]
+    assert not lossy[1]["warnings"]
+
+
+def _fit_with_worse() -> tuple[str, str | None]:
+    with scripted({_SMALL: 1.3}):
+        strategy = CommOptDDP(plan="auto")
+        _fit(strategy, Tiny())
+    return strategy.plan.name, strategy.auto_plan.describe().get("status")
+
+
+def test_worse_candidates_are_not_kept() -> None:
+    """If it fails, a fit goes on with a plan that is slower than the user's."""
+    assert run_ranks(_fit_with_worse) == [("uncompressed", "none faster"), ("uncompressed", None)]
+
+
+def _fit_cached(folder: str) -> list[tuple[str, int, int]]:
+    found = []
+    for arguments in ({}, {}, {"static_graph": True}, {"lossy": ["bf16"]}):
+        small = CommPlan.from_dict({**_SMALL.to_dict(), "static_graph": arguments.get("static_graph")})
+        with scripted({small: 0.7}, folder=folder) as steps:
+            strategy = CommOptDDP(plan="auto", **arguments)
+            _fit(strategy, Tiny())
+        found.append((strategy.plan.name, strategy.auto_plan.describe().get("num_search_steps", 0), steps.index(small)))
+    return found
+
+
+def test_a_choice_is_tried_first_in_the_next_fit(tmp_path: Path) -> None:
+    """If it fails, every fit predicts anew what the last one has found, or takes what another kind of fit has found."""
+    first, again, static, lossy = run_ranks(_fit_cached, str(tmp_path))[0]
+    assert first[0] == again[0] == lossy[0] == "uncompressed, 0.001 MB buckets"
+    assert static[0] == "uncompressed, 0.001 MB buckets, static graph"
+    assert again[1] == lossy[1] < 60
+    assert again[2] < first[2]
+    assert len([*tmp_path.rglob("*.json")]) == 2
+
+
+def _fit_alone() -> dict[str, Any]:
+    strategy = CommOptDDP(plan="auto", lossy=["bf16"])
+    _fit(strategy, Tiny(), epochs=1)
+    return strategy.auto_plan.describe()
+
+
+def test_one_rank_chooses_nothing() -> None:
+    """If it fails, plan="auto" breaks a fit of one process, or times its steps."""
+    assert run_ranks(_fit_alone, world_size=1) == [{}]

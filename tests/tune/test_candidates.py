@@ -1,0 +1,78 @@
+"""Which plans are tried, from what the model of a step predicts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lightning_commopt import CommPlan
+from lightning_commopt.compressors import compressor_from_config
+from lightning_commopt.cost.compressor_cost import own_average
+from lightning_commopt.cost.link import Link
+from lightning_commopt.cost.predict import predict
+from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.plan import ddp_options
+from lightning_commopt.tune.candidates import MAX_CANDIDATES, Shortlist, shortlist
+from lightning_commopt.tune.options import TuneOptions
+
+_GRADIENTS = tuple(Gradient(f"layer.{i}", (1024, 1024), 4, 0.01 * (i + 1)) for i in range(20))
+_WORKLOAD = Workload(gradients=_GRADIENTS, forward_s=0.1, backward_s=0.2, rest_s=0.01, num_ranks=2)
+_OWN = own_average(s_per_byte=0.0, num_ranks=2)
+_INT8, _BF16 = map(compressor_from_config, ("int8", "bf16"))
+_COSTS = {compressor: dataclasses.replace(_OWN, compressor=compressor) for compressor in (None, _INT8, _BF16)}
+
+
+def _list(link: Link, lossy: tuple[str, ...] = (), base: CommPlan | None = None, **options: bool) -> Shortlist:
+    base = base or CommPlan()
+    allowed = TuneOptions(lossy=tuple(map(compressor_from_config, lossy)), **options)  # type: ignore[arg-type]
+    measured_s = predict(base, _WORKLOAD, link, _COSTS).step_s
+    return shortlist(base, allowed, _WORKLOAD, link, _COSTS, measured_s)
+
+
+_SLOW, _FAST = Link(hop_s=1e-4, s_per_byte=8e-9), Link(hop_s=1e-6, s_per_byte=1e-12)
+
+
+def test_a_slow_link_promises_something() -> None:
+    """If it fails, nothing is tried where compression or other buckets are predicted to help."""
+    found = _list(_SLOW, ("bf16", "int8"))
+    plans = [one.plan for one in found.candidates]
+    assert 0 < len(plans) <= MAX_CANDIDATES
+    assert {plan.comm_hook for plan in plans} >= {_BF16, _INT8}
+    assert [one.predicted_s for one in found.candidates] == sorted(one.predicted_s for one in found.candidates)
+    assert all(one.predicted_s < found.base.predicted_s for one in found.candidates)
+    assert all(one.low_s <= one.predicted_s <= one.high_s for one in found.candidates)
+
+
+def test_lossless_stays_lossless_and_names_what_would_help() -> None:
+    """If it fails, a compressor is used that nobody has allowed, or nobody learns that it would help."""
+    found = _list(_SLOW)
+    assert all(one.plan.comm_hook is None for one in found.candidates)
+    assert found.not_allowed["int8"] > found.not_allowed["bf16"] > 0
+    assert "int8" not in _list(_SLOW, ("int8",)).not_allowed
+
+
+def test_a_fast_link_needs_nothing() -> None:
+    """If it fails, steps are spent on a search although communication is hidden."""
+    found = _list(_FAST, ("bf16", "int8"))
+    assert found.candidates == ()
+    assert found.not_allowed == {}
+
+
+@pytest.mark.parametrize("cap", [1, 25])
+def test_what_the_user_has_fixed_stays(cap: float) -> None:
+    """If it fails, an option that a user has set is changed."""
+    base = CommPlan(bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    found = _list(_SLOW, ("int8",), base, has_fixed_buckets=True)
+    assert [one.plan for one in found.candidates] == [dataclasses.replace(base, comm_hook=_INT8)]
+    fixed = _list(_SLOW, (), CommPlan(comm_hook=_INT8), has_fixed_hook=True)
+    assert all(one.plan.comm_hook == _INT8 for one in fixed.candidates)
+    assert fixed.not_allowed == {}
+
+
+def test_unused_parameters_take_no_layout_lists() -> None:
+    """If it fails, buckets are laid out for an order of gradients that changes."""
+    found = _list(_SLOW, ("bf16",), CommPlan(find_unused_parameters=True))
+    assert not any(isinstance(one.plan.bucket_cap_mb, tuple) for one in found.candidates)
+    if "bucket_cap_mb_list" in ddp_options():
+        assert any(isinstance(one.plan.bucket_cap_mb, tuple) for one in _list(_SLOW, ("bf16",)).candidates)

@@ -1,0 +1,132 @@
+"""The controller in simulated fits: it must never harm, and must find what is there."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import pytest
+
+from lightning_commopt.tune.controller import Controller
+from lightning_commopt.tune.search import Report
+from support.simulated_fit import NOISES, Change, Outcome, simulate
+
+_WORSE = [
+    [1.0, 1.02, 1.1, 1.3],
+    [1.0, 1.01, 1.01, 1.01],
+    [1.0, 2.5, 1.0, 1.05],
+    [1.0],
+]
+_BETTER = [[1.0, 0.8, 1.1, 1.02], [1.0, 0.6, 0.55, 0.9], [1.0, 1.2, 0.7]]
+
+
+def _percentile(outcomes: Sequence[Outcome], share: float) -> float:
+    ratios = sorted(outcome.ratio for outcome in outcomes)
+    return ratios[min(len(ratios) - 1, int(share * len(ratios)))]
+
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_candidates_that_are_worse_cost_at_most_a_percent(kind: str) -> None:
+    """If it fails, a fit whose plan was the best trains longer with plan="auto"."""
+    outcomes = [
+        simulate(arms_s, num_steps, kind, seed)
+        for arms_s in _WORSE
+        for num_steps in (100, 1000, 3000)
+        for seed in range(25)
+    ]
+    assert statistics.fmean(outcome.ratio for outcome in outcomes) < 1.005
+    assert _percentile(outcomes, 0.99) <= 1.0101
+
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_it_finds_the_best_plan(kind: str) -> None:
+    """If it fails, a better plan that was tried is not chosen. Much noise may hide a gain of 20 %: then nothing is."""
+    outcomes = [(arms_s, simulate(arms_s, 3000, kind, seed)) for arms_s in _BETTER for seed in range(30)]
+    near = [arms_s[outcome.arm] <= 1.03 * min(arms_s) for arms_s, outcome in outcomes]
+    assert statistics.fmean(near) > {"large": 0.75, "bursts": 0.5, "tails": 0.75, "wandering": 0.9}.get(kind, 0.95)
+    assert _percentile([outcome for _, outcome in outcomes], 0.99) <= 1.01
+    assert max(outcome.controller.searches[0].num_steps for _, outcome in outcomes) <= 60
+
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_a_link_that_changes_makes_it_search_again(kind: str) -> None:
+    """If it fails, the plan that was the best at the start stays when another one is."""
+    change = Change(5000, [0.5, 0.65, 0.55, 0.7])
+    outcomes = [simulate([1.0, 0.7, 0.9, 1.2], 12000, kind, seed, change=change) for seed in range(10)]
+    assert sum(outcome.arm == 0 for outcome in outcomes) >= 9
+    slower = Change(2000, [3.0, 1.2, 1.4, 2.2])
+    outcomes = [simulate([1.0, 1.2, 1.4, 1.2], 5000, kind, seed, change=slower) for seed in range(10)]
+    assert sum(outcome.arm == 1 for outcome in outcomes) >= 8
+    assert all(outcome.ratio < 1.01 for outcome in outcomes)
+
+
+def test_a_run_too_short_tries_nothing() -> None:
+    """If it fails, a short fit pays for a search that it cannot get back."""
+    outcome = simulate([1.0, 0.5], 60, "small", 0)
+    assert outcome.ratio == pytest.approx(1)
+    assert outcome.controller.searches[0].why == "too short"
+
+
+def test_an_unknown_number_of_steps_is_paid_for_by_what_was_trained() -> None:
+    """If it fails, a fit of unknown length may search away its time, or never searches."""
+    outcome = simulate([1.0, 0.5], 50, "small", 0, known_steps=math.inf)
+    assert outcome.ratio == pytest.approx(1)
+    assert simulate([1.0, 0.5], 4000, "small", 0, known_steps=math.inf).arm == 1
+    worse = [simulate([1.0, 1.3], 4000, "small", seed, known_steps=math.inf).ratio for seed in range(20)]
+    assert max(worse) < 1.01
+
+
+def test_a_prediction_keeps_a_slow_candidate_from_being_tried() -> None:
+    """If it fails, a candidate that the budget cannot pay for is tried, and the whole run takes longer."""
+    assert simulate([1.0, 30.0], 1500, "small", 0, expected=[1.0, 30.0]).ratio == pytest.approx(1)
+    assert simulate([1.0, 3.0], 1500, "small", 0).ratio < 1.01
+
+
+def test_a_handicap_leaves_ties_to_others() -> None:
+    """If it fails, a fit compresses where a lossless plan is as fast."""
+    for times_s, arm in (((1.0, 0.7, 0.71), 2), ((1.0, 0.5, 0.71), 1)):
+        controller = Controller([None] * 3, 10000, handicaps={1: 0.02})
+        while controller.is_searching:
+            visit = controller.visit
+            controller.advance(Report((times_s[visit.arm],) * visit.num_steps, 0.1))
+        assert controller.visit.arm == arm
+
+
+def test_steps_that_do_not_count_are_replaced() -> None:
+    """If it fails, validations or odd batches in a visit decide on its plan, or end the search."""
+    controller, num_visits = Controller([None, None], 10000), 0
+    while controller.is_searching:
+        visit = controller.visit
+        seconds = [math.nan if step % 2 else (1.0, 0.7)[visit.arm] for step in range(visit.num_steps)]
+        controller.advance(Report(tuple(seconds), 0.1))
+        num_visits += 1
+        assert num_visits < 60
+    assert controller.visit.arm == 1
+    never = Controller([None, None], 10000)
+    while never.is_searching:
+        never.advance(Report((math.nan,) * never.visit.num_steps))
+    assert never.searches[0].why == "unmeasurable"
+
+
+def test_a_choice_that_does_not_hold_is_rolled_back() -> None:
+    """If it fails, a plan that won by chance stays."""
+    controller = Controller([None, None], 100000)
+    while controller.is_searching:
+        controller.advance(Report(((1.0, 0.7)[controller.visit.arm],) * controller.visit.num_steps, 0.1))
+    assert controller.visit.arm == 1
+    controller.advance(Report((1.05,) * controller.visit.num_steps))
+    assert controller.visit.arm == 0
+    assert [event.what for event in controller.events] == ["rolled back"]
+
+
+def test_a_plan_that_was_found_before_is_watched_only() -> None:
+    """If it fails, a resumed fit searches again, or never notices that the link has changed."""
+    controller = Controller([None, None], 100000, arm=1, skips_search=True)
+    for _ in range(5):
+        assert controller.visit.arm == 1
+        controller.advance(Report((1.0,) * controller.visit.num_steps))
+    for _ in range(4):
+        if not controller.is_searching:
+            controller.advance(Report((2.0,) * controller.visit.num_steps))
+    assert controller.is_searching
