@@ -4,7 +4,6 @@ Half of what compressors for DDP do. Each rank sends one message to the owner of
 float32 what all have sent of it: gradients are rounded once, and the mean is not.
 
 Shapes: ``W`` ranks; ``s`` elements in a shard, which are the columns of one or several parameters, one behind another.
-Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ _RESIDUAL_FORMAT = BlockFormat(8, 128)
 
 
 class ShardedCompressor(ABC):
-    """Settings of one way to average shards; what changes from step to step lives in its state.
-
-    Concrete classes are frozen dataclasses, compared by value.
-    """
+    """Settings of one way to average shards, a frozen dataclass; what changes from step to step is in its state."""
 
     @property
     @abstractmethod

@@ -65,11 +65,7 @@ def verdict(
         headline, recommendations = "One rank: there are no gradients to synchronize.", data
     elif not costs.comm_s > 0:
         headline = _without_sync(world_size, operations)
-        observable = (
-            'Trainer(strategy="commopt_ddp"), or Lightning\'s "ddp": their gradient sync can be observed. With other'
-            " strategies the phases of a step are timed, and from torch 2.14 on the collectives of each."
-        )
-        recommendations = [observable, *data]
+        recommendations = [*_for_sharded(operations), *data]
     elif costs.straggler_rank is not None:
         headline = (
             f"The other ranks wait for rank {costs.straggler_rank}, which computes"
@@ -98,6 +94,22 @@ def _without_sync(world_size: int, operations: Sequence[Operation]) -> str:
         f"Forward and backward issue {num_calls:.3g} collectives a step, of {byte_unit(num_bytes).text(num_bytes)} in"
         " all. How long the step waits for them is not measured."
     )
+
+
+def _for_sharded(operations: Sequence[Operation]) -> list[str]:
+    """Recommends what to do where gradient sync as such cannot be observed."""
+    num_bytes = sum(one.num_bytes for one in operations if one.operation == "reduce_scatter")
+    if num_bytes >= _SMALL_BYTES:
+        return [
+            'CommOptModelParallel(comm_hook="int8"), lossy, if this is FSDP2:'
+            f" {byte_unit(num_bytes).text(num_bytes)} in reduce-scatters become about a byte for each gradient."
+        ]
+    if any(one.num_bytes >= _SMALL_BYTES for one in operations):
+        return []
+    return [
+        'Trainer(strategy="commopt_ddp"), or Lightning\'s "ddp": their gradient sync can be observed. With other'
+        " strategies the phases of a step are timed, and from torch 2.14 on the collectives of each."
+    ]
 
 
 def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:

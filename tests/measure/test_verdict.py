@@ -198,11 +198,16 @@ def test_collectives_of_sharded_training() -> None:
     ]
     nothing = {name: 0.0 for name in sample_metrics() if name in ("comm_s", "exposed_s", "exposed_wait_s")}
     settings: dict[str, Any] = {"world_size": 8, "comm_hook": "none", "is_lossy": False}
-    found = verdict({**sample_metrics(), **nothing}, **settings, operations=operations).headline
-    assert "4 collectives a step, of 16.0 MB in all." in found
-    assert (
-        "No gradient sync" in verdict({**sample_metrics(), **nothing}, **settings, operations=operations[2:]).headline
+    found, compressed, unseen = (
+        verdict({**sample_metrics(), **nothing}, **settings, operations=some)
+        for some in (operations, operations[:1], operations[2:])
     )
+    assert "4 collectives a step, of 16.0 MB in all." in found.headline
+    assert 'CommOptModelParallel(comm_hook="int8")' in found.recommendations[0]
+    assert "8.00 MB" in found.recommendations[0]
+    assert not any("strategy=" in text or "ModelParallel" in text for text in compressed.recommendations)
+    assert "No gradient sync" in unseen.headline
+    assert 'strategy="commopt_ddp"' in unseen.recommendations[0]
 
 
 def test_before_the_first_step() -> None:
