@@ -66,8 +66,11 @@ def register_with(module: ModuleType) -> None:
     def model_parallel(**arguments: Any) -> Any:
         return import_module(ours).CommOptModelParallel(**arguments)
 
+    # As in `aliases`.
+    from lightning_commopt.compressors.sharded import SHARDED
+
     register_aliases(getattr(module, registry), strategy)
-    for comm_hook in (None, "bf16", "int8", "int4") if ours != "lightning_commopt.fabric" else ():
+    for comm_hook in (None, *SHARDED) if ours != "lightning_commopt.fabric" else ():
         name = f"{MODEL_PARALLEL}{f'_{comm_hook}' if comm_hook else ''}"
         if name not in getattr(module, registry):
             shown = f"CommOptModelParallel({f'comm_hook={comm_hook!r}' if comm_hook else ''})"

@@ -84,6 +84,7 @@ class Controller:
         self._settings = settings or ControllerSettings()
         self._arm = arm
         self._num_done = 0
+        self._base_steps = 0.0  # as many of the present length took as long as what was trained so far
         self.lost_steps = lost_steps
         self._is_start = is_start
         self._handicaps = handicaps
@@ -97,6 +98,7 @@ class Controller:
     def advance(self, report: Report) -> Visit:
         """Takes the report of `visit`, and returns the next one."""
         self._num_done += self.visit.num_steps
+        self._base_steps += self.visit.num_steps
         self.visit = self._visits.send(report)
         return self.visit
 
@@ -124,7 +126,7 @@ class Controller:
 
     def _search(self) -> Generator[Visit, Report, None]:
         is_first = not self.searches
-        known = self._num_done if math.isinf(self._num_steps) else self._num_steps
+        known = self._base_steps + (0 if math.isinf(self._num_steps) else self._num_steps - self._num_done)
         budget = self._settings.max_regret * known * (_FIRST_SHARE if is_first else _ALL_SHARE) - self.lost_steps
         search = Search(
             self._expected,
@@ -171,6 +173,9 @@ class Controller:
             num_odd = num_odd + 1 if has_shifted else 0
             if num_odd > 1 and self._num_done >= not_before:
                 self.events.append(Event(self._num_done, "drift"))
+                if not self._arm:  # a fit that has become slower has a larger budget
+                    self._base_steps *= reference / look.step_s
+                    self.lost_steps *= reference / look.step_s
                 return
 
 

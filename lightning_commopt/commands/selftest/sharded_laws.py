@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,9 @@ from lightning_commopt.commands.selftest.sharded_steps import (
     run_steps,
 )
 from lightning_commopt.commands.selftest.steps import of_all_ranks
-from lightning_commopt.compressors.sharded import ShardedCompressor, sharded_from_config
+from lightning_commopt.compressors.sharded import ShardedBf16, ShardedCompressor, ShardedInt4, ShardedInt8
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.sharded import check_available
-
-_EXAMPLES: tuple[Mapping[str, object], ...] = (
-    {"name": "bf16"},
-    {"name": "int8"},
-    {"name": "int8", "stochastic_rounding": True},
-    {"name": "int8", "error_feedback": True, "block_size": 64},
-    {"name": "int4"},
-    {"name": "int4", "error_feedback": True},
-)
 
 ShardedLaw = Callable[[ShardedSetup, ShardedCompressor], None]
 """Runs on every rank. Raises an AssertionError that says what is wrong, after the last collective."""
@@ -38,7 +29,11 @@ SHARDED_LAWS: dict[str, ShardedLaw] = {}
 
 def sharded_examples() -> list[ShardedCompressor]:
     """Returns compressors with all options that change what they compute."""
-    return [compressor for config in _EXAMPLES if (compressor := sharded_from_config(config)) is not None]
+    int8, int4 = ShardedInt8, ShardedInt4
+    return [
+        *(ShardedBf16(), int8(), int8(stochastic_rounding=True), int8(error_feedback=True, block_size=64)),
+        *(int4(), int4(error_feedback=True)),
+    ]
 
 
 def _law(name: str) -> Callable[[ShardedLaw], ShardedLaw]:

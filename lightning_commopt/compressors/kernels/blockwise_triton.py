@@ -194,8 +194,8 @@ def _average(
     H: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    blocks, elements, fits, inside, is_whole = positions(0, num_blocks, numel, TILE, B, H)
-    value = average_tile(received, blocks, num_blocks, fits, ROWS_ALIGNED, WORLD_SIZE, TILE, B, H)
+    blocks, elements, fits, inside, is_whole = positions(tl.program_id(0), 0, num_blocks, numel, TILE, B, H)
+    value = average_tile(received, WORLD_SIZE, blocks, num_blocks, fits, ROWS_ALIGNED, WORLD_SIZE, TILE, B, H)
     store(mean + elements, value.to(mean.dtype.element_ty), inside, is_whole)
 
 
