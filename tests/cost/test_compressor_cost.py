@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from lightning_commopt.compressors import Hierarchical
+from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.cost.workload import Gradient
 from support.every_compressor import COMPRESSORS
@@ -16,7 +19,8 @@ IN_ONE_GROUP = {name: one for name, one in COMPRESSORS.items() if "hierarchical"
 
 @pytest.fixture(scope="module")
 def costs() -> dict[str, CompressorCost]:
-    found = measure_costs(IN_ONE_GROUP.values(), GRADIENTS, torch.device("cpu"), 2)
+    with mock.patch.object(compressor_cost, "LARGE_BYTES", 2**20):
+        found = measure_costs(IN_ONE_GROUP.values(), GRADIENTS, torch.device("cpu"), 2)
     assert found.keys() == {*IN_ONE_GROUP.values()}
     return {name: found[one] for name, one in IN_ONE_GROUP.items()}
 

@@ -1,5 +1,6 @@
 """The state of ``CommOptModelParallel``'s ``comm_hook`` in checkpoints."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommOptModelParallel, shard
+from support.cross_section import sampled
 from support.lightnings import Callback
 from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FEEDBACK = {"name": "int8", "error_feedback": True, "block_size": 16}
+_INT4 = {**FEEDBACK, "name": "int4", "block_size": 32}
 
 
 class _Sharded(Tiny):
@@ -65,8 +68,11 @@ def _resumed(folder: Path, comm_hook: Any, distributed: bool) -> tuple[Params, P
     return whole, resumed, own
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("comm_hook", [FEEDBACK, {"name": "int8", "stochastic_rounding": True}], ids=str)
+@pytest.mark.parametrize(
+    ("comm_hook", "distributed"),
+    sampled(product([FEEDBACK, {"name": "int8", "stochastic_rounding": True}], [True, False]), [(FEEDBACK, True)]),
+    ids=str,
+)
 def test_resumes_bit_for_bit(tmp_path: Path, comm_hook: Any, distributed: bool) -> None:
     """If it fails, an interrupted training differs from one that was not."""
     for whole, resumed, own in run_ranks(_resumed, tmp_path, comm_hook, distributed):
@@ -82,9 +88,12 @@ def _loaded(path: Path, distributed: bool, comm_hook: Any) -> dict[str, Tensor]:
     return _fit(path, comm_hook, resume=True, epochs=3, distributed=distributed)[1]
 
 
-@pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize(
-    ("world_size", "comm_hook"), [(3, FEEDBACK), (2, {**FEEDBACK, "name": "int4", "block_size": 32})]
+    ("world_size", "comm_hook", "distributed"),
+    sampled(
+        [(*case, yes) for case in ((3, FEEDBACK), (2, _INT4)) for yes in (True, False)],
+        [(3, FEEDBACK, True)],
+    ),
 )
 def test_other_ranks_and_options_keep_the_mean_residual(
     tmp_path: Path, world_size: int, comm_hook: Any, distributed: bool
