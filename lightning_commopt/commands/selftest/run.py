@@ -147,7 +147,7 @@ def _run(check: Check, place: TestDevices) -> Outcome:
     numbers, trace = {}, ""
     try:
         if check.is_on_ranks:
-            status, detail, numbers = run_on(place, _run_on_rank, CHECKS.index(check))[0]
+            status, detail, numbers = run_on(place, _run_on_rank, check.name)[0]
         else:
             status, detail, numbers = _try_check(check, place)
     except Exception as error:  # the file with the other results must be written
@@ -156,10 +156,11 @@ def _run(check: Check, place: TestDevices) -> Outcome:
     return Outcome(name=check.name, status=status, detail=detail, seconds=seconds, numbers=numbers, trace=trace)
 
 
-def _run_on_rank(index: int, place: TestDevices) -> tuple[Status, str, dict[str, Any]]:
+def _run_on_rank(name: str, place: TestDevices) -> tuple[Status, str, dict[str, Any]]:
     if place.device_type == "cuda":
         torch.cuda.set_device(place.device(dist.get_rank()))
-    return _try_check(CHECKS[index], place)
+    (check,) = (each for each in CHECKS if each.name == name)  # the order is that of imports, which differs
+    return _try_check(check, place)
 
 
 def _try_check(check: Check, place: TestDevices) -> tuple[Status, str, dict[str, Any]]:
