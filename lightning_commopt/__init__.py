@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from lightning_commopt.launch.nccl_options import NcclOptions
     from lightning_commopt.lightning import CommOptDDP, CommOptModelParallel
     from lightning_commopt.plan import CommPlan, OptionError
-    from lightning_commopt.sharding import shard
+    from lightning_commopt.strategy.sharding import shard
 else:
     _MODULES = {
         "CommPlan": "lightning_commopt.plan",
         "NcclOptions": "lightning_commopt.launch.nccl_options",
         "OptionError": "lightning_commopt.plan",
-        "shard": "lightning_commopt.sharding",
+        "shard": "lightning_commopt.strategy.sharding",
     }
     _PACKAGES = ("baselines", "callbacks", "compressors", "fabric", "metrics", "plan")
 

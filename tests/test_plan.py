@@ -41,11 +41,11 @@ class OwnFeedback(Compressor):
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         return {"residual": torch.zeros(layout.numel)}
 
-    def rounds(self, *args: Any, **kwargs: Any) -> Rounds:
-        raise NotImplementedError
+    def rounds(self, flat: torch.Tensor, layout: Layout, state: State, channel: Any, carried: Any = None) -> Rounds:
+        yield channel.all_reduce(flat)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        raise NotImplementedError
+        return layout.numel * 4
 
     def residual(self, layout: Layout, state: State, given: torch.Tensor | None = None) -> torch.Tensor:
         return state["residual"]

@@ -155,6 +155,19 @@ def is_lightnings_ddp(strategy: object) -> bool:
     return cls.__name__ == "DDPStrategy" and cls.__module__ in {f"{package}.strategies.ddp" for package in PACKAGES}
 
 
+def arguments_of_ddp(strategy: Any) -> dict[str, Any]:
+    """Returns what Lightning's ``DDPStrategy`` was made with, but for its comm hook and its precision."""
+    return {
+        "parallel_devices": strategy.parallel_devices,
+        "cluster_environment": strategy.cluster_environment,
+        "checkpoint_io": strategy._checkpoint_io,
+        "process_group_backend": strategy.process_group_backend,
+        "timeout": strategy._timeout,
+        "start_method": strategy._start_method,
+        **strategy._ddp_kwargs,
+    }
+
+
 def comm_hook_of(strategy: object) -> Callable[..., Any] | None:
     """Returns the ``ddp_comm_hook`` of Lightning's ``DDPStrategy``; None for other strategies, or if it has none."""
     return getattr(strategy, "_ddp_comm_hook", None)

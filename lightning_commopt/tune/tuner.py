@@ -200,9 +200,8 @@ class Tuner:
         is_observable = plan.comm_hook is not None or bool(self._strategy.sync_observers)
         if arm == CALIBRATE:
             self._calibration = Calibration(self._strategy, self._options)
-        if (
-            plan != self._strategy.plan or not is_observable
-        ):  # DDP's own average must be wrapped to be observed, and back
+        # DDP's own average must be wrapped to be observed, and back.
+        if plan != self._strategy.plan or not is_observable:
             self._apply(plan)
 
     def _apply(self, plan: CommPlan) -> None:

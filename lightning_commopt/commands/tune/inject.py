@@ -44,9 +44,9 @@ def _tuned_strategy(strategy: Any, ours: Any) -> Any:
     """Returns what takes the place of a Trainer's strategy.
 
     Raises:
-        ValueError: it is none of DDP's.
+        ValueError: it is none of DDP's, or has a comm hook.
     """
-    from lightning_commopt.compat.lightning import is_lightnings_ddp
+    from lightning_commopt.compat.lightning import arguments_of_ddp, comm_hook_of, is_lightnings_ddp
     from lightning_commopt.strategy.aliases import aliases
     from lightning_commopt.strategy.ddp import CommOptStrategy
 
@@ -57,12 +57,9 @@ def _tuned_strategy(strategy: Any, ours: Any) -> Any:
             raise ValueError(f"commopt tune is for DDP, and the Trainer has strategy={strategy!r}")
         strategy = ours(**(known or {}))
     elif is_lightnings_ddp(strategy):
-        strategy = ours(
-            process_group_backend=strategy.process_group_backend,
-            timeout=strategy._timeout,
-            start_method=strategy._start_method,
-            **strategy._ddp_kwargs,
-        )
+        if comm_hook_of(strategy) is not None:
+            raise ValueError("commopt tune has nothing to choose: the Trainer's DDPStrategy has a ddp_comm_hook")
+        strategy = ours(**arguments_of_ddp(strategy))
     elif not isinstance(strategy, CommOptStrategy):
         raise ValueError(f"commopt tune is for DDP, and the Trainer has strategy={strategy!r}")
     _tune(strategy)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_commopt.sharding import shard
+from lightning_commopt.strategy.sharding import shard
 
 _MIN_UNIT_NUMEL = 10_000_000
 

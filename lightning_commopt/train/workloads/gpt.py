@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics.text import Perplexity
 
-from lightning_commopt.sharding import shard
+from lightning_commopt.strategy.sharding import shard
 
 _NUM_BYTES = 256
 _VALIDATION_EVERY = 10

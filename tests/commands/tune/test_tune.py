@@ -18,6 +18,7 @@ import sys
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -33,7 +34,9 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-strategy = {"name": "ddp", "object": DDPStrategy(gradient_as_bucket_view=True), "fsdp": "fsdp"}[sys.argv[1]]
+strategies = {"name": "ddp", "object": DDPStrategy(gradient_as_bucket_view=True), "fsdp": "fsdp"}
+strategies["hook"] = DDPStrategy(ddp_comm_hook=bf16_compress_hook)
+strategy = strategies[sys.argv[1]]
 quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 num_epochs = 20 if sys.argv[2] == "2" else 1  # one rank has nothing to find
 trainer = Trainer(accelerator="cpu", devices=int(sys.argv[2]), strategy=strategy, max_epochs=num_epochs, **quiet)
@@ -72,6 +75,7 @@ def test_it_finds_a_plan_and_writes_it(tmp_path: Path) -> None:
             *(("fsdp", "2"), (), 1, "commopt tune is for DDP, and the Trainer has strategy='fsdp'"),
             marks=pytest.mark.exhaustive,
         ),
+        (("hook", "2"), (), 1, "the Trainer's DDPStrategy has a ddp_comm_hook"),
         (("name", "2"), ("--lossy", "int7"), 2, "lossy: .*int7"),
         (("name", "2"), ("--output", "nowhere/plan.json"), 2, "there is no folder"),
     ],
