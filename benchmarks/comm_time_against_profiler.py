@@ -1,9 +1,9 @@
 """What CommTimeMonitor measures against what torch.profiler sees of the same steps.
 
 Trains with both at once. Total: time in which a collective was under way. From the profiler's trace: the union of
-NCCL's kernels (CUDA) or of gloo's all-reduces (CPU). Exposed: the part of NCCL's kernels that no other kernel covers.
-On CPU a trace does not give that: it does not show when a bucket was ready, as gloo's spans begin when one of its
-threads takes them up.
+NCCL's kernels (CUDA) or of gloo's all-reduces (CPU), whose spans begin when one of its threads takes them up. Exposed:
+the part of NCCL's kernels that no other kernel covers; on CPU, for each step, from the call of its last all-reduce to
+the end of all of them.
 
 python benchmarks/comm_time_against_profiler.py --device cuda --output benchmarks/results/...
 torchrun's ranks on one GPU need --share-gpu: each pretends to be a host of its own.
@@ -89,7 +89,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
             callbacks=[comm_time, ProfiledSteps(trace)],
         )
         records = read_run(folder)[0].steps[NUM_WARMUP_STEPS:]
-        profiled = from_trace(json.loads(trace.read_text())["traceEvents"], arguments.device)
+        num_buckets = len(records[-1].buckets)
+        profiled = from_trace(json.loads(trace.read_text())["traceEvents"], arguments.device, num_buckets)
     if rank == 0:
         ours = {
             "total_s": sum(record.totals.wire_s for record in records),
@@ -98,12 +99,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
         print(RESULT + json.dumps({"ours": ours, "profiler": profiled, "num_steps": len(records)}), flush=True)
 
 
-def from_trace(events: list[dict[str, Any]], device: str) -> dict[str, float]:
-    """Returns the seconds in which collectives were under way, and on CUDA those that nothing covered.
+def from_trace(events: list[dict[str, Any]], device: str, num_buckets: int) -> dict[str, float]:
+    """Returns the seconds in which collectives were under way, and those that were exposed.
 
     Args:
         events: of a Chrome trace.
         device: "cpu" or "cuda".
+        num_buckets: of a step.
     """
     if device == "cuda":
         kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -111,7 +113,13 @@ def from_trace(events: list[dict[str, Any]], device: str) -> dict[str, float]:
         others = [interval(event) for event in kernels if "nccl" not in event["name"].lower()]
         both = covered_s([*nccl, *others])
         return {"total_s": covered_s(nccl), "exposed_s": both - covered_s(others)}
-    return {"total_s": covered_s(interval(event) for event in events if event.get("name") == "gloo:all_reduce")}
+    spans = [interval(event) for event in events if event.get("name") == "gloo:all_reduce"]
+    calls_s = sorted(interval(event)[0] for event in events if event.get("name") == "c10d::allreduce_")
+    ends_s = sorted(end_s for _, end_s in spans)
+    assert len(calls_s) == len(ends_s), "a call for each all-reduce"
+    last = slice(num_buckets - 1, None, num_buckets)
+    exposed_s = sum(end_s - call_s for call_s, end_s in zip(calls_s[last], ends_s[last], strict=True))
+    return {"total_s": covered_s(spans), "exposed_s": exposed_s}
 
 
 def interval(event: dict[str, Any]) -> Interval:

@@ -7,9 +7,10 @@ its steps. In both parts the baseline comes twice: its difference to itself is t
 stores the medians of the differences to the baseline of the same turn, with bootstrap 95 % intervals.
 
 Other work on the machine may hide a few tenths of a millisecond. So our blocks count a second time, by the processor
-time of the whole process, all its threads. And a third part adds up the processor time that the main thread spends in
-our code: in the callbacks, the ends of windows included, and in DDP's hook, with the start of the all-reduce, which DDP
-would have to make as well. No profiler is attached to the process; the window of CUDAProfilerWindow never opens.
+time of the whole process, all its threads. And a third part adds up the processor time that threads spend in our code:
+in the callbacks, the ends of windows included, and in the hooks of process groups; where torch has none of those, in
+DDP's hook, with the start of the all-reduce, which DDP would have to make as well. No profiler is attached to the
+process; the window of CUDAProfilerWindow never opens. The same under FSDP2, with three collectives for each layer.
 
 python benchmarks/measuring_overhead.py --output benchmarks/results/measuring_overhead_HARDWARE_DATE.json
 python benchmarks/measuring_overhead.py --device cuda --output ...
@@ -23,15 +24,18 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.strategies import ModelParallelStrategy
 from results_file import median_with_interval, write_result
 from rich.console import Console
 from rich.table import Table
@@ -39,8 +43,11 @@ from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, CUDAProfilerWindow, HangMonitor, NVTXRanges
+from lightning_commopt.compat import collectives
 from lightning_commopt.measure.observer import SyncObserver
+from lightning_commopt.measure.recorder import _IssuedCollective
 from lightning_commopt.sync.observed import ObservedAllReduce, observe, stop_observing
+from lightning_commopt.sync.observed_reducer import _IssuedBucket
 
 RESULT = "RESULT "
 NEVER = 10**9
@@ -147,14 +154,22 @@ def peer(variant: str, folder: str) -> Any:
     return None
 
 
-def fit(arguments: argparse.Namespace, num_steps: int, folder: str, callbacks: list[Callback], profiler: Any) -> None:
-    """Trains for so many steps."""
+def fit(
+    arguments: argparse.Namespace,
+    num_steps: int,
+    folder: str,
+    callbacks: list[Callback],
+    profiler: Any = None,
+    num_sharded_layers: int = 0,
+) -> None:
+    """Trains for so many steps: in DDP, or if so many layers are given, each sharded by FSDP2."""
     train_gpt(
         num_steps=num_steps,
         batch_size=arguments.batch_size,
+        num_layers=num_sharded_layers or 2,
         accelerator=arguments.device,
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=CommOptDDP(),
+        strategy=ModelParallelStrategy() if num_sharded_layers else CommOptDDP(),
         logger=CSVLogger(folder, name="", version="csv"),
         log_every_n_steps=10,
         profiler=profiler,
@@ -170,7 +185,7 @@ def time_ours(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]
     with tempfile.TemporaryDirectory() as folder:
         variants = {name: our_callbacks(name, folder) for name in OURS}
         switch = Switch(variants, order, arguments.num_steps)
-        fit(arguments, len(order) * arguments.num_steps, folder, [switch, times], None)
+        fit(arguments, len(order) * arguments.num_steps, folder, [switch, times])
     return {
         "ours": medians_by_turn(times.ends, order, arguments.num_steps),
         "ours_processor": medians_by_turn(times.processor, order, arguments.num_steps),
@@ -202,8 +217,8 @@ def time_peers(arguments: argparse.Namespace) -> list[dict[str, float]]:
     return turns
 
 
-def time_host(arguments: argparse.Namespace) -> dict[str, float]:
-    """Returns the processor seconds of a step in each of our parts."""
+def time_host(arguments: argparse.Namespace, num_steps: int, num_sharded_layers: int = 0) -> dict[str, float]:
+    """Returns the seconds of a step, and its processor seconds in each of our parts."""
     spent_s: defaultdict[str, float] = defaultdict(float)
 
     def time_method(owner: Any, name: str, label: str) -> None:
@@ -217,16 +232,23 @@ def time_host(arguments: argparse.Namespace) -> dict[str, float]:
             finally:
                 spent_s[label] += time.thread_time() - started
 
-        setattr(owner, name, timed)
+        patches.enter_context(patch.object(owner, name, timed))
 
-    with tempfile.TemporaryDirectory() as folder:
+    times = StepTimes()
+    with ExitStack() as patches, tempfile.TemporaryDirectory() as folder:
         callbacks = our_callbacks("all three callbacks", folder)
         for callback in callbacks:
             for name in HOOKS:
                 time_method(callback, name, type(callback).__name__)
         time_method(ObservedAllReduce, "reduce", "DDP's hook")
-        fit(arguments, arguments.num_host_steps, folder, callbacks, None)
-    return {label: seconds / arguments.num_host_steps for label, seconds in spent_s.items()}
+        for owner, name in (
+            *((collectives._GroupHooks, name) for name in ("_before", "_after")),
+            *((owner, "end") for owner in (_IssuedBucket, _IssuedCollective)),
+        ):
+            time_method(owner, name, "process groups' hooks")
+        fit(arguments, num_steps, folder, [*callbacks, times], num_sharded_layers=num_sharded_layers)
+    step_s = float(np.median(np.diff(times.ends)[NUM_SETTLING_STEPS:]))
+    return {"a step": step_s, **{label: seconds / num_steps for label, seconds in spent_s.items()}}
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
@@ -236,7 +258,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    result = {**time_ours(arguments), "peers": time_peers(arguments), "host_s": time_host(arguments)}
+    result = {
+        **time_ours(arguments),
+        "peers": time_peers(arguments),
+        "host_s": time_host(arguments, arguments.num_host_steps),
+    }
+    if arguments.num_sharded_layers:
+        result["sharded_host_s"] = time_host(arguments, arguments.num_host_steps // 5, arguments.num_sharded_layers)
     if rank == 0:
         print(RESULT + json.dumps(result), flush=True)
 
@@ -275,6 +303,7 @@ def main() -> None:
     parser.add_argument("--num-turns", type=int, default=40, help="blocks of each variant of ours")
     parser.add_argument("--num-peer-turns", type=int, default=10, help="fits with each other profiler")
     parser.add_argument("--num-host-steps", type=int, default=400, help="whose processor time is added up")
+    parser.add_argument("--num-sharded-layers", type=int, default=31, help="of a GPT under FSDP2; 0 for none")
     parser.add_argument("--num-steps", type=int, default=24, help=f"in a block; the first {NUM_SETTLING_STEPS} settle")
     parser.add_argument("--num-ranks", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=12, help="sequences in a batch of one rank")
@@ -293,7 +322,9 @@ def main() -> None:
     rows = {part: summary(result[part]) for part in ("ours", "ours_processor", "peers")}
     for part, of_part in rows.items():
         print_table(of_part, f"{part}: added to each step")
-    print("processor time, us a step:", {label: round(1e6 * seconds) for label, seconds in result["host_s"].items()})
+    for part in ("host_s", "sharded_host_s"):
+        spent_us = {label: round(1e6 * seconds) for label, seconds in result.get(part, {}).items()}
+        print(f"{part}: processor time, us a step:", spent_us)
     if arguments.output:
         settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
         write_result(arguments.output, {"settings": settings, "summary": rows, **result}, load)

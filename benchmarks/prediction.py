@@ -107,7 +107,8 @@ def learn(ranks: list[dict[str, Any]], base: int, burst_bytes: float) -> Basis:
 def on_shared_cores(basis: Basis, factor: float) -> Basis:
     """Returns the basis where each core has ``factor`` ranks: what they compute takes as much longer."""
     costs = {hook: cost.slower(factor) for hook, cost in basis.costs.items()}
-    link = dataclasses.replace(basis.link, cpu_s_per_byte=factor * basis.link.cpu_s_per_byte)
+    cpu_s = {name: factor * getattr(basis.link, name) for name in ("cpu_s_per_byte", "cpu_s_per_message")}
+    link = dataclasses.replace(basis.link, **cpu_s)
     return dataclasses.replace(basis, workload=basis.workload.slower(factor), costs=costs, link=link)
 
 

@@ -22,7 +22,7 @@ from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.attach import attach_bucket_hook
-from lightning_commopt.sync.observed import look_for_kept_gradients, observe_all_reduce
+from lightning_commopt.sync.observed import before_backward, observe_all_reduce
 from lightning_commopt.sync.rewrap import unwrap
 
 RESULT = "RESULT "
@@ -58,7 +58,7 @@ class Training:
         recorder.enter("forward")
         times.begin_forward()
         loss = F.cross_entropy(wrapped(self.inputs), self.labels)
-        look_for_kept_gradients(wrapped)
+        before_backward(wrapped)
         recorder.enter("backward")
         times.begin_backward()
         loss.backward()

@@ -25,6 +25,7 @@ from rich.table import Table
 from lightning_commopt.launch.lab import NetLab, why_not
 
 RESULT = "RESULT "
+MODELS = ("mlp", "vit", "mobilenet")
 CAPS_MB = (None, 1, 2, 5, 10, 100)
 
 
@@ -76,7 +77,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Runs all jobs, prints and stores the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["mlp", "resnet18", "vit"])
+    parser.add_argument("--models", nargs="+", default=["mlp", "vit", "mobilenet"], choices=MODELS)
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "unlimited"])
     parser.add_argument("--num-hosts", nargs="+", type=int, default=[2, 3])
     parser.add_argument("--lossless", action="store_true", help="no compressors in the grid, and none allowed")

@@ -56,7 +56,7 @@ class PhaseCallback(Callback):
         self._enter("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        before_backward(trainer.strategy)
+        before_backward(trainer.strategy.model)
         self._enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

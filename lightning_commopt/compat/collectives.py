@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from lightning_commopt.compat.torch import sparse_values
+from lightning_commopt.text.validation import warn_once
 
 _HOOK_ID = 0x434F4D4D
 _OPERATIONS = {
@@ -30,27 +34,45 @@ class Issued(Protocol):
         """It has completed; called on any thread, once at most."""
 
 
+Listener = Callable[[str, int], "Issued | None"]
+"""Called on the issuing thread before each collective, with the name of the operation and its bytes: those of its
+inputs or of its outputs, whichever are more. Returns what observes its completion, if wanted."""
+
+
 def has_collective_hooks() -> bool:
     """Returns whether this torch has hooks of process groups."""
     return dist.is_available() and hasattr(dist.ProcessGroup, "register_pre_hook")
+
+
+def listen(group: dist.ProcessGroup, listener: Listener, *, sees_end: bool) -> Callable[[], None]:
+    """Notifies ``listener`` of every collective that this process issues on a group, until the result is called.
+
+    Args:
+        group: not kept alive.
+        listener: see `Listener`.
+        sees_end: observe completion too, of operations that have a future; for CPU tensors. One listener that wants it
+            is enough for all of the group.
+    """
+    hooks = _HOOKS.get(group)
+    if hooks is None:
+        hooks = _HOOKS[group] = _GroupHooks(group)
+    hooks.listeners.append(listener)
+    hooks.sees_end |= sees_end
+    return lambda: hooks.remove(listener)
 
 
 class CollectiveHooks:
     """Observes every collective that this process issues, until `close`, whoever issues it.
 
     Args:
-        issue: called on the issuing thread before each collective, with the name of the operation and its bytes: those
-            of its inputs or of its outputs, whichever are more.
-        sees_end: observe completion, of operations that have a future; for CPU tensors.
+        listener: see `Listener`.
+        sees_end: see `listen`.
     """
 
-    def __init__(self, issue: Callable[[str, int], Issued], *, sees_end: bool) -> None:
-        self._issue, self._sees_end = issue, sees_end
-        self._groups: list[dist.ProcessGroup] = []
+    def __init__(self, listener: Listener, *, sees_end: bool) -> None:
+        self._listener, self._sees_end = listener, sees_end
+        self._removers: WeakKeyDictionary[dist.ProcessGroup, Callable[[], None]] = WeakKeyDictionary()
         self._num_known = 0
-        self._open: dict[tuple[int, int], Issued] = {}
-        members: Mapping[str, Any] = torch._C._distributed_c10d.HookOpName.__members__
-        self._names = {value: _name_of(name) for name, value in members.items() if name not in _IGNORED}
         self.update()
 
     def update(self) -> None:
@@ -60,45 +82,85 @@ class CollectiveHooks:
             return
         self._num_known = len(groups)
         for group in list(groups):
-            if isinstance(group, dist.ProcessGroup) and not any(known is group for known in self._groups):
-                self._groups.append(group)
-                self._register(group, len(self._groups))
+            if isinstance(group, dist.ProcessGroup) and group not in self._removers:
+                self._removers[group] = listen(group, self._listener, sees_end=self._sees_end)
 
     def close(self) -> None:
-        """Removes all hooks. A collective that is under way may still be observed to end."""
-        while self._groups:
-            group = self._groups.pop()
+        """Ends. A collective that is under way may still be observed to end."""
+        removers, self._removers = self._removers, WeakKeyDictionary()
+        for remove in removers.values():
+            remove()
+
+
+class _GroupHooks:
+    """The two hooks of one process group, which all listeners share."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.listeners: list[Listener] = []
+        self.sees_end = False
+        self._group = ref(group)
+        self._open: dict[int, list[Issued]] = {}
+        self._without_future: set[Any] = set()
+        members: Mapping[str, Any] = torch._C._distributed_c10d.HookOpName.__members__
+        self._names = {value: _name_of(name) for name, value in members.items() if name not in _IGNORED}
+        group.register_pre_hook(_HOOK_ID, self._guarded(self._before))
+        group.register_post_hook(_HOOK_ID, self._guarded(self._after))
+
+    def remove(self, listener: Listener) -> None:
+        if listener in self.listeners:
+            self.listeners.remove(listener)
+        group = self._group()
+        if not self.listeners and group is not None and _HOOKS.pop(group, None) is not None:
             group.unregister_pre_hook(_HOOK_ID)
             group.unregister_post_hook(_HOOK_ID)
 
-    def _register(self, group: dist.ProcessGroup, number: int) -> None:
-        names, issue, collectives = self._names, self._issue, self._open
-        without_future: set[Any] = set()
-
-        def before(args: Any) -> None:
-            name = names.get(args.name)
-            if name is not None:
-                # Each access makes a list of tensors.
-                sent = 0 if name == "all_gather" else sum([tensor.nbytes for tensor in args.input_tensors])
-                received = 0 if name in _INPUTS_ARE_MORE else sum([tensor.nbytes for tensor in args.output_tensors])
-                collectives[number, args.op_id] = issue(name, max(sent, received))
-
-        def after(args: Any) -> None:
-            issued = collectives.pop((number, args.op_id), None)
-            if issued is None or not self._sees_end or (name := args.name) in without_future:
-                return
-            work = args.work
-            if work is None:
-                return
+    def _guarded(self, hook: Callable[[Any], None]) -> Callable[[Any], None]:
+        def call(args: Any) -> None:
             try:
-                future = work.get_future()
-            except RuntimeError:  # as gloo's reduce_scatter; an exception each time would take 40 us
-                without_future.add(name)
-                return
-            future.add_done_callback(lambda _: issued.end())
+                hook(args)
+            except Exception as error:  # else the collective would fail
+                self.listeners.clear()
+                warn_once(f"collectives are not observed any more: {type(error).__name__}: {error}")
 
-        group.register_pre_hook(_HOOK_ID, before)
-        group.register_post_hook(_HOOK_ID, after)
+        return call
+
+    def _before(self, args: Any) -> None:
+        name = self._names.get(args.name)
+        if name is None:
+            return
+        # Each access makes a list of tensors.
+        sent = 0 if name == "all_gather" else _nbytes(args.input_tensors)
+        received = 0 if name in _INPUTS_ARE_MORE else _nbytes(args.output_tensors)
+        num_bytes = sent if sent > received else received
+        issued = [one for listener in self.listeners if (one := listener(name, num_bytes)) is not None]
+        if issued and self.sees_end:
+            self._open[args.op_id] = issued
+
+    def _after(self, args: Any) -> None:
+        issued = self._open.pop(args.op_id, None)
+        if issued is None or (name := args.name) in self._without_future:
+            return
+        work = args.work
+        if work is None:
+            return
+        try:
+            future = work.get_future()
+        except RuntimeError:  # as gloo's reduce_scatter; an exception each time would take 40 us
+            self._without_future.add(name)
+            return
+
+        def end(_: Any) -> None:
+            for one in issued:
+                one.end()
+
+        future.add_done_callback(end)
+
+
+_HOOKS: WeakKeyDictionary[dist.ProcessGroup, _GroupHooks] = WeakKeyDictionary()
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum([sparse_values(tensor).nbytes for tensor in tensors])
 
 
 def _name_of(member: str) -> str:

@@ -21,11 +21,14 @@ __all__ = [
     "bucket_parameters",
     "call_after_backward",
     "default_store",  # for messages without a collective, which a missing rank would break
+    "first_bucket_parameters",
     "flight_records",
     "flush_static_graph",
     "foreach_copy_",  # what optimizers use for many small tensors
     "foreach_mul_",
+    "has_bucket_limits",
     "ignored_names",
+    "refresh_bucket_parameters",
     "registered_hooks",
     "sparse_values",
     "stop_reducing",
@@ -49,6 +52,31 @@ def bucket_parameters(model: DistributedDataParallel) -> list[list[int]]:
     """
     text = str(model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))
     return [[int(index) for index in bucket.split()] for bucket in text.split(",") if bucket.strip()]
+
+
+def refresh_bucket_parameters(model: DistributedDataParallel) -> None:
+    """Lets `bucket_parameters` see buckets that were rebuilt in the forward that has just ended."""
+    if model.logger is not None:
+        model.logger.set_runtime_stats_and_log()
+
+
+def has_bucket_limits(model: DistributedDataParallel) -> bool:
+    """Returns whether this torch has what `first_bucket_parameters` asks."""
+    return hasattr(model, "_bucket_config")
+
+
+def first_bucket_parameters(model: DistributedDataParallel, parameters: list[Tensor]) -> list[list[int]]:
+    """Returns the parameters in each bucket of the first backward, which DDP rebuilds after it, of dense gradients.
+
+    Args:
+        model: just wrapped.
+        parameters: that it synchronizes, in its order.
+    """
+    limits, _ = model._bucket_config.compute_bucket_size_limits(
+        static_graph=model.static_graph, find_unused_parameters=model.find_unused_parameters
+    )
+    buckets, _ = torch.distributed._compute_bucket_assignment_by_size(parameters, limits, [False] * len(parameters))
+    return buckets[::-1]
 
 
 def stop_reducing(model: DistributedDataParallel) -> None:

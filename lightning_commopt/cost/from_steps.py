@@ -10,7 +10,7 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from lightning_commopt.cost.compressor_cost import CompressorCost
-from lightning_commopt.cost.link import USUAL_HOP_S, Link
+from lightning_commopt.cost.link import GLOO_CPU_S, USUAL_HOP_S, Link
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
 from lightning_commopt.measure.link.message_times import MIN_TIMES
@@ -50,17 +50,21 @@ def workload_of_steps(
     is_per_gradient = bool(gradients)
     if not is_per_gradient:
         gradients = even_gradients(ranks[0], layout)
-    computing = [[part.forward_s + part.backward_s for part in of_rank] for of_rank in parts]
-    by_step = list(zip(*computing, strict=False))
+    forward_s = median(part.forward_s for part in every)
+    backward_s = max(gradients[-1].ready_s, 1e-9) if is_per_gradient else median(part.backward_s for part in every)
+    # Backward is longer for gradient sync that shares its core, and forward for buffers that are broadcast.
+    scale = (forward_s + backward_s) / max(forward_s, 1e-9)
+    seen = [[[part.forward_s + part.backward_s for part in of_rank] for of_rank in parts]]
+    seen += [[[scale * part.forward_s for part in of_rank] for of_rank in parts]] if shares_core else []
     return Workload(
         gradients=tuple(gradients),
-        forward_s=median(part.forward_s for part in every),
-        backward_s=max(gradients[-1].ready_s, 1e-9) if is_per_gradient else median(part.backward_s for part in every),
+        forward_s=forward_s,
+        backward_s=backward_s,
         rest_s=median(part.rest_s for part in every),
         num_batches=_num_batches(next(record for record in ranks[0] if record.buckets)),
-        spread_s=median(_spread(times_s) for times_s in computing),
+        spread_s=min(median(map(_spread, computing)) for computing in seen),
         num_ranks=num_ranks,
-        straggler_s=median(max(times_s) - fmean(times_s) for times_s in by_step),
+        straggler_s=min(map(_straggler_s, seen)),
         comm_cpu_s=comm_cpu_s,
         shares_core=shares_core,
         device=device,
@@ -101,11 +105,13 @@ def link_of_steps(
     line = _line(points, num_hops)
     ratios = sorted(value / line.time_s(size) for size, values in times_of.items() for value in values)
     tail = int(0.025 * len(ratios))
+    cpu_s = _link_cpu_s(ranks[0][-1].buckets, comm_cpu_s, cost if has_own_hook else None)
     sizes = " to ".join(f"{size / 1e6:.3g}" for size in sorted({points[0].size_bytes, points[-1].size_bytes}))
     return Link(
         hop_s=line.latency_s / num_hops,
         s_per_byte=line.s_per_byte * num_ranks / (2 * (num_ranks - 1)),
-        cpu_s_per_byte=_cpu_s_per_byte(ranks[0][-1].buckets, comm_cpu_s, cost if has_own_hook else None),
+        cpu_s_per_byte=cpu_s[0],
+        cpu_s_per_message=cpu_s[1],
         low_ratio=min(1.0, ratios[tail]),
         high_ratio=max(1.0, ratios[-1 - tail]),
         has_trees=has_trees,
@@ -128,10 +134,14 @@ def _wire_times(
     return num_rounds, {size: values for (rounds, size), values in known.items() if rounds == num_rounds}
 
 
-def _cpu_s_per_byte(buckets: Sequence[BucketSpan], comm_cpu_s: float, cost: CompressorCost | None) -> float:
-    """Returns the processor time of a byte on the wire: that of gradient sync without compression."""
+def _link_cpu_s(buckets: Sequence[BucketSpan], comm_cpu_s: float, cost: CompressorCost | None) -> tuple[float, float]:
+    """Returns the processor time of a byte on the wire, and that of a collective besides."""
     computed_s = 0.0 if cost is None else sum(cost.compute_s(bucket.gradient_bytes) for bucket in buckets)
-    return max(0.0, comm_cpu_s - computed_s) / max(1, sum(bucket.wire_bytes for bucket in buckets))
+    left_s = max(0.0, comm_cpu_s - computed_s)
+    num_messages = max(1, sum(len(bucket.wire) for bucket in buckets))
+    message_s = min(GLOO_CPU_S, left_s / num_messages)
+    left_s -= num_messages * message_s
+    return left_s / max(1, sum(bucket.wire_bytes for bucket in buckets)), message_s
 
 
 def _line(points: Sequence[Point], num_hops: int) -> Segment:
@@ -215,6 +225,11 @@ def _began_s(record: StepRecord) -> float:
     last_s = record.buckets[-1].ready_s
     starts_s = (start_s for name, start_s, _ in record.phases if name == "backward" and start_s <= last_s)
     return max(starts_s, default=record.start_s)
+
+
+def _straggler_s(computing: Sequence[Sequence[float]]) -> float:
+    """Returns how much longer than the mean rank the last one takes, from the seconds of each rank's steps."""
+    return median(max(times_s) - fmean(times_s) for times_s in zip(*computing, strict=False))
 
 
 def _spread(times_s: Sequence[float]) -> float:

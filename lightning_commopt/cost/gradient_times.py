@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.nn import Parameter
 
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.measure.clock import clock_for
+
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class GradientTimes:
@@ -39,7 +42,7 @@ class GradientTimes:
         self._seconds: Any = (lambda mark: mark) if is_alone else self._clock.seconds
         self.has_cpu_times = is_alone
         self._backwards: list[dict[str, Any]] = []
-        self._forward: tuple[float, float] | None = None
+        self._forward: tuple[float, float] | None = None  # processor time, and time in the run queue
         self._slowdowns: list[float] = []
         self._cpu_s: list[tuple[float, float]] = []
         self._handles = [
@@ -56,13 +59,13 @@ class GradientTimes:
 
     def begin_forward(self) -> None:
         """May be called right before a forward, to see how much other processes take of this thread's core."""
-        self._forward = time.perf_counter(), time.thread_time()
+        self._forward = time.thread_time(), _queued_s()
 
     def begin_backward(self) -> None:
         """Must be called right before a backward."""
-        wall_s, cpu_s = time.perf_counter(), time.thread_time()
-        if self._forward is not None and cpu_s > self._forward[1]:
-            self._slowdowns.append((wall_s - self._forward[0]) / (cpu_s - self._forward[1]))
+        cpu_s = time.thread_time()
+        if self._forward is not None and cpu_s > self._forward[0]:
+            self._slowdowns.append(1 + (_queued_s() - self._forward[1]) / (cpu_s - self._forward[0]))
             self._forward = None
         self._cpu_s.append((time.process_time(), cpu_s))
         self._backwards.append({"": self._mark()})
@@ -74,7 +77,7 @@ class GradientTimes:
 
     @property
     def slowdown(self) -> float:
-        """How much longer forward took than its processor time: what other processes leave of the core."""
+        """How much longer forward took for waiting for its core: what other processes leave of it."""
         return max(1.0, median(self._slowdowns)) if self.has_cpu_times and self._slowdowns else 1.0
 
     @property
@@ -125,3 +128,11 @@ class GradientTimes:
     def _ready_s(self, name: str, backwards: list[dict[str, Any]]) -> float | None:
         times = [self._seconds(marks[name]) - self._seconds(marks[""]) for marks in backwards if name in marks]
         return median(times) if times else None
+
+
+def _queued_s() -> float:
+    """Returns how long this thread has waited for a core while it could run; 0 where the system does not count that."""
+    try:
+        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0

@@ -16,6 +16,9 @@ PAYLOAD_SHARE = 1448 / 1514
 USUAL_HOP_S = 1e-4
 """Of TCP between hosts of a rack, where steps do not show it."""
 
+GLOO_CPU_S = 0.9e-3
+"""Processor time of one collective over gloo, whatever its size, for its threads to be woken and to wait."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -25,6 +28,7 @@ class Link:
         hop_s: of a message without content.
         s_per_byte: of payload, in one direction.
         cpu_s_per_byte: processor time that a rank spends on a byte of an all-reduce's payload.
+        cpu_s_per_message: that it spends on a collective besides.
         burst_bytes: that pass at once after a pause, as a token bucket lets them; 0 for a link without one.
         low_ratio: of the times of 95 % of all messages over the expected ones, the least.
         high_ratio: the most.
@@ -35,6 +39,7 @@ class Link:
     hop_s: float
     s_per_byte: float
     cpu_s_per_byte: float = 0.0
+    cpu_s_per_message: float = 0.0
     burst_bytes: float = 0.0
     low_ratio: float = 0.9
     high_ratio: float = 1.1

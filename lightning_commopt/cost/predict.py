@@ -96,7 +96,7 @@ def jobs_of(
     cost = costs.get(plan.comm_hook)
     if cost is None or plan.comm_hook is None:
         cost = own_average(num_ranks=num_ranks)
-    jobs, at_once_s = [], link.burst_bytes * link.s_per_byte
+    jobs = []
     for index, bucket in enumerate(buckets):
         gradient_bytes = sum(gradient.num_bytes for gradient in bucket)
         ready_s = max(gradient.ready_s for gradient in bucket)
@@ -105,9 +105,7 @@ def jobs_of(
         num_pieces = max(1, math.ceil(numel / PIECE_NUMEL)) if is_cut else 1
         sent = wire_bytes(plan.comm_hook, bucket, num_ranks) / num_pieces
         phases = _phases(cost, gradient_bytes / num_pieces, sent, link, num_ranks)
-        for _ in range(num_pieces):
-            own, at_once_s = _after_burst(phases, at_once_s)
-            jobs.append(Job(index, ready_s, own))
+        jobs += [Job(index, ready_s, phases)] * num_pieces
     return jobs
 
 
@@ -132,6 +130,7 @@ def outcome_of(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num
         overlaps_buckets=is_gloos_own or workload.device == "cuda",
         shares_link=is_gloos_own,
         num_others=workload.num_others,
+        burst_s=link.burst_bytes * link.s_per_byte,
     )
 
 
@@ -145,21 +144,9 @@ def _phases(cost: CompressorCost, gradient_bytes: float, sent: float, link: Link
             num_bytes = stage.share * sent
             duration_s = link.time_s(stage.operation, num_bytes, num_ranks)
             halves = 1.0 if stage.operation == "all_reduce" else 0.5
-            cpu_s = halves * num_bytes * link.cpu_s_per_byte
+            cpu_s = link.cpu_s_per_message + halves * num_bytes * link.cpu_s_per_byte
             phases.append(Phase(True, max(duration_s, cpu_s), min(1.0, cpu_s / max(duration_s, cpu_s, 1e-12))))
     return tuple(phases)
-
-
-def _after_burst(phases: tuple[Phase, ...], at_once_s: float) -> tuple[tuple[Phase, ...], float]:
-    """Returns phases without what passes the link at once, and how much more may."""
-    shorter = []
-    for phase in phases:
-        saved_s = min(at_once_s, phase.duration_s * (1 - phase.cpu_share)) if phase.on_link else 0.0
-        at_once_s -= saved_s
-        duration_s = phase.duration_s - saved_s
-        cpu_share = phase.cpu_share * phase.duration_s / duration_s if saved_s else phase.cpu_share
-        shorter.append(Phase(phase.on_link, duration_s, cpu_share))
-    return tuple(shorter), at_once_s
 
 
 def _scaled(link: Link, ratio: float) -> Link:

@@ -18,7 +18,7 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.backwards import Backwards
 from lightning_commopt.sync.checkpoint import gather_state, read_state
 from lightning_commopt.sync.gradient_sync import GradientSync
-from lightning_commopt.sync.observed import look_for_kept_gradients
+from lightning_commopt.sync.observed import before_backward
 from lightning_commopt.sync.state import CommState
 from lightning_commopt.text.validation import warn
 
@@ -63,7 +63,7 @@ class ModuleSyncs:
         """Makes the sync of a module. All ranks must call it."""
         sync = GradientSync(plan, observers=self.observers)
         end = partial(sync.end_backward, ends_static_graph=False)
-        entry = _Entry(sync, Backwards(lambda: look_for_kept_gradients(sync.model), end))
+        entry = _Entry(sync, Backwards(lambda: before_backward(sync.model), end))
         if isinstance(module, DistributedDataParallel):
             attach(module, sync)
             entry.backwards.follow(module)

@@ -6,6 +6,7 @@ DDP compares the annotations of a hook by identity and reads its ``__qualname__`
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from lightning_commopt.compat.lightning import wrap_comm_hook
 from lightning_commopt.compat.torch import registered_hooks, sparse_values
 from lightning_commopt.measure.observer import BucketInfo, Observers, SyncObserver
 from lightning_commopt.sync.buckets import BucketOrder, synced_parameters
+from lightning_commopt.sync.observed_reducer import ObservedReducer, can_observe_reducer
 from lightning_commopt.text.validation import warn_once
 
 _HOOKS_THAT_CAST_TO_16_BITS = (
@@ -26,6 +28,8 @@ _HOOKS_THAT_CAST_TO_16_BITS = (
 
 # DDP rebuilds its buckets once, in the second or third backward.
 _SETTLING_BACKWARDS = 4
+
+_REDUCERS: WeakKeyDictionary[DistributedDataParallel, ObservedReducer] = WeakKeyDictionary()
 
 DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -39,8 +43,9 @@ def observe(strategy: Any, observer: SyncObserver) -> None:
 
     Then call `observe_wrapped` when it has, and `before_backward` before every backward.
 
-    Without ``comm_hook`` DDP's own all-reduce is then called from Python, with the same arithmetic: the same bits, and
-    one more pass over the gradients. Where gradient sync cannot be observed it warns once.
+    Without ``comm_hook`` the all-reduces that DDP issues are observed, on CPU from torch 2.14 on. Elsewhere they are
+    called from Python, with the same arithmetic: the same bits, and one more pass over the gradients. Where gradient
+    sync cannot be observed it warns once.
 
     Args:
         strategy: of the Trainer. Ours notify their ``sync_observers`` by themselves.
@@ -69,6 +74,8 @@ def observe_wrapped(strategy: Any) -> None:
                 " 2.14 on the collectives of each phase."
             )
         return
+    if model in _REDUCERS:
+        return
     if not registered_hooks(model):
         observe_all_reduce(model, observers)
     elif not any(isinstance(owner, _ObservedBuckets) for owner in registered_hooks(model)):
@@ -76,18 +83,20 @@ def observe_wrapped(strategy: Any) -> None:
 
 
 def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> None:
-    """Registers DDP's own average as a hook of a model that was just wrapped, which notifies ``observers``."""
-    model.register_comm_hook(None, ObservedAllReduce(model, observers).reduce)
+    """Notifies ``observers`` of DDP's own average; for a model that was just wrapped, without a hook."""
+    if can_observe_reducer(model):
+        _REDUCERS[model] = ObservedReducer(model, observers)
+    else:
+        model.register_comm_hook(None, ObservedAllReduce(model, observers).reduce)
 
 
-def before_backward(strategy: Any) -> None:
-    """Must be called before every backward of a strategy that is observed."""
-    look_for_kept_gradients(strategy.model)
-
-
-def look_for_kept_gradients(model: object) -> None:
+def before_backward(model: object) -> None:
     """Must be called before every backward through a model that may be observed."""
-    for owner in registered_hooks(model) if isinstance(model, DistributedDataParallel) else ():
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if (reducer := _REDUCERS.get(model)) is not None:
+        reducer.before_backward()
+    for owner in registered_hooks(model):
         if isinstance(owner, ObservedAllReduce):
             owner.look_for_kept_gradients()
 

@@ -97,7 +97,7 @@ class Calibration:
 
     def _before_backward(self, inner: Callable[..., None], *args: Any) -> None:
         inner(*args)
-        before_backward(self._strategy)
+        before_backward(self._strategy.model)
         self._recorder.enter("backward")
         self._times.begin_backward()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.calibrate import calibrated
 from lightning_commopt.cost.from_steps import link_of_steps, workload_of_steps
+from lightning_commopt.cost.link import GLOO_CPU_S
 from lightning_commopt.cost.of_run import basis_of_run
 from lightning_commopt.cost.predict import predict
 from lightning_commopt.measure.files import StepWriter, rank_file
@@ -100,3 +102,21 @@ def test_a_run_with_somebody_elses_hook(tmp_path: Path) -> None:
         basis_of_run(tmp_path)
     with pytest.raises(FileNotFoundError):
         basis_of_run(tmp_path / "nothing")
+
+
+def test_processor_time_is_of_collectives_first_and_then_of_bytes() -> None:
+    steps = [[step(number) for number in range(5)]] * 2
+    link = link_of_steps(steps, num_ranks=2, comm_cpu_s=2 * GLOO_CPU_S + 0.5)
+    assert link.cpu_s_per_message == pytest.approx(GLOO_CPU_S)
+    assert link.cpu_s_per_byte == pytest.approx(0.5 / (2 * SIZE))
+    link = link_of_steps(steps, num_ranks=2, comm_cpu_s=GLOO_CPU_S)
+    assert (link.cpu_s_per_message, link.cpu_s_per_byte) == pytest.approx((GLOO_CPU_S / 2, 0))
+
+
+def test_ranks_that_share_a_core_with_gradient_sync_differ_as_their_forwards_do() -> None:
+    """If it fails, what gradient sync adds to backward counts as waiting for another rank."""
+    steps = [step(number) for number in range(5)]
+    late = [replace(s, phases=(s.phases[0]._replace(end_s=s.start_s + 1.2), *s.phases[1:])) for s in steps]
+    ranks = [steps, late]
+    work = workload_of_steps(ranks, OF_BUCKET, num_ranks=2, shares_core=True)
+    assert work.straggler_s == pytest.approx((1.2 - 1.0) / 2 * (1.1 + 4) / 1.1, rel=0.05)

@@ -1,0 +1,122 @@
+"""Observes the all-reduces that DDP issues by itself, without a comm hook: on CPU, from torch 2.14 on."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.compat.collectives import has_collective_hooks, listen
+from lightning_commopt.compat.torch import (
+    bucket_parameters,
+    call_after_backward,
+    first_bucket_parameters,
+    has_bucket_limits,
+    refresh_bucket_parameters,
+    uses_python_reducer,
+)
+from lightning_commopt.measure.observer import BucketInfo, BucketSync, Observers
+from lightning_commopt.sync.buckets import synced_parameters
+
+
+def can_observe_reducer(model: DistributedDataParallel) -> bool:
+    """Returns whether `ObservedReducer` sees the buckets of a model: dense gradients, over gloo."""
+    return (
+        has_collective_hooks()
+        and model.device_type == "cpu"
+        and "gloo" in dist.get_backend(model.process_group)
+        and has_bucket_limits(model)
+        and not uses_python_reducer(model)
+        and not any(getattr(module, "sparse", False) for module in model.module.modules())
+    )
+
+
+class ObservedReducer:
+    """Notifies observers of DDP's buckets as its all-reduces are issued and end; changes nothing that DDP does.
+
+    DDP all-reduces its buckets in order. An all-reduce within a backward that has the size of the next bucket is taken
+    for that bucket's. Backward waits for all of them, so what has not been seen to end has ended with it: the thread
+    that notifies of the end may get Python's lock after the one that waited.
+
+    `before_backward` must be called before every backward.
+
+    Args:
+        model: just wrapped, without a hook; see `can_observe_reducer`. It is not kept alive.
+        observers: notified of every bucket.
+    """
+
+    def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
+        self._model = weakref.ref(model)
+        self._observers = observers
+        synced = synced_parameters(model)
+        self._names, parameters = zip(*((n, p) for n, p in model.module.named_parameters() if p in synced), strict=True)
+        self._sizes = [parameter.nbytes for parameter in parameters]
+        self._buckets = self._infos(first_bucket_parameters(model, list(parameters)))
+        self._is_settled = False
+        self._next: int | None = None
+        self._open: list[_IssuedBucket] = []
+        remove = listen(model.process_group, self._issue, sees_end=True)
+        weakref.finalize(model, remove).atexit = False
+
+    def before_backward(self) -> None:
+        """Expects the buckets of a backward."""
+        model = self._model()
+        if model is not None and not self._is_settled and self._observers:
+            refresh_bucket_parameters(model)
+            rebuilt = bucket_parameters(model)
+            if rebuilt:
+                self._buckets = self._infos(rebuilt)
+            self._is_settled = bool(rebuilt) or (model.find_unused_parameters and not model.static_graph)
+        self._next = 0 if self._observers else None
+
+    def _issue(self, operation: str, num_bytes: int) -> _IssuedBucket | None:
+        if self._next is None or operation != "all_reduce":
+            return None
+        bucket = self._buckets[self._next]
+        if bucket.gradient_bytes != num_bytes:
+            return None
+        self._next += 1
+        if bucket.is_last:
+            self._next = None
+            with suppress(RuntimeError):  # a static graph's first all-reduces may come after their backward
+                call_after_backward(lambda: call_after_backward(self._end))  # DDP waits in a callback between the two
+        sync = self._observers.ready(bucket)
+        sync.start()
+        sync.send()
+        self._open.append(issued := _IssuedBucket(sync, num_bytes))
+        return issued
+
+    def _end(self) -> None:
+        while self._open:
+            self._open.pop().end()
+
+    def _infos(self, buckets: list[list[int]]) -> list[BucketInfo]:
+        return [
+            BucketInfo(
+                index=index,
+                gradient_bytes=sum([self._sizes[place] for place in places]),
+                names=tuple([self._names[place] for place in places]),
+                is_last=index == len(buckets) - 1,
+            )
+            for index, places in enumerate(buckets)
+        ]
+
+
+class _IssuedBucket:
+    """A bucket whose all-reduce was issued."""
+
+    __slots__ = ("_num_bytes", "_under_way")
+
+    def __init__(self, sync: BucketSync, num_bytes: int) -> None:
+        self._under_way, self._num_bytes = [sync], num_bytes
+
+    def end(self) -> None:
+        """Ends once, whichever thread comes first."""
+        try:
+            sync = self._under_way.pop()
+        except IndexError:
+            return
+        sync.arrive()
+        sync.end(self._num_bytes)

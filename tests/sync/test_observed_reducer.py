@@ -1,0 +1,100 @@
+"""DDP's own all-reduces as hooks of its process group show them, compared with what a comm hook is given."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.callbacks import CommTimeMonitor
+from lightning_commopt.compat.torch import registered_hooks
+from lightning_commopt.measure.clock import HostClock
+from lightning_commopt.measure.observer import BucketInfo, Observers
+from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.sync.observed import before_backward, observe_all_reduce
+from support.collectives import needs_hooks
+from support.lightnings import DDPStrategy
+from support.ranks import run_ranks
+from support.strategy_models import Embedded, Params, assert_same, loader, numbers, trainer
+
+NUM_STEPS = 4
+FIRST_BUCKET = 500 * 500 + 500 + 500 + 1  # gradients of the last two layers
+
+
+class Talkative(nn.Module):
+    """All-reduces by itself: in forward as many bytes as the first bucket has, in backward a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 500), nn.Linear(500, 500), nn.Linear(500, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dist.all_reduce(torch.zeros(FIRST_BUCKET))
+        hidden = self.first(x)
+        hidden.register_hook(lambda _: dist.all_reduce(torch.zeros(7)))
+        result: Tensor = self.last(self.second(hidden))
+        return result
+
+
+Layout = dict[int, BucketInfo]
+Bucket = tuple[int, int, int, int]
+
+
+def train(options: dict[str, Any], *, by_hook: bool) -> tuple[list[tuple[Layout, list[Bucket]]], dict[str, Tensor]]:
+    """Returns the layout and the buckets of every step, and the gradients of the last one."""
+    torch.manual_seed(dist.get_rank())
+    recorder, observers = StepRecorder(HostClock()), Observers()
+    observers.add(recorder)
+    model = DistributedDataParallel(Talkative(), bucket_cap_mb=0.9, **options)
+    with (
+        patch("lightning_commopt.sync.observed.can_observe_reducer", return_value=False) if by_hook else patch.dict({})
+    ):
+        observe_all_reduce(model, observers)
+    assert bool(registered_hooks(model)) == by_hook
+    for step in range(NUM_STEPS):
+        recorder.enter("forward")
+        loss = model(torch.randn(4, 6)).square().mean()
+        recorder.enter("backward")
+        before_backward(model)
+        loss.backward()
+        recorder.end_step(step, 4)
+    steps = [
+        (layout, [(b.backward, b.index, b.gradient_bytes, b.wire_bytes) for b in record.buckets])
+        for record, layout in recorder.take(NUM_STEPS)
+    ]
+    return steps, {name: parameter.grad for name, parameter in model.module.named_parameters()}
+
+
+def train_both(options: dict[str, Any]) -> list[Any]:
+    return [train(options, by_hook=by_hook) for by_hook in (False, True)]
+
+
+@needs_hooks
+@pytest.mark.parametrize(
+    "options", [{}, {"static_graph": True, "gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
+)
+def test_it_sees_what_a_hook_is_given(options: dict[str, Any]) -> None:
+    for (seen, gradients), (given, expected) in run_ranks(train_both, options):
+        assert seen == given
+        assert len(seen[-1][1]) >= 2
+        assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+
+
+def fit_embedded() -> tuple[Params, Params, int]:
+    monitor, found = CommTimeMonitor(num_warmup_steps=0, print_summary=False), []
+    for callbacks in ([], [monitor]):
+        torch.manual_seed(0)
+        module = Embedded()
+        trainer(DDPStrategy(), callbacks=callbacks).fit(module, loader())
+        found.append(numbers(module))
+    return found[0], found[1], len(monitor.summary)
+
+
+def test_monitoring_sparse_gradients_changes_nothing() -> None:
+    """Their tensors do not know how many bytes they have."""
+    for unwatched, watched, num_metrics in run_ranks(fit_embedded):
+        assert num_metrics > 10
+        assert_same(watched, unwatched)
