@@ -16,7 +16,10 @@ from lightning_commopt.launch.lab import why_not
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _LEFT_OUT = pytest.StashKey[int]()
-_LONG = (".", "strategy", "train/sweep", "streams", "train/workloads", "launch", "commands/selftest")
+_LONG = (
+    *(".", "callbacks", "watch", "compressors", "strategy", "train/sweep", "streams", "train/workloads", "launch"),
+    "commands/selftest",
+)
 _PLACES = {Path(__file__).parent / folder: place for place, folder in enumerate(_LONG)}
 
 

@@ -70,7 +70,7 @@ def test_every_strategy_is_made(strategy):
 COMBINED = list(itertools.product(*map(options, ("trainer", "callbacks", "logger"))))
 
 
-@pytest.mark.parametrize(("trainer", "callbacks", "logger"), sampled(COMBINED, by_default=COMBINED[::5]))
+@pytest.mark.parametrize(("trainer", "callbacks", "logger"), sampled(COMBINED, by_default=COMBINED[::7]))
 def test_every_trainer_takes_every_callback_and_logger(trainer, callbacks, logger, tmp_path):
     config = composed(f"trainer={trainer}", f"callbacks={callbacks}", f"logger={logger}", output_dir=tmp_path)
     check_config(config)
@@ -96,7 +96,7 @@ def test_every_data_is_made(data):
     assert isinstance(instantiate(composed(f"data={data}").data, _convert_="all"), LightningDataModule)
 
 
-@pytest.mark.parametrize("model", options("model"))
+@pytest.mark.parametrize("model", sampled(options("model"), by_default=["digits_cnn", "gpt", "mlp"]))
 def test_every_model_is_made(model):
     small = {"vit_l_32": ["model.name=resnet18"]}.get(model, [])
     if small:

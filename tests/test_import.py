@@ -14,7 +14,6 @@ import pytest
 
 from lightning_commopt.compat import import_hook
 from lightning_commopt.compat.import_hook import call_after_import
-from support.cross_section import sampled
 
 _NAMES = """
 trainers = lightning.pytorch.strategies.StrategyRegistry.get("commopt_ddp_bf16")
@@ -34,7 +33,8 @@ assert not [name for name in sys.modules if name.startswith("lightning_commopt.s
 }
 
 
-@pytest.mark.parametrize("order", sampled(_ORDERS, by_default=["ours first"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", _ORDERS)
 def test_names_are_registered_in_any_order(order: str) -> None:
     """If it fails, strategy="commopt_ddp_bf16" is unknown, or the import of this package waits for torch."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", _ORDERS[order] + "\n" + _NAMES], check=True, timeout=120)

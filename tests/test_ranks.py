@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_commopt.commands.selftest import ranks
 from support.ranks import RankError, run_ranks, run_ranks_or_raise
 
 
@@ -38,7 +39,10 @@ def _fail_on_rank_1(deadly: bool) -> None:
         pytest.param(True, "rank 1 raised\nit died", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_failure_is_told_while_the_other_rank_waits(deadly: bool, message: str) -> None:
+def test_a_failure_is_told_while_the_other_rank_waits(
+    deadly: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_SECONDS_AFTER_A_FAILURE", 0.5)
     with pytest.raises(RankError, match=message):
         run_ranks(_fail_on_rank_1, deadly)
 
@@ -50,5 +54,5 @@ def _wait_on_rank_1() -> int:
 
 
 def test_a_silent_rank_is_named() -> None:
-    with pytest.raises(RankError, match=r"only ranks \[0\] answered within 5 s"):
-        run_ranks_or_raise(_wait_on_rank_1, world_size=2, limit_s=5)
+    with pytest.raises(RankError, match=r"only ranks \[0\] answered within 3 s"):
+        run_ranks_or_raise(_wait_on_rank_1, world_size=2, limit_s=3)

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import lightning_commopt
 
@@ -43,6 +46,7 @@ def imported(path: Path) -> Iterator[str]:
         yield from (name for name in names if name.split(".")[0] == "lightning_commopt" and "." in name)
 
 
+@cache
 def imports_of_rooms() -> dict[str, dict[str, list[str]]]:
     """Returns for each room the rooms that it imports, and the modules that do."""
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -100,6 +104,7 @@ assert not {*missing} & {*sys.modules}
 """
 
 
+@pytest.mark.exhaustive
 def test_the_library_imports_without_what_commands_need() -> None:
     """If it fails, a strategy needs plotly, scipy, jinja2 or typer to be installed."""
     library = sorted(

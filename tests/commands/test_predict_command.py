@@ -8,7 +8,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lightning_commopt.commands.app import app
+from lightning_commopt.cost import compressor_cost
 from support.sample_runs import SampleRun, write_run
+
+
+@pytest.fixture(autouse=True)
+def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressor_cost, "LARGE_BYTES", 2**20)
 
 
 def predicted(*arguments: str | Path) -> Result:
@@ -48,14 +54,14 @@ def test_the_runs_own_plan_is_what_was_measured(run_dir: Path) -> None:
 
 def test_other_worlds(run_dir: Path) -> None:
     """If it fails, an option has no effect, or the wrong one."""
-    (usual, *_) = plans(run_dir)
-    (ranks, *_) = plans(run_dir, "--ranks=64")
-    (link, *_) = plans(run_dir, "--link=100gbit")
-    (batches, *_) = plans(run_dir, "--accumulate=4")
+    (usual, *_) = plans(run_dir, "--comm-hook=bf16")
+    (ranks, *_) = plans(run_dir, "--comm-hook=bf16", "--ranks=64")
+    (link, *_) = plans(run_dir, "--comm-hook=bf16", "--link=100gbit")
+    (batches, *_) = plans(run_dir, "--comm-hook=bf16", "--accumulate=4")
     assert ranks["exposed_s"] / usual["exposed_s"] > 1.8
     assert link["exposed_s"] < usual["exposed_s"] / 10
     assert batches["step_s"] == pytest.approx(usual["step_s"] + 3 * 0.06, rel=0.05)
-    output = predicted(run_dir, "--ranks=64", "--link=25gbit", "--accumulate=4").output
+    output = predicted(run_dir, "--comm-hook=bf16", "--ranks=64", "--link=25gbit", "--accumulate=4").output
     assert "with 64 ranks, a link of 25gbit, 4 batches a step" in " ".join(output.split())
 
 

@@ -14,7 +14,8 @@ from lightning_commopt.cost.workload import Gradient
 from support.every_compressor import COMPRESSORS
 
 GRADIENTS = [Gradient("w", (300, 200), 4, 0.1), Gradient("b", (300,), 4, 0.2)]
-IN_ONE_GROUP = {name: one for name, one in COMPRESSORS.items() if "hierarchical" not in name}
+NAMES = ("after_steps", "bf16", "bf16_in_float32", "by_size", "error_feedback", "example_topk", "int4", "int8")
+IN_ONE_GROUP = {name: COMPRESSORS[name] for name in (*NAMES, "powersgd", "powersgd_rank_2", "alternating_powersgd")}
 
 
 @pytest.fixture(scope="module")

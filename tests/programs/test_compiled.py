@@ -82,8 +82,6 @@ def _graphs(options: dict[str, Any]) -> tuple[list[float], int | None]:
 
 
 _CUTS: list[tuple[dict[str, Any], list[float]]] = [
-    ({}, [1, 7]),
-    ({"bucket_cap_mb": 2}, [1, 2, 2, 2, 1]),
     ({"bucket_cap_mb": 2, "comm_hook": "bf16"}, [1, 2, 2, 2, 1]),
     ({"bucket_cap_mb": 100, "static_graph": True}, [1, 7]),
 ]

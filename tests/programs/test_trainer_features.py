@@ -1,19 +1,17 @@
-"""What programs ask of a Trainer besides steps: averaged weights, an early end, a test, and one fit after another."""
+"""What programs ask of a Trainer besides steps: a test, and one fit after another."""
 
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch.callbacks as of_lightning
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from lossless_fits import (
     PLANS,
     Trained,
     assert_same,
     assert_same_parameters,
-    assert_trains_as_lightnings_ddp,
     numbers,
     quiet_trainer,
 )
@@ -47,37 +45,6 @@ class _Sine(LightningModule):
 def _data() -> DataLoader[Any]:
     x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4)
-
-
-def _make() -> tuple[LightningModule, Any]:
-    return _Sine(), _data()
-
-
-def _stochastic_weight_averaging() -> list[Callback]:
-    return [of_lightning.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]
-
-
-def _exponential_moving_average() -> list[Callback]:
-    return [of_lightning.EMAWeightAveraging(decay=0.5)]
-
-
-class _EarlyStopping(of_lightning.EarlyStopping):
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self.stopped_epoch, "the test shows nothing: no fit ended early"
-
-
-def _early_stopping() -> list[Callback]:
-    return [_EarlyStopping("loss", stopping_threshold=0.45, check_on_train_epoch_end=True)]
-
-
-@pytest.mark.parametrize(
-    "callbacks", [_stochastic_weight_averaging, _exponential_moving_average, _early_stopping], ids=lambda f: f.__name__
-)
-def test_callbacks_that_change_training(callbacks: Callable[[], list[Callback]]) -> None:
-    """If it fails, averages of weights, or when training ends, depend on the strategy."""
-    if callbacks is _exponential_moving_average and not hasattr(of_lightning, "EMAWeightAveraging"):
-        pytest.skip("this Lightning has no EMAWeightAveraging")
-    assert_trains_as_lightnings_ddp(_make, callbacks=callbacks, max_steps=-1, max_epochs=9)
 
 
 def _fit_test_fit(make_strategy: Callable[[], DDPStrategy]) -> Trained:

@@ -24,6 +24,8 @@ _SCRIPT = str(_FOLDER / "launched_script.py")
 _TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
 _LIMIT_S = 200
 
+pytestmark = pytest.mark.exhaustive  # programs that import everything, several times
+
 
 def _run(arguments: list[str], folder: Path) -> tuple[int, str]:
     """Runs Python in a session of its own; returns its status and output. No process outlives the call."""
@@ -96,11 +98,11 @@ def end(request: pytest.FixtureRequest, ends: dict[str, Future[tuple[Path, int, 
 @pytest.mark.parametrize(
     ("end", "start_methods"),
     [
-        pytest.param("spawn fork", ["spawn", "fork"], marks=pytest.mark.exhaustive),
-        pytest.param("torchrun: popen", ["popen"], marks=pytest.mark.exhaustive),
+        ("spawn", ["spawn"]),
+        ("torchrun: popen", ["popen"]),
     ],
     indirect=["end"],
-    ids=["spawn_and_fork", "torchrun"],
+    ids=["spawn", "torchrun"],
 )
 def test_trains_in_ranks_that_a_launcher_starts(end: tuple[Path, int, str], start_methods: list[str]) -> None:
     """If it fails, the strategy does not train in ranks that Lightning or torchrun starts, or leaves a process."""

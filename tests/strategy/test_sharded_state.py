@@ -1,6 +1,5 @@
 """The state of ``CommOptModelParallel``'s ``comm_hook`` in checkpoints."""
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def _resumed(folder: Path, comm_hook: Any, distributed: bool) -> tuple[Params, P
 
 @pytest.mark.parametrize(
     ("comm_hook", "distributed"),
-    sampled(product([FEEDBACK, {"name": "int8", "stochastic_rounding": True}], [True, False]), [(FEEDBACK, True)]),
+    sampled([(FEEDBACK, True), ({"name": "int8", "stochastic_rounding": True}, False)], [(FEEDBACK, True)]),
     ids=str,
 )
 def test_resumes_bit_for_bit(tmp_path: Path, comm_hook: Any, distributed: bool) -> None:
@@ -90,10 +89,7 @@ def _loaded(path: Path, distributed: bool, comm_hook: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("world_size", "comm_hook", "distributed"),
-    sampled(
-        [(*case, yes) for case in ((3, FEEDBACK), (2, _INT4)) for yes in (True, False)],
-        [(3, FEEDBACK, True)],
-    ),
+    sampled([(3, FEEDBACK, True), (2, _INT4, False)], [(3, FEEDBACK, True)]),
 )
 def test_other_ranks_and_options_keep_the_mean_residual(
     tmp_path: Path, world_size: int, comm_hook: Any, distributed: bool

@@ -74,10 +74,11 @@ MODEL_CASES: dict[str, Compressor] = {
 }
 
 
+FITS = [*((name, "GPT 1.3 B", 2) for name in MODEL_CASES), *(("int8", model, 8) for model in MODELS)]
+
+
 @needs_fake_copies
-@pytest.mark.parametrize("world_size", [2, 8])
-@pytest.mark.parametrize("model", sampled(MODELS, by_default=["GPT 1.3 B"]))
-@pytest.mark.parametrize("name", sampled(MODEL_CASES, by_default=["int8"]))
+@pytest.mark.parametrize(("name", "model", "world_size"), sampled(FITS, by_default=[("int8", "ResNet-50", 8)]))
 def test_buckets_of_models_need_no_other_kernel(name: str, model: str, world_size: int) -> None:
     """If it fails, sizes of real models are compiled for in the first backward: those that 16 divides, or not."""
     in_training, compiled = Machine(), Machine()

@@ -25,9 +25,9 @@ from lightning_commopt.compressors.catalog import example_compressors
 
 BF16 = Cast(dtype=torch.bfloat16)
 BF16_IN_FLOAT32 = Cast(dtype=torch.bfloat16, accumulate="float32")
-_REGISTERED = {name: compressor for name, compressor in example_compressors().items() if name != "topk"}
+REGISTERED = {name: compressor for name, compressor in example_compressors().items() if name != "topk"}
 COMPRESSORS: dict[str, Compressor] = {
-    **_REGISTERED,
+    **REGISTERED,
     "hierarchical_lossless": Hierarchical(inner=AllReduce()),
     "powersgd_rank_2": PowerSGD(matrix_rank=2),
     "powersgd_rank_2_cold": PowerSGD(matrix_rank=2, warm_start=False),
@@ -49,13 +49,5 @@ COMPRESSORS: dict[str, Compressor] = {
     "low_rank_2": LowRank(matrix_rank=2),
     "alternating_low_rank_2": AlternatingLowRank(matrix_rank=2),
 }
-_OTHERS = tuple(name for name in COMPRESSORS if name not in _REGISTERED)
-BY_DEFAULT = tuple(_REGISTERED)
-"""Those that the default run takes, where ranks of their own try them."""
+FURTHER = tuple(name for name in COMPRESSORS if name not in REGISTERED)
 LOSSLESS = {name: compressor for name, compressor in COMPRESSORS.items() if not compressor.claims.is_lossy}
-WITH_FEEDBACK = {name: compressor for name, compressor in COMPRESSORS.items() if compressor.claims.keeps_residual}
-
-
-def tried_with(name: str) -> tuple[str, ...]:
-    """Returns the compressors that the same ranks try, so that the default run does not need all of them."""
-    return BY_DEFAULT if name in BY_DEFAULT else _OTHERS

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+from lightning_commopt.cost import compressor_cost
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune import cache
 from lightning_commopt.tune.calibration import Calibration
@@ -61,5 +62,6 @@ def scripted(
         patch.object(Tuner, "_num_steps", lambda tuner: num_steps),
         patch.object(Calibration, "shortlist", shortlist),
         patch.object(StepTimer, "take", take),
+        patch.object(compressor_cost, "LARGE_BYTES", 2**20),
     ):
         yield steps

@@ -285,11 +285,11 @@ def numbers(module: nn.Module) -> Params:
     return {name.replace("_orig_mod.", ""): values for name, values in state.items()}
 
 
-def assert_same(got: Params, expected: Params, rtol: float = 0.0) -> None:
-    """Compares parameters: bit by bit, unless a tolerance is given."""
+def assert_same(got: Params, expected: Params, rtol: float = 0.0, of: str = "") -> None:
+    """Compares parameters: bit by bit, unless a tolerance is given; ``of`` names what they are of."""
     assert got.keys() == expected.keys()
     for name, values in expected.items():
-        np.testing.assert_allclose(got[name], values, rtol=rtol, atol=rtol / 10, err_msg=name)
+        np.testing.assert_allclose(got[name], values, rtol=rtol, atol=rtol / 10, err_msg=f"{of} {name}")
 
 
 class Steady(Tiny):

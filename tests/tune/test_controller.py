@@ -10,6 +10,7 @@ import pytest
 
 from lightning_commopt.tune.controller import Controller
 from lightning_commopt.tune.search import Report
+from support.cross_section import sampled
 from support.simulated_fit import NOISES, Change, Outcome, simulate
 
 _WORSE = [
@@ -18,6 +19,7 @@ _WORSE = [
     [1.0, 2.5, 1.0, 1.05],
     [1.0],
 ]
+_KINDS = pytest.mark.parametrize("kind", sampled(NOISES, by_default=["medium", "bursts"]))
 _BETTER = [[1.0, 0.8, 1.1, 1.02], [1.0, 0.6, 0.55, 0.9], [1.0, 1.2, 0.7]]
 
 
@@ -26,7 +28,7 @@ def _percentile(outcomes: Sequence[Outcome], share: float) -> float:
     return ratios[min(len(ratios) - 1, int(share * len(ratios)))]
 
 
-@pytest.mark.parametrize("kind", NOISES)
+@_KINDS
 def test_candidates_that_are_worse_cost_at_most_a_percent(kind: str) -> None:
     """If it fails, a fit whose plan was the best trains longer with plan="auto"."""
     outcomes = [
@@ -39,7 +41,7 @@ def test_candidates_that_are_worse_cost_at_most_a_percent(kind: str) -> None:
     assert _percentile(outcomes, 0.99) <= 1.0101
 
 
-@pytest.mark.parametrize("kind", NOISES)
+@_KINDS
 def test_it_finds_the_best_plan(kind: str) -> None:
     """If it fails, a better plan that was tried is not chosen. Much noise may hide a gain of 20 %: then nothing is."""
     outcomes = [(arms_s, simulate(arms_s, 3000, kind, seed)) for arms_s in _BETTER for seed in range(30)]
@@ -49,7 +51,7 @@ def test_it_finds_the_best_plan(kind: str) -> None:
     assert max(outcome.controller.searches[0].num_steps for _, outcome in outcomes) <= 60
 
 
-@pytest.mark.parametrize("kind", NOISES)
+@_KINDS
 def test_a_link_that_changes_makes_it_search_again(kind: str) -> None:
     """If it fails, the plan that was the best at the start stays when another one is."""
     change = Change(5000, [0.5, 0.65, 0.55, 0.7])

@@ -27,7 +27,6 @@ _KINDS = (
     ("fabric", False),
 )
 _FAULTS = (("raise", 1), ("raise", 0), ("kill", 1), ("kill", 0))
-_FIRST = ("standalone", "lightning.pytorch", True, "raise", 1)
 _CASES = [
     (rendezvous, *kind, *fault)
     for rendezvous in ("standalone", "c10d", "static", "agents")
@@ -38,14 +37,12 @@ if "COMMOPT_EVERY_RESTART" not in os.environ:  # all take most of an hour
     _CASES = [
         ("c10d", "pytorch_lightning", True, "kill", 0),
         ("static", "fabric", False, "raise", 0),
-        ("agents", "lightning.pytorch", False, "kill", 1),
+        ("agents", "lightning.pytorch", True, "raise", 1),
     ]
 
 
-@pytest.mark.parametrize(
-    ("rendezvous", "kind", "has_monitor", "fault", "rank"),
-    [_FIRST, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in _CASES if case != _FIRST)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("rendezvous", "kind", "has_monitor", "fault", "rank"), _CASES)
 def test_job_goes_on_after_a_restart(
     rendezvous: str, kind: str, has_monitor: bool, fault: str, rank: int, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def test_nccl_is_traced_only_where_nsys_can(nsys_dir, monkeypatch):
     assert "--trace=cuda,nvtx,osrt" in nsys_command(["./train"])
 
 
+@pytest.mark.exhaustive
 def test_under_the_users_launcher_a_failure_is_passed_on(nsys_dir, tmp_path, monkeypatch):
     """The launcher's exit status is 1 for whatever its ranks end with."""
     monkeypatch.setenv("FAKE_NSYS_IDLE", "1")

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from typer.testing import CliRunner
 
-from lightning_commopt import CommPlan
+from lightning_commopt import CommOptDDP, CommPlan
+from lightning_commopt.commands.app import app
+from lightning_commopt.commands.tune import inject
+from lightning_commopt.commands.tune.run import VARIABLE
+from support.lightnings import DDPStrategy
+from support.ranks import run_ranks
+from support.scripted_tuning import scripted
+from support.strategy_models import Tiny, loader, trainer
 
+_SMALL = CommPlan(bucket_cap_mb=0.001)
 _SCRIPT = """
 import sys
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -34,12 +46,11 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-strategies = {"name": "ddp", "object": DDPStrategy(gradient_as_bucket_view=True), "fsdp": "fsdp"}
-strategies["hook"] = DDPStrategy(ddp_comm_hook=bf16_compress_hook)
+strategies = {"name": "ddp", "object": DDPStrategy(gradient_as_bucket_view=True)}
 strategy = strategies[sys.argv[1]]
 quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-num_epochs = 20 if sys.argv[2] == "2" else 1  # one rank has nothing to find
-trainer = Trainer(accelerator="cpu", devices=int(sys.argv[2]), strategy=strategy, max_epochs=num_epochs, **quiet)
+length = {"max_epochs": 20} if sys.argv[2] == "2" else {"max_steps": 2}  # one rank has nothing to find
+trainer = Trainer(accelerator="cpu", devices=int(sys.argv[2]), strategy=strategy, **length, **quiet)
 trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(4000, 8)), batch_size=4))
 print("steps", trainer.global_step, type(trainer.strategy).__name__)
 """
@@ -67,24 +78,50 @@ def test_it_finds_a_plan_and_writes_it(tmp_path: Path) -> None:
     assert all(line.endswith("CommOptDDP") and int(line.split()[1]) < 10000 for line in steps)
 
 
+def _fit_as_tuned(asked: dict[str, Any]) -> str:
+    with patch.dict(os.environ, {VARIABLE: json.dumps(asked)}), scripted({_SMALL: 0.7}):
+        inject.install()
+        run = trainer("ddp", max_epochs=1000)
+        run.fit(Tiny(), loader())
+    assert run.global_step < 1000
+    return type(run.strategy).__name__
+
+
+def test_a_trainer_gets_a_plan_that_is_searched_for(tmp_path: Path) -> None:
+    """If it fails, Trainers of a tuned program train without a search, to the end, or without a plan at the end."""
+    plan, verdict = tmp_path / "plan.json", tmp_path / "verdict.txt"
+    asked = {"lossy": [], "output": str(plan), "verdict": str(verdict), "ends_fit": True}
+    assert run_ranks(_fit_as_tuned, asked) == ["CommOptDDP"] * 2
+    assert CommPlan.load(plan) == _SMALL
+    assert verdict.read_text()
+
+
+@pytest.mark.exhaustive
+def test_a_fit_of_one_rank_is_no_search(tmp_path: Path) -> None:
+    """If it fails, a user thinks that a plan was found."""
+    ran = _tune(tmp_path, "name", "1")
+    assert ran.returncode == 1, ran.stderr
+    assert "no fit of COMMAND has looked for a plan" in ran.stderr
+    assert not (tmp_path / "plan.json").exists()
+
+
 @pytest.mark.parametrize(
-    ("words", "options", "status", "message"),
+    ("option", "message"), [("--lossy=int7", "lossy: .*int7"), ("--output=nowhere/plan.json", "there is no folder")]
+)
+def test_wrong_options_start_nothing(option: str, message: str) -> None:
+    ran = CliRunner().invoke(app, ["tune", option, "--", "there-is-no-such-command"])
+    assert ran.exit_code == 2
+    assert re.search(message, ran.output), ran.output
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
     [
-        (("name", "1"), (), 1, "no fit of COMMAND has looked for a plan"),
-        pytest.param(
-            *(("fsdp", "2"), (), 1, "commopt tune is for DDP, and the Trainer has strategy='fsdp'"),
-            marks=pytest.mark.exhaustive,
-        ),
-        (("hook", "2"), (), 1, "the Trainer's DDPStrategy has a ddp_comm_hook"),
-        (("name", "2"), ("--lossy", "int7"), 2, "lossy: .*int7"),
-        (("name", "2"), ("--output", "nowhere/plan.json"), 2, "there is no folder"),
+        ("fsdp", "commopt tune is for DDP, and the Trainer has strategy='fsdp'"),
+        (DDPStrategy(ddp_comm_hook=bf16_compress_hook), "the Trainer's DDPStrategy has a ddp_comm_hook"),
     ],
 )
-def test_what_cannot_be_tuned(
-    tmp_path: Path, words: tuple[str, ...], options: tuple[str, ...], status: int, message: str
-) -> None:
-    """If it fails, a user reads a traceback of ours, or thinks that a plan was found."""
-    ran = _tune(tmp_path, *words, options=options)
-    assert ran.returncode == status, ran.stderr
-    assert re.search(message, ran.stderr), ran.stderr
-    assert not (tmp_path / "plan.json").exists()
+def test_what_cannot_be_tuned(strategy: Any, message: str) -> None:
+    """If it fails, a program is tuned that DDP does not train, or whose hook is lost."""
+    with pytest.raises(ValueError, match=message):
+        inject._tuned_strategy(strategy, CommOptDDP)

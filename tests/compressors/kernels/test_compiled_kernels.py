@@ -68,17 +68,13 @@ def test_the_benchmark_launches_every_kernel() -> None:
     assert names == KERNELS
 
 
+@pytest.mark.exhaustive
 @needs_triton
 @pytest.mark.parametrize(
     ("launch", "capabilities", "names"),
     [
         (one_int4_step, [90], {"_encode", "_reduce", "_average", "_decode"}),
-        pytest.param(
-            one_of_each_other_room,
-            DEVICES,
-            {"_find_bad", "_narrow", "_decompress", "_multiply_candidates", "_apply"},
-            marks=pytest.mark.exhaustive,
-        ),
+        (one_of_each_other_room, DEVICES, {"_find_bad", "_narrow", "_decompress", "_multiply_candidates", "_apply"}),
     ],
 )
 def test_kernels_compile_and_spill_no_registers(

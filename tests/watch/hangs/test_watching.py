@@ -183,7 +183,7 @@ busy()
 """
 
 
-@pytest.mark.parametrize("num_snapshots", [50, pytest.param(400, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_snapshots", [20, pytest.param(150, marks=pytest.mark.exhaustive)])
 def test_a_process_that_runs_python_survives_snapshots(num_snapshots: int) -> None:
     """If it fails, a healthy rank that is slow crashes because somebody looks at it."""
     own, theirs = socket.socketpair()
