@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 
 from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
 from lightning_commopt.compressors import compressor_from_config
-from lightning_commopt.compressors.sharded import ShardedInt8, sharded_to_config
+from lightning_commopt.compressors.sharded import ShardedInt8
+from lightning_commopt.compressors.sharded_registry import sharded_to_config
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord

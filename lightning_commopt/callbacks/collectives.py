@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
 from lightning_commopt.compat.sigterm import around_broadcasts
-from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.measure.recorder import StepRecorder, issued_by
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
 from lightning_commopt.text.validation import info, warn
 
@@ -28,10 +28,9 @@ class CollectiveWatch:
         if not has_collective_hooks():
             info("CommTimeMonitor: before torch 2.14 only gradient sync is observed, and no other collective.")
             return
-        self._recorder = recorder
         is_cpu = trainer.strategy.root_device.type == "cpu"
         self._hooks = CollectiveHooks(recorder.issue, sees_end=is_cpu)
-        self._unwrap = around_broadcasts(trainer, self._broadcast)
+        self._unwrap = around_broadcasts(trainer, _broadcast)
 
     def update(self) -> None:
         """Observes process groups that were made since the last call."""
@@ -44,12 +43,10 @@ class CollectiveWatch:
             self._hooks = None
             self._unwrap()
 
-    def _broadcast(self, inner: Callable[[], None]) -> None:
-        self._recorder.source = "lightning"
-        try:
-            inner()
-        finally:
-            self._recorder.source = ""
+
+def _broadcast(inner: Callable[[], None]) -> None:
+    with issued_by("lightning"):
+        inner()
 
 
 def borrow_gathering_group() -> BorrowedGroups | None:

@@ -1,8 +1,8 @@
 """Private names of FSDP2; see `lightning_commopt.compat`.
 
-``_get_fsdp_state`` is the state that modules share which one call of ``fully_shard`` has made a unit, and
-``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups are what setters set and nothing returns.
-Hooks that are called with a finished gradient are ``_post_accumulate_grad_hooks`` of the parameter.
+``_get_fsdp_state`` is the state that modules share which one call of ``fully_shard`` has made a unit, ``_mp_policy`` is
+its policy. ``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups are what setters set and
+nothing returns. Hooks that are called with a finished gradient are ``_post_accumulate_grad_hooks`` of the parameter.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ def units_of(model: Module) -> list[tuple[FSDPModule, ...]]:
         if isinstance(module, FSDPModule):
             units.setdefault(id(module._get_fsdp_state()), []).append(module)
     return [tuple(modules) for modules in units.values()]
+
+
+def dtypes_of(module: FSDPModule) -> set[torch.dtype]:
+    """Returns the dtypes in which parameters and gradients of a unit may travel."""
+    policy: Any = getattr(module._get_fsdp_state(), "_mp_policy", None)
+    given = [getattr(policy, name, None) for name in ("param_dtype", "reduce_dtype")]
+    return {dtype for dtype in given if dtype is not None} | {each.dtype for each in module.parameters()}  # type: ignore[attr-defined]
 
 
 def has_own_divide_factor(module: FSDPModule) -> bool:

@@ -8,23 +8,20 @@ Shapes: ``W`` ranks; ``s`` elements in a shard, which are the columns of one or 
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compat.torch import foreach_copy_
-from lightning_commopt.compressors.base import Claims, Compressor, Rounds, State
+from lightning_commopt.compressors.base import Claims, Rounds, State
 from lightning_commopt.compressors.blockwise import BlockInt4, BlockInt8
 from lightning_commopt.compressors.kernels import blockwise
 from lightning_commopt.compressors.kernels.blockwise_format import MIN_SCALE, BlockFormat
 from lightning_commopt.compressors.kernels.cast import sum_rows
-from lightning_commopt.compressors.registry import canonical_name, check_options, options_of
-from lightning_commopt.text.validation import check_switch, did_you_mean, normalize_name
+from lightning_commopt.text.validation import check_switch
 
 if TYPE_CHECKING:
     from lightning_commopt.compressors.channel import Channel
@@ -253,46 +250,3 @@ class ShardedInt4(ShardedBlockwise):
     @property
     def block_format(self) -> BlockFormat:
         return BlockFormat(4, self.block_size)
-
-
-SHARDED: Mapping[str, type[ShardedCompressor]] = {"bf16": ShardedBf16, "int8": ShardedInt8, "int4": ShardedInt4}
-"""Those that there are, by the name that configurations use."""
-
-
-def sharded_from_config(config: Any) -> ShardedCompressor | None:
-    """Builds a compressor from what a user writes.
-
-    Args:
-        config: a name; a mapping with ``name`` and that compressor's options; a `ShardedCompressor`; None or "none".
-
-    Raises:
-        ValueError: unknown name or option, a compressor that needs whole gradients, or a value is out of range.
-        TypeError: ``config`` is none of these.
-    """
-    if config is None or isinstance(config, ShardedCompressor):
-        return config
-    if isinstance(config, Compressor):
-        raise TypeError(f"{type(config).__name__} is a compressor for DDP: give a name, such as 'int8', or a mapping")
-    if not isinstance(config, str | Mapping):
-        raise TypeError(f"must be a name, a mapping with a name, or None, got {config!r}")
-    options = {"name": config} if isinstance(config, str) else {str(key): value for key, value in config.items()}
-    written = options.pop("name", None)
-    name = normalize_name(written) if isinstance(written, str) else ""
-    if name == "none" and not options:
-        return None
-    if name not in SHARDED:
-        known = f"known names: none, {', '.join(SHARDED)}"
-        if (ddps := canonical_name(written)) is not None:
-            raise ValueError(
-                f"{ddps!r} averages whole gradients on every rank, but here each rank receives its shard only: use"
-                f" CommOptDDP, or another compressor; {known}"
-            )
-        raise ValueError(f"{written!r} is unknown; {known}{did_you_mean(written, SHARDED)}")
-    check_options(name, options_of(SHARDED[name]), options)
-    return SHARDED[name](**options)
-
-
-def sharded_to_config(compressor: ShardedCompressor) -> dict[str, Any]:
-    """Returns the mapping that `sharded_from_config` makes an equal compressor from."""
-    (name,) = (name for name, cls in SHARDED.items() if type(compressor) is cls)
-    return {"name": name, **dataclasses.asdict(compressor)}  # type: ignore[call-overload]

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_commopt.measure.recorder import issued_by
+
 _POLL_S = 0.001
 
 
@@ -43,7 +45,8 @@ class AllRanks:
             self._gathered = [matrix]
             return
         self._gathered = [torch.empty_like(matrix) for _ in range(dist.get_world_size(self._group))]
-        self._work = dist.all_gather(self._gathered, matrix, group=self._group, async_op=True)
+        with issued_by("CommTimeMonitor"):
+            self._work = dist.all_gather(self._gathered, matrix, group=self._group, async_op=True)
 
     def take(self, limit_s: float = 0.0) -> Tensor | None:
         """Returns the gathered matrices, once; None if they have not arrived within ``limit_s`` seconds.

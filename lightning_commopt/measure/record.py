@@ -70,7 +70,8 @@ class Collective(NamedTuple):
     Attributes:
         operation: its name in ``torch.distributed``: "all_reduce", "broadcast", ...
         phase: the phase that it was issued in; "pause" if that belongs to no step, as a validation does.
-        source: "lightning" for Lightning's own check for SIGTERM before a batch, "" for all others.
+        source: "lightning" for Lightning's own check for SIGTERM before a batch; what it belongs to if this package has
+            issued it for itself or as a part of a larger operation, as "int8 reduce-scatter"; "" for all others.
         num_bytes: of its inputs or of its outputs on this rank, whichever are more.
         start_s: it was issued; None on CUDA, where the device's time is not known.
         end_s: it had completed, or the thread had gone on; None on CUDA.

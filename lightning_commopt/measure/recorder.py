@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +16,17 @@ from lightning_commopt.measure.record import BucketSpan, Collective, Phase, Step
 
 _RESOLVED_AT_ONCE = 2
 """Steps that `StepRecorder.end_step` makes records of, at most: one more than there are new ones, to catch up."""
+_source: ContextVar[str] = ContextVar("source", default="")
+
+
+@contextmanager
+def issued_by(source: str) -> Iterator[None]:
+    """Names the source of all collectives that this thread issues within; see `Collective`."""
+    token = _source.set(source)
+    try:
+        yield
+    finally:
+        _source.reset(token)
 
 
 class RecordedStep(NamedTuple):
@@ -24,11 +37,7 @@ class RecordedStep(NamedTuple):
 
 
 class StepRecorder(SyncObserver):
-    """Records the steps of one rank, on the clock of its device. Only `take` waits for the device.
-
-    Attributes:
-        source: of the collectives that are issued next; see `Collective`.
-    """
+    """Records the steps of one rank, on the clock of its device. Only `take` waits for the device."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -37,7 +46,6 @@ class StepRecorder(SyncObserver):
         self._syncs: list[_RecordedSync] = []
         self._collectives: list[_IssuedCollective] = []
         self._collective_mark = clock.mark if isinstance(clock, HostClock) else _unknown
-        self.source = ""
         self._backward = 0
         self._resolved: deque[RecordedStep] = deque()
         self._pending: deque[_Marks] = deque()
@@ -60,7 +68,7 @@ class StepRecorder(SyncObserver):
     def issue(self, operation: str, num_bytes: int) -> _IssuedCollective:
         """Records that a collective is issued, on any thread; see `Collective`."""
         phase = self._phases[-1][0] if self._phases else None
-        issued = _IssuedCollective(self._collective_mark, operation, phase or "pause", self.source, num_bytes)
+        issued = _IssuedCollective(self._collective_mark, operation, phase or "pause", _source.get(), num_bytes)
         self._collectives.append(issued)
         return issued
 

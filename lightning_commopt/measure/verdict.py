@@ -98,7 +98,7 @@ def _without_sync(world_size: int, operations: Sequence[Operation]) -> str:
 
 def _for_sharded(operations: Sequence[Operation]) -> list[str]:
     """Recommends what to do where gradient sync as such cannot be observed."""
-    num_bytes = sum(one.num_bytes for one in operations if one.operation == "reduce_scatter")
+    num_bytes = sum(one.num_bytes for one in operations if one.operation == "reduce_scatter" and not one.source)
     if num_bytes >= _SMALL_BYTES:
         return [
             'CommOptModelParallel(comm_hook="int8"), lossy, if this is FSDP2:'
@@ -122,12 +122,16 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
                 f"{one.num_calls:.3g} broadcasts a step are Lightning's own check for SIGTERM before every batch"
                 f" ({costs.share(seconds)} of the step): CommOptDDP(sigterm_every_n_steps=10) checks every tenth step."
             )
-        elif one.phase in ("forward", "other") and one.num_bytes < _SMALL_BYTES and costs.is_worth(seconds):
+        elif _may_be_metrics(one) and costs.is_worth(seconds):
             found.append(
                 f"{costs.share(seconds)} of the step is {one.label} of {one.num_bytes / one.num_calls:.0f} bytes in"
                 f" {one.phase}, {one.num_calls:.3g} times: log less often, or without sync_dist, if it is metrics."
             )
     return found
+
+
+def _may_be_metrics(one: Operation) -> bool:
+    return not one.source and one.phase in ("forward", "other") and one.num_bytes < _SMALL_BYTES
 
 
 def _for_straggler(costs: Costs) -> str:

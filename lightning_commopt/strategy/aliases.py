@@ -67,7 +67,7 @@ def register_with(module: ModuleType) -> None:
         return import_module(ours).CommOptModelParallel(**arguments)
 
     # As in `aliases`.
-    from lightning_commopt.compressors.sharded import SHARDED
+    from lightning_commopt.compressors.sharded_registry import SHARDED
 
     register_aliases(getattr(module, registry), strategy)
     for comm_hook in (None, *SHARDED) if ours != "lightning_commopt.fabric" else ():

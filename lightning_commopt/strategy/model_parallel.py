@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_commopt.compat.sigterm import SigtermCheck
-from lightning_commopt.compressors.sharded import ShardedCompressor, sharded_from_config
+from lightning_commopt.compressors.sharded import ShardedCompressor
+from lightning_commopt.compressors.sharded_registry import sharded_from_config
 from lightning_commopt.plan import OptionError
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import check_arguments, named_arguments
@@ -46,8 +47,8 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
             ``comm_hook`` the default of this and ``tensor_parallel_size`` is that all ranks are data-parallel.
         comm_hook: how gradients travel in FSDP2's reduce-scatters: None or "none" for FSDP2's own; "bf16", "int8" or
             "int4"; or a mapping of a name and options (``{"name": "int8", "error_feedback": True}``), see `ShardedInt8`
-            and its neighbours. Parameters of one dimension travel uncompressed, and so do all-reduces between replicas.
-            Lossy. Needs torch >= 2.9.
+            and its neighbours; "hierarchical" compresses with its ``inner`` across nodes only. Parameters of one
+            dimension travel uncompressed, and so do all-reduces between replicas. Lossy. Needs torch >= 2.9.
         param_hook: how parameters travel in FSDP2's all-gathers: None for FSDP2's own, "int8" for blocks of 128 with
             one scale each. Forward and backward then compute with rounded parameters; the optimizer keeps exact ones.
             Parameters of one dimension travel as they are. Lossy. Needs torch >= 2.9.
@@ -134,8 +135,8 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         if self._gathered is not None:
             self._gathered.attach(self.model)
         if self._sharded_sync is not None:
-            self._sharded_sync.attach(self.model)
-            self._sharded_sync.allow_overlap(self._timeout)
+            self._sharded_sync.attach(self.model, ranks_per_node=self.num_processes, timeout=self._timeout)
+            self._sharded_sync.allow_overlap()
 
     @property
     def comm_hook(self) -> ShardedCompressor | None:

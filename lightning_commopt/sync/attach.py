@@ -21,7 +21,7 @@ from lightning_commopt.sync.buckets import synced_parameters
 from lightning_commopt.sync.executors import Executor, SideStreams, WorkerThread
 from lightning_commopt.sync.groups import borrow_groups, shared_node_groups
 from lightning_commopt.sync.hook import BucketHook
-from lightning_commopt.sync.warm_up import compile_kernels
+from lightning_commopt.sync.warm_up import compile_kernels, run_on_samples
 from lightning_commopt.text.validation import warn_once
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -95,7 +95,7 @@ def attach_bucket_hook(
             warn_of_launch_order(model)
         channel, executor = Channel(group, *nodes), SideStreams(model.device, num_streams=1 if nodes else 2)
         dtypes = {as_real(parameter).dtype for parameter in synced.values()}
-        compile_kernels(compressor, channel, dtypes, model.device, group)
+        compile_kernels(lambda: run_on_samples(compressor, channel, dtypes, model.device), model.device, group)
     hook = BucketHook(compressor, channel, names, executor, step, observers, groups)
     model.register_comm_hook(None, hook.reduce)
     return hook

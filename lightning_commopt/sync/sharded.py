@@ -13,12 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module
 
-from lightning_commopt.compat.fsdp import has_all_reduce_hook, has_own_divide_factor, units_of
-from lightning_commopt.compressors.kernels import c_library
+from lightning_commopt.compat.fsdp import dtypes_of, has_all_reduce_hook, has_own_divide_factor, units_of
 from lightning_commopt.compressors.sharded import ShardedCompressor
+from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.sharded_overlap import Channels, Overlap
 from lightning_commopt.sync.sharded_unit import Column, SavedUnits, UnitReduceScatter
+from lightning_commopt.sync.warm_up import prepare_kernels, run_on_shards
 
 
 class ShardedSync:
@@ -41,20 +42,37 @@ class ShardedSync:
         """Payload bytes of gradients that this rank has handed to reduce-scatters; see `Channel.bytes_sent`."""
         return self._channels.bytes_sent
 
-    def attach(self, model: Module) -> None:
-        """Gives each unit of ``model`` a comm object, once all are sharded.
+    def attach(self, model: Module, *, ranks_per_node: int | None = None, timeout: timedelta | None = None) -> None:
+        """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it.
+
+        Args:
+            model: with units of FSDP2.
+            ranks_per_node: that the launcher started; None for all ranks.
+            timeout: of collectives in groups that are made for this; None for the backend's default.
 
         Raises:
-            OptionError: torch is too old, or a unit is sharded in a way that is not supported here.
+            OptionError: torch is too old, a unit is sharded in a way that is not supported here, or ``ranks_per_node``
+                does not divide its shards.
         """
         residuals = self.residuals()  # of an earlier fit
+        found = sharded_units(model)
+        self._channels.timeout = timeout
+        if isinstance(self.compressor, ShardedHierarchical):
+            self._place(self.compressor, [replicas_and_shards(columns)[1] for _, columns in found], ranks_per_node)
         self.units = []
-        for index, (modules, columns) in enumerate(sharded_units(model)):
+        for index, (modules, columns) in enumerate(found):
             unit = UnitReduceScatter(self.compressor, self._channels, index, columns)
             self._register(modules[0], unit, replicas_and_shards(columns)[0])
         self.add_residuals(residuals)
-        if self.units and self.compressor.claims.has_c_kernels:
-            c_library.load()  # here, so that no backward waits for a compiler
+        if self.units:  # here, so that no backward waits for a compiler
+            device, dtypes = self.units[0].device, set().union(*map(dtypes_of, self._modules))
+            channels = {unit.num_shards: self._channels.of(unit.group) for unit in self.units}
+
+            def run() -> None:
+                for channel in channels.values():
+                    run_on_shards(self.compressor, channel, dtypes, device)
+
+            prepare_kernels(run, device, has_c_kernels=self.compressor.claims.has_c_kernels)
 
     def detach(self) -> None:
         """Gives the units FSDP2's own reduce-scatter back; the state stays for checkpoints and a further fit."""
@@ -67,14 +85,14 @@ class ShardedSync:
             self._channels.overlap.close()
             self._channels.overlap = None
 
-    def allow_overlap(self, timeout: timedelta | None) -> None:
+    def allow_overlap(self) -> None:
         """Lets reduce-scatters run while backward goes on, on CPU. All ranks must call it, once attached.
 
         Those of parameters that have no gradient yet do. All are complete, or raise, before a backward ends.
         """
         groups = {unit.group: None for unit in self.units if unit.may_overlap}
         if groups:
-            self._channels.overlap = Overlap(list(groups), self._channels, timeout)
+            self._channels.overlap = Overlap(list(groups), self._channels)
 
     def residuals(self) -> dict[str, Tensor]:
         """Returns what this rank has not sent yet, in float32, by the name of the parameter and in its shape."""
@@ -98,6 +116,14 @@ class ShardedSync:
         """Adds what other ranks had not sent, as `residuals` returns it. Before the first backward."""
         for unit in self.units:
             unit.add_residuals(residuals)
+
+    def _place(self, compressor: ShardedHierarchical, numbers_of_shards: list[int], ranks_per_node: int | None) -> None:
+        """Makes nodes of the ranks."""
+        try:
+            placed = compressor.on_nodes(numbers_of_shards, ranks_per_node or dist.get_world_size())
+        except ValueError as error:
+            raise OptionError(f"comm_hook: {error}") from error
+        self.compressor, self._channels.ranks_per_node = placed, placed.ranks_per_node
 
     def _register(self, module: FSDPModule, unit: UnitReduceScatter, num_replicas: int) -> None:
         if has_own_divide_factor(module):

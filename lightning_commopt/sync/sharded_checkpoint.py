@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_commopt.compressors.channel import backends_of
-from lightning_commopt.compressors.sharded import ShardedCompressor, sharded_from_config, sharded_to_config
+from lightning_commopt.compressors.sharded import ShardedCompressor
+from lightning_commopt.compressors.sharded_registry import sharded_from_config, sharded_to_config
 from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.state import KEY, CheckpointError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 import torch
@@ -11,12 +11,16 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
+from lightning_commopt.compat.fsdp import dtypes_of
 from lightning_commopt.compat.torch import foreach_copy_
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
+from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.sharded import replicas_and_shards, sharded_units
 from lightning_commopt.sync.sharded_overlap import Channels
 from lightning_commopt.sync.sharded_unit import Column
+from lightning_commopt.sync.warm_up import SHARD_SIZES, floating_point, prepare_kernels
 from lightning_commopt.text.validation import warn_once
 
 _FORMAT = BlockFormat(8, 128)
@@ -35,7 +39,7 @@ class GatheredParameters:
         return self._channels.bytes_sent
 
     def attach(self, model: Module) -> None:
-        """Gives each unit of ``model`` a comm object, once all are sharded.
+        """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it.
 
         Raises:
             OptionError: torch is too old, or a unit is sharded in a way that is not supported here.
@@ -44,6 +48,9 @@ class GatheredParameters:
             comm = UnitAllGather(self._channels, columns)
             modules[0].set_custom_all_gather(comm)  # type: ignore[arg-type]  # duck typing
             self._modules.append(modules[0])
+        if self._modules:  # here, so that no forward waits for a compiler
+            device, dtypes = comm.device, set().union(*map(dtypes_of, self._modules))
+            prepare_kernels(lambda: round_samples(dtypes, device), device, option="param_hook")
 
     def detach(self) -> None:
         """Gives the units FSDP2's own all-gather back."""
@@ -62,12 +69,16 @@ class UnitAllGather:
         channels: of the model.
         columns: the parameters of the unit, in the order in which FSDP2 lays them out.
 
+    Attributes:
+        device: of the parameters.
+
     Source: quantized weights as in Wang et al., ZeRO++ (arXiv:2306.10209), who have a second copy within each node.
     """
 
     def __init__(self, channels: Channels, columns: Sequence[Column]) -> None:
         self._channels = channels
         self._name = columns[0].name
+        self.device = torch.device(getattr(columns[0].owner, columns[0].attribute).device_mesh.device_type)
         _, self._num_shards = replicas_and_shards(columns)
         widths = [(column.width(self._num_shards), column.is_compressed) for column in columns]
         runs = [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda each: each[1])]
@@ -97,41 +108,62 @@ class UnitAllGather:
             return _PlainAllGather()(output_tensor, input_tensor, group, async_op)
         mine = input_tensor.split(self._widths)
         rows = output_tensor.view(self._num_shards, -1).split(self._widths, 1)
-        self._gather(
+        gather(
             [part for part, yes in zip(mine, self._is_compressed, strict=True) if yes],
             [part for part, yes in zip(rows, self._is_compressed, strict=True) if yes],
             [part for part, yes in zip(mine, self._is_compressed, strict=True) if not yes],
             [part for part, yes in zip(rows, self._is_compressed, strict=True) if not yes],
-            group,
+            self._channels.of(group),
         )
         return None
 
-    def _gather(
-        self,
-        matrices: list[Tensor],
-        matrices_out: list[Tensor],
-        vectors: list[Tensor],
-        vectors_out: list[Tensor],
-        group: dist.ProcessGroup,
-    ) -> None:
-        first, second = self._channels.of(group).lanes()
-        pending = exact = None
-        if matrices:
-            flat = torch.cat(matrices)
-            row_bytes = _FORMAT.shard_bytes(flat.numel(), 1)
-            message = first.scratch("message", (1, row_bytes), torch.uint8, flat.device)
-            blockwise.encode(flat, None, message, _FORMAT)
+
+def gather(
+    matrices: list[Tensor],
+    matrices_out: list[Tensor],
+    vectors: list[Tensor],
+    vectors_out: list[Tensor],
+    channel: Channel,
+) -> None:
+    """Gathers parameters of all ranks, rounded or as they are.
+
+    Args:
+        matrices: ``(s_i,)`` each, this rank's shards of those to round.
+        matrices_out: ``(W, s_i)`` each, for the shards of all ranks.
+        vectors: ``(s_i,)`` each, of the others.
+        vectors_out: ``(W, s_i)`` each.
+        channel: collectives over the ranks.
+    """
+    first, second = channel.lanes()
+    pending = exact = None
+    if matrices:
+        flat = torch.cat(matrices)
+        row_bytes = _FORMAT.shard_bytes(flat.numel(), 1)
+        message = first.scratch("message", (1, row_bytes), torch.uint8, flat.device)
+        blockwise.encode(flat, None, message, _FORMAT)
+        with issued_by("int8 all-gather"):
             pending = first.all_gather(message.view(-1))
-        if vectors:
+    if vectors:
+        with issued_by("uncompressed all-gather"):
             exact = second.all_gather(torch.cat(vectors))
-        if pending is not None:
-            filled = _FORMAT.shard_numel(flat.numel(), 1)
-            decoded = first.scratch("decoded", (self._num_shards * filled,), flat.dtype, flat.device)
-            blockwise.decode(pending.wait(), decoded, _FORMAT)
-            widths = [part.numel() for part in matrices]
-            foreach_copy_(matrices_out, decoded.view(self._num_shards, filled)[:, : flat.numel()].split(widths, 1))
-        if exact is not None:
-            foreach_copy_(vectors_out, exact.wait().split([part.numel() for part in vectors], 1))
+    if pending is not None:
+        filled = _FORMAT.shard_numel(flat.numel(), 1)
+        decoded = first.scratch("decoded", (channel.size * filled,), flat.dtype, flat.device)
+        blockwise.decode(pending.wait(), decoded, _FORMAT)
+        widths = [part.numel() for part in matrices]
+        foreach_copy_(matrices_out, decoded.view(channel.size, filled)[:, : flat.numel()].split(widths, 1))
+    if exact is not None:
+        foreach_copy_(vectors_out, exact.wait().split([part.numel() for part in vectors], 1))
+
+
+def round_samples(dtypes: Collection[torch.dtype], device: torch.device) -> None:
+    """Rounds small shards that need all kernels of `gather`."""
+    for dtype in floating_point(dtypes):
+        for numel in SHARD_SIZES:
+            message = torch.empty(1, _FORMAT.shard_bytes(numel, 1), dtype=torch.uint8, device=device)
+            blockwise.encode(torch.ones(numel, dtype=dtype, device=device), None, message, _FORMAT)
+            decoded = torch.empty(_FORMAT.shard_numel(numel, 1), dtype=dtype, device=device)
+            blockwise.decode(message, decoded, _FORMAT)
 
 
 class _PlainAllGather:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_commopt.compat.torch import call_after_backward
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.sync.executors import BucketFuture, WorkerThread
-from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups
+from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, shared_node_groups
 
 _MAX_UNDER_WAY = 2
 """Units whose gradients are in memory at a time, besides the one that backward is at."""
@@ -24,10 +24,14 @@ class Channels:
 
     Attributes:
         overlap: the thread; None where there is none.
+        ranks_per_node: add channels within and across nodes of as many consecutive ranks; None for none.
+        timeout: of collectives in groups that are made for that; None for the backend's default.
     """
 
     def __init__(self) -> None:
         self.overlap: Overlap | None = None
+        self.ranks_per_node: int | None = None
+        self.timeout: timedelta | None = None
         self._of_groups: dict[dist.ProcessGroup, Channel] = {}
 
     @property
@@ -36,10 +40,16 @@ class Channels:
         return sum(channel.bytes_sent for channel in self._of_groups.values())
 
     def of(self, group: dist.ProcessGroup) -> Channel:
-        """Returns the collectives over a group."""
+        """Returns the collectives over a group. With nodes, all ranks must make the first call for these ranks."""
         if group not in self._of_groups:
-            self._of_groups[group] = Channel(group)
+            size = self.ranks_per_node
+            nodes = () if size is None else shared_node_groups(group, size, self.timeout)
+            self._of_groups[group] = Channel(group, *nodes)
         return self._of_groups[group]
+
+    def of_borrowed(self, groups: BorrowedGroups) -> Channel:
+        """Returns the collectives over borrowed groups."""
+        return self._of_groups.setdefault(groups.all_ranks, Channel(groups.all_ranks, groups.within, groups.across))
 
 
 class Overlap:
@@ -48,15 +58,15 @@ class Overlap:
     Args:
         groups: of the units, each once.
         channels: where the bytes are counted.
-        timeout: of collectives; None for the backend's default.
     """
 
-    def __init__(self, groups: list[dist.ProcessGroup], channels: Channels, timeout: timedelta | None) -> None:
+    def __init__(self, groups: list[dist.ProcessGroup], channels: Channels) -> None:
         self._executor = WorkerThread()
         self._borrowed: dict[dist.ProcessGroup, BorrowedGroups] = {
-            group: borrow_groups(group, timeout=timeout) for group in groups
+            group: borrow_groups(group, ranks_per_node=channels.ranks_per_node, timeout=channels.timeout)
+            for group in groups
         }
-        self._channels = {group: channels.of(borrowed.all_ranks) for group, borrowed in self._borrowed.items()}
+        self._channels = {group: channels.of_borrowed(borrowed) for group, borrowed in self._borrowed.items()}
         self._under_way: deque[BucketFuture] = deque()
 
     def submit(self, task: Callable[[Channel], None], output: Tensor, group: dist.ProcessGroup) -> None:

@@ -22,6 +22,8 @@ from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import State
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.sharded import ShardedCompressor
+from lightning_commopt.compressors.sharded_registry import sharded_name
+from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.sharded_overlap import Channels
 from lightning_commopt.sync.state import CheckpointError, fit_to
 from lightning_commopt.text.validation import warn_once
@@ -92,6 +94,7 @@ class UnitReduceScatter:
         columns: see above.
         group: of the ranks that have its shards.
         num_shards: ``W``.
+        device: of the gradients.
         may_overlap: its reduce-scatters may run on a thread.
     """
 
@@ -105,12 +108,14 @@ class UnitReduceScatter:
         self.name = columns[0].name
         self.columns = tuple(columns)
         self._compressor = compressor
+        self._source = f"{sharded_name(compressor)} reduce-scatter"
         self._channels = channels
         self._index = index
         self._sharded: list[DTensor] = [getattr(column.owner, column.attribute) for column in columns]
         mesh = self._sharded[0].device_mesh
         self.group = mesh.get_group(mesh.ndim - 1)
         self.num_shards = self.group.size()
+        self.device = torch.device(mesh.device_type)
         self.may_overlap = mesh.device_type == "cpu" and mesh.ndim == 1
         self._used: tuple[Column, ...] = ()
         self._runs: list[tuple[int, bool]] = []
@@ -161,7 +166,8 @@ class UnitReduceScatter:
         state = self._state
 
         def task(channel: Channel) -> None:
-            _reduce_scatter(rows, output_tensor, runs, self._compressor, state, channel)
+            with issued_by(self._source):
+                _reduce_scatter(rows, output_tensor, runs, self._compressor, state, channel)
 
         if overlap is not None and self._is_untouched(output_tensor):
             overlap.submit(task, output_tensor, self.group)  # FSDP2 may have another group of the same ranks
@@ -271,9 +277,11 @@ def _reduce_scatter(
         its_widths = [part.shape[1] for part, _ in others]
         message = lanes[1].scratch("uncompressed", (channel.size, sum(its_widths)), rows.dtype, rows.device)
         foreach_copy_(message.split(its_widths, 1), [part for part, _ in others])
-        exact = lanes[1].reduce_scatter(message)
+        with issued_by("uncompressed reduce-scatter"):
+            exact = lanes[1].reduce_scatter(message)
     if rounds is not None and pending is not None:
         with suppress(StopIteration):
-            rounds.send(pending.wait())
+            while True:
+                pending = rounds.send(pending.wait())
     if exact is not None:
         foreach_copy_([mean for _, mean in others], exact.wait().div_(channel.size).split(its_widths))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import cast
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from lightning_commopt.compressors import Compressor, Layout
 from lightning_commopt.compressors.alone import AloneChannel
+from lightning_commopt.compressors.base import Rounds
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.kernels import dispatch
+from lightning_commopt.compressors.kernels import c_library, dispatch
+from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.text.validation import warn_once
 
 _NUM_STEPS = 2  # a compressor may alternate
@@ -28,21 +30,39 @@ _SHAPES = (
     ((7,), (257, 513), (5,)),
 )
 _LARGEST_BLOCK = 256
+SHARD_SIZES = (1, 16 * _LARGEST_BLOCK)
+"""Elements of shards that need all kernels: of a single block, and of a multiple of 16 blocks."""
+
+
+def prepare_kernels(
+    run: Callable[[], None], device: torch.device, *, has_c_kernels: bool = True, option: str = "comm_hook"
+) -> None:
+    """Compiles what ``run`` needs: the C kernels on CPU, else those in Triton as `compile_kernels` does."""
+    if device.type != "cpu":
+        compile_kernels(run, device, option=option)
+    elif has_c_kernels:
+        c_library.load()
 
 
 def compile_kernels(
-    compressor: Compressor,
-    channel: Channel,
-    dtypes: Collection[torch.dtype],
+    run: Callable[[], None],
     device: torch.device,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None = None,
+    *,
+    option: str = "comm_hook",
 ) -> None:
-    """Compiles the Triton kernels of a compressor; if one rank cannot, no rank uses Triton. All ranks must call it.
+    """Compiles the Triton kernels that ``run`` needs; if one rank cannot, no rank uses Triton. All ranks must call it.
 
     Triton and plain torch do not compute the same bits.
+
+    Args:
+        run: runs all kernels on samples.
+        device: of the samples.
+        group: of the ranks; None for all.
+        option: what the kernels are for, in the warning.
     """
     had_triton = dispatch.has_triton()
-    error = _try_triton(compressor, channel, dtypes, device) if had_triton else None
+    error = _try_triton(run) if had_triton else None
     works = torch.tensor(had_triton and error is None, dtype=torch.int32, device=device)
     dist.all_reduce(works, dist.ReduceOp.MIN, group=group)
     if had_triton and not works.item():
@@ -50,21 +70,19 @@ def compile_kernels(
         first_line = str(error).strip().partition("\n")[0]
         reason = "on another rank" if error is None else f"{type(error).__name__}: {first_line}"
         warn_once(
-            f"Triton cannot compile the kernels of comm_hook ({reason}): all ranks compute in plain torch, which takes"
+            f"Triton cannot compile the kernels of {option} ({reason}): all ranks compute in plain torch, which takes"
             " longer and waits for the device in every bucket. Triton before 3.5 needs a C compiler, such as gcc."
         )
 
 
-def _try_triton(
-    compressor: Compressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
-) -> Exception | None:
+def _try_triton(run: Callable[[], None]) -> Exception | None:
     """Returns what Triton raised; None if plain torch raises as well, as a user's compressor may."""
     try:
-        run_on_samples(compressor, channel, dtypes, device)
+        run()
     except Exception as error:
         try:
             with dispatch.in_plain_torch():
-                run_on_samples(compressor, channel, dtypes, device)
+                run()
         except Exception:
             return None
         return error
@@ -74,9 +92,16 @@ def _try_triton(
 def run_on_samples(
     compressor: Compressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
 ) -> None:
-    """Runs a compressor on small buckets that need all its kernels; for the arguments see `compile_kernels`."""
+    """Runs a compressor on small buckets that need all its kernels, as if all ranks had the same gradients.
+
+    Args:
+        compressor: to be run.
+        channel: of the ranks; nothing is sent.
+        dtypes: of the gradients.
+        device: of the gradients.
+    """
     with torch.no_grad():
-        for dtype in sorted({dtype for dtype in dtypes if dtype.is_floating_point}, key=str):
+        for dtype in floating_point(dtypes):
             for shapes in (*_SHAPES, ((channel.size, 16 * _LARGEST_BLOCK),)):  # every shard has 16 blocks, or more
                 layout = Layout.of([torch.empty(shape, device="meta") for shape in shapes], dtype)
                 for first_step in _FIRST_STEPS:
@@ -91,9 +116,31 @@ def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Cha
     """
     state, alone = compressor.init(layout, flat.device, first_step), cast(Channel, AloneChannel(channel))
     for carried in (*[None] * _NUM_STEPS, torch.zeros_like(flat)):
-        rounds = compressor.rounds(flat, layout, state, alone, carried)
-        with contextlib.suppress(StopIteration):
-            pending = next(rounds)
-            while True:
-                pending = rounds.send(pending.wait())
+        _finish(compressor.rounds(flat, layout, state, alone, carried))
     compressor.residual(layout, state)
+
+
+def run_on_shards(
+    compressor: ShardedCompressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
+) -> None:
+    """Runs a compressor of shards on small ones that need all its kernels; see `run_on_samples`."""
+    alone = cast(Channel, AloneChannel(channel))
+    with torch.no_grad():
+        for dtype in floating_point(dtypes):
+            for numel in SHARD_SIZES:
+                columns = torch.ones(channel.size, numel, dtype=dtype, device=device)
+                state = compressor.init(numel, channel.size, device)
+                _finish(compressor.rounds([columns], [torch.empty_like(columns[0])], state, alone))
+                compressor.residual(state, numel, channel.size)
+
+
+def _finish(rounds: Rounds) -> None:
+    with contextlib.suppress(StopIteration):
+        pending = next(rounds)
+        while True:
+            pending = rounds.send(pending.wait())
+
+
+def floating_point(dtypes: Collection[torch.dtype]) -> list[torch.dtype]:
+    """Returns those dtypes whose numbers are compressed, each once, in the same order on all ranks."""
+    return sorted({dtype for dtype in dtypes if dtype.is_floating_point}, key=str)

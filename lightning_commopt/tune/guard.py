@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.base import as_real
+from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.buckets import synced_parameters
 
 EVERY_STEPS = 200
@@ -73,7 +74,8 @@ class Guard:
         exact = torch.zeros(min(_MAX_ELEMENTS, as_real(parameter).numel()), dtype=torch.float64, device="cpu")
         if local is not None:
             exact += local
-        dist.all_reduce(exact, group=self._group)
+        with issued_by("plan='auto'"):
+            dist.all_reduce(exact, group=self._group)
         exact /= dist.get_world_size(self._group)
         norm = float(exact.norm())
         if averaged is None or averaged.is_sparse or not 0 < norm < math.inf:

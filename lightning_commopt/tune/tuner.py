@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.plan import CommPlan, ddp_options
 from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.text.validation import warn
@@ -104,7 +105,8 @@ class Tuner:
         if self._calibration is not None:
             self._calibration.begin_batch(is_new_step=is_new)
         if self._num_left == 0:
-            self._end_visit()
+            with issued_by("plan='auto'"):
+                self._end_visit()
             if self.is_over:
                 return
             if self._calibration is not None:

@@ -34,6 +34,8 @@ _STRATEGIES: dict[str, Callable[[], Any]] = {
     "int8": lambda: CommOptDDP(comm_hook="int8"),
     "every_2_steps": lambda: CommOptDDP(sigterm_every_n_steps=2),
     "fsdp2": lambda: CommOptModelParallel(2, 1),
+    "fsdp2_int8": lambda: CommOptModelParallel(comm_hook="int8"),
+    "fsdp2_int8_parameters": lambda: CommOptModelParallel(2, 1, param_hook="int8"),
 }
 
 
@@ -69,7 +71,9 @@ class _Count(Callback):
 def _fit(folder: Path, name: str) -> list[tuple[str, int]]:
     """Returns the Flight Recorder's operations since training has started, with their bytes."""
     count = _Count()
-    monitor = CommTimeMonitor(dirpath=folder, num_warmup_steps=0, print_summary=False, fit_link_model=False)
+    monitor = CommTimeMonitor(
+        every_n_steps=1, dirpath=folder, num_warmup_steps=0, print_summary=False, fit_link_model=False
+    )
     run = trainer(
         _STRATEGIES[name](),
         callbacks=[monitor, count],
@@ -103,13 +107,20 @@ def _recorded(entry: dict[str, Any]) -> tuple[str, int]:
     return name, max(sizes)
 
 
+_COMPRESSED = {
+    "fsdp2_int8": {("reduce-scatter", "backward"): 2},
+    "fsdp2_int8_parameters": {("all-gather", "forward"): 2, ("all-gather", "backward"): 1},
+}
+"""What consists of messages between two ranks, and how many there are of each batch."""
+
+
 def _as_gloo_records(one: Collective) -> tuple[str, int]:
     """Gloo's Flight Recorder has a reduce-scatter as the all-reduce that gloo makes of it."""
     return one.operation.replace("reduce_scatter", "all_reduce"), one.num_bytes
 
 
 @needs_hooks
-@pytest.mark.parametrize("name", ["ddp", "int8", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", "int8", "fsdp2", "fsdp2_int8", "fsdp2_int8_parameters"])
 def test_collectives_of_steps(name: str, tmp_path: Path) -> None:
     """If it fails, collectives are missing or counted twice, or have another phase or size than torch has recorded."""
     recorded = run_ranks(_fit, tmp_path, name)
@@ -134,18 +145,24 @@ def _check_step(name: str, step: StepRecord) -> None:
         ("all_gather", "forward", ""): num,
         ("all_gather", "data", ""): num,  # the callback's hook has ended the batch before that of the module
     }
-    if name == "fsdp2":  # two units; the outer one stays gathered from forward to backward
-        expected[("all_gather", "forward", "")] += 2 * num
-        expected |= {("all_gather", "backward", ""): num, ("reduce_scatter", "backward", ""): 2 * num}
+    expected["all_gather", "pause", "CommTimeMonitor"] = 1  # of the step before
+    if name in ("fsdp2", "fsdp2_int8"):  # two units; the outer one stays gathered from forward to backward
+        expected["all_gather", "forward", ""] += 2 * num
+        expected["all_gather", "backward", ""] = num
+    if name in ("fsdp2", "fsdp2_int8_parameters"):
+        expected["reduce_scatter", "backward", ""] = 2 * num
     if name == "ddp":
         expected[("all_reduce", "backward", "")] = 1
     if name == "int8":
         expected |= {(direction, "backward", ""): 2 for direction in ("send", "recv")}
+    for (operation, phase), calls in _COMPRESSED.get(name, {}).items():
+        for kind in ("int8", "uncompressed"):  # of matrices and of vectors, with one other rank
+            expected |= {(way, phase, f"{kind} {operation}"): calls * num for way in ("send", "recv")}
     assert counted == expected
     for one in step.collectives:
         assert one.start_s is not None
         assert one.end_s is not None
-        assert step.start_s <= one.start_s <= one.end_s <= step.end_s
+        assert one.phase == "pause" or step.start_s <= one.start_s <= one.end_s <= step.end_s
 
 
 def check_table(folder: Path, name: str) -> None:
@@ -157,7 +174,9 @@ def check_table(folder: Path, name: str) -> None:
     assert own["forward", "all_reduce"].num_bytes == 4 * _ACCUMULATED
     console = Console(width=120, file=io.StringIO())
     console.print(summary.table())
-    assert "broadcast (Lightning's own)" in console.file.getvalue()  # type: ignore[attr-defined]
+    labels = ["broadcast (Lightning's own)", "all_gather (CommTimeMonitor)"]
+    labels += [f"send (int8 {operation})" for operation, _ in _COMPRESSED.get(name, ())]
+    assert [label for label in labels if label not in console.file.getvalue()] == []  # type: ignore[attr-defined]
     assert any("sigterm_every_n_steps" in text for text in summary.verdict.recommendations)
     trace = json.loads(write_trace(folder).path.read_text())
     shown = [event for event in trace["traceEvents"] if event.get("cat") == "collectives"]

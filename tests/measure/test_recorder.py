@@ -10,7 +10,7 @@ from lightning_commopt.compressors import PowerSGD
 from lightning_commopt.measure.clock import Clock, CudaClock, HostClock
 from lightning_commopt.measure.observer import BucketInfo, Observers
 from lightning_commopt.measure.record import Collective, Phase
-from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.measure.recorder import StepRecorder, issued_by
 from lightning_commopt.sync.attach import attach_bucket_hook
 from support.ranks import run_ranks
 
@@ -89,9 +89,8 @@ class CountingClock(HostClock):
 def issue_some(recorder: StepRecorder) -> tuple[Collective, ...]:
     recorder.issue("barrier", 0)
     recorder.enter("data")
-    recorder.source = "lightning"
-    broadcast = recorder.issue("broadcast", 8)
-    recorder.source = ""
+    with issued_by("lightning"):
+        broadcast = recorder.issue("broadcast", 8)
     recorder.enter("backward")
     recorder.issue("reduce_scatter", 16)
     recorder.issue("all_gather", 32)

@@ -80,6 +80,7 @@ def test_the_headline_says_what_is_exposed_and_what_could_be_won() -> None:
         (Operation("all_reduce", "forward", "", 12.0, 48e6, 0.07), None),
         (Operation("all_reduce", "backward", "", 12.0, 48.0, 0.07), None),
         (Operation("all_reduce", "forward", "", 12.0, 48.0, None), None),
+        (Operation("send", "forward", "int8 all-gather", 12.0, 48.0, 0.07), None),
     ],
 )
 def test_collectives_that_are_not_gradient_sync(operation: Operation, text: str | None) -> None:
@@ -198,9 +199,10 @@ def test_collectives_of_sharded_training() -> None:
     ]
     nothing = {name: 0.0 for name in sample_metrics() if name in ("comm_s", "exposed_s", "exposed_wait_s")}
     settings: dict[str, Any] = {"world_size": 8, "comm_hook": "none", "is_lossy": False}
+    uncompressed_part = Operation("reduce_scatter", "backward", "uncompressed reduce-scatter", 2.0, 8e6, None)
     found, compressed, unseen = (
         verdict({**sample_metrics(), **nothing}, **settings, operations=some)
-        for some in (operations, operations[:1], operations[2:])
+        for some in (operations, [operations[0], uncompressed_part], operations[2:])
     )
     assert "4 collectives a step, of 16.0 MB in all." in found.headline
     assert 'CommOptModelParallel(comm_hook="int8")' in found.recommendations[0]

@@ -83,6 +83,7 @@ CASES: list[tuple[Any, int, int, bool, dict[str, Any], float]] = [
     ("int4", 2, 1, False, {}, 0.1),
     ("int8", 4, 2, False, {"accumulate_grad_batches": 2}, 0.01),
     ({"name": "int8", "stochastic_rounding": True}, 2, 1, False, {}, 0.02),
+    ({"name": "hierarchical", "inner": "int8", "ranks_per_node": 2}, 4, 1, False, {}, 0.01),
 ]
 
 
@@ -137,7 +138,7 @@ def test_wire_bytes() -> None:
     ("comm_hook", "message"),
     [
         ("powersgd", "comm_hook: 'powersgd' averages whole gradients on every rank, .*: use CommOptDDP"),
-        ("int9", "comm_hook: 'int9' is unknown; known names: none, bf16, int8, int4"),
+        ("int9", "comm_hook: 'int9' is unknown; known names: none, bf16, int8, int4, hierarchical"),
         ({"name": "int8", "blocksize": 1}, "'int8' has no option 'blocksize'.*did you mean 'block_size'"),
         (5, "comm_hook: must be a name"),
     ],

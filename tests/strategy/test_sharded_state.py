@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FEEDBACK = {"name": "int8", "error_feedback": True, "block_size": 16}
+_ON_NODES = {"name": "hierarchical", "inner": FEEDBACK, "ranks_per_node": 1}
 _INT4 = {**FEEDBACK, "name": "int4", "block_size": 32}
 
 
@@ -69,7 +70,10 @@ def _resumed(folder: Path, comm_hook: Any, distributed: bool) -> tuple[Params, P
 
 @pytest.mark.parametrize(
     ("comm_hook", "distributed"),
-    sampled([(FEEDBACK, True), ({"name": "int8", "stochastic_rounding": True}, False)], [(FEEDBACK, True)]),
+    sampled(
+        [(FEEDBACK, True), ({"name": "int8", "stochastic_rounding": True}, False), (_ON_NODES, True)],
+        [(FEEDBACK, True)],
+    ),
     ids=str,
 )
 def test_resumes_bit_for_bit(tmp_path: Path, comm_hook: Any, distributed: bool) -> None:

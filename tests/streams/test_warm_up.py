@@ -1,6 +1,7 @@
 """Kernels are compiled when a hook is attached, and all ranks do without Triton where one of them has to."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from stream_timeline import buckets_of, gpt_1_3b, vit_l_32
 from test_side_streams import CASES, steps
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_commopt.compressors import (
     AlternatingPowerSGD,
@@ -20,14 +23,22 @@ from lightning_commopt.compressors import (
     PowerSGD,
 )
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.kernels import dispatch
-from lightning_commopt.sync import warm_up
+from lightning_commopt.compressors.kernels import blockwise, dispatch
+from lightning_commopt.compressors.sharded import ShardedBf16, ShardedCompressor, ShardedInt4, ShardedInt8
+from lightning_commopt.sync import sharded, sharded_gather, warm_up
+from lightning_commopt.sync.sharded import ShardedSync
+from lightning_commopt.sync.sharded_gather import GatheredParameters, gather, round_samples
+from lightning_commopt.sync.sharded_unit import _reduce_scatter
 from support.cross_section import sampled
 from support.ddp_steps import Training
 from support.every_compressor import BF16, COMPRESSORS
 from support.fake_cuda import DEVICE, cuda_on, needs_fake_copies
 from support.machine import Machine
 from support.ranks import run_ranks
+
+needs_comm_objects = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_all_gather"), reason="FSDP2 takes other collectives from torch 2.9 on"
+)
 
 
 def triton_launches(machine: Machine) -> set[str]:
@@ -94,10 +105,104 @@ def test_buckets_of_models_need_no_other_kernel(name: str, model: str, world_siz
     assert triton_launches(in_training) - triton_launches(compiled) == set()
 
 
+SHARDED_CASES: dict[str, ShardedCompressor] = {
+    "bf16": ShardedBf16(),
+    "int8": ShardedInt8(),
+    "int8_feedback": ShardedInt8(error_feedback=True, block_size=16),
+    "int4_feedback": ShardedInt4(error_feedback=True),
+}
+_GROUP: Any = "ranks"
+_SHARD_SIZES = (1, 1000, 3 * 16 * 256, 5120 * 13)
+
+
+@needs_fake_copies
+@pytest.mark.parametrize("dtype", sampled([torch.bfloat16, torch.float32], by_default=[torch.bfloat16]))
+@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("name", SHARDED_CASES)
+def test_units_of_fsdp2_need_no_other_kernel(name: str, world_size: int, dtype: torch.dtype) -> None:
+    """If it fails, the first reduce-scatters of every rank compile for seconds."""
+    in_training, compiled = Machine(), Machine()
+    compressor = SHARDED_CASES[name]
+    with cuda_on(in_training, world_size):
+        for numel in _SHARD_SIZES:
+            rows = torch.ones(world_size, numel + 8, dtype=dtype, device=DEVICE)
+            state = compressor.init(numel, world_size, DEVICE)
+            for _ in range(2):
+                _reduce_scatter(rows, rows[0].clone(), [(numel, True), (8, False)], compressor, state, Channel(_GROUP))
+    with cuda_on(compiled, world_size):
+        warm_up.run_on_shards(compressor, Channel(_GROUP), [dtype], DEVICE)
+    assert triton_launches(in_training)
+    assert triton_launches(in_training) - triton_launches(compiled) == set()
+
+
+@needs_fake_copies
+def test_parameters_of_fsdp2_need_no_other_kernel() -> None:
+    """If it fails, the first all-gathers of every rank compile for seconds."""
+    in_training, compiled = Machine(), Machine()
+    for dtype in (torch.bfloat16, torch.float32):
+        with cuda_on(in_training):
+            for numel in _SHARD_SIZES:
+                mine = torch.ones(numel, dtype=dtype, device=DEVICE)
+                rows = mine.new_empty(2, numel)
+                gather([mine], [rows], [mine[:1]], [rows[:, :1]], Channel(_GROUP))
+        with cuda_on(compiled):
+            round_samples([dtype], DEVICE)
+    assert triton_launches(in_training)
+    assert triton_launches(in_training) - triton_launches(compiled) == set()
+
+
+_PREPARED: dict[str, Callable[[], ShardedSync | GatheredParameters]] = {
+    "comm_hook": lambda: ShardedSync(ShardedInt8()),
+    "param_hook": GatheredParameters,
+}
+
+
+def _attach(option: str) -> tuple[bool, list[str]]:
+    """Attaches on CPU as if it were CUDA, where Triton works on rank 0 only."""
+    prepare, compile_all, encode = warm_up.prepare_kernels, warm_up.compile_kernels, blockwise.encode
+
+    def fail(*args: Any) -> None:
+        if dist.get_rank() == 1 and dispatch.has_triton():
+            raise RuntimeError("no C compiler")
+        encode(*args)
+
+    def prepare_for_cuda(run: Callable[[], None], device: torch.device, **options: Any) -> None:
+        prepare(run, DEVICE, **options)
+
+    model = torch.nn.Linear(64, 64)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch.object(dispatch, "_finds_triton", return_value=True),
+        mock.patch.object(blockwise, "encode", fail),
+        mock.patch.object(sharded, "prepare_kernels", prepare_for_cuda),
+        mock.patch.object(sharded_gather, "prepare_kernels", prepare_for_cuda),
+        mock.patch.object(
+            warm_up, "compile_kernels", lambda run, device, **options: compile_all(run, torch.device("cpu"), **options)
+        ),
+    ):
+        warnings.simplefilter("always")
+        _PREPARED[option]().attach(model)
+        printed = [str(warning.message) for warning in caught if "Triton" in str(warning.message)]
+        return dispatch.has_triton(), printed
+
+
+@needs_comm_objects
+@pytest.mark.parametrize("option", _PREPARED)
+def test_fsdp2_compiles_when_it_is_attached(option: str) -> None:
+    """If it fails, the first steps compile, or ranks of FSDP2 go on with Triton where one of them cannot."""
+    (first, printed), (second, also_printed) = run_ranks(_attach, option)
+    assert not first
+    assert not second
+    for messages, reason in ((printed, "on another rank"), (also_printed, "RuntimeError: no C compiler")):
+        (message,) = messages
+        assert f"Triton cannot compile the kernels of {option} ({reason})" in message
+
+
 def _compile(fails: str) -> tuple[bool, list[str]]:
     """Compiles on CPU, where Triton is said to be there; it fails on rank 1, or an own compressor fails everywhere."""
 
-    def fail(*args: Any) -> None:
+    def fail() -> None:
         if fails == "compressor" or (dist.get_rank() == 1 and dispatch.has_triton()):
             raise RuntimeError("no C compiler\nand a long trace")
 
@@ -106,11 +211,10 @@ def _compile(fails: str) -> tuple[bool, list[str]]:
     with (
         warnings.catch_warnings(record=True) as caught,
         mock.patch.object(dispatch, "_finds_triton", return_value=True),
-        mock.patch.object(warm_up, "run_on_samples", fail),
     ):
         warnings.simplefilter("always")
         for _ in range(2):
-            warm_up.compile_kernels(BF16, Channel(group), [torch.float32], torch.device("cpu"), group)
+            warm_up.compile_kernels(fail, torch.device("cpu"), group)
         return dispatch.has_triton(), [str(warning.message) for warning in caught]
 
 

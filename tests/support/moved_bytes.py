@@ -94,6 +94,7 @@ _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "_find_bad": _sum("values", "flags"),
     "_encode": _encode,
     "_reduce": _reduce,
+    "_average": _sum("received", "mean"),
     "_find_bad_scales": _find_bad_scales,
     "_decode": _sum("message", "flat"),
     "_compress": _compress,

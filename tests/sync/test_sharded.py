@@ -25,7 +25,8 @@ from lightning_commopt.commands.selftest.sharded_steps import (
 )
 from lightning_commopt.commands.selftest.steps import of_all_ranks
 from lightning_commopt.compat.collectives import CollectiveHooks
-from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8, sharded_from_config
+from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
+from lightning_commopt.compressors.sharded_registry import sharded_from_config
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.sharded_unit import UnitReduceScatter
@@ -42,6 +43,7 @@ SETUPS: dict[str, tuple[int, ShardedSetup, slice]] = {
     "the others": (2, ShardedSetup(), slice(0, None, 2)),
     "3 ranks": (3, ShardedSetup(fsdp={"reshard_after_forward": False}), slice(3, None, 2)),
     "2 replicas": (4, ShardedSetup(num_replicas=2), slice(2, None, 3)),
+    "2 nodes": (4, ShardedSetup(), slice(-1, None)),
 }
 """Number of ranks, how they shard, and which of the examples they try."""
 
@@ -49,7 +51,7 @@ SETUPS: dict[str, tuple[int, ShardedSetup, slice]] = {
 def _messages(setup: ShardedSetup, compressors: slice) -> dict[str, str]:
     messages = {}
     for name, law in SHARDED_LAWS.items():
-        for compressor in sharded_examples()[compressors]:
+        for compressor in sharded_examples(dist.get_world_size() // setup.num_replicas)[compressors]:
             try:
                 law(setup, compressor)
             except AssertionError as error:
@@ -272,7 +274,7 @@ def test_an_own_divide_factor_is_refused() -> None:
     ("config", "message"),
     [
         ("powersgd", "'powersgd' averages whole gradients on every rank"),
-        ("in8", "'in8' is unknown; known names: none, bf16, int8, int4; did you mean 'int8'"),
+        ("in8", "'in8' is unknown; known names: none, bf16, int8, int4, hierarchical; did you mean 'int8'"),
         ({"name": "int8", "residual_dtype": "float32"}, "'int8' has no option 'residual_dtype'"),
         ({"name": "int8", "block_size": 100}, "block_size must be a power of two from 16 to 256, got 100"),
         ({"name": "int8", "error_feedback": True, "stochastic_rounding": True}, "exclude each other"),

@@ -33,7 +33,7 @@ def _steps(overlaps: bool, fsdp: dict[str, Any], num_replicas: int) -> tuple[lis
     model, sync = setup.shard(ShardedInt8(error_feedback=True))
     assert sync is not None
     if overlaps:
-        sync.allow_overlap(None)
+        sync.allow_overlap()
     averages, submitted = [], []
     submit = Overlap.submit
 
@@ -91,7 +91,7 @@ def _of_unit_used_twice(overlaps: bool) -> Tensor:
     sync = ShardedSync(ShardedBf16())
     sync.attach(model)
     if overlaps:
-        sync.allow_overlap(None)
+        sync.allow_overlap()
     x = torch.randn(8, 40, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
     model(x).backward()
     return model.unit.weight.grad.full_tensor()  # type: ignore[union-attr]
@@ -107,7 +107,7 @@ def test_a_unit_that_is_used_twice() -> None:
 def _hooked() -> list[bool]:
     model, sync = ShardedSetup().shard(ShardedInt8())
     assert sync is not None
-    sync.allow_overlap(None)
+    sync.allow_overlap()
     seen: list[Tensor] = []
     parameter = model.p0
     parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))  # type: ignore[operator]
@@ -123,7 +123,7 @@ def test_hooks_of_gradients_see_complete_ones() -> None:
 def _fails(task: Callable[..., Any]) -> str:
     model, sync = ShardedSetup().shard(ShardedInt8())
     assert sync is not None
-    sync.allow_overlap(None)
+    sync.allow_overlap()
     with patch("lightning_commopt.sync.sharded_unit._reduce_scatter", task):
         try:
             model(gradients_of(0, dist.get_rank())).backward()

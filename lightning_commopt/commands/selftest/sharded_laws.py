@@ -18,6 +18,7 @@ from lightning_commopt.commands.selftest.sharded_steps import (
 )
 from lightning_commopt.commands.selftest.steps import of_all_ranks
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedCompressor, ShardedInt4, ShardedInt8
+from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.sharded import check_available
 
@@ -27,12 +28,13 @@ ShardedLaw = Callable[[ShardedSetup, ShardedCompressor], None]
 SHARDED_LAWS: dict[str, ShardedLaw] = {}
 
 
-def sharded_examples() -> list[ShardedCompressor]:
-    """Returns compressors with all options that change what they compute."""
-    int8, int4 = ShardedInt8, ShardedInt4
+def sharded_examples(num_shards: int) -> list[ShardedCompressor]:
+    """Returns compressors with all options that change what they compute; nodes of one or two ranks, as can be."""
+    int8, int4, ranks_per_node = ShardedInt8, ShardedInt4, 2 if num_shards > 2 and num_shards % 2 == 0 else 1
+    feedback = int8(error_feedback=True, block_size=64)
     return [
-        *(ShardedBf16(), int8(), int8(stochastic_rounding=True), int8(error_feedback=True, block_size=64)),
-        *(int4(), int4(error_feedback=True)),
+        *(ShardedBf16(), int8(), int8(stochastic_rounding=True), feedback, int4(), int4(error_feedback=True)),
+        ShardedHierarchical(inner=feedback, ranks_per_node=ranks_per_node),
     ]
 
 
@@ -41,7 +43,7 @@ def _law(name: str) -> Callable[[ShardedLaw], ShardedLaw]:
         @check(f"FSDP2: {name}")
         def check_examples(place: TestDevices) -> str:
             _check_place(place)
-            examples = sharded_examples()
+            examples = sharded_examples(dist.get_world_size())
             for compressor in examples:
                 holds(ShardedSetup(device_type=place.device_type), compressor)
             return f"{len(examples)} compressors"
@@ -113,7 +115,8 @@ def unbiased(setup: ShardedSetup, compressor: ShardedCompressor) -> None:
     exact = torch.stack(of_all_ranks(steps.sent)).mean(0)[0]
     one, mean = (steps.received[0] - exact).norm(), (steps.received.mean(0) - exact).norm()
     falls = bool(mean < 0.6 * one)  # of independent errors of 8 steps it is 0.35
-    is_expected = compressor.claims.keeps_residual or getattr(compressor, "stochastic_rounding", False)
+    rounding = getattr(compressor, "inner", compressor)
+    is_expected = compressor.claims.keeps_residual or getattr(rounding, "stochastic_rounding", False)
     assert falls == is_expected, f"{compressor}: off by {one:.3g} in a step, by {mean:.3g} in the mean of all"
 
 

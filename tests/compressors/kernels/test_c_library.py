@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -12,13 +13,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import PowerSGD
 from lightning_commopt.compressors.kernels import c_library
+from lightning_commopt.compressors.sharded import ShardedInt8
 from lightning_commopt.sync.attach import attach_bucket_hook
+from lightning_commopt.sync.sharded import ShardedSync
+from lightning_commopt.sync.sharded_gather import GatheredParameters
 from support.ranks import run_ranks
 
+needs_comm_objects = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_all_gather"), reason="FSDP2 takes other collectives from torch 2.9 on"
+)
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
@@ -31,27 +40,47 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(c_library, "_FLAGS", ("-march=native", "-shared", "-fPIC"))
 
 
-def _attach_then_backward(folder: Path) -> tuple[list[str], str]:
+def _ddp(model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
+    wrapped = DistributedDataParallel(model)
+    return wrapped, attach_bucket_hook(wrapped, PowerSGD(), None).close
+
+
+def _fsdp2(sync: ShardedSync | GatheredParameters, model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    sync.attach(model)
+    return model, sync.detach
+
+
+_ATTACHED: dict[str, Callable[[nn.Module], tuple[nn.Module, Callable[[], object]]]] = {
+    "ddp": _ddp,
+    "fsdp2_gradients": lambda model: _fsdp2(ShardedSync(ShardedInt8()), model),
+    "fsdp2_parameters": lambda model: _fsdp2(GatheredParameters(), model),
+}
+
+
+def _attach_then_backward(folder: Path, attached: str) -> tuple[list[str], str]:
     os.environ.update(XDG_CACHE_HOME=str(folder), CC=str(folder / "compiler"))
     c_library.load.cache_clear()
     dist.barrier()
-    model = DistributedDataParallel(nn.Linear(64, 64))
-    hook = attach_bucket_hook(model, PowerSGD(), None)
-    library = c_library.load()
-    assert library is not None
-    with mock.patch.object(subprocess, "run", side_effect=AssertionError("compiles in backward")):
+    model, detach = _ATTACHED[attached](nn.Linear(64, 64))
+    (library,) = (folder / "lightning_commopt").glob("*.so")
+    with mock.patch.object(subprocess, "run", side_effect=AssertionError("compiles in a step")):
         model(torch.ones(1, 64) * (dist.get_rank() + 1)).sum().backward()
-    hook.close()
-    return (folder / "log").read_text().split(), library._name
+    detach()
+    loaded = c_library.load()
+    assert loaded is not None
+    assert loaded._name == str(library)
+    return (folder / "log").read_text().split(), str(library)
 
 
 @needs_compiler
-def test_ranks_compile_once_and_before_backward(tmp_path: Path) -> None:
-    """If it fails, the first backward waits for a compiler, or all ranks of a machine compile."""
+@pytest.mark.parametrize("attached", ["ddp", *(pytest.param(x, marks=needs_comm_objects) for x in list(_ATTACHED)[1:])])
+def test_ranks_compile_once_and_before_a_step(attached: str, tmp_path: Path) -> None:
+    """If it fails, the first forward or backward waits for a compiler, or all ranks of a machine compile."""
     count = f'for x; do [ "$x" = -shared ] && echo once >> {tmp_path}/log && sleep 0.5; done'
     (tmp_path / "compiler").write_text(f'#!/bin/sh\n{count}\nexec cc "$@" -O0\n')
     (tmp_path / "compiler").chmod(0o755)
-    outcomes = run_ranks(_attach_then_backward, tmp_path)
+    outcomes = run_ranks(_attach_then_backward, tmp_path, attached)
     (library,) = (tmp_path / "lightning_commopt").glob("*.so")
     assert outcomes == [(["once"], str(library))] * 2
     assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
