@@ -153,20 +153,25 @@ def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str 
     )
 
 
-def operations_table(operations: Sequence[Operation], step_s: float) -> TextTable:
-    """Returns a table of the collectives of a step by phase; an unknown time is a dash."""
-    columns = ("operation", "calls", "bytes", "ms", "of step")
-    table = TextTable("phase", *columns, numbers=columns[1:], title=" Collectives of a step on the first rank")
+OPERATION_COLUMNS = ("phase", "operation", "calls", "bytes", "ms", "of step")
+
+
+def operation_rows(operations: Sequence[Operation], step_s: float) -> list[tuple[str, ...]]:
+    """Returns a row of `OPERATION_COLUMNS` for each kind of collectives; an unknown time is a dash."""
+    rows: list[tuple[str, ...]] = []
     for one in operations:
         seconds = math.nan if one.seconds is None else one.seconds
-        table.add_row(
-            one.phase,
-            one.label,
-            f"{one.num_calls:.3g}",
-            _size(one.num_bytes),
-            number(1e3 * seconds, max_decimals=_MAX_DECIMALS),
-            percent(share_of_step(seconds, step_s)),
-        )
+        times = number(1e3 * seconds, max_decimals=_MAX_DECIMALS), percent(share_of_step(seconds, step_s))
+        rows.append((one.phase, one.label, f"{one.num_calls:.3g}", _size(one.num_bytes), *times))
+    return rows
+
+
+def operations_table(operations: Sequence[Operation], step_s: float) -> TextTable:
+    """Returns a table of the collectives of a step by phase."""
+    title = " Collectives of a step on the first rank"
+    table = TextTable(*OPERATION_COLUMNS, numbers=OPERATION_COLUMNS[2:], title=title)
+    for cells in operation_rows(operations, step_s):
+        table.add_row(*cells)
     return table
 
 

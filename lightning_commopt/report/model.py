@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.tuning import Tuning
 
 Difference = Literal["faster", "slower", "no difference", "unknown"]
 """From the baseline's throughput; unknown with a single run, or too few to separate it from noise."""
@@ -30,6 +31,7 @@ class Run:
         group: name of its group.
         setting: name of its setting; a failed run may be the only one of its name.
         has_steps: its steps are recorded, and few enough to be read in seconds.
+        tuning: what ``plan="auto"`` has found; None without it.
     """
 
     folder: Path
@@ -41,6 +43,7 @@ class Run:
     group: str = ""
     setting: str = ""
     has_steps: bool = True
+    tuning: Tuning | None = None
 
     @property
     def settings(self) -> Mapping[str, Any]:

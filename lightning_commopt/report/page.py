@@ -14,13 +14,14 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from lightning_commopt.report.columns import Cell, Column, columns_of, speedup_cell
-from lightning_commopt.report.figures.chart import Chart, Key
+from lightning_commopt.report.figures.chart import Chart, Key, Rows
 from lightning_commopt.report.figures.loss import loss_curves
 from lightning_commopt.report.figures.scaling import scaling_charts
 from lightning_commopt.report.figures.step_time import overlap, step_parts
 from lightning_commopt.report.figures.style import PlanStyle, plan_styles
 from lightning_commopt.report.figures.throughput import bucket_sizes, peak_memory, throughput
 from lightning_commopt.report.figures.timeline import KEYS, timelines
+from lightning_commopt.report.figures.tuning import tuning_charts
 from lightning_commopt.report.model import Group, Report, Setting
 from lightning_commopt.report.phrases import TIMES, kinds_of_intervals
 
@@ -83,7 +84,11 @@ def sections(group: Group, styles: Mapping[str, PlanStyle]) -> list[Section]:
     steps = timelines(group)
     title = "One step of each plan" if len(steps) > 1 else "One step"
     note = "One time axis for all. Below the phases of each rank is a row for each of its buckets."
-    return [section for section in (*found, Section(title, steps, note, KEYS, is_wide=True)) if section.charts]
+    wide = [
+        Section('The search of plan="auto"', tuning_charts(group, styles), is_wide=True),
+        Section(title, steps, note, KEYS, is_wide=True),
+    ]
+    return [section for section in (*found, *wide) if section.charts]
 
 
 def chart_json(chart: Chart) -> Markup:
@@ -115,13 +120,6 @@ class Table(NamedTuple):
     intervals: str
 
 
-class Glance(NamedTuple):
-    """The speed-ups of several groups with the same settings: a column for each setting, a row for each group."""
-
-    names: list[str]
-    rows: list[tuple[Group, list[Cell]]]
-
-
 def settings_table(group: Group) -> Table:
     """Returns the table of a group, in the order of the sweep."""
     shown = [(column, cells) for column, cells in columns_of(group) if column.title]
@@ -134,17 +132,17 @@ def settings_table(group: Group) -> Table:
     )
 
 
-def glance(groups: Sequence[Group]) -> Glance | None:
-    """Returns the settings that all groups share; None with a single group, or with less than two such settings."""
+def glance(groups: Sequence[Group]) -> Rows | None:
+    """Returns the speed-ups of the settings that all groups share; None with one group, or less than two of them."""
     by_name = [{setting.name: setting for setting in group.settings} for group in groups]
     names = [name for name in by_name[0] if all(name in of_group for of_group in by_name)] if by_name else []
     if len(groups) < 2 or len(names) < 2:
         return None
     rows = [
-        (group, [_at_a_glance(of_group[name], group) for name in names])
+        (Cell(group.name), *(_at_a_glance(of_group[name], group) for name in names))
         for group, of_group in zip(groups, by_name, strict=True)
     ]
-    return Glance(names=names, rows=rows)
+    return Rows("Speed-up at a glance", ["", *names], rows)
 
 
 def _at_a_glance(setting: Setting, group: Group) -> Cell:

@@ -14,6 +14,7 @@ from lightning_commopt.measure.files import FOLDER, notices, read_run
 from lightning_commopt.measure.runs.files import EARLIER_FOLDER, LOSS_FILE, RUN_FILE, SUMMARY_FILE
 from lightning_commopt.measure.runs.losses import LossPoint, read_losses
 from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.tuning import Tuning
 from lightning_commopt.report.model import Run
 from lightning_commopt.text.formatting import list_some
 
@@ -98,7 +99,7 @@ class _Reader:
             is_short = record.num_timed_steps == 0
             why = "no steps followed the warm-up" if is_short else "SpeedMonitor was not among the callbacks"
             self._lacks(f"no throughput, as {why}", name)
-        self.finished.append(dataclasses.replace(run, losses=losses, has_steps=has_steps))
+        self.finished.append(dataclasses.replace(run, losses=losses, has_steps=has_steps, tuning=self._tuning(run)))
 
     def _losses(self, run: Run) -> tuple[LossPoint, ...]:
         try:
@@ -109,6 +110,13 @@ class _Reader:
         if not losses:
             self._lacks(f"no loss curve, as there is no {LOSS_FILE}", run.name)
         return losses
+
+    def _tuning(self, run: Run) -> Tuning | None:
+        try:
+            return Tuning.of(run.record.tuning) if run.record.tuning else None
+        except (KeyError, TypeError, ValueError) as error:
+            self.problems.append(f"{run.name}/{RUN_FILE}: tuning cannot be read ({type(error).__name__}: {error})")
+            return None
 
     def _has_steps(self, run: Run) -> bool:
         """Checks the steps of all ranks, unless they are too many."""

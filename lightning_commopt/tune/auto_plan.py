@@ -85,7 +85,9 @@ class AutoPlan:
     def describe(self) -> dict[str, Any]:
         """Returns what was found in this fit, or in the last one, in types that JSON has; empty but on rank 0."""
         tuner = self._tuner
-        return self._found if tuner is None or tuner.director is None else summary(tuner.director, tuner.plans)
+        if tuner is None or tuner.director is None:
+            return self._found
+        return summary(tuner.director, tuner.plans, tuner.history.stretches)
 
     def end_fit(self) -> None:
         """Ends a fit; reports what was found on rank 0."""
@@ -95,7 +97,7 @@ class AutoPlan:
             return
         tuner.close()
         if tuner.director is not None:
-            self._found = summary(tuner.director, tuner.plans)
+            self._found = summary(tuner.director, tuner.plans, tuner.history.stretches)
             info(f"plan='auto': {self._found['verdict']}")
 
     def add_choice(self, saved: dict[str, Any]) -> dict[str, Any]:

@@ -103,10 +103,10 @@ class Controller:
         return self.visit
 
     def forbid(self, arms: Sequence[int]) -> None:
-        """Leaves plans for good; between searches the user's plan takes the place of one that was chosen."""
+        """Leaves plans for good, when `visit` has ended; the user's plan takes the place of one that was chosen."""
         self._expected = [math.inf if arm in arms else expected for arm, expected in enumerate(self._expected)]
         if self._arm in arms:
-            self.events.append(Event(self._num_done, "forbidden"))
+            self.events.append(Event(self._num_done + self.visit.num_steps, "forbidden"))
             self._arm = 0
 
     @property

@@ -41,6 +41,7 @@ class Director:
         aside_s: seconds that calibration has taken between steps; the caller adds to it.
         base_s: a step with the user's plan, as first measured.
         lost_steps: that calibration has cost.
+        searched_from: step of the fit at which `controller` began.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Director:
         self.aside_s = 0.0
         self.base_s = math.nan
         self.lost_steps = 0.0
-        self._num_done = self._num_calibrations = 0
+        self._num_done = self._num_calibrations = self.searched_from = 0
         self._direct: Generator[Visit, Report, None] = self._resume(arm) if arm else self._start()
         self.visit = next(self._direct)
 
@@ -124,7 +125,7 @@ class Director:
         lost_steps: float,
         handicaps: Mapping[int, float] | None = None,
     ) -> Controller:
-        self.status = "searching"
+        self.status, self.searched_from = "searching", self._num_done
         return Controller(
             expected,
             self._num_steps - self._num_done,

@@ -23,6 +23,7 @@ from lightning_commopt.tune.calibration import Calibration
 from lightning_commopt.tune.controller import ControllerSettings
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.guard import Guard, error_limit
+from lightning_commopt.tune.history import History
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.search import Report
 from lightning_commopt.tune.step_timer import StepTimer
@@ -48,6 +49,7 @@ class Tuner:
     Attributes:
         plans: the user's plan, and the candidates; the same on all ranks.
         director: on rank 0; None on the others.
+        history: of the steps, on rank 0.
         has_decided: no search is under way.
     """
 
@@ -72,6 +74,7 @@ class Tuner:
         self._guard: Guard | None = None
         self._stop_guard: Callable[[], None] = lambda: None
         self.director: Director | None = None
+        self.history = History()
         fit = describe_fit(strategy, base) if strategy.global_rank == 0 else None
         known = None if fit is None or resumed is not None else load_choice(fit, options, base)
         self._fit, self._saved = fit, known
@@ -163,6 +166,8 @@ class Tuner:
         dist.all_gather(rows, row, group=self._group.all_ranks)
         if self.director is not None:
             slowest = torch.stack(rows).amax(dim=0).tolist()  # NaN where one rank has it
+            plan = self.plans[max(0, self._arm)]
+            self.history.add(plan.name, slowest[: len(seconds)], is_timed=self.director.is_timed)
             self._check(slowest[-2])
             self.director.advance(Report(tuple(slowest[: len(seconds)]), slowest[-1]))
             self._save_choice()

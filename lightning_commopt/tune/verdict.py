@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from lightning_commopt.measure.runs.tuning import Stretch, TriedPlan, Tuning
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.text.formatting import MILLISECONDS, short_percent
 from lightning_commopt.tune.candidates import Candidate
@@ -16,6 +19,11 @@ _WHY = {
     "not sure": "no candidate is faster beyond the noise of the steps",
     "too short": "the fit is too short to try more within 1 % of its time",
     "unmeasurable": "no step could be timed: each had a validation or batches of other shapes",
+}
+
+_LEFT = {
+    "rolled back": "a faster plan did not stay faster",
+    "forbidden": "the averages of a faster plan were too far off",
 }
 
 _HIDDEN = ": backward hides gradient sync as far as any could"
@@ -32,30 +40,35 @@ def verdict(director: Director, plans: list[CommPlan]) -> str:
     return " ".join(sentences)
 
 
-def summary(director: Director, plans: list[CommPlan]) -> dict[str, Any]:
-    """Returns the search in types that JSON has, for ``run.json``."""
+def summary(director: Director, plans: list[CommPlan], history: Sequence[Stretch]) -> dict[str, Any]:
+    """Returns a `Tuning` in types that JSON has, for ``run.json``."""
     controller, shortlist = director.controller, director.shortlist
     searches = controller.searches if controller is not None else []
     predicted = [] if shortlist is None else [shortlist.base, *shortlist.candidates]
-    return {
-        "status": director.status if not searches else searches[-1].why,
-        "base_step_s": _finite(searches[-1].base_s if searches else director.base_s),
-        "chosen": plans[_chosen(controller)].name,
-        "num_search_steps": sum(found.num_steps for found in searches),
-        "lost_steps": director.lost_steps + sum(found.lost_s / found.base_s for found in searches if found.base_s > 0),
-        "calibration_lost_steps": director.lost_steps,
-        "candidates": [
-            {
-                "plan": plan.name,
-                "predicted_s": predicted[arm].predicted_s if arm < len(predicted) else None,
-                "gain": None if not searches or arm not in searches[-1].gains else list(searches[-1].gains[arm]),
-            }
+    gains = searches[-1].gains if searches else {}
+    found = Tuning(
+        status=director.status if not searches else searches[-1].why,
+        base_step_s=_finite(searches[-1].base_s if searches else director.base_s),
+        chosen=plans[_chosen(controller)].name,
+        num_search_steps=sum(found.num_steps for found in searches),
+        lost_steps=director.lost_steps + sum(found.lost_s / found.base_s for found in searches if found.base_s > 0),
+        calibration_lost_steps=director.lost_steps,
+        candidates=[
+            TriedPlan(
+                plan=plan.name,
+                predicted_s=predicted[arm][1:] if arm < len(predicted) else None,
+                gain=gains.get(arm),
+            )
             for arm, plan in enumerate(plans)
         ],
-        "not_allowed": {} if shortlist is None else dict(shortlist.not_allowed),
-        "events": [list(event) for event in (controller.events if controller is not None else [])],
-        "verdict": verdict(director, plans),
-    }
+        not_allowed={} if shortlist is None else dict(shortlist.not_allowed),
+        events=[]
+        if controller is None
+        else [(director.searched_from + step, what) for step, what in controller.events],
+        verdict=verdict(director, plans),
+        history=history,
+    )
+    return dataclasses.asdict(found)
 
 
 def _choice(director: Director, plans: list[CommPlan]) -> str:
@@ -76,8 +89,8 @@ def _choice(director: Director, plans: list[CommPlan]) -> str:
         return f"{own}. The fit ended within the search."
     found, arm = controller.searches[-1], _chosen(controller)
     if not arm:
-        rolled = any(event.what == "rolled back" for event in controller.events)
-        why = "a faster plan did not stay faster" if found.arm and rolled else _WHY.get(found.why, found.why)
+        left = [_LEFT[event.what] for event in controller.events if event.what in _LEFT]
+        why = left[-1] if found.arm and left else _WHY.get(found.why, found.why)
         return f"{own}, after {found.num_steps} steps of search: {why}."
     gain, base_s = found.gains[arm], found.base_s
     after = f"{MILLISECONDS.text(base_s * (1 - gain.gain))} a step instead of {MILLISECONDS.text(base_s)}"

@@ -14,10 +14,11 @@ from playwright.sync_api import Browser, expect
 from lightning_commopt.report.model import Report
 from lightning_commopt.report.page import write_page
 from support.sample_runs import four_methods_report, ladder_report, sample_report
+from support.sample_tuning import tuned_report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 
-REPORTS = {"sweep": sample_report, "ladder": ladder_report, "four_methods": four_methods_report}
+REPORTS = {"sweep": sample_report, "ladder": ladder_report, "four_methods": four_methods_report, "tuned": tuned_report}
 
 FONTS = {
     "own": "",
@@ -33,9 +34,9 @@ LABELS = """() => [...document.querySelectorAll(".plot")].map(plot => ({
         text => ({...text.getBoundingClientRect().toJSON(), text: text.textContent}))
 }))"""
 
-# Texts of charts that are HTML, and hang out of their boxes.
+# Texts of charts that are HTML, and hang out of their boxes; tables scroll in theirs.
 HANGING_OUT = """() => [...document.querySelectorAll("figure *")].filter(
-    element => !element.closest(".plot") && !element.closest("svg") && element.textContent.trim()
+    element => !element.closest(".plot, .scroll, svg") && element.textContent.trim()
         && !element.matches("script, noscript")
         && element.getBoundingClientRect().right > element.closest("figure").getBoundingClientRect().right + 1)
     .map(element => element.textContent.trim().slice(0, 60))"""
@@ -64,9 +65,11 @@ LOOKS = {
     ("sweep", 400, "wide"): True,
     ("ladder", 400, "wide"): False,
     ("four_methods", 400, "wide"): False,
+    ("tuned", 400, "wide"): True,
     ("sweep", 400, "narrow"): False,
     ("ladder", 1280, "own"): False,
     ("four_methods", 1280, "own"): False,
+    ("tuned", 1280, "own"): False,
 }
 """Each report, width and font, and whether it is looked at by default."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.observer import BucketInfo
-from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
+from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
 from lightning_commopt.measure.runs.losses import LossPoint, write_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import flat, settings_of
@@ -42,6 +42,7 @@ class SampleRun:
         wire_s: of a step, all buckets.
         compression_s: of a step, all buckets.
         noise: standard deviation of the step's time, as a share of it.
+        collectives: of each step.
         changed: fields of the record that are to be something else.
     """
 
@@ -61,6 +62,7 @@ class SampleRun:
     noise: float = 0.01
     num_parameters: int = 10_000_000
     config: Mapping[str, Any] = field(default_factory=dict)
+    collectives: tuple[Collective, ...] = ()
     changed: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -324,7 +326,8 @@ def _step(run: SampleRun, step: int, slowness: float) -> StepRecord:
     ends += [ends[-1] + 0.005, ends[-1] + 0.006]
     names = ("data", "forward", "backward", "optimizer", "other")
     phases = tuple(Phase(*phase) for phase in zip(names, ends[:-1], ends[1:], strict=True))
-    return StepRecord(step=step, num_samples=run.batch_size, phases=phases, buckets=tuple(buckets))
+    known: dict[str, Any] = {"phases": phases, "buckets": tuple(buckets), "collectives": run.collectives}
+    return StepRecord(step=step, num_samples=run.batch_size, **known)
 
 
 def _losses(final: float, step_s: float, random: Random) -> list[LossPoint]:

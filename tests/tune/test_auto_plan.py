@@ -97,6 +97,7 @@ def _fit_lossy(folder: str) -> dict[str, Any]:
             guarded = CommOptDDP(plan="auto", lossy=["int8"])
             _fit(guarded, Tiny(), epochs=60)
         found["guarded"] = guarded.plan.name
+        found["tuning"] = guarded.auto_plan.describe()
         found["warnings"] = [str(one.message) for one in caught if "averages of comm_hook" in str(one.message)]
     return found
 
@@ -131,6 +132,16 @@ def test_the_guard_falls_back_to_the_users_plan(lossy: list[dict[str, Any]]) -> 
     assert len(lossy[0]["warnings"]) == 1
     assert "comm_hook='int8'" in lossy[0]["warnings"][0]
     assert not lossy[1]["warnings"]
+
+
+def test_the_record_has_the_step_at_which_a_plan_was_left(lossy: list[dict[str, Any]]) -> None:
+    """If it fails, the report shows an event at a step at which nothing happened."""
+    history = [stretch for stretch in lossy[0]["tuning"]["history"] if stretch["plan"] == "int8"]
+    left_at = history[-1]["first_step"] + history[-1]["num_steps"]
+    assert lossy[0]["tuning"]["events"] == [(left_at, "forbidden")]
+    assert sum(stretch["num_steps"] for stretch in history) > 100
+    assert lossy[1]["tuning"] == {}
+    assert "the averages of a faster plan were too far off" in lossy[0]["tuning"]["verdict"]
 
 
 def _fit_with_worse() -> tuple[str, str | None]:

@@ -7,11 +7,13 @@ axes. So no code here needs the width of a text.
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from plotly import graph_objects as go
 
+from lightning_commopt.report.columns import Cell
 from lightning_commopt.report.figures.style import PlanStyle
 
 Swatch = Literal["computing", "hidden", "exposed", "bound", "waiting", "compressing", "wire", "stalled"]
@@ -50,6 +52,14 @@ class Bar(NamedTuple):
     interval: tuple[float, float] | None = None
 
 
+class Rows(NamedTuple):
+    """A small table, of a chart or of all groups; the first cell of a row is its name."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[Cell, ...]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """One chart: bars, or a plot.
@@ -63,6 +73,7 @@ class Chart:
         figure: for plotly; None for bars.
         lines: of the plot's legend.
         keys: of the shades.
+        rows: below the plot; None without.
     """
 
     title: str
@@ -73,6 +84,7 @@ class Chart:
     figure: go.Figure | None = None
     lines: tuple[Line, ...] = ()
     keys: tuple[Key, ...] = ()
+    rows: Rows | None = None
 
 
 def plain(text: str) -> str:

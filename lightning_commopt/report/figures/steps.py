@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from lightning_commopt.measure.files import RankRecords, read_run
+from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.record import Phase, StepRecord, clock_shift_s
+from lightning_commopt.measure.summary import operation_rows
 from lightning_commopt.report.baseline import without_ranks
 from lightning_commopt.report.figures.style import typical_run
 from lightning_commopt.report.model import Group, Run, Setting
@@ -17,13 +20,18 @@ _WARM_UP_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class TypicalStep:
-    """A step on all ranks that have records, in rising order, on the clock of the first; and how it was chosen."""
+    """A step on all ranks that have records, in rising order, on the clock of the first; and how it was chosen.
+
+    Attributes:
+        collectives: see `operation_rows`: of the first rank, in the mean of the steps that it was chosen among.
+    """
 
     setting: Setting
     number: int
     rank_numbers: tuple[int, ...]
     ranks: tuple[StepRecord, ...]
     choice: str
+    collectives: Sequence[tuple[str, ...]]
 
     @property
     def origin_s(self) -> float:
@@ -75,6 +83,9 @@ def _typical_step(setting: Setting, run: Run) -> TypicalStep | None:
     if not timed:
         return None
     by_length = sorted(timed, key=lambda number: steps[0][number].totals.step_s)
+    totals = OperationTotals()
+    totals.add(steps[0][number] for number in timed)
+    mean_s = fmean(steps[0][number].totals.step_s for number in timed)
     number = by_length[(len(by_length) - 1) // 2]
     return TypicalStep(
         setting=setting,
@@ -82,6 +93,7 @@ def _typical_step(setting: Setting, run: Run) -> TypicalStep | None:
         rank_numbers=tuple(records.rank for records in ranks),
         ranks=_align([of_rank[number] for of_rank in steps], ranks),
         choice=f"the one of median length among the {len(timed):,} after warm-up",
+        collectives=operation_rows(totals.operations(), mean_s),
     )
 
 

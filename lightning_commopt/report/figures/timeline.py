@@ -8,7 +8,9 @@ from typing import NamedTuple
 from plotly import graph_objects as go
 
 from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.report.figures.chart import Chart, Key
+from lightning_commopt.measure.summary import OPERATION_COLUMNS
+from lightning_commopt.report.columns import Cell
+from lightning_commopt.report.figures.chart import Chart, Key, Rows
 from lightning_commopt.report.figures.steps import TypicalStep, typical_steps
 from lightning_commopt.report.figures.style import EXPOSED, INK, new_figure
 from lightning_commopt.report.model import Group
@@ -88,6 +90,18 @@ def _chart(step: TypicalStep, longest_s: float) -> Chart:
         note=note,
         x_title=f"time since the step began ({unit.name})",
         figure=figure,
+        rows=_collectives(step),
+    )
+
+
+def _collectives(step: TypicalStep) -> Rows | None:
+    """Returns what the collectives of a step cost by phase; None where there are none but DDP's own gradient sync."""
+    if all(cells[:2] == ("backward", "all_reduce") for cells in step.collectives):
+        return None
+    return Rows(
+        caption="Collectives of a step on the first rank, in the mean of the steps after warm-up. Times may overlap.",
+        columns=OPERATION_COLUMNS[1:],
+        rows=[(Cell(operation, phase), *map(Cell, numbers)) for phase, operation, *numbers in step.collectives],
     )
 
 

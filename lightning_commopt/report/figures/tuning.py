@@ -1,0 +1,123 @@
+"""The search of ``plan="auto"``: the steps of the plans that it tried, and each prediction beside its measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from plotly import graph_objects as go
+
+from lightning_commopt.measure.runs.tuning import TriedPlan, Tuning
+from lightning_commopt.report.columns import Cell
+from lightning_commopt.report.figures.chart import Chart, Line, Rows, plain
+from lightning_commopt.report.figures.style import GRID, PlanStyle, new_figure, plan_styles, typical_run
+from lightning_commopt.report.model import Group
+from lightning_commopt.text.formatting import Unit, number, short_percent, time_unit
+
+_SHOWN_AFTER = 1.25  # the steps drawn, over those up to the last one that was timed alone
+_TOP = 1.7  # the upper edge, over the median step of the slowest plan
+
+
+def tuning_charts(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
+    """Returns a chart for each setting that chose its plan itself, of the run of median throughput."""
+    runs = [(setting, run) for setting in group.settings if (run := typical_run(setting)) is not None]
+    found = [(setting.name, run.tuning) for setting, run in runs if run.tuning is not None and run.tuning.history]
+    is_alone = len(group.settings) == 1
+    return [_chart("" if is_alone else f"{name}: ", tuning, styles) for name, tuning in found]
+
+
+def _chart(prefix: str, tuning: Tuning, styles: Mapping[str, PlanStyle]) -> Chart:
+    keys = {one.plan: "none" if one.plan == "uncompressed" else one.plan for one in tuning.history}
+    known = plan_styles([*styles, *keys.values()])
+    looks = {plan: known[key] for plan, key in keys.items()}
+    unit = time_unit(tuning.base_step_s or 0.0)
+    cost = f"{'cost' if tuning.lost_steps >= 0 else 'saved'} the time of {number(abs(tuning.lost_steps))}"
+    return Chart(
+        title=f"{prefix}{_headline(tuning)}",
+        note=" ".join([tuning.verdict, *(f"Step {step:,}: {what}." for step, what in tuning.events)]),
+        x_title="steps of the fit (number)",
+        y_title=f"time of a step, of the slowest rank ({unit.name})",
+        figure=_figure(tuning, looks, unit),
+        lines=tuple(Line(plan, style) for plan, style in looks.items()),
+        rows=Rows(
+            caption=f"Searching took {tuning.num_search_steps} steps and {cost}. Intervals are below the numbers.",
+            columns=("plan", "predicted step", "measured step"),
+            rows=[_row(one, tuning, unit) for one in tuning.candidates],
+        ),
+    )
+
+
+def _headline(tuning: Tuning) -> str:
+    first, chosen = tuning.history[0].plan, tuning.chosen
+    if first == chosen:
+        return f"Started and ended on {first}"
+    gains = [one.gain for one in tuning.candidates if one.plan == chosen and one.gain is not None]
+    return f"Started on {first}, ended on {chosen}{f', saved {short_percent(gains[0][0])} of a step' if gains else ''}"
+
+
+def _figure(tuning: Tuning, looks: Mapping[str, PlanStyle], unit: Unit) -> go.Figure:
+    """Draws the steps up to the end of the last search and some more, in bands of their plans."""
+    right = tuning.history[-1].end_step
+    if len(looks) > 1:
+        last = max((one.end_step for one in tuning.history if one.steps_per_number == 1), default=right)
+        right = min(right, round(_SHOWN_AFTER * last))
+    of_plans = {plan: _points(tuning, plan, right) for plan in looks}
+    medians = [median(seconds for _, seconds, _ in points) for points in of_plans.values() if points]
+    top = _TOP * max(medians, default=unit.size)
+    figure = new_figure(280)
+    for one in tuning.history:
+        if one.first_step < right:
+            ends = {"x0": one.first_step - 0.5, "x1": min(one.end_step, right) - 0.5}
+            figure.add_vrect(**ends, fillcolor=looks[one.plan].color, opacity=0.13, line_width=0, layer="below")
+    for plan, points in of_plans.items():
+        figure.add_scatter(
+            mode="markers",
+            x=[step for step, *_ in points],
+            y=[float(f"{min(seconds, 0.98 * top) / unit.size:.5g}") for _, seconds, _ in points],
+            marker=looks[plan].marker(8),
+            cliponaxis=False,
+            hovertext=[
+                f"<b>{plain(plan)}</b><br>{f'step {step:,.0f}' if num == 1 else f'mean of {num} steps'}:"
+                f" {unit.text(seconds)}"
+                for step, seconds, num in points
+            ],
+            hoverinfo="text",
+        )
+    figure.update_xaxes(range=[-0.5, right - 0.5], ticks="outside", ticklen=8, tickcolor=GRID)
+    figure.update_yaxes(range=[0, top / unit.size])
+    return figure
+
+
+def _points(tuning: Tuning, plan: str, right: float) -> list[tuple[float, float, int]]:
+    """Returns a plan's times: the step, or the middle of those that a mean is of; the time; the number of steps."""
+    points = [
+        (one.first_step + (index + 0.5) * one.steps_per_number - 0.5, seconds, one.steps_per_number)
+        for one in tuning.history
+        for index, seconds in enumerate(one.seconds)
+        if one.plan == plan and seconds is not None
+    ]
+    return [point for point in points if point[0] < right]
+
+
+def _row(one: TriedPlan, tuning: Tuning, unit: Unit) -> tuple[Cell, ...]:
+    """Returns a plan with the decision below it, what was predicted and what was measured."""
+    gain = [0.0] if one is tuning.candidates[0] else one.gain or []
+    measured = [] if tuning.base_step_s is None else [tuning.base_step_s * (1 - share) for share in gain]
+    return Cell(one.plan, _decision(one, tuning)), _cell(one.predicted_s or [], unit), _cell(measured, unit)
+
+
+def _decision(one: TriedPlan, tuning: Tuning) -> str:
+    ends = (("started on", tuning.history[0].plan), ("ended on", tuning.chosen))
+    words = [word for word, plan in ends if plan == one.plan]
+    if words or one.gain is None:
+        return " and ".join(words) or "not tried"
+    if min(one.gain) <= 0 <= max(one.gain):
+        return "tried: not sure"
+    return "tried: faster" if one.gain[0] > 0 else "tried: slower"
+
+
+def _cell(values: Sequence[float], unit: Unit) -> Cell:
+    """Returns a time, and the ends of its interval below."""
+    if not values:
+        return Cell("-")
+    return Cell(unit.text(values[0]), " to ".join(number(end / unit.size) for end in sorted(values[1:])))
