@@ -154,6 +154,11 @@ def peer(variant: str, folder: str) -> Any:
     return None
 
 
+def sharding() -> ModelParallelStrategy:
+    """Returns FSDP2 over all ranks."""
+    return ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
+
+
 def fit(
     arguments: argparse.Namespace,
     num_steps: int,
@@ -169,7 +174,7 @@ def fit(
         num_layers=num_sharded_layers or 2,
         accelerator=arguments.device,
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=ModelParallelStrategy() if num_sharded_layers else CommOptDDP(),
+        strategy=sharding() if num_sharded_layers else CommOptDDP(),
         logger=CSVLogger(folder, name="", version="csv"),
         log_every_n_steps=10,
         profiler=profiler,

@@ -150,7 +150,7 @@ class CommPlan:
         """
         words = ["uncompressed" if self.comm_hook is None else short_name(self.comm_hook)]
         if isinstance(self.bucket_cap_mb, tuple):
-            words.append(f"buckets of {', '.join(f'{size:g}' for size in self.bucket_cap_mb)} MB")
+            words.append(f"buckets of {', '.join(f'{size:.3g}' for size in self.bucket_cap_mb)} MB")
         elif self.bucket_cap_mb is not None:
             words.append(f"{self.bucket_cap_mb:g} MB buckets")
         for name in _SWITCHES:

@@ -44,6 +44,10 @@ def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         fields["plan_name"] = plan.name
         fields["plan"] = tuple(flat(_plan_options(plan, is_short=True), "plan."))
         fields["is_lossy"] = hook is not None and hook.claims.is_lossy
+        if getattr(trainer.strategy, "auto_plan", None) is not None and trainer.strategy.auto_plan.is_wanted:
+            fields["sync_method"] = "auto"
+    elif getattr(trainer.strategy, "is_lossy", False):
+        fields["is_lossy"] = True
     return fields
 
 
@@ -65,7 +69,7 @@ def describe_hook(strategy: Strategy) -> dict[str, Any]:
     if compressor is not None:
         name, is_lossy = compressor_name(compressor), compressor.claims.is_lossy
     elif getattr(strategy, "world_size", 1) > 1 and not isinstance(strategy.model, DistributedDataParallel):
-        name, is_lossy = type(strategy).__name__, False
+        name, is_lossy = type(strategy).__name__, getattr(strategy, "is_lossy", False)
     elif (hook := comm_hook_of(strategy)) is None:
         name, is_lossy = "none", False
     else:

@@ -89,7 +89,8 @@ def _without_sync(world_size: int, operations: Sequence[Operation]) -> str:
     sharded = [one for one in operations if one.phase in ("forward", "backward") and one.num_bytes >= _SMALL_BYTES]
     if not sharded:
         return f"No gradient sync was observed on {world_size} ranks, so its cost is unknown."
-    num_calls, num_bytes = sum(one.num_calls for one in sharded), sum(one.num_bytes for one in sharded)
+    num_calls = sum(one.num_calls for one in sharded)
+    num_bytes = sum(one.num_bytes for one in sharded if one.operation != "recv")  # of which each is another's send
     return (
         f"Forward and backward issue {num_calls:.3g} collectives a step, of {byte_unit(num_bytes).text(num_bytes)} in"
         " all. How long the step waits for them is not measured."

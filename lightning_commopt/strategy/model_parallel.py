@@ -144,6 +144,11 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         return None if self._sharded_sync is None else self._sharded_sync.compressor
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether ``comm_hook`` or ``param_hook`` change numbers."""
+        return self._sharded_sync is not None or self._gathered is not None
+
+    @property
     def wire_bytes(self) -> int | None:
         """Payload bytes of gradients that this rank has handed to reduce-scatters so far, which count half.
 

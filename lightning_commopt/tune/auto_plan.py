@@ -26,7 +26,6 @@ class AutoPlan:
         strategy: for a Trainer.
         options: what may be chosen; None if ``plan`` is not "auto".
         settings: what searching may cost.
-
     """
 
     def __init__(self, strategy: Any, options: TuneOptions | None, settings: ControllerSettings | None = None) -> None:
@@ -59,6 +58,11 @@ class AutoPlan:
             self._resumed = strategy.plan
         if self._options is not None and is_fit and strategy.world_size == 1:
             info("plan='auto': one rank has no gradients to synchronize, so there is nothing to choose.")
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether ``plan`` is "auto"."""
+        return self._options is not None
 
     @property
     def has_decided(self) -> bool:

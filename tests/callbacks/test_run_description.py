@@ -1,12 +1,14 @@
 """What a fit's records hold of what averages its gradients."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import FSDPModule
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptModelParallel
 from lightning_commopt.callbacks.run_description import describe_hook
 
 
@@ -31,3 +33,13 @@ def _custom(state: torch.distributed.ProcessGroup, bucket: Any) -> torch.futures
 def test_what_averages_the_gradients(strategy: dict[str, Any], name: str, is_lossy: bool) -> None:
     """If it fails, a summary takes a lossy fit for an exact one."""
     assert describe_hook(CommOptDDP(**strategy)) == {"comm_hook": name, "is_lossy": is_lossy}
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="compressed from torch 2.9 on")
+@pytest.mark.parametrize(
+    ("options", "is_lossy"), [({}, False), ({"comm_hook": "int8"}, True), ({"param_hook": "int8"}, True)]
+)
+def test_what_shards_the_gradients(options: dict[str, Any], is_lossy: bool) -> None:
+    with patch.object(CommOptModelParallel, "world_size", 2):
+        strategy = CommOptModelParallel(**options)
+        assert describe_hook(strategy) == {"comm_hook": "CommOptModelParallel", "is_lossy": is_lossy}

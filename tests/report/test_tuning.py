@@ -152,6 +152,7 @@ def test_the_files_of_a_fit(tmp_path: Path) -> None:
     """If it fails, what a fit leaves is not what the report reads, or page and console differ in its collectives."""
     run_ranks(_fit, tmp_path)
     values = json.loads((tmp_path / "run.json").read_text())
+    assert values["sync_method"] == "auto"
     tuning = Tuning.of(values["tuning"])
     assert tuning.chosen == tuning.history[-1].plan == "int8"
     assert tuning.history[0].plan == "uncompressed"

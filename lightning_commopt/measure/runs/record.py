@@ -22,7 +22,8 @@ class RunRecord:
 
     Attributes:
         status: "running" until the end; a run that was killed keeps it.
-        sync_method: name of the compressor, "none" for DDP's own all-reduce, or the class of another strategy.
+        sync_method: name of the compressor, "none" for DDP's own all-reduce, "auto" where the plan chooses itself, or
+            the class of another strategy.
         plan_name: the plan in few words, with all that differs from the defaults.
         settings: the resolved configuration: dotted names to values; options of the `CommPlan` begin with ``plan.``.
         overrides: of Hydra's command line, as written.
