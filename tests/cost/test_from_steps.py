@@ -113,10 +113,20 @@ def test_processor_time_is_of_collectives_first_and_then_of_bytes() -> None:
     assert (link.cpu_s_per_message, link.cpu_s_per_byte) == pytest.approx((GLOO_CPU_S / 2, 0))
 
 
-def test_ranks_that_share_a_core_with_gradient_sync_differ_as_their_forwards_do() -> None:
+def _late(record: StepRecord, forward_s: float, backward_s: float) -> StepRecord:
+    """Returns a step whose forward takes longer, and whose backward does."""
+    phases = (record.phases[0]._replace(end_s=record.phases[0].end_s + forward_s), *record.phases[1:])
+    buckets = tuple(replace(bucket, ready_s=bucket.ready_s + backward_s) for bucket in record.buckets)
+    return replace(record, phases=phases, buckets=buckets)
+
+
+def test_a_rank_is_late_where_it_computes_and_not_where_it_shares_its_core() -> None:
     """If it fails, what gradient sync adds to backward counts as waiting for another rank."""
     steps = [step(number) for number in range(5)]
-    late = [replace(s, phases=(s.phases[0]._replace(end_s=s.start_s + 1.2), *s.phases[1:])) for s in steps]
-    ranks = [steps, late]
-    work = workload_of_steps(ranks, OF_BUCKET, num_ranks=2, shares_core=True)
-    assert work.straggler_s == pytest.approx((1.2 - 1.0) / 2 * (1.1 + 4) / 1.1, rel=0.05)
+    for forward_s, backward_s, expected in ((0.0, 1.0, (0.5, 0.0)), (0.2, 0.0, (0.1, 0.1)), (0.2, 1.0, (0.6, 0.51))):
+        ranks = [steps, [_late(record, forward_s, backward_s) for record in steps]]
+        found = [
+            workload_of_steps(ranks, OF_BUCKET, num_ranks=2, shares_core=shares_core).straggler_s
+            for shares_core in (False, True)
+        ]
+        assert found == pytest.approx(expected, abs=0.01)
