@@ -22,7 +22,8 @@ _SMALL = CommPlan(bucket_cap_mb=0.001)
 _VIEW = CommPlan(bucket_cap_mb=100)
 _MODES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "plain": (Tiny, {}, {}),
-    "accumulated in a static graph": (Tiny, {"static_graph": True}, {"accumulate_grad_batches": 2}),
+    "accumulated": (Tiny, {}, {"accumulate_grad_batches": 2}),
+    "static graph": (Tiny, {"static_graph": True}, {}),
     "bucket view": (Tiny, {"gradient_as_bucket_view": True}, {}),
     "manual": (Manual, {}, {}),
     "two optimizers": (Gan, {"find_unused_parameters": True}, {}),

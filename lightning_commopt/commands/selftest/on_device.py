@@ -18,6 +18,7 @@ from lightning_commopt.measure.record import covered_s
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.gradient_sync import GradientSync
+from lightning_commopt.sync.observed import before_backward
 
 _RTOL_PROFILER = 0.2
 
@@ -36,14 +37,19 @@ def _recorded_time(place: TestDevices) -> str:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+
+    def run(step: int) -> None:
+        loss = model(inputs).sum()
+        before_backward(model)
+        loss.backward()
+        recorder.end_step(step, 64)
+
     for _ in range(5):
-        model(inputs).sum().backward()
-        recorder.end_step(0, 64)
+        run(0)
     recorder.take(5)
     with torch.profiler.profile(activities=activities) as profiler:
         for step in range(NUM_STEPS):
-            model(inputs).sum().backward()
-            recorder.end_step(step, 64)
+            run(step)
         recorder.take(0)
         steps = recorder.take(NUM_STEPS)
     ours = [span for step in steps for bucket in step.record.buckets for span in bucket.wire]

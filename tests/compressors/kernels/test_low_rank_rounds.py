@@ -164,7 +164,8 @@ def both_forms_agree(device: str) -> None:
 
 
 def compare(device: str, rtol: float, atol: float, *case: object) -> None:
-    plain = results("cpu", *case)  # type: ignore[arg-type]
+    with in_form("torch"):
+        plain = results("cpu", *case)  # type: ignore[arg-type]
     with in_form("triton"):
         by_triton = results(device, *case)  # type: ignore[arg-type]
     for ours, theirs in zip(by_triton, plain, strict=True):
