@@ -3,8 +3,8 @@
 Makes hosts with a limited rate on this machine (`lightning_commopt.launch.lab`), one rank on each, every rank on a core
 of its own with one thread. A fit that is planned for ``--num-planned-steps`` steps chooses its plan, and is ended after
 its first ``--num-fit-steps``. Then the same ranks train with every plan of the grid, with DDP's own and with the chosen
-one, in turns. Printed are the chosen plan's time over that of the grid's fastest plan and of DDP's own, the steps of
-the search, and what searching has cost over as many steps of DDP's own plan.
+one, in turns. Printed are the chosen plan's time over that of the grid's fastest plan and of DDP's own, and the steps
+of the search. With ``--then-rate`` all links change half-way through the fit's first steps, and the grid has the new rate.
 
 python benchmarks/tuning.py --output benchmarks/results/tuning_HARDWARE_DATE.json
 python benchmarks/tuning.py --models mlp --rates 1gbit --lossless    # quick
@@ -24,18 +24,29 @@ from rich.table import Table
 
 from lightning_commopt.launch.lab import NetLab, why_not
 
-RESULT = "RESULT "
+RESULT, CHANGE = "RESULT ", "CHANGE THE RATE"
 MODELS = ("mlp", "vit", "mobilenet")
 CAPS_MB = (None, 1, 2, 5, 10, 100)
 
 
-def run_job(settings: dict[str, Any], rate: str, num_hosts: int, timeout_s: float) -> dict[str, Any]:
+def run_job(
+    settings: dict[str, Any], rate: str, then_rate: str | None, num_hosts: int, timeout_s: float
+) -> dict[str, Any]:
     """Returns what rank 0 of one job found."""
     command = [sys.executable, str(Path(__file__).with_name("tuning_job.py")), json.dumps(settings)]
-    with NetLab(num_hosts, None if rate == "unlimited" else rate) as lab:
-        output = lab.run(command, pin_to_cores=True, timeout_s=timeout_s)[0]
+    with NetLab(num_hosts, rate) as lab:
+
+        def watch(rank: int, output: bytes) -> None:
+            if CHANGE.encode() in output and then_rate is not None:
+                lab.change_rate(then_rate)
+
+        output = lab.run(command, pin_to_cores=True, timeout_s=timeout_s, on_output=watch)[0]
     line = next(line for line in output.splitlines() if line.startswith(RESULT))
-    return json.loads(line.removeprefix(RESULT)) | {"num_hosts": num_hosts, "rate": rate, "settings": settings}
+    return json.loads(line.removeprefix(RESULT)) | {
+        "num_hosts": num_hosts,
+        "rate": rate if then_rate is None else f"{rate}, then {then_rate}",
+        "settings": settings,
+    }
 
 
 def compare(result: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +89,8 @@ def main() -> None:
     """Runs all jobs, prints and stores the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["mlp", "vit", "mobilenet"], choices=MODELS)
-    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "unlimited"])
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "unlimited"])
+    parser.add_argument("--then-rate", help="that every link changes to in the middle of the fit's first steps")
     parser.add_argument("--num-hosts", nargs="+", type=int, default=[2, 3])
     parser.add_argument("--lossless", action="store_true", help="no compressors in the grid, and none allowed")
     parser.add_argument("--num-planned-steps", type=int, default=5000)
@@ -97,12 +109,13 @@ def main() -> None:
             "model": model,
             "lossy": [] if arguments.lossless else ["bf16", "int8"],
             "caps_mb": CAPS_MB,
+            "change_at_step": None if arguments.then_rate is None else arguments.num_fit_steps // 2,
             **{
                 name: getattr(arguments, name)
                 for name in ("num_planned_steps", "num_fit_steps", "num_grid_steps", "num_rounds")
             },
         }
-        results.append(run_job(settings, rate, num_hosts, arguments.timeout_s))
+        results.append(run_job(settings, rate, arguments.then_rate, num_hosts, arguments.timeout_s))
         rows.append(compare(results[-1]))
         print(f"{rows[-1]}\n{results[-1]['found'].get('verdict')}", flush=True)
         if arguments.output is not None:

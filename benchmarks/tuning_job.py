@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_commopt import CommOptDDP, CommPlan
 
-RESULT = "RESULT "
+RESULT, CHANGE = "RESULT ", "CHANGE THE RATE"
 _NUM_SETTLING_STEPS = 2
 
 
@@ -51,14 +51,16 @@ class _Model(LightningModule):
 
 
 class _Stop(Callback):
-    """Ends a fit early, and keeps the time of every step."""
+    """Ends a fit early, and keeps the time of every step; rank 0 asks for another rate at a step, if there is one."""
 
-    def __init__(self, at_step: int) -> None:
-        self.at_step = at_step
+    def __init__(self, at_step: int, change_at_step: int | None) -> None:
+        self.at_step, self.change_at_step = at_step, change_at_step
         self.marks: list[float] = []
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         self.marks.append(time.perf_counter())
+        if trainer.global_step == self.change_at_step and trainer.is_global_zero:
+            print(CHANGE, flush=True)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         trainer.should_stop = trainer.global_step >= self.at_step
@@ -102,7 +104,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     model = _Model(settings["model"])
     tuned = CommOptDDP(plan="auto", lossy=settings["lossy"] or "never")
-    stop = _Stop(settings["num_fit_steps"])
+    stop = _Stop(settings["num_fit_steps"], settings["change_at_step"])
     _fit(model, tuned, settings["num_planned_steps"], stop)
     plans = [CommPlan(), tuned.plan]
     plans += [
@@ -121,7 +123,12 @@ def main() -> None:
             "chosen": tuned.plan.to_dict(),
             "fit_steps_s": steps_s,
             "grid": [
-                {"plan": plan.to_dict(), "name": plan.name, "step_s": statistics.median(seconds), "num": len(seconds)}
+                {
+                    "plan": plan.to_dict(),
+                    "name": plan.name,
+                    "step_s": statistics.median(seconds),
+                    "steps_s": [round(one, 5) for one in seconds],
+                }
                 for plan, seconds in zip(plans, grid.seconds, strict=True)
             ],
         }

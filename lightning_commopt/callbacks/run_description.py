@@ -44,7 +44,8 @@ def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         fields["plan_name"] = plan.name
         fields["plan"] = tuple(flat(_plan_options(plan, is_short=True), "plan."))
         fields["is_lossy"] = hook is not None and hook.claims.is_lossy
-        if getattr(trainer.strategy, "auto_plan", None) is not None and trainer.strategy.auto_plan.is_wanted:
+        auto_plan = getattr(trainer.strategy, "auto_plan", None)
+        if auto_plan is not None and auto_plan.is_wanted:
             fields["sync_method"] = "auto"
     elif getattr(trainer.strategy, "is_lossy", False):
         fields["is_lossy"] = True

@@ -158,6 +158,24 @@ class NetLab:
             raise error_of(stopped, status, timeout_s, ranks)
         return [process.output for process in ranks]
 
+    def change_rate(self, rate: str) -> None:
+        """Changes the rate of each link in each direction; ranks may be running.
+
+        Raises:
+            ValueError: it is no rate of `parse_rate`, or no limit.
+            LabError: the lab is not open.
+        """
+        bits_per_s = parse_rate(rate)
+        if bits_per_s is None:
+            raise ValueError(f"rate must be a limit, got {rate!r}")
+        if self._keeper is None:
+            raise LabError("the network lab is not open: use it in a with statement")
+        self.rate, self._bits_per_s = rate, bits_per_s
+        for host in range(self.num_hosts):
+            self._limit("-n", f"host{host}", device=DEVICE)
+            if self.num_hosts != 2:
+                self._limit(device=f"port{host}")
+
     def enter(self, host: int) -> tuple[str, ...]:
         """Returns the prefix of a command to run it on a host, in our folder. The caller must end it.
 
@@ -225,7 +243,7 @@ class NetLab:
         if self._bits_per_s is not None:
             burst = max(_MIN_BURST_BYTES, round(self._bits_per_s / 8 * _BURST_S))
             shape = ("rate", f"{self._bits_per_s}bit", "burst", str(burst), "latency", _QUEUE)
-            self._do("tc", *options, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+            self._do("tc", *options, "qdisc", "replace", "dev", device, "root", "tbf", *shape)
 
     def _do(self, name: str, *arguments: str) -> None:
         assert self._keeper is not None

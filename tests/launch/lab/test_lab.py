@@ -94,6 +94,8 @@ def test_a_lab_that_is_not_open_runs_nothing():
         lab.run(["true"])
     with pytest.raises(LabError, match="not open"):
         lab.enter(0)
+    with pytest.raises(LabError, match="not open"):
+        lab.change_rate("1gbit")
 
 
 @pytest.mark.parametrize(
@@ -151,6 +153,24 @@ class TestOpenLab:
         through_first = (num_hosts - 1) * num_bytes
         least_s = (through_first - burst_bytes) / bytes_per_s
         assert least_s < json.loads(outputs[0]) < 20 * least_s
+
+    @pytest.mark.parametrize("num_hosts", [2, 3])
+    def test_a_rate_changes_under_running_ranks(self, num_hosts):
+        """If it fails, what a run does on another link is measured on the old one."""
+        waits = "echo started; until tc qdisc show dev eth0 | grep -q 'rate 100Mbit'; do sleep 0.1; done"
+        started = []
+
+        def change(rank, output):
+            started.append(rank)
+            if len(started) == num_hosts:
+                lab.change_rate("100mbit")
+
+        with NetLab(num_hosts, "1gbit") as lab:
+            with pytest.raises(ValueError, match="rate must be a limit, got 'unlimited'"):
+                lab.change_rate("unlimited")
+            lab.run(["sh", "-c", waits], timeout_s=60, on_output=change)
+            output = lab.run([*PYTHON, TRANSFER, "2000000", "to_first"], timeout_s=120)[0]
+        assert json.loads(output) > ((num_hosts - 1) * 2_000_000 - 256 * 1024) / (100e6 / 8)
 
     @pytest.mark.exhaustive  # four processes import torch
     def test_gloo_sums_over_hosts(self):
