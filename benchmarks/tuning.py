@@ -4,7 +4,7 @@ Makes hosts with a limited rate on this machine (`lightning_commopt.launch.lab`)
 of its own with one thread. A fit that is planned for ``--num-planned-steps`` steps chooses its plan, and is ended after
 its first ``--num-fit-steps``. Then the same ranks train with every plan of the grid, with DDP's own and with the chosen
 one, in turns. Printed are the chosen plan's time over that of the grid's fastest plan and of DDP's own, and the steps
-of the search. With ``--then-rate`` all links change half-way through the fit's first steps, and the grid has the new rate.
+of the search. With ``--then-rate`` all links change half-way through the first steps, and the grid has the new rate.
 
 python benchmarks/tuning.py --output benchmarks/results/tuning_HARDWARE_DATE.json
 python benchmarks/tuning.py --models mlp --rates 1gbit --lossless    # quick
