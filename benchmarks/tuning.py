@@ -16,6 +16,7 @@ import os
 import sys
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from results_file import write_result
@@ -34,13 +35,14 @@ def run_job(
 ) -> dict[str, Any]:
     """Returns what rank 0 of one job found."""
     command = [sys.executable, str(Path(__file__).with_name("tuning_job.py")), json.dumps(settings)]
-    with NetLab(num_hosts, rate) as lab:
+    with NetLab(num_hosts, rate) as lab, TemporaryDirectory() as cache:
 
         def watch(rank: int, output: bytes) -> None:
             if CHANGE.encode() in output and then_rate is not None:
                 lab.change_rate(then_rate)
 
-        output = lab.run(command, pin_to_cores=True, timeout_s=timeout_s, on_output=watch)[0]
+        environment = {"XDG_CACHE_HOME": cache}  # no plan that another job has chosen
+        output = lab.run(command, pin_to_cores=True, environment=environment, timeout_s=timeout_s, on_output=watch)[0]
     line = next(line for line in output.splitlines() if line.startswith(RESULT))
     return json.loads(line.removeprefix(RESULT)) | {
         "num_hosts": num_hosts,
