@@ -13,6 +13,7 @@ python benchmarks/tuning.py --models mlp --rates 1gbit --lossless    # quick
 import argparse
 import json
 import os
+import statistics
 import sys
 from itertools import product
 from pathlib import Path
@@ -51,10 +52,24 @@ def run_job(
     }
 
 
+def _turns(seconds: list[float], num_timed: int) -> list[list[float]]:
+    return [seconds[start : start + num_timed] for start in range(0, len(seconds), num_timed)]
+
+
 def compare(result: dict[str, Any]) -> dict[str, Any]:
-    """Returns the ratios of one job."""
+    """Returns the ratios of one job. What was chosen may be a plan of the grid: the steps of both count then.
+
+    The noise is that of DDP's own plan: the range of its medians in the rounds, over the median of all.
+    """
     own, chosen, *_ = result["grid"]
+    pooled: dict[str, list[float]] = {}
+    for row in result["grid"]:
+        pooled.setdefault(json.dumps(row["plan"], sort_keys=True), []).extend(row["steps_s"])
+    for row in result["grid"]:
+        row["step_s"] = statistics.median(pooled[json.dumps(row["plan"], sort_keys=True)])
     best = min(result["grid"], key=lambda row: row["step_s"])
+    num_timed = len(own["steps_s"]) // result["settings"]["num_rounds"]
+    in_rounds = [statistics.median(turn) for turn in _turns(own["steps_s"], num_timed)]
     return {
         "model": result["settings"]["model"],
         "rate": result["rate"],
@@ -67,6 +82,7 @@ def compare(result: dict[str, Any]) -> dict[str, Any]:
         "best_s": best["step_s"],
         "over_best": chosen["step_s"] / best["step_s"] - 1,
         "saved": 1 - chosen["step_s"] / own["step_s"],
+        "noise": (max(in_rounds) - min(in_rounds)) / own["step_s"],
         "num_search_steps": result["found"].get("num_search_steps"),
         "lost_steps": result["found"].get("lost_steps"),
         "status": result["found"].get("status"),
@@ -75,12 +91,12 @@ def compare(result: dict[str, Any]) -> dict[str, Any]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     table = Table(
-        "model", "rate", "hosts", "allowed", "own, ms", "chosen, ms", "best, ms", "over best", "saved", "steps"
+        "model", "rate", "hosts", "allowed", "own, ms", "chosen, ms", "best, ms", "over best", "saved", "noise", "steps"
     )
     for row in rows:
         allowed = ", ".join(map(str, row["lossy"])) or "lossless"
         times = [f"{1e3 * row[name]:.1f}" for name in ("own_s", "chosen_s", "best_s")]
-        shares = [f"{100 * row[name]:.1f} %" for name in ("over_best", "saved")]
+        shares = [f"{100 * row[name]:.1f} %" for name in ("over_best", "saved", "noise")]
         table.add_row(
             row["model"], row["rate"], str(row["num_hosts"]), allowed, *times, *shares, str(row["num_search_steps"])
         )
