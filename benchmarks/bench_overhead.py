@@ -28,9 +28,8 @@ from numpy.typing import NDArray
 from results_file import write_result
 from scipy.stats import binom
 
-from lightning_commopt.commands.bench.groups import Memory, ranks_by_scope
 from lightning_commopt.commands.bench.measure import _Bench
-from lightning_commopt.commands.bench.operations import prepare
+from lightning_commopt.commands.bench.operations import Memory, prepare, ranks_by_scope
 from lightning_commopt.commands.selftest.ranks import run_ranks
 from lightning_commopt.measure.link.bench_result import Case
 from lightning_commopt.measure.link.bench_settings import BenchSettings

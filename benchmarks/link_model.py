@@ -20,9 +20,8 @@ from results_file import write_result
 from lightning_commopt.commands.bench.start import MODULE, bench_in_lab
 from lightning_commopt.launch.fork_server import preload
 from lightning_commopt.measure.link.bench_result import BenchResult, Row
-from lightning_commopt.measure.link.bench_settings import BenchSettings
+from lightning_commopt.measure.link.bench_settings import BenchSettings, size_text
 from lightning_commopt.measure.link.model import Curve
-from lightning_commopt.measure.link.sizes import size_text
 
 LARGEST_BYTES = {"100mbit": 2**22, "1gbit": 2**25, "10gbit": 2**26, "unlimited": 2**26}
 TCP_SHARE = 1448 / 1514

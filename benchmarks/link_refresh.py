@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_commopt.measure.link.in_run import LinkTracker
+from lightning_commopt.measure.link.from_steps import LinkTracker
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 
 WINDOW = 50

@@ -36,7 +36,7 @@ from lightning_commopt.strategy.base import (
     strategy_from_plan,
     warn_of_local_decisions,
 )
-from lightning_commopt.sync.checks import warn_of_fp16_under_scaler
+from lightning_commopt.sync.checks import check_plans_agree, warn_of_fp16_under_scaler
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.modules import ModuleSyncs
 from lightning_commopt.sync.state import KEY
@@ -170,7 +170,7 @@ class CommOptDDP(DDPStrategy):
         for _, sync in attached:
             sync.check_plan(plan)
         if attached:
-            attached[0][1].check_agreement(plan)
+            check_plans_agree(plan)
         exchange_plan(self._ddp_kwargs, self._plan, plan)
         self._plan = plan
         for model, sync in attached:

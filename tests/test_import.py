@@ -6,13 +6,13 @@ import logging
 import pickle
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from lightning_commopt.compat import import_hook
 from lightning_commopt.compat.import_hook import call_after_import
 
 _NAMES = """
@@ -42,13 +42,12 @@ def test_names_are_registered_in_any_order(order: str) -> None:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module that nobody has imported."""
-    name = "commopt_imported_later"
+    """A module that nobody has imported; of another name in every test."""
+    name = f"imported_later_{uuid.uuid4().hex}"
     (tmp_path / f"{name}.py").write_text("VALUE = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield name
     sys.modules.pop(name, None)
-    import_hook._finder.functions.pop(name, None)
 
 
 @pytest.fixture

@@ -13,15 +13,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from rich.console import Console
 
-from lightning_commopt.callbacks.collectives import CollectiveWatch, borrow_gathering_group
-from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends, samples_in, step_of_loggers
+from lightning_commopt.callbacks.collectives import AllRanks, CollectiveWatch, borrow_gathering_group
+from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends
 from lightning_commopt.callbacks.prediction import PredictionRecorder
-from lightning_commopt.callbacks.publisher import MetricPublisher
+from lightning_commopt.callbacks.publisher import MetricPublisher, StepFiles
 from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
-from lightning_commopt.callbacks.step_files import StepFiles
-from lightning_commopt.measure.all_ranks import AllRanks
+from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.measure.clock import clock_for
-from lightning_commopt.measure.link.in_run import NUM_MESSAGES, LinkTracker
+from lightning_commopt.measure.link.from_steps import NUM_MESSAGES, LinkTracker
 from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
@@ -205,13 +204,13 @@ class CommTimeMonitor(PhaseCallback):
                 part.enter(phase)
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
-        self._num_samples += samples_in(trainer, batch) or 0
+        self._num_samples += count_samples(trainer, batch) or 0
         if self._recorder is None:
             return
         if self._collectives is not None:
             self._collectives.update()
         if has_stepped:
-            self._recorder.end_step(step_of_loggers(trainer), self._num_samples)
+            self._recorder.end_step(batches_that_stepped(trainer), self._num_samples)
             self._num_samples = 0
             # The counts are the same on all ranks: callback_metrics must not differ between them.
             if self._recorder.num_pending >= self._every_n_steps + self._recorder.num_lag_steps:

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_commopt.callbacks.phases import batch_follows, step_of_loggers
-from lightning_commopt.callbacks.step_clock import StepClock
-from lightning_commopt.compat.lightning import Callback, MisconfigurationException, will_accumulate
+from lightning_commopt.callbacks.phases import batch_follows
+from lightning_commopt.callbacks.speed import StepClock
+from lightning_commopt.compat.lightning import (
+    Callback,
+    MisconfigurationException,
+    batches_that_stepped,
+    will_accumulate,
+)
 from lightning_commopt.text.validation import check_integer, info, warn, warn_once
 
 if TYPE_CHECKING:
@@ -87,14 +92,14 @@ class CUDAProfilerWindow(Callback):
         self.results = []
         self._has_checked = False
         self._profiles = self._ranks is None or trainer.global_rank in self._ranks
-        self._is_active = _uses_cuda(trainer)
+        self._is_active = trainer.strategy.root_device.type == "cuda"
         if not self._is_active:
             warn_once("CUDAProfilerWindow does nothing: there is no CUDA device in this training.")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fit_loop.epoch_loop.restarting:  # else Lightning still corrects its count of steps
             self._check_starts(trainer)
-            self._start(trainer, step_of_loggers(trainer))
+            self._start(trainer, batches_that_stepped(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Starts the profiler if a window begins with the first batch after a resume.
@@ -103,7 +108,7 @@ class CUDAProfilerWindow(Callback):
             MisconfigurationException: a window lies before the step at which training begins.
         """
         self._check_starts(trainer)
-        self._start(trainer, step_of_loggers(trainer))
+        self._start(trainer, batches_that_stepped(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -128,7 +133,7 @@ class CUDAProfilerWindow(Callback):
         never = [start for start in self._start_steps if start not in self._captured]
         if self._is_active and never:
             warn(
-                f"start_step: training ended after {step_of_loggers(trainer)} steps; "
+                f"start_step: training ended after {batches_that_stepped(trainer)} steps; "
                 f"the CUDA profiler was never started at {', '.join(map(str, never))}."
             )
 
@@ -141,7 +146,7 @@ class CUDAProfilerWindow(Callback):
         if self._has_checked:
             return
         self._has_checked = True
-        step = step_of_loggers(trainer)
+        step = batches_that_stepped(trainer)
         passed = [start for start in self._start_steps if start < step and start not in self._captured]
         if passed:
             raise MisconfigurationException(
@@ -176,13 +181,9 @@ class CUDAProfilerWindow(Callback):
             torch.cuda.cudart().cudaProfilerStop()
 
 
-def _uses_cuda(trainer: Trainer) -> bool:
-    return trainer.strategy.root_device.type == "cuda"
-
-
 def _steps_after_batch(trainer: Trainer) -> int:
     """Returns the loggers' step number with the batch that ends, which Lightning counts only after validation."""
-    return step_of_loggers(trainer) + (not will_accumulate(trainer))
+    return batches_that_stepped(trainer) + (not will_accumulate(trainer))
 
 
 def _check_starts(start_step: int | Sequence[int], num_steps: int) -> tuple[int, ...]:

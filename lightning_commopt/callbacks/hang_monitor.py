@@ -167,7 +167,7 @@ class HangMonitor(PhaseCallback):
         if trainer.should_stop and self._watched is not None:
             self._watched.note_stop("trainer.should_stop")
 
-    def _end(self) -> None:
+    def _end(self, *args: Any) -> None:
         self._is_ending = True
         self._enter_number(kinds.END)
 
@@ -211,9 +211,6 @@ class HangMonitor(PhaseCallback):
         self._meet()
         self._enter_evaluation(kinds.EVALUATION_START)
 
-    def _end_evaluation(self, trainer: Trainer, *args: Any) -> None:
-        self._end()
-
     def _start_evaluation_batch(self, trainer: Trainer, module: Any, batch: Any, index: int, loader: int = 0) -> None:
         self._enter_evaluation(kinds.EVALUATION_BATCH, index)
 
@@ -223,7 +220,7 @@ class HangMonitor(PhaseCallback):
         self._enter_evaluation(kinds.EVALUATION_DATA, index)
 
     on_validation_start = on_test_start = on_predict_start = _start_evaluation  # type: ignore[assignment]
-    on_test_end = on_predict_end = _end_evaluation  # type: ignore[assignment]
+    on_test_end = on_predict_end = _end  # type: ignore[assignment]
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _start_evaluation  # type: ignore[assignment]
     on_validation_batch_start = _start_evaluation_batch  # type: ignore[assignment]
     on_test_batch_start = on_predict_batch_start = _start_evaluation_batch  # type: ignore[assignment]

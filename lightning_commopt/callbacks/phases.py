@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commopt.compat.lightning import Callback, batches_that_stepped, count_samples, is_validation_next
+from lightning_commopt.compat.lightning import Callback, is_validation_next
 from lightning_commopt.sync.observed import before_backward, observe_wrapped
 
 if TYPE_CHECKING:
@@ -104,11 +104,6 @@ class PhaseCallback(Callback):
         self._enter(None)
 
 
-def step_of_loggers(trainer: Trainer) -> int:
-    """Returns the step number that Lightning passes to loggers in this batch: steps before this one."""
-    return batches_that_stepped(trainer)
-
-
 def batch_follows(trainer: Trainer) -> bool:
     """Returns whether the loop waits for a batch next; for ``on_train_batch_end`` and ``on_validation_end``.
 
@@ -122,8 +117,3 @@ def batch_follows(trainer: Trainer) -> bool:
 def epoch_ends(trainer: Trainer) -> bool:
     """Returns whether the batch that ends is the last one of its epoch or of the fit; for ``on_train_batch_end``."""
     return trainer.is_last_batch or trainer.global_step == trainer.max_steps
-
-
-def samples_in(trainer: Trainer, batch: Any) -> int | None:
-    """Returns the number of samples in a batch; None if unknown. Lightning skips a batch that is None."""
-    return 0 if batch is None else count_samples(trainer, batch)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.callbacks.step_files import StepFiles
+from lightning_commopt.callbacks.publisher import StepFiles
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.forecasts import forecasts, recommended_compressors
@@ -27,13 +27,7 @@ _NUM_STEPS = 100
 
 
 class PredictionRecorder:
-    """Times the gradients of ten backwards after the warm-up, and keeps the last steps. On rank 0 only.
-
-    Args:
-        trainer: of the fit.
-        module: its model.
-        num_warmup_backwards: that come before.
-    """
+    """Times the gradients of ten backwards after the warm-up, and keeps the last steps. On rank 0 only."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, num_warmup_backwards: int) -> None:
         self._strategy = trainer.strategy

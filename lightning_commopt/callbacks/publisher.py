@@ -1,12 +1,21 @@
-"""Publishes the metrics of `CommTimeMonitor` to loggers and ``trainer.callback_metrics``."""
+"""Where the numbers of `CommTimeMonitor` go: loggers, ``trainer.callback_metrics`` and files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_commopt.cost.basis import Basis
+from lightning_commopt.measure.files import StepWriter, rank_file
+from lightning_commopt.measure.forecast import Forecast
+from lightning_commopt.measure.link.model import LinkModel
+from lightning_commopt.measure.recorder import RecordedStep
+from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
 from lightning_commopt.text.validation import warn
 
 if TYPE_CHECKING:
@@ -61,3 +70,36 @@ class MetricPublisher:
         return {
             PREFIX + name: value for name, value in metrics.items() if self._publishes_all or name in LOGGED_BY_DEFAULT
         }
+
+
+class StepFiles:
+    """Writes this rank's steps, and on rank 0 the link model. After a failure it warns and stops writing that file."""
+
+    def __init__(self, folder: str | Path, header: Mapping[str, Any]) -> None:
+        self._folder = Path(folder)
+        self._writer = StepWriter(rank_file(folder, header["rank"]), header)
+        self._saves_model = header["rank"] == 0
+        self._failed: set[str] = set()
+
+    def save_steps(self, steps: Sequence[RecordedStep]) -> None:
+        for layout, group in groupby(steps, lambda step: step.layout):
+            self._save("steps", partial(self._writer.write, [step.record for step in group], layout))
+
+    def save_model(self, model: LinkModel) -> None:
+        """Replaces the model."""
+        if self._saves_model:
+            self._save("link model", partial(model.save, self._folder / LINK_MODEL_FILE))
+
+    def save_basis(self, basis: Basis, forecasts: Sequence[Forecast]) -> None:
+        """Writes what predictions of other plans need, and what they gave."""
+        self._save("prediction", partial(basis.save, self._folder, forecasts))
+
+    def _save(self, what: str, save: Callable[[], None]) -> None:
+        if what in self._failed:
+            return
+        try:
+            save()
+        except (OSError, ValueError) as error:  # a compressor without a name cannot be written
+            self._failed.add(what)
+            about = f"CommTimeMonitor: saving the {what} failed and stops ({error}); training goes on."
+            warn(about, on_every_rank=True)

@@ -19,11 +19,9 @@ from lightning_commopt.callbacks.publisher import PREFIX
 from lightning_commopt.callbacks.run_description import describe_run, describe_tuning, nccl_settings, plan_settings
 from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
-from lightning_commopt.measure.peak_memory import PeakMemory
-from lightning_commopt.measure.runs.loss_curve import LossCurve, Reduce
-from lightning_commopt.measure.runs.losses import LossPoint, read_losses, write_losses
-from lightning_commopt.measure.runs.metric_names import find_metric, how_to_name_loss
-from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
+from lightning_commopt.measure.runs.machine import PeakMemory
+from lightning_commopt.measure.runs.record import RunRecord, find_metric, how_to_name_loss
 from lightning_commopt.measure.runs.settings import hydra_settings
 from lightning_commopt.measure.runs.writer import fail_rank, new_record, write_record
 from lightning_commopt.text.validation import check_switch, info, warn
@@ -144,10 +142,8 @@ class RunRecorder(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._memory is not None
         device = trainer.strategy.root_device
-        reduce: Reduce | None = None
-        if trainer.world_size > 1:
-            reduce = lambda values, op: trainer.strategy.reduce(values, reduce_op=op)  # noqa: E731
-        losses = self._curve.points(device, reduce)
+        reduce = trainer.strategy.reduce
+        losses = self._curve.points(device, None if trainer.world_size == 1 else lambda x, op: reduce(x, reduce_op=op))
         num_bytes = torch.tensor(self._memory.num_bytes, dtype=torch.float64, device=device)
         num_bytes = trainer.strategy.reduce(num_bytes, reduce_op="max")
         if self._record is not None:

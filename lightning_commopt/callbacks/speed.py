@@ -1,18 +1,63 @@
-"""SpeedMonitor: optimizer steps, samples and bytes on the wire of a fit, without its warm-up."""
+"""SpeedMonitor: optimizer steps, samples and bytes on the wire of a fit, without its warm-up; and the clock of it."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.callbacks.step_clock import StepClock
-from lightning_commopt.compat.lightning import Callback, comm_hook_of, is_lightnings_ddp
+from lightning_commopt.compat.lightning import Callback, comm_hook_of, count_samples, is_lightnings_ddp
 from lightning_commopt.sync.buckets import gradient_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+
+class StepClock:
+    """Counts batches while it runs. The caller synchronizes the device before starting and stopping it.
+
+    Attributes:
+        num_steps: optimizer steps. Several optimizers that step in one batch make one step.
+        num_samples: of all ranks, assuming as many on each; None if the size of batches is unknown.
+        seconds: of running, with waiting for data.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_samples: int | None = 0
+        self.seconds = 0.0
+        self._started: float | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._started is not None
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Optimizer steps in a second; None before the first."""
+        return self.num_steps / self.seconds if self.num_steps else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples in a second, over all ranks; None before the first step."""
+        return self.num_samples / self.seconds if self.num_steps and self.num_samples is not None else None
+
+    def start_clock(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        assert self._started is not None
+        self.seconds += time.perf_counter() - self._started
+        self._started = None
+
+    def count_batch(self, trainer: Trainer, batch: Any, *, has_stepped: bool) -> None:
+        """Counts the samples of a batch, and the step if the batch ended one."""
+        num_samples = count_samples(trainer, batch)
+        if self.num_samples is not None:
+            self.num_samples = None if num_samples is None else self.num_samples + num_samples * trainer.world_size
+        self.num_steps += has_stepped
 
 
 class SpeedMonitor(StepClock, Callback):
@@ -38,7 +83,7 @@ class SpeedMonitor(StepClock, Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.reset_clock()
+        StepClock.__init__(self)
         self._wire_bytes: float | None = 0
         self._num_warmed_up = 0
         self._global_step = 0
@@ -73,21 +118,14 @@ class SpeedMonitor(StepClock, Callback):
             self._wire_bytes = None if num_bytes is None else self._wire_bytes + num_bytes
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop(trainer, pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop(trainer, pl_module)
-
-    def _stop(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.is_running:
             return
         _synchronize(pl_module)
         self.stop_clock()
         if self._wire_bytes_at_start is not None and self._wire_bytes is not None:
             self._wire_bytes += trainer.strategy.wire_bytes - self._wire_bytes_at_start  # type: ignore[attr-defined]
+
+    on_train_epoch_end = on_train_end = on_validation_start
 
 
 def _synchronize(module: LightningModule) -> None:

@@ -1,21 +1,20 @@
-"""The console command ``commopt``: one function for each command, which parses, calls and prints.
+"""The console command ``commopt``: one function for each command, here or in its module, which parses and prints.
 
 A command imports what it needs when it runs: importing torch takes seconds, and most commands do not need it.
 """
 
+import json as json_text
+from dataclasses import asdict
+from typing import Annotated
+
 import typer
+from rich.console import Console
 
 from lightning_commopt.commands import runs
 from lightning_commopt.commands.bench.command import bench
-from lightning_commopt.commands.doctor.command import doctor
 from lightning_commopt.commands.errors import errors_in_a_line
-from lightning_commopt.commands.info.command import info
-from lightning_commopt.commands.nccl_log.command import nccl_log
-from lightning_commopt.commands.nsys.command import nsys
-from lightning_commopt.commands.predict.command import predict
-from lightning_commopt.commands.selftest.command import selftest
-from lightning_commopt.commands.topology.command import topo
-from lightning_commopt.commands.tune.command import tune
+from lightning_commopt.commands.machines import doctor, nccl_log, selftest, topo
+from lightning_commopt.commands.programs import nsys, tune
 from lightning_commopt.text.terminal import print_in_any_encoding
 
 app = typer.Typer(
@@ -30,7 +29,20 @@ def _main() -> None:
     print_in_any_encoding()
 
 
-app.command()(info)
+@app.command()
+def info(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Prints versions, devices, backends, comm hooks, and which DDP options this torch has."""
+    from lightning_commopt.commands.info.info import collect, print_info
+
+    found = collect()
+    if json:
+        typer.echo(json_text.dumps(asdict(found), indent=2))
+    else:
+        print_info(found, Console())
+
+
 app.command()(selftest)
 app.command()(doctor)
 app.command()(nccl_log)
@@ -39,6 +51,6 @@ app.command()(errors_in_a_line(status=2)(bench))
 app.command()(runs.trace)
 app.command()(runs.summary)
 app.command()(runs.report)
-app.command()(predict)
+app.command()(runs.predict)
 app.command(context_settings={"allow_interspersed_args": False})(nsys)
 app.command(context_settings={"allow_interspersed_args": False})(tune)

@@ -1,4 +1,4 @@
-"""Commands that read the files of runs: trace, summary, report."""
+"""Commands that read the files of runs: trace, summary, report, predict."""
 
 import json as json_text
 from pathlib import Path
@@ -85,8 +85,7 @@ def report(
     Exit status 1 if a setting has become slower than in --earlier, or failed; 2 for mistakes in the arguments.
     """
     from lightning_commopt.report.build import build_report
-    from lightning_commopt.report.files import write_files
-    from lightning_commopt.report.outputs import finite, to_plain, write_csv
+    from lightning_commopt.report.outputs import finite, to_plain, write_csv, write_files
     from lightning_commopt.report.regressions import find_regressions
     from lightning_commopt.report.terminal import print_regressions, print_report
 
@@ -109,3 +108,35 @@ def report(
         elif csv is not None:
             write_csv(found, csv)
     raise typer.Exit(1 if regressions is not None and regressions.is_worse else 0)
+
+
+def predict(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run with CommTimeMonitor; it has comm_time.")],
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks; by default as many as trained.")] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE", help="Of each rank's link, such as 25gbit or 500mbit; by default that of the run."
+        ),
+    ] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, help="Batches to accumulate for a step; by default as many as the run did.")
+    ] = None,
+    comm_hook: Annotated[
+        list[str] | None,
+        typer.Option(help="A compressor by name, again for more; by default those that are recommended."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Predicts the time of a step under other plans, and on machines that you do not have, from the records of a run.
+
+    Exit status 2 for mistakes in the arguments, or if RUN_DIR does not show enough.
+    """
+    from lightning_commopt.commands.predict.outlook import outlook
+
+    with errors_in_a_line(status=2):
+        found = outlook(run_dir, num_ranks=ranks, link=link, num_batches=accumulate, comm_hooks=comm_hook)
+    if json:
+        typer.echo(json_text.dumps(found.to_plain(), indent=2))
+    else:
+        Console().print(found.table())

@@ -98,7 +98,9 @@ def package_in_use() -> str:
 
 
 def count_samples(trainer: Trainer, batch: Any) -> int | None:
-    """Returns how many samples Lightning finds in a batch; None if it finds no tensor."""
+    """Returns how many samples Lightning finds in a batch, 0 in None, which it skips; None if it finds no tensor."""
+    if batch is None:
+        return 0
     package = package_of(trainer)
     misconfiguration = import_module(f"{package}.utilities.exceptions").MisconfigurationException
     try:

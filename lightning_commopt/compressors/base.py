@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -96,6 +97,14 @@ def _bucket_stride(x: Tensor) -> tuple[int, ...]:
 
 
 Rounds = Generator["Pending", Tensor, None]
+
+
+def finish(rounds: Rounds, pending: Pending | None = None) -> None:
+    """Drives the rounds of a compressor to their end, from their first collective or from one that is under way."""
+    with suppress(StopIteration):
+        pending = next(rounds) if pending is None else pending
+        while True:
+            pending = rounds.send(pending.wait())
 
 
 @dataclass(frozen=True, kw_only=True)

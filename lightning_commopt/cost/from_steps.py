@@ -13,7 +13,7 @@ from lightning_commopt.cost.compressor_cost import CompressorCost
 from lightning_commopt.cost.link import GLOO_CPU_S, USUAL_HOP_S, Link
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
-from lightning_commopt.measure.link.message_times import MIN_TIMES
+from lightning_commopt.measure.link.from_steps import MIN_TIMES
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, StepRecord, covered_s
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,9 +12,10 @@ from lightning_commopt.cost.forecasts import recommended_compressors
 from lightning_commopt.cost.from_steps import even_gradients
 from lightning_commopt.cost.predict import Costs
 from lightning_commopt.measure.files import RankRecords, read_run
-from lightning_commopt.measure.link.message_times import NUM_LAST_STEPS
+from lightning_commopt.measure.link.from_steps import NUM_LAST_STEPS
 from lightning_commopt.measure.runs.files import PREDICTION_FILE, RUN_FILE
 from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.settings import nested
 from lightning_commopt.plan import CommPlan, OptionError
 
 
@@ -58,7 +57,7 @@ def basis_of_run(run_dir: Path) -> Basis:
 def _plan_of(run_dir: Path, records: RankRecords) -> CommPlan:
     """Returns the plan of a run from its record, or from the name of its comm hook."""
     if (run_dir / RUN_FILE).exists():
-        options = _nested(RunRecord.load(run_dir).settings).get("plan")
+        options = nested(RunRecord.load(run_dir).settings).get("plan")
         if options:
             return CommPlan.from_dict({name: value for name, value in options.items() if value is not None})
     name = str(records.header.get("comm_hook", "none"))
@@ -66,22 +65,3 @@ def _plan_of(run_dir: Path, records: RankRecords) -> CommPlan:
         return CommPlan(comm_hook=name)  # type: ignore[arg-type]
     except OptionError:
         raise ValueError(f"{run_dir}: its comm hook, {name!r}, is none of ours, so its cost is not known") from None
-
-
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings with dotted names as nested ones.
-
-    >>> _nested({"plan.comm_hook.name": "int8", "seed": 1})
-    {'plan': {'comm_hook': {'name': 'int8'}}, 'seed': 1}
-    """
-    nested: dict[str, Any] = {}
-    for name, value in settings.items():
-        *folders, last = name.split(".")
-        inner = nested
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-            if not isinstance(inner, dict):
-                break
-        else:
-            inner[last] = value
-    return nested

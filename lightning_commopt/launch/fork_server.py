@@ -32,10 +32,8 @@ _preloaded: ForkServer | None = None
 class ForkServer:
     """A fork of this process as it is now, which forks further ones and ends with this process.
 
-    Make it early: before threads of our own are started, CUDA is used or state of a run exists.
-
-    Args:
-        module: run by the processes, like ``python -m``.
+    Make it early: before threads of our own are started, CUDA is used or state of a run exists. The processes run the
+    module, like ``python -m``.
     """
 
     def __init__(self, module: str) -> None:
@@ -139,15 +137,6 @@ def is_preloaded() -> bool:
 def server_for(command: Sequence[str]) -> ForkServer | None:
     """Returns the server of this process that can start a command; None without."""
     return _preloaded if _preloaded is not None and _preloaded.runs(command) else None
-
-
-def start_in_place(
-    command: Sequence[str], env: Mapping[str, str], namespaces: Sequence[str], folder: str, cores: Sequence[int]
-) -> ForkedProcess:
-    """Starts a session from the server of this process in namespaces, see `ForkServer.start`."""
-    server = server_for(command)
-    assert server is not None, command
-    return server.start(command, env=env, folder=folder, namespaces=namespaces, cores=cores, is_session=True)
 
 
 def _serve(requests: socket.socket, module: str) -> NoReturn:

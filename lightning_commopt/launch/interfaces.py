@@ -1,7 +1,8 @@
-"""The network interfaces of a host, and which of them gloo and NCCL choose."""
+"""The network interfaces of a host, which of them gloo and NCCL choose, and why a port cannot be reached."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import os
@@ -9,26 +10,28 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B  # linux/sockios.h
 _IFF_UP = 1
 _REQUEST_BYTES = 256
 _ADDRESS = slice(20, 24)  # of struct ifreq with a sockaddr_in
+_REASONS = {
+    errno.ECONNREFUSED: "refused, though the port is open there: a firewall rejects it",
+    errno.EHOSTUNREACH: "no route to that host",
+    errno.ENETUNREACH: "no route to that network",
+    errno.EACCES: "forbidden on this host",
+    errno.EPERM: "forbidden by a firewall on this host",
+    errno.EINVAL: "a route on this host discards it",
+}
 
 
 class Interface(NamedTuple):
-    """A network interface that is up.
+    """A network interface that is up."""
 
-    Attributes:
-        name: such as "eth0".
-        address: IPv4.
-        prefix_length: bits of the address that name its network.
-    """
-
-    name: str
-    address: str
-    prefix_length: int = 32
+    name: str  # such as "eth0"
+    address: str  # IPv4
+    prefix_length: int = 32  # bits of the address that name its network
 
     @property
     def with_prefix(self) -> str:
@@ -38,19 +41,12 @@ class Interface(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Listening:
-    """Where a rank listens for the others.
+    """Where a rank listens for the others."""
 
-    Attributes:
-        variable: that selects the interface.
-        value: of the variable; None if it is not set.
-        interface: name of the interface; None if none matches.
-        address: IPv4 address with the length of its prefix, such as "10.0.0.1/24"; None if there is none.
-    """
-
-    variable: str
-    value: str | None
-    interface: str | None
-    address: str | None
+    variable: str  # that selects the interface
+    value: str | None  # of the variable; None if it is not set
+    interface: str | None  # name of the interface; None if none matches
+    address: str | None  # IPv4 address with the length of its prefix, such as "10.0.0.1/24"; None if there is none
 
 
 def list_interfaces() -> list[Interface]:
@@ -96,8 +92,13 @@ def find_listening(
 
 def own_address() -> str | None:
     """Returns the IPv4 address that this host's name resolves to; None if it resolves to nothing."""
+    return resolve(socket.gethostname())
+
+
+def resolve(host: str) -> str | None:
+    """Returns the IPv4 address of a host; None if its name resolves to nothing."""
     try:
-        return socket.gethostbyname(socket.gethostname())
+        return socket.gethostbyname(host)
     except OSError:
         return None
 
@@ -141,3 +142,41 @@ def choose_for_nccl(interfaces: Sequence[Interface], environment: Mapping[str, s
         *(lambda name, prefix=prefix: name.startswith(prefix) for prefix in last),
     ]
     return next((interface for test in tests for interface in interfaces if test(interface.name)), None)
+
+
+class PortFailure(NamedTuple):
+    """Why a connection to a port failed."""
+
+    # "refused" where nothing listens; "silent" without any answer; "unknown" for a name without an address
+    kind: Literal["refused", "silent", "unknown", "other"]
+    message: str  # a clause that names host, port and the probable obstacle
+
+
+def try_port(host: str, port: int, *, limit_s: float) -> PortFailure | None:
+    """Connects to a port once within ``limit_s`` seconds; returns None if something listens there."""
+    try:
+        socket.create_connection((host, port), timeout=limit_s).close()
+    except ConnectionRefusedError:
+        return PortFailure(
+            "refused",
+            f"{host} refuses connections to port {port}: nothing listens there, so rank 0 does not run,"
+            " or the port is wrong (MASTER_PORT, --port)",
+        )
+    except socket.gaierror as error:
+        return PortFailure(
+            "unknown", f"the name {host} cannot be resolved: is it right (MASTER_ADDR, --hosts)? ({error})"
+        )
+    except TimeoutError:
+        return PortFailure(
+            "silent",
+            f"{host}:{port} does not answer within {limit_s:g} s, not even with a refusal: probably a firewall"
+            " drops what is sent, or the address is of an interface that this host cannot reach",
+        )
+    except OSError as error:
+        return PortFailure("other", f"{host}:{port} cannot be reached: {explain_os_error(error)}")
+    return None
+
+
+def explain_os_error(error: OSError) -> str:
+    """Returns why a connection failed, in words."""
+    return _REASONS.get(error.errno or 0, str(error))

@@ -1,43 +1,63 @@
-"""The environment variables of NCCL: which there are, what they accept, since when; from its sources."""
+"""The environment variables of NCCL: which there are, what they accept, since when; and mistakes in a user's.
+
+The table is from NCCL's sources.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from lightning_commopt.text.findings import Finding
+
 PREFIX = "NCCL_"
 _TABLE = Path(__file__).with_suffix(".json")  # docs/nccl_variables.py writes it
+_TIME_LIMIT = "the time limit of collectives is the process group's: CommOptDDP(timeout=timedelta(minutes=10))"
+_NOT_NCCL_VARIABLES = {
+    "NCCL_TIMEOUT": _TIME_LIMIT,
+    "NCCL_COMM_TIMEOUT": _TIME_LIMIT,
+    "NCCL_LOG_LEVEL": "NCCL's log is NCCL_DEBUG=INFO",
+    "NCCL_VERBOSE": "NCCL's log is NCCL_DEBUG=INFO",
+    "NCCL_INTERFACE": "interfaces are NCCL_SOCKET_IFNAME",
+    "NCCL_IFNAME": "interfaces are NCCL_SOCKET_IFNAME",
+}
+# Of torch (its former names), of plugins without public sources, of containers, builds and tests.
+_THIRD_PARTY = re.compile(
+    r"NCCL_(ASYNC_ERROR_HANDLING|BLOCKING_WAIT|DESYNC_DEBUG|ENABLE_TIMING|TRACE_BUFFER_SIZE|AVOID_RECORD_STREAMS"
+    r"|USE_COMM_NONBLOCKING|ENABLE_MONITORING|HEARTBEAT_TIMEOUT_SEC|DUMP_ON_TIMEOUT|NONBLOCKING_TIMEOUT)$"
+    r"|NCCL_(OFI|FASTRAK|GPUDIRECTTCPX|GPUVIPER|TCPX|TCPXO|FASTSOCKET|SHIM|SHIMNET|UCX|SHARP|MSCCL|MSCCLPP|RCCL|MPI|EXT"
+    r"|PLUGIN|IBEXT|SPCX|AWS|GCP|TUNER|PROFILER?|INSPECTOR|TESTS?|EP)_\w+$"
+    r"|NCCL_(\w+_)?(VERSION|VER|HOME|ROOT|DIR|PATH|PREFIX|INCLUDES?|LIBS?|LIBRARY|LIBRARIES|SRC|URL|REPO|BRANCH|TAG"
+    r"|COMMIT|BUILD|INSTALL|PACKAGE|PKG|IMAGE|SCRIPT|ARGS|CUDA)(_\w+)?$"
+)
+_MISSPELT_PREFIX = re.compile(r"(?:N+C*L*C*|CNCL)_?(?=[A-Z])")
+_OPPOSITES = {"DISABLE": "ENABLE", "ENABLE": "DISABLE"}
+_NEAR = 0.88  # NCCL_DEBUG_FLAG stands for no NCCL_DEBUG_FILE
+_ALIKE = 0.65  # of words
+_OLDEST = (2, 21)  # which comes with the oldest torch that we support
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """How NCCL's sources read a variable.
+    """How NCCL's sources read a variable."""
 
-    Attributes:
-        name: with its prefix.
-        kind: how NCCL reads it. "switch" and "integer": as a number; "choice": one of ``choices`` in any case, "exact"
-            as written; "level": "exact", or a number; "list": several of ``choices``; "algorithms": also for each
-            collective; "names": of interfaces or adapters, "file": a path, "text": anything.
-        choices: the words that it accepts.
-        low: the smallest integer; None for no limit.
-        high: the largest one; likewise.
-        since: the first NCCL that has it; None if all have.
-        removed_in: the first NCCL that does not have it any more.
-        former_name: by which NCCL knew it earlier.
-    """
-
-    name: str
+    name: str  # with its prefix
+    # How NCCL reads it. "switch" and "integer": as a number; "choice": one of ``choices`` in any case, "exact" as
+    # written; "level": "exact", or a number; "list": several of ``choices``; "algorithms": also for each collective;
+    # "names": of interfaces or adapters, "file": a path, "text": anything
     kind: Literal["switch", "integer", "choice", "exact", "level", "list", "algorithms", "names", "file", "text"]
-    choices: tuple[str, ...] = ()
-    low: int | None = None
-    high: int | None = None
-    since: str | None = None
-    removed_in: str | None = None
-    former_name: str | None = None
+    choices: tuple[str, ...] = ()  # the words that it accepts
+    low: int | None = None  # the smallest integer; None for no limit
+    high: int | None = None  # the largest one; likewise
+    since: str | None = None  # the first NCCL that has it; None if all have
+    removed_in: str | None = None  # the first NCCL that does not have it any more
+    former_name: str | None = None  # by which NCCL knew it earlier
 
     @property
     def allowed(self) -> str:
@@ -45,12 +65,7 @@ class Variable:
         return self._grammar()[1]
 
     def accepts(self, value: str, version: tuple[int, ...] | None = None) -> bool:
-        """Returns whether NCCL takes a value as it is meant; an empty one counts as unset.
-
-        Args:
-            value: of the variable.
-            version: of the NCCL that reads it; None if unknown.
-        """
+        """Returns whether a version of NCCL, None if unknown, takes a value as it is meant; empty counts as unset."""
         if self.kind == "list" and version is not None and version >= (2, 30):
             value = value.replace(" ", "")  # NCCL strips the words since then
         if value == "" or (self.kind == "algorithms" and "MSCCL" in value.upper()):
@@ -103,3 +118,77 @@ def parse_version(text: str) -> tuple[int, ...]:
     (2, 29)
     """
     return tuple(int(part) for part in re.findall(r"\d+", text)[: text.count(".") + 1])
+
+
+def find_mistakes(environment: Mapping[str, str], *, version: tuple[int, ...] | None = None) -> list[Finding]:
+    """Looks for misspelt, obsolete and never-existing variables of NCCL, and for values that it does not take.
+
+    A name that is like none of NCCL's may be read by another program, and is left alone. The version is that of the
+    NCCL that will read them; None for any that torch comes with.
+    """
+    return [
+        Finding(severity="error", what=message, advice=f"correct or unset {name}")
+        for name, value in sorted(environment.items())
+        if (message := _message(name, value, version)) is not None
+    ]
+
+
+def _message(name: str, value: str, version: tuple[int, ...] | None) -> str | None:
+    variables = nccl_variables()
+    if name in variables:
+        return _misuse(variables[name], value, version)
+    if name in _NOT_NCCL_VARIABLES:
+        return f"{name} is no variable of NCCL: {_NOT_NCCL_VARIABLES[name]}"
+    for variable in variables.values():
+        if name == variable.former_name:
+            return f"{name} was renamed: it is {variable.name} now"
+    if name in other_variables() or _THIRD_PARTY.match(name):
+        return None
+    meant = _suggest(name, value) if name.startswith(PREFIX) else _with_right_prefix(name)
+    return None if meant is None else f"{name} is no variable of NCCL; did you mean {meant}?"
+
+
+def _misuse(variable: Variable, value: str, version: tuple[int, ...] | None) -> str | None:
+    name = variable.name
+    if variable.removed_in is not None and (version or _OLDEST) >= parse_version(variable.removed_in):
+        return f"{name} has no effect since NCCL {variable.removed_in}, which removed it"
+    if variable.since is not None and version is not None and version < parse_version(variable.since):
+        return f"{name} has no effect before NCCL {variable.since}; this is {'.'.join(map(str, version))}"
+    if not variable.accepts(value, version):
+        return f"{name} must be {variable.allowed}, got {value!r}"
+    return None
+
+
+def _suggest(name: str, value: str) -> str | None:
+    """Returns the variable that an unknown name may stand for, with a value if that changes; None if nothing is near.
+
+    >>> _suggest("NCCL_NVLS_DISABLE", "1"), _suggest("NCCL_DISABLE_IB", "1"), _suggest("NCCL_MY_SCRIPT", "x")
+    ('NCCL_NVLS_ENABLE=0', 'NCCL_IB_DISABLE', None)
+    """
+    names = [name for name, variable in nccl_variables().items() if variable.removed_in is None]
+    by_words = {frozenset(each.split("_")): each for each in names}
+    words = [re.sub(r"ABLED$", "ABLE", word) for word in name.split("_")]
+    if frozenset(words) in by_words:
+        return by_words[frozenset(words)]
+    opposite = by_words.get(frozenset(_OPPOSITES.get(word, word) for word in words))
+    if opposite is not None:
+        return f"{opposite}={int(value == '0')}"
+    longer = [each for each in names if re.match(rf"{each}[A-Z]", name)]
+    near = [each for each in get_close_matches(name, names, cutoff=_NEAR) if _is_alike(name, each)]
+    return next(iter([*longer, *near]), None)
+
+
+def _is_alike(name: str, other: str) -> bool:
+    """Returns whether each word of a name may be a word of another one, misspelt; NET is no NVTX."""
+    words, others = name.split("_"), other.split("_")
+    pairs = [(one, another) for one, another in zip(words, others, strict=False) if one != another]
+    return len(words) != len(others) or all(SequenceMatcher(None, *pair).ratio() > _ALIKE for pair in pairs)
+
+
+def _with_right_prefix(name: str) -> str | None:
+    """Returns the variable whose prefix is wrong, such as NCLL_DEBUG, nccl_debug or NCCLDEBUG.
+
+    Names of other libraries, such as RCCL and HCCL, are none.
+    """
+    meant = PREFIX + _MISSPELT_PREFIX.sub("", name.upper(), count=1)
+    return meant if meant in nccl_variables() and _MISSPELT_PREFIX.match(name.upper()) else None

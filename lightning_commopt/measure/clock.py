@@ -51,7 +51,6 @@ class HostClock(Clock):
     mark = staticmethod(time.perf_counter)  # itself, as it is called some twenty times a step
 
     def has_passed(self, mark: float) -> bool:
-        """Returns true: a mark of the host is never ahead."""
         return True
 
     def wait_for(self, mark: float) -> None:
@@ -62,11 +61,7 @@ class HostClock(Clock):
 
 
 class CudaClock(Clock):
-    """Events in the current stream of a device, reused; synchronizes once, when it is made.
-
-    Args:
-        device: a CUDA device.
-    """
+    """Events in the current stream of a CUDA device, reused; synchronizes once, when it is made."""
 
     # An event's distance comes in float32 milliseconds: 8 ms after an hour, hence a base that follows.
     _BASE_LIFE_S = 10.0

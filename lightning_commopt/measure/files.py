@@ -69,16 +69,16 @@ class StepWriter:
         self._has_header, self._layout = True, buckets
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RankRecords:
     """One rank's steps in one fit.
 
     Attributes:
         path: of the file.
+        header: its first line.
         rank: that wrote the file.
         world_size: number of ranks that trained.
         origin_unix_s: second 0 of the records' times, in seconds since 1970 on the rank's host; None if unknown.
-        header: the whole first line.
         steps: in the order in which they were made.
         layouts: for each of the steps, its buckets by index; empty where none were observed. The highest index counts
             as `BucketInfo.is_last`.
@@ -86,13 +86,39 @@ class RankRecords:
     """
 
     path: Path
+    header: Mapping[str, Any]
     rank: int
     world_size: int
     origin_unix_s: float | None
-    header: Mapping[str, Any]
-    steps: tuple[StepRecord, ...]
-    layouts: tuple[Mapping[int, BucketInfo], ...]
-    num_broken_lines: int
+    steps: list[StepRecord] = field(default_factory=list)
+    layouts: list[Mapping[int, BucketInfo]] = field(default_factory=list)
+    num_broken_lines: int = 0
+
+    @classmethod
+    def of_header(cls, path: Path, values: Mapping[str, Any]) -> RankRecords:
+        origin_unix_s = values.get("origin_unix_s")
+        known: dict[str, Any] = {
+            **{name: int(values[name]) for name in ("rank", "world_size")},
+            "origin_unix_s": None if origin_unix_s is None else float(origin_unix_s),
+        }
+        return cls(path=path, header={**values, "format": int(values["format"]), **known}, **known)
+
+    def add_line(self, values: Mapping[str, Any], layout: Mapping[int, BucketInfo]) -> Mapping[int, BucketInfo]:
+        """Adds the content of a line, and returns the layout from there on; types of later versions are ignored."""
+        if values["type"] == "layout":
+            buckets = [
+                (int(bucket["index"]), int(bucket["gradient_bytes"]), tuple(map(str, bucket["names"])))
+                for bucket in values["buckets"]
+            ]
+            last = max((index for index, *_ in buckets), default=0)
+            return {bucket[0]: BucketInfo(*bucket, is_last=bucket[0] == last) for bucket in buckets}
+        if values["type"] == "step":
+            record = StepRecord.from_dict(dict(values))
+            if not record.phases:
+                raise ValueError("a step without times")
+            self.steps.append(record)
+            self.layouts.append(layout)
+        return layout
 
     def origin_shift_s(self, first: RankRecords) -> float | None:
         """Returns the offset to the first rank's clock, as exact as the hosts' clocks agree; None if unknown."""
@@ -150,71 +176,34 @@ def notices(ranks: Sequence[RankRecords]) -> list[str]:
     return lines
 
 
-@dataclass
-class _Fit:
-    """The lines of one fit read so far; without a header it is not a fit."""
-
-    header: Mapping[str, Any] | None = None
-    layout: dict[int, BucketInfo] = field(default_factory=dict)
-    steps: list[StepRecord] = field(default_factory=list)
-    layouts: list[Mapping[int, BucketInfo]] = field(default_factory=list)
-    num_broken_lines: int = 0
-
-    def add_line(self, values: Mapping[str, Any]) -> None:
-        """Adds the content of a line; types of later versions are ignored."""
-        if values["type"] == "run":
-            origin_unix_s = values.get("origin_unix_s")
-            self.header = {
-                **values,
-                **{name: int(values[name]) for name in ("format", "rank", "world_size")},
-                "origin_unix_s": None if origin_unix_s is None else float(origin_unix_s),
-            }
-        elif values["type"] == "layout":
-            buckets = [
-                (int(bucket["index"]), int(bucket["gradient_bytes"]), tuple(map(str, bucket["names"])))
-                for bucket in values["buckets"]
-            ]
-            last = max((index for index, *_ in buckets), default=0)
-            self.layout = {bucket[0]: BucketInfo(*bucket, is_last=bucket[0] == last) for bucket in buckets}
-        elif values["type"] == "step":
-            record = StepRecord.from_dict(dict(values))
-            if not record.phases:
-                raise ValueError("a step without times")
-            self.steps.append(record)
-            self.layouts.append(self.layout)
+def common_steps(ranks: Sequence[RankRecords]) -> dict[int, tuple[StepRecord, ...]]:
+    """Returns the steps that all ranks have recorded, by number in rising order, as the records of the ranks."""
+    by_rank = [{record.step: record for record in records.steps} for records in ranks]
+    return {number: tuple(own[number] for own in by_rank) for number in sorted(set.intersection(*map(set, by_rank)))}
 
 
 def _read_fits(path: Path) -> list[RankRecords]:
-    fits = [_Fit()]
+    fits: list[RankRecords] = []
+    fit: RankRecords | None = None  # without a readable header it is none
+    layout: Mapping[int, BucketInfo] = {}
     with path.open("rb") as file:
         for line in file:
             try:
                 values = json.loads(line) if line.strip() else {"type": "blank"}
                 if values["type"] == "run":
-                    fits.append(_Fit())
-                fits[-1].add_line(values)
+                    fit, layout = None, {}
+                    fits.append(fit := RankRecords.of_header(path, values))
+                elif fit is not None:
+                    layout = fit.add_line(values, layout)
             except (ValueError, KeyError, TypeError):
-                fits[-1].num_broken_lines += 1
-    found = []
-    for fit in fits:
-        if (header := fit.header) is None:
-            continue
-        if header["format"] > FORMAT:
-            raise ValueError(
-                f"{path} has format {header['format']}, and this version reads up to {FORMAT}: install a later"
-                " lightning_commopt"
-            )
-        found.append(
-            RankRecords(
-                path=path,
-                **{name: header[name] for name in ("rank", "world_size", "origin_unix_s")},
-                header=header,
-                steps=tuple(fit.steps),
-                layouts=tuple(fit.layouts),
-                num_broken_lines=fit.num_broken_lines,
-            )
+                if fit is not None:
+                    fit.num_broken_lines += 1
+    newest = max((fit.header["format"] for fit in fits), default=FORMAT)
+    if newest > FORMAT:
+        raise ValueError(
+            f"{path} has format {newest}, and this version reads up to {FORMAT}: install a later lightning_commopt"
         )
-    return found
+    return fits
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -21,15 +21,7 @@ def profiled_domain(name: str) -> Any:
 
 
 class Timeline:
-    """Nested ranges, all on one thread.
-
-    Args:
-        domain: from `profiled_domain`.
-        colors: ARGB, by the names of the ranges.
-
-    Attributes:
-        depth: number of open ranges.
-    """
+    """Nested ranges in a `profiled_domain`, all on one thread; ``depth`` of them are open. Colors are ARGB, by name."""
 
     def __init__(self, domain: Any, colors: Mapping[str, int]) -> None:
         self._domain = domain
@@ -38,12 +30,7 @@ class Timeline:
         self.depth = 0
 
     def push(self, name: str, number: int | None = None) -> None:
-        """Opens a range within those that are open.
-
-        Args:
-            name: of a range that has a colour.
-            number: added to the name. nvtx keeps every text that it was ever given.
-        """
+        """Opens a range within those that are open, with a number in its name; nvtx keeps every text in memory."""
         attributes = self._attributes[name]
         if number is not None:
             attributes = self._domain.get_event_attributes(f"{name} {number}", self._colors[name])

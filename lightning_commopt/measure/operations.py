@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lightning_commopt.measure.record import PHASES, Collective, StepRecord
+from lightning_commopt.measure.record import PHASES, StepRecord
 
 _SOURCES = {"lightning": "Lightning's own"}
 
@@ -61,24 +61,13 @@ class OperationTotals:
                 sums = self._sums[one.phase, one.operation, one.source]
                 sums[0] += 1
                 sums[1] += one.num_bytes
-                sums[2] += _seconds(one)
+                sums[2] += 0.0 if one.start_s is None or one.end_s is None else one.end_s - one.start_s
 
     def operations(self) -> tuple[Operation, ...]:
         """Returns the means of a step, by phase, the most time first."""
-        means = [
-            Operation(
-                operation=operation,
-                phase=phase,
-                source=source,
-                num_calls=num_calls / self._num_steps,
-                num_bytes=num_bytes / self._num_steps,
-                seconds=seconds / self._num_steps if seconds > 0 else None,
-            )
-            for (phase, operation, source), (num_calls, num_bytes, seconds) in self._sums.items()
-        ]
+        means = []
+        for (phase, operation, source), sums in self._sums.items():
+            num_calls, num_bytes, seconds = (total / self._num_steps for total in sums)
+            means.append(Operation(operation, phase, source, num_calls, num_bytes, seconds if seconds > 0 else None))
         phases = (*PHASES, "pause")
         return tuple(sorted(means, key=lambda one: (phases.index(one.phase), -(one.seconds or 0.0), one.operation)))
-
-
-def _seconds(one: Collective) -> float:
-    return 0.0 if one.start_s is None or one.end_s is None else one.end_s - one.start_s

@@ -176,11 +176,7 @@ class StepRecord:
             exposed_s += max([bucket.end_s for bucket in buckets]) - max([bucket.ready_s for bucket in buckets])
         return Totals(
             step_s=sum(seconds.values()),
-            data_s=seconds["data"],
-            forward_s=seconds["forward"],
-            backward_s=seconds["backward"],
-            optimizer_s=seconds["optimizer"],
-            other_s=seconds["other"],
+            **{f"{name}_s": seconds[name] for name in PHASES},
             comm_s=comm_s,
             queue_s=max(0.0, comm_s - worked_s),
             compression_s=max(0.0, worked_s - wire_s),
@@ -231,9 +227,7 @@ class StepRecord:
             buckets=tuple(
                 BucketSpan(
                     **{name: int(bucket[name]) for name in ("index", "backward", "gradient_bytes", "wire_bytes")},
-                    ready_s=float(bucket["ready_s"]),
-                    start_s=float(bucket["start_s"]),
-                    end_s=float(bucket["end_s"]),
+                    **{name: float(bucket[name]) for name in ("ready_s", "start_s", "end_s")},
                     wire=tuple((float(start_s), float(end_s)) for start_s, end_s in bucket["wire"]),
                 )
                 for bucket in values["buckets"]

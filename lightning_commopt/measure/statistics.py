@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_commopt.measure.exposed_share import exposed_share
+from lightning_commopt.measure.exposed_share import share_of_step as _ratio
+from lightning_commopt.measure.link.bench_result import bus_factor
 from lightning_commopt.measure.record import StepRecord, Totals
 from lightning_commopt.measure.stragglers import find_straggler
 
@@ -47,17 +49,6 @@ _TIME_NAMES = [name + suffix for name in TIMES for suffix in _SUFFIXES]
 def row(record: StepRecord) -> list[float]:
     """Returns the numbers of one step, one for each of `QUANTITIES`."""
     return [*map(float, record.totals), float(record.num_samples)]
-
-
-def all_reduce_bus_factor(world_size: int) -> float:
-    """Returns the least number of times that an all-reduce moves its message over each link in each direction.
-
-    >>> [all_reduce_bus_factor(n) for n in (1, 2, 8)]
-    [0.0, 1.0, 1.75]
-
-    Source: nccl-tests, doc/PERFORMANCE.md.
-    """
-    return 2 * (world_size - 1) / world_size
 
 
 class Steps(NamedTuple):
@@ -149,7 +140,7 @@ class Steps(NamedTuple):
             "wire_bytes": _ratio(total["wire_bytes"], num_values),
             "compression_ratio": _ratio(total["gradient_bytes"], total["wire_bytes"]),
             "algorithm_bandwidth": algorithm_bandwidth,
-            "bus_bandwidth": algorithm_bandwidth * all_reduce_bus_factor(num_trained),
+            "bus_bandwidth": algorithm_bandwidth * bus_factor("all_reduce", num_trained),
             "steps_per_s": _ratio(num_values, total["step_s"]),
             "samples_per_s": _ratio(total["num_samples"] * num_trained, total["step_s"]) or math.nan,  # unknown
         }
@@ -208,8 +199,3 @@ def _percentiles(values: Array) -> Array:
     ordered = np.partition(values, [*low, *high], axis=0)
     gaps, shares = ordered[high] - ordered[low], at - low[:, None]
     return np.where(shares < 0.5, ordered[low] + gaps * shares, ordered[high] - gaps * (1 - shares)).T
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    """Returns NaN where the denominator is 0."""
-    return numerator / denominator if denominator > 0 else math.nan

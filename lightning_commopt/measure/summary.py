@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_commopt.measure.exposed_share import share_of_step
-from lightning_commopt.measure.files import notices, read_run
+from lightning_commopt.measure.files import common_steps, notices, read_run
 from lightning_commopt.measure.forecast import read_forecasts
 from lightning_commopt.measure.operations import Operation, OperationTotals
 from lightning_commopt.measure.statistics import Steps, row
@@ -59,10 +59,14 @@ class FitSummary:
 
         Times are in milliseconds and shares of the step. An unknown number is a dash.
         """
-        table = summary_table(self.metrics, self.verdict, scope=self.scope)
+        whole = summary_table(self.metrics, self.verdict, scope=self.scope)
         if self.operations:
-            table.renderables.insert(1, operations_table(self.operations, self.metrics["step_s"]))
-        return table
+            title = " Collectives of a step on the first rank"
+            table = TextTable(*OPERATION_COLUMNS, numbers=OPERATION_COLUMNS[2:], title=title)
+            for cells in operation_rows(self.operations, self.metrics["step_s"]):
+                table.add_row(*cells)
+            whole.renderables.insert(1, table)
+        return whole
 
 
 def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> tuple[FitSummary, list[str]]:
@@ -85,17 +89,16 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
     header = ranks[0].header
     if num_warmup_steps is None:
         num_warmup_steps = int(header.get("num_warmup_steps", DEFAULT_NUM_WARMUP_STEPS))
-    common = sorted(set.intersection(*({record.step for record in records.steps} for records in ranks)))
-    steps = common[num_warmup_steps:]
+    common = common_steps(ranks)
+    steps = list(common.values())[num_warmup_steps:]
     if not steps:
         recorded = f"{run_dir} has {count(len(common), 'step')} that all ranks have recorded"
         raise ValueError(f"{recorded}, and num_warmup_steps={num_warmup_steps} are left out")
-    by_rank = [{record.step: record for record in records.steps} for records in ranks]
     comm_hook = str(header.get("comm_hook", "none"))
     operations = OperationTotals()
-    operations.add(by_rank[0][step] for step in steps)
+    operations.add(first for first, *_ in steps)
     summary = FitSummary.of(
-        Steps.of([[row(records[step]) for step in steps] for records in by_rank]).sampled(),
+        Steps.of([list(map(row, records)) for records in zip(*steps, strict=True)]).sampled(),
         world_size=ranks[0].world_size,
         comm_hook=comm_hook,
         is_lossy=bool(header.get("is_lossy", comm_hook != "none")),
@@ -132,14 +135,13 @@ def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str 
     has_comm = metrics["comm_s"] > 0
     lines = [f"{number(metrics['steps_per_s'])} steps/s, {number(metrics['samples_per_s'])} samples/s over all ranks"]
     if has_comm:
-        size = {
-            name: _size(metrics[name])
-            for name in ("gradient_bytes", "wire_bytes", "algorithm_bandwidth", "bus_bandwidth")
-        }
+        gradients, wire, algorithm, bus = (
+            _size(metrics[name]) for name in ("gradient_bytes", "wire_bytes", "algorithm_bandwidth", "bus_bandwidth")
+        )
+        ratio = number(metrics["compression_ratio"])
         lines += [
-            f"{size['gradient_bytes']} of gradients a step and rank, {size['wire_bytes']} on the wire: ratio"
-            f" {number(metrics['compression_ratio'])}",
-            f"{size['algorithm_bandwidth']}/s algorithm bandwidth, {size['bus_bandwidth']}/s bus bandwidth",
+            f"{gradients} of gradients a step and rank, {wire} on the wire: ratio {ratio}",
+            f"{algorithm}/s algorithm bandwidth, {bus}/s bus bandwidth",
         ]
     recommendations = Table.grid(padding=(0, 1))
     for text in verdict.recommendations:
@@ -164,15 +166,6 @@ def operation_rows(operations: Sequence[Operation], step_s: float) -> list[tuple
         times = number(1e3 * seconds, max_decimals=_MAX_DECIMALS), percent(share_of_step(seconds, step_s))
         rows.append((one.phase, one.label, f"{one.num_calls:.3g}", _size(one.num_bytes), *times))
     return rows
-
-
-def operations_table(operations: Sequence[Operation], step_s: float) -> TextTable:
-    """Returns a table of the collectives of a step by phase."""
-    title = " Collectives of a step on the first rank"
-    table = TextTable(*OPERATION_COLUMNS, numbers=OPERATION_COLUMNS[2:], title=title)
-    for cells in operation_rows(operations, step_s):
-        table.add_row(*cells)
-    return table
 
 
 def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, str]]], title: str) -> TextTable:

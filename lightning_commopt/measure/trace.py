@@ -69,12 +69,20 @@ def write_trace(
     """
     ranks = read_run(run_dir)
     recorded = {record.step for records in ranks for record in records.steps}
-    window = _window(recorded, first_step, num_steps, run_dir)
+    if num_steps < 1:
+        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    if not recorded:
+        raise ValueError(f"{run_dir} has records of ranks, but no complete step")
+    first = min(recorded) if first_step is None else first_step
+    inside = recorded.intersection(window := range(first, first + num_steps))
+    if not inside:
+        raise ValueError(
+            f"first_step={first}, num_steps={num_steps}: {run_dir} has steps {min(recorded)} to {max(recorded)}"
+        )
     trace = to_trace(ranks, window)
     path = Path(run_dir) / FOLDER / "trace.json" if output is None else Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
-    inside = recorded.intersection(window)
     return WrittenTrace(
         path=path,
         num_ranks=len(ranks),
@@ -83,20 +91,6 @@ def write_trace(
         num_steps_recorded=len(recorded),
         notices=tuple(notices(ranks)),
     )
-
-
-def _window(recorded: set[int], first_step: int | None, num_steps: int, run_dir: str | Path) -> range:
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-    if not recorded:
-        raise ValueError(f"{run_dir} has records of ranks, but no complete step")
-    first = min(recorded) if first_step is None else first_step
-    window = range(first, first + num_steps)
-    if recorded.isdisjoint(window):
-        raise ValueError(
-            f"first_step={first}, num_steps={num_steps}: {run_dir} has steps {min(recorded)} to {max(recorded)}"
-        )
-    return window
 
 
 def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:
@@ -183,14 +177,11 @@ def _rows(steps: Sequence[tuple[StepRecord, Mapping[int, BucketInfo]]], shift_s:
 
 def _step_args(record: StepRecord) -> dict[str, Any]:
     totals = record.totals
-    times_s = {"step": totals.step_s, "comm": totals.comm_s, "wire": totals.wire_s, "exposed": totals.exposed_s}
     return {
         "step": record.step,
         "num_samples": record.num_samples,
-        **{f"{name}_ms": round(time_s * 1e3, 4) for name, time_s in times_s.items()},
-        "overlapped_share": totals.overlapped_share,
-        "gradient_bytes": totals.gradient_bytes,
-        "wire_bytes": totals.wire_bytes,
+        **{f"{name}_ms": round(getattr(totals, f"{name}_s") * 1e3, 4) for name in ("step", "comm", "wire", "exposed")},
+        **{name: getattr(totals, name) for name in ("overlapped_share", "gradient_bytes", "wire_bytes")},
     }
 
 
@@ -201,10 +192,7 @@ def _bucket_args(record: StepRecord, bucket: BucketSpan, layout: Mapping[int, Bu
     more = len(names) - _NAMES_SHOWN
     return {
         "step": record.step,
-        "index": bucket.index,
-        "backward": bucket.backward,
-        "gradient_bytes": bucket.gradient_bytes,
-        "wire_bytes": bucket.wire_bytes,
+        **{name: getattr(bucket, name) for name in ("index", "backward", "gradient_bytes", "wire_bytes")},
         "names": [*names[:_NAMES_SHOWN], *([f"and {more} more"] if more > 0 else [])],
     }
 

@@ -6,14 +6,16 @@ named time vanished and nothing else grew; it is no promise. What cannot save a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_commopt.measure.costs import Costs
+from lightning_commopt.measure.exposed_share import share_of_step
 from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.measure.operations import Operation
 from lightning_commopt.text.formatting import byte_unit, short_percent
 
+_WORTH_IT = 0.05
 _PARAMETERWISE = ("NaiveDP", "InterleavedDP")
 _SMALL_BYTES = 2**16  # of metrics
 _DATA_DOMINATES = 0.2
@@ -24,13 +26,48 @@ _AS_FAST = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What the numbers mean.
+class Costs:
+    """What one step costs, in seconds and bytes: means over steps and ranks, by the names of `Steps.statistics`.
 
     Attributes:
-        headline: a sentence or two.
-        recommendations: settings worth trying, the most promising first.
+        straggler_rank: that the others wait for; None if there is none.
     """
+
+    step_s: float
+    data_s: float
+    comm_s: float
+    exposed_s: float
+    exposed_wait_s: float
+    straggler_rank: int | None
+    straggler_slowdown: float
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, float]) -> Costs:
+        """Takes the metrics of `Steps.statistics`; unknown waits count as none."""
+        rank, wait_s = int(metrics["straggler_rank"]), metrics["exposed_wait_s"]
+        return cls(
+            **{name: metrics[name] for name in ("step_s", "data_s", "comm_s", "exposed_s", "straggler_slowdown")},
+            exposed_wait_s=0.0 if math.isnan(wait_s) else wait_s,
+            straggler_rank=rank if rank >= 0 else None,
+        )
+
+    def is_worth(self, saved_s: float) -> bool:
+        """Returns whether saving a time is worth the effort."""
+        return saved_s >= _WORTH_IT * self.step_s
+
+    def share(self, seconds: float) -> str:
+        return short_percent(share_of_step(seconds, self.step_s))
+
+    def speedup_bound(self, saved_s: float) -> str:
+        """Returns in words how much faster training would be if steps were shorter by a time."""
+        if not saved_s < self.step_s:
+            return "faster by an unknown factor"
+        return f"at most {self.step_s / (self.step_s - saved_s):.2f} times as fast"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the numbers mean, in a sentence or two, and settings worth trying, the most promising first."""
 
     headline: str
     recommendations: tuple[str, ...]
@@ -123,16 +160,17 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
                 f"{one.num_calls:.3g} broadcasts a step are Lightning's own check for SIGTERM before every batch"
                 f" ({costs.share(seconds)} of the step): CommOptDDP(sigterm_every_n_steps=10) checks every tenth step."
             )
-        elif _may_be_metrics(one) and costs.is_worth(seconds):
+        elif (
+            not one.source
+            and one.phase in ("forward", "other")
+            and one.num_bytes < _SMALL_BYTES
+            and costs.is_worth(seconds)
+        ):
             found.append(
                 f"{costs.share(seconds)} of the step is {one.label} of {one.num_bytes / one.num_calls:.0f} bytes in"
                 f" {one.phase}, {one.num_calls:.3g} times: log less often, or without sync_dist, if it is metrics."
             )
     return found
-
-
-def _may_be_metrics(one: Operation) -> bool:
-    return not one.source and one.phase in ("forward", "other") and one.num_bytes < _SMALL_BYTES
 
 
 def _for_straggler(costs: Costs) -> str:

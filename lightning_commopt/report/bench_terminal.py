@@ -1,16 +1,16 @@
-"""Prints the result of a bench in nccl-tests' columns."""
+"""Prints the result of a bench in nccl-tests' columns, and from which size on a comm hook pays."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from rich.console import Console
 
-from lightning_commopt.measure.link.bench_result import BenchResult, Row
+from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row
+from lightning_commopt.measure.link.bench_settings import size_text
 from lightning_commopt.measure.link.model import LinkModel
-from lightning_commopt.measure.link.payoff import payoffs
-from lightning_commopt.measure.link.sizes import size_text
 from lightning_commopt.text.formatting import count, number
 from lightning_commopt.text.terminal import TextTable, print_text
 
@@ -26,34 +26,23 @@ def print_bench(result: BenchResult, console: Console) -> None:
 
     Tables are in nccl-tests' columns, which scripts parse, unless a terminal is too narrow for them.
     """
-    for part in _parts(result):
-        is_narrow = console.is_terminal and max(map(len, part.lines)) > console.width
-        for table in part.tables if is_narrow else ():
+    for lines, tables in _parts(result):
+        is_narrow = console.is_terminal and max(map(len, lines)) > console.width
+        for table in tables if is_narrow else ():
             console.print(table)
-        for line in () if is_narrow and part.tables else part.lines:
+        for line in () if is_narrow and tables else lines:
             print_text(line, console)
 
 
-def bench_lines(result: BenchResult) -> list[str]:
-    """Returns the lines of the output."""
-    return [line for part in _parts(result) for line in part.lines]
-
-
-class _Part(NamedTuple):
-    """Lines of the output, and tables that replace them in a narrow terminal."""
-
-    lines: list[str]
-    tables: list[TextTable]
-
-
-def _parts(result: BenchResult) -> Iterator[_Part]:
-    yield _Part([f"# {line}" for line in where_lines(result)], [])
+def _parts(result: BenchResult) -> Iterator[tuple[list[str], list[TextTable]]]:
+    """Yields lines of the output, and tables that replace them in a narrow terminal."""
+    yield [f"# {line}" for line in where_lines(result)], []
     for title, rows in _tables(result):
-        yield _Part(["#", f"# {title}"], [])
-        yield _Part(_table(rows), _narrow_tables(rows))
-    yield _Part(["#", *(f"# {line}" for line in _closing_lines(result))], [])
+        yield ["#", f"# {title}"], []
+        yield _table(rows), _narrow_tables(rows)
+    yield ["#", *(f"# {line}" for line in _closing_lines(result))], []
     if result.peer_copies:
-        yield _Part([f"# {line}" for line in peer_lines(result)], [_peer_table(result.peer_copies)])
+        yield [f"# {line}" for line in peer_lines(result)], [_peer_table(result.peer_copies)]
 
 
 def where_lines(result: BenchResult) -> list[str]:
@@ -152,18 +141,14 @@ def _gb(rate: float) -> str:
 
 
 def _closing_lines(result: BenchResult) -> list[str]:
-    lines: list[str] = []
-    if not any(row.num_wrong is not None for row in result.rows):
-        lines.append("Out of bounds values : not checked")
-    else:
-        lines.append(f"Out of bounds values : {result.num_wrong} {'FAILED' if result.num_wrong else 'OK'}")
+    wrong = f"{result.num_wrong} {'FAILED' if result.num_wrong else 'OK'}"
+    is_checked = any(row.num_wrong is not None for row in result.rows)
+    lines = [f"Out of bounds values : {wrong if is_checked else 'not checked'}"]
     collectives = [row for row in result.measured if row.case.operation != "comm_hook"]
     if collectives:
         average = sum(row.busbw for row in collectives) / len(collectives)
         lines.append(f"Avg bus bandwidth    : {_gb(average)} GB/s")
-    lines += against_link(result)
-    lines += [sentence.text for sentence in payoffs(result)]
-    return lines
+    return [*lines, *against_link(result), *payoffs(result)]
 
 
 def against_link(result: BenchResult) -> list[str]:
@@ -224,6 +209,40 @@ def model_lines(model: LinkModel, sizes_bytes: Sequence[int]) -> list[str]:
     return lines
 
 
-def kept_model_lines(model: LinkModel, sizes_bytes: Sequence[int]) -> list[str]:
-    """Returns the conditions of a saved model, and its `model_lines`."""
-    return [*(f"# {line}" for line in condition_lines(model.where)), *model_lines(model, sizes_bytes)]
+def payoffs(result: BenchResult) -> list[str]:
+    """Returns a sentence on each comm hook: from which measured size on it is faster than an all-reduce beyond noise.
+
+    It is compared with that of the same dtype, load and sizes, where both were measured.
+    """
+    series = result.by_series()
+    found = []
+    for rows in series.values():
+        case = rows[0].case
+        if case.operation != "comm_hook":
+            continue
+        exact = next(filter(partial(_is_reference, hook=case), series.values()), [])
+        by_size = {row.case.size_bytes: row for row in exact}
+        pairs = [(row, by_size[row.case.size_bytes]) for row in rows if row.case.size_bytes in by_size]
+        if pairs:
+            found.append(_payoff(case.label.replace(", under compute", " under compute"), pairs))
+    return found
+
+
+def _is_reference(rows: list[Row], hook: Case) -> bool:
+    case = rows[0].case
+    is_plain = (case.operation, case.place, case.redop) == ("all_reduce", "in", "sum")
+    return is_plain and (case.dtype, case.load, case.scope) == (hook.dtype, hook.load, hook.scope)
+
+
+def _payoff(name: str, pairs: list[tuple[Row, Row]]) -> str:
+    pays_from: int | None = None
+    for hook, exact in reversed(pairs):
+        if hook.time_s.high >= exact.time_s.low:
+            break
+        pays_from = hook.case.size_bytes
+    largest = pairs[-1][0].case.size_bytes
+    ratio = pairs[-1][1].time_s.median / pairs[-1][0].time_s.median
+    at_largest = f"{number(ratio)} times as fast as all_reduce at {size_text(largest)}"
+    if pays_from is None:
+        return f"{name} does not pay on this link up to {size_text(largest)}; it is {at_largest}."
+    return f"{name} pays on this link from {size_text(pays_from)} on; it is {at_largest}."

@@ -8,13 +8,18 @@ from operator import itemgetter
 from pathlib import Path
 
 from lightning_commopt.report.answer import answer_for
-from lightning_commopt.report.baseline import choose_baseline, compare_settings, speedup_limit
+from lightning_commopt.report.baseline import (
+    choose_baseline,
+    compare_settings,
+    find_scalings,
+    one_process_for,
+    speedup_limit,
+)
 from lightning_commopt.report.conditions import conditions_of, find_mixed_conditions, title_of
 from lightning_commopt.report.intervals import measure_setting
 from lightning_commopt.report.model import Group, Report, Setting
 from lightning_commopt.report.published import published_figures
 from lightning_commopt.report.runs import read_runs
-from lightning_commopt.report.scaling import find_scalings, one_process_for
 from lightning_commopt.report.settings import GroupRuns, group_runs
 
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from lightning_commopt.measure.exposed_share import exposed_share
 from lightning_commopt.measure.median import CONFIDENCE, median_of
 from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.report.config_lines import config_lines
 from lightning_commopt.report.model import Difference, Interval, Run, Setting
-from lightning_commopt.report.settings import SettingRuns
+from lightning_commopt.report.settings import SettingRuns, config_lines
 
 _NUM_RESAMPLES = 9999
 _ROUNDING = 1e-12
@@ -114,12 +113,6 @@ def _t_test_sees_a_difference(ours: Sequence[float], theirs: Sequence[float], is
     return bool(test.pvalue < 1 - CONFIDENCE)
 
 
-def throughput(run: Run) -> float | None:
-    """Returns the samples per second of a run over all ranks; None without a positive finite number."""
-    rate = run.record.samples_per_s
-    return rate if rate is not None and math.isfinite(rate) and rate > 0 else None
-
-
 def measure_setting(found: SettingRuns) -> Setting:
     """Returns a setting with the numbers of its own runs, before any comparison with others."""
     records = [run.record for run in found.runs]
@@ -140,7 +133,7 @@ def measure_setting(found: SettingRuns) -> Setting:
         bucket_cap_mb=float(cap) if isinstance(cap, (int, float)) and not isinstance(cap, bool) else None,
         config_lines=config_lines(found.runs[0], found.values),
         runs=found.runs,
-        samples_per_s=median_interval(map(throughput, found.runs)),
+        samples_per_s=median_interval(run.throughput for run in found.runs),
         steps_per_s=median_interval(record.steps_per_s for record in records),
         step_s=median_interval(record.comm_time.get("step_s") for record in records),
         comm_s=median_interval(record.comm_time.get("comm_s") for record in observed),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_commopt.measure.runs.losses import LossPoint
-from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.measure.runs.tuning import Tuning
+from lightning_commopt.measure.runs.record import RunRecord, Tuning
 
 Difference = Literal["faster", "slower", "no difference", "unknown"]
 """From the baseline's throughput; unknown with a single run, or too few to separate it from noise."""
@@ -22,13 +22,9 @@ class Run:
     """A run that has ended.
 
     Attributes:
-        folder: its directory.
-        record: from the directory.
         repetition: counted from 0 among the runs of a setting.
         losses: the curve; may be empty.
-        name: of the directory, relative to ``root``.
-        root: the directory that the user named.
-        group: name of its group.
+        name: of the directory, relative to ``root``, the one that the user named.
         setting: name of its setting; a failed run may be the only one of its name.
         has_steps: its steps are recorded, and few enough to be read in seconds.
         tuning: what ``plan="auto"`` has found; None without it.
@@ -50,6 +46,12 @@ class Run:
         """The resolved configuration: dotted names to values."""
         return self.record.settings
 
+    @property
+    def throughput(self) -> float | None:
+        """Samples per second over all ranks; None without a positive finite number."""
+        rate = self.record.samples_per_s
+        return rate if rate is not None and math.isfinite(rate) and rate > 0 else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
@@ -66,11 +68,9 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A figure of others to compare with.
+    """A figure of others to compare with, such as "8.91 steps/s on 8x L40S (PCIe)", and its publication.
 
     Attributes:
-        label: with its unit: "8.91 steps/s on 8x L40S (PCIe)".
-        source: publication.
         speedup: over the same baseline as ours; None for other figures.
     """
 
@@ -87,12 +87,10 @@ class Setting:
         name: short, and unique in its group: "bf16, 100 MB buckets, 4 ranks".
         values: that the sweep varied, by name.
         sync_method: see `RunRecord`.
-        world_size: number of ranks.
         bucket_cap_mb: MiB in a bucket; None for DDP's default or several sizes.
         config_lines: YAML to paste, which makes `commopt-train`, or ``CommOptDDP``, do the same.
         runs: the finished ones, by repetition.
         samples_per_s: over all ranks; settings are compared by it.
-        steps_per_s: optimizer steps.
         speedup: of samples_per_s over the baseline of the group, from pairs of the same repetition; None for the
             baseline itself.
         difference: of `speedup` from 1, beyond noise; None for the baseline itself.
@@ -171,16 +169,14 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Comparable settings: of the same model, data and link.
+    """Comparable settings, in the order of the sweep: of the same model, data and link.
 
     Attributes:
         name: distinguishes it from other groups; empty if it is the only one.
-        settings: in the order of the sweep.
         baseline: the setting that speed-ups are over.
         fastest: by median throughput.
         scalings: one for each plan that ran on several numbers of ranks; with those on one rank, if there are any.
         answer: sentences: the fastest plan, its speed-up and loss; or that there is no difference.
-        recommended: the setting that the answer recommends, if any.
     """
 
     name: str
@@ -194,15 +190,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The whole report.
-
-    Attributes:
-        title: of the page.
-        groups: in the order of the sweeps.
-        failed: runs that failed; their records have the errors.
-        problems: warnings, a line each.
-        conditions: hardware, versions, link, dates: name to value.
-    """
+    """The whole report: groups in the order of the sweeps, failed runs, warnings, and conditions by name."""
 
     title: str
     groups: tuple[Group, ...]

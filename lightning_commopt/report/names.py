@@ -48,12 +48,7 @@ def is_ranks(name: str) -> bool:
 
 
 def is_of_plan(name: str, plan_options: Collection[str]) -> bool:
-    """Returns whether an override sets only how gradients travel, or the number of ranks.
-
-    Args:
-        name: of the override.
-        plan_options: that the compared plans set.
-    """
+    """Returns whether an override sets only how gradients travel, by options of the compared plans, or the ranks."""
     is_of_hook = "comm_hook." in name and "ddp_comm_hook" not in name
     return is_of_hook or canonical(name) in ("ranks", "variant", "method", "comm_hook", *plan_options)
 
@@ -68,12 +63,7 @@ def display_name(value: str) -> str:
 
 
 def setting_name(values: Mapping[str, str], *, shows_off: bool = False) -> str:
-    """Returns the name of a setting.
-
-    Args:
-        values: of overrides by name, only those to show.
-        shows_off: name disabled options too; always if the name would be empty.
-    """
+    """Returns the name of a setting, with its disabled options if ``shows_off``, or if it would be empty."""
     texts = [
         _text(canonical(name), value, shows_off) or (f"{name}={value}" if shows_off else "")
         for name, value in sorted(values.items(), key=lambda item: _position(canonical(item[0])))

@@ -1,4 +1,4 @@
-"""A report for other programs: JSON with all numbers, CSV with a row for each setting."""
+"""Writes a report's files: the page; for other programs JSON with all numbers, and CSV with a row for each setting."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_commopt.measure.runs.files import PAGE_FILE, TABLE_FILE
 from lightning_commopt.report.columns import COLUMNS
 from lightning_commopt.report.model import Group, Interval, Report, Run, Setting
 from lightning_commopt.report.settings import chosen_settings
@@ -48,6 +49,28 @@ def to_plain(report: Report) -> dict[str, Any]:
         "failed": [{**_plain_run(run), "error": run.record.error} for run in report.failed],
     }
     return {name: finite(value) for name, value in plain.items()}
+
+
+def write_files(report: Report, output: Path, table: Path | None = None) -> tuple[Path, Path]:
+    """Writes the page, and a CSV table for other programs.
+
+    Args:
+        report: to show.
+        output: a folder, which is made; or, with the suffix ``.html``, the page.
+        table: path of the table; None for ``report.csv`` beside the page, or the page's name with ``.csv``.
+    """
+    from lightning_commopt.report.page import write_page  # with plotly and jinja2
+
+    if output.suffix == ".html":
+        page, beside = output, output.with_suffix(".csv")
+    else:
+        page, beside = output / PAGE_FILE, output / TABLE_FILE
+    table = beside if table is None else table
+    for path in (page, table):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_page(report, page)
+    write_csv(report, table)
+    return page, table
 
 
 def write_csv(report: Report, path: Path) -> None:

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from lightning_commopt.report.columns import Cell, Column, columns_of, speedup_cell
-from lightning_commopt.report.figures.chart import Chart, Key, Rows
 from lightning_commopt.report.figures.loss import loss_curves
 from lightning_commopt.report.figures.scaling import scaling_charts
-from lightning_commopt.report.figures.step_time import overlap, step_parts
-from lightning_commopt.report.figures.style import PlanStyle, plan_styles
-from lightning_commopt.report.figures.throughput import bucket_sizes, peak_memory, throughput
+from lightning_commopt.report.figures.style import Chart, Key, PlanStyle, Rows, plan_styles
+from lightning_commopt.report.figures.throughput import bucket_sizes, overlap, peak_memory, step_parts, throughput
 from lightning_commopt.report.figures.timeline import KEYS, timelines
 from lightning_commopt.report.figures.tuning import tuning_charts
 from lightning_commopt.report.model import Group, Report, Setting
@@ -43,18 +42,12 @@ def write_page(report: Report, path: Path) -> None:
     styles = plan_styles(setting.sync_method for group in report.groups for setting in group.settings)
     groups = [(group, settings_table(group), sections(group, styles)) for group in report.groups]
     has_charts = any(charts for _, _, charts in groups)
-    values = {"report": report, "groups": groups, "glance": glance(report.groups)}
+    values = {"title": report.title, "report": report, "groups": groups, "glance": glance(report.groups)}
     path.write_text(render("report.html", has_charts=has_charts, **values), encoding="utf-8")
 
 
 def render(template: str, *, has_charts: bool, **values: Any) -> str:
-    """Returns a self-contained page.
-
-    Args:
-        template: name of the file.
-        has_charts: include plotly's script.
-        **values: variables of the template, other than style sheet and scripts.
-    """
+    """Returns a self-contained page from a template, which gets style sheet and scripts besides these values."""
     environment = Environment(
         loader=PackageLoader(_PACKAGE, "templates"),
         autoescape=True,
@@ -94,9 +87,8 @@ def sections(group: Group, styles: Mapping[str, PlanStyle]) -> list[Section]:
 def chart_json(chart: Chart) -> Markup:
     """Returns a figure as JSON for a script element, with markup escaped."""
     assert chart.figure is not None
-    figure: dict[str, Any] = json.loads(chart.figure.to_json(engine="json"))
-    text = json.dumps(figure, separators=(",", ":"), ensure_ascii=False)
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+    figure = json.loads(chart.figure.to_json(engine="json"))
+    return htmlsafe_json_dumps(figure, separators=(",", ":"), ensure_ascii=False)
 
 
 def template_text(name: str) -> str:
@@ -105,17 +97,10 @@ def template_text(name: str) -> str:
 
 
 class Table(NamedTuple):
-    """A table of settings.
-
-    Attributes:
-        columns: with a value in some row.
-        rows: settings with their cells.
-        sources: of published figures.
-        intervals: kind of the throughputs' intervals; may be empty.
-    """
+    """A table of settings, the sources of published figures, and the kind of the throughputs' intervals, if any."""
 
     columns: list[Column]
-    rows: list[tuple[Setting, list[Cell]]]
+    rows: list[tuple[str, list[Cell]]]
     sources: list[str]
     intervals: str
 
@@ -126,7 +111,7 @@ def settings_table(group: Group) -> Table:
     over = f"speed-up over {group.baseline.name}"
     return Table(
         columns=[replace(column, title=over) if column.key == "speedup" else column for column, _ in shown],
-        rows=[(setting, [cells[row] for _, cells in shown]) for row, setting in enumerate(group.settings)],
+        rows=[(setting.name, [cells[row] for _, cells in shown]) for row, setting in enumerate(group.settings)],
         sources=list(dict.fromkeys(figure.source for setting in group.settings for figure in setting.published)),
         intervals=kinds_of_intervals(setting.samples_per_s for setting in group.settings),
     )

@@ -21,18 +21,9 @@ def _on(hardware: str, label: str, speedup: float | None = None) -> Published:
 _on_l40s, _on_a100 = partial(_on, "8x L40S (PCIe)"), partial(_on, "8x A100 (NVLink)")
 # Speed-ups are over eight GPUs with one bucket, where the write-up gives them.
 _LADDER: dict[str, tuple[Published, ...]] = {
-    "one_process": (
-        _on("one L40S", "8.91 steps/s"),
-        _on("one A100", "5.17 steps/s"),
-    ),
-    "ddp_one_process": (
-        _on("one L40S", "8.40 steps/s"),
-        _on("one A100", "5.04 steps/s"),
-    ),
-    "one_bucket": (
-        _on_l40s("more than 6x slower than one GPU, NCCL 84 % of the step,"),
-        _on_a100("8 % below one GPU"),
-    ),
+    "one_process": (_on("one L40S", "8.91 steps/s"), _on("one A100", "5.17 steps/s")),
+    "ddp_one_process": (_on("one L40S", "8.40 steps/s"), _on("one A100", "5.04 steps/s")),
+    "one_bucket": (_on_l40s("more than 6x slower than one GPU, NCCL 84 % of the step,"), _on_a100("8 % below one GPU")),
     "static_graph": (_on_l40s("negligible"), _on_a100("negligible")),
     "bucket_view": (_on_l40s("no more copies after the all-reduce"), _on_a100("about +1 %", 1.01)),
     "bf16": (_on_l40s("+65 %", 1.65), _on_a100("slower")),
@@ -40,24 +31,14 @@ _LADDER: dict[str, tuple[Published, ...]] = {
     "several_buckets": (_on_l40s("+86 % in all, +12 % over bf16,", 1.86), _on_a100("+4 % in all", 1.04)),
 }
 
-_METHODS: dict[tuple[str, str, int], float] = {
-    (size, method, num_ranks): figure
-    for size, row in {
-        "small": (0.60, 0.55, 0.58, 0.56, 0.83, 0.75),
-        "medium": (1.10, 1.37, 1.31, 1.35, 1.35, 1.75),
-        "large": (1.44, 1.92, 1.56, 2.24, 1.58, 2.31),
-        "xlarge": (1.47, 2.06, 1.62, 2.40, 1.65, 2.39),
-    }.items()
-    for (method, num_ranks), figure in zip(
-        [(method, num_ranks) for method in ("naive", "interleaved", "ddp") for num_ranks in (2, 4)], row, strict=True
-    )
+_METHODS = {  # by size of the model, on two and on four GPUs
+    "small": {"naive": {2: 0.60, 4: 0.55}, "interleaved": {2: 0.58, 4: 0.56}, "ddp": {2: 0.83, 4: 0.75}},
+    "medium": {"naive": {2: 1.10, 4: 1.37}, "interleaved": {2: 1.31, 4: 1.35}, "ddp": {2: 1.35, 4: 1.75}},
+    "large": {"naive": {2: 1.44, 4: 1.92}, "interleaved": {2: 1.56, 4: 2.24}, "ddp": {2: 1.58, 4: 2.31}},
+    "xlarge": {"naive": {2: 1.47, 4: 2.06}, "interleaved": {2: 1.62, 4: 2.40}, "ddp": {2: 1.65, 4: 2.39}},
 }
 
-_BUCKETS = {
-    "1": "much slower than 25 MB on A100",
-    "25": "as fast as 100 MB on A100",
-    "100": "as fast as 25 MB on A100",
-}
+_BUCKETS = {"1": "much slower than 25 MB on A100", "25": "as fast as 100 MB on A100", "100": "as fast as 25 MB on A100"}
 
 
 def published_figures(
@@ -71,7 +52,7 @@ def published_figures(
         figures = _LADDER.get(variant, ())
         is_same_baseline = baseline.get("variant") == "one_bucket"
     elif method is not None:
-        speedup = _METHODS.get((settings.get("model.size", ""), method, world_size))
+        speedup = _METHODS.get(settings.get("model.size", ""), {}).get(method, {}).get(world_size)
         if speedup is not None:
             label = f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)"
             figures = (Published(label=label, source=_METHODS_SOURCE, speedup=speedup),)

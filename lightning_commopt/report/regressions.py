@@ -26,15 +26,9 @@ _CONDITIONS = ("hardware", "trained on", "ranks", "link", "parameters", "samples
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How a setting changed.
+    """How a setting changed: samples per second, and the ratio of those now; None where one is missing.
 
     Attributes:
-        group: name of its group.
-        setting: its name.
-        outcome: of the comparison.
-        ratio: of the throughput now over that before; None if one of them is missing.
-        before: samples per second.
-        now: samples per second.
         error: of the first failed run.
     """
 
@@ -49,14 +43,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Regressions:
-    """All changes from one report to another.
-
-    Attributes:
-        other: name of the earlier report.
-        tolerance: share of the throughput that a setting may lose.
-        changes: of all settings of both.
-        conditions: a line for each condition that changed.
-    """
+    """All changes from an earlier report, ``other``, and a line for each condition that changed."""
 
     other: str
     tolerance: float

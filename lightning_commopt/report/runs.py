@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_commopt.measure.files import FOLDER, notices, read_run
 from lightning_commopt.measure.runs.files import EARLIER_FOLDER, LOSS_FILE, RUN_FILE, SUMMARY_FILE
 from lightning_commopt.measure.runs.losses import LossPoint, read_losses
-from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.measure.runs.tuning import Tuning
+from lightning_commopt.measure.runs.record import RunRecord, Tuning
 from lightning_commopt.report.model import Run
 from lightning_commopt.text.formatting import list_some
 
 _MAX_DEPTH = 6
 _MAX_STEPS_BYTES = 200_000_000  # parsing takes seconds and 5x the memory; per run and in total
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundRuns:
-    """The runs below some directories, in natural order of their names, and a line for each problem."""
-
-    finished: tuple[Run, ...]
-    failed: tuple[Run, ...]
-    problems: tuple[str, ...]
 
 
 def read_runs(folders: Sequence[Path]) -> FoundRuns:
@@ -37,52 +25,53 @@ def read_runs(folders: Sequence[Path]) -> FoundRuns:
     Raises:
         ValueError: there is neither a finished run nor a failed one.
     """
-    reader = _read(_short_names(folders))
-    if not reader.finished and not reader.failed:
+    found = FoundRuns(_short_names(folders))
+    if not found.finished and not found.failed:
         # Unlike a page, an error is not shared with others: it has the whole paths.
-        with_paths = _read({folder: str(folder) for folder in folders})
-        raise ValueError(f"no run could be read: {'; '.join(with_paths.all_problems()) or 'no directory was given'}")
-    return FoundRuns(
-        finished=tuple(reader.finished), failed=tuple(reader.failed), problems=tuple(reader.all_problems())
-    )
+        with_paths = FoundRuns({folder: str(folder) for folder in folders})
+        raise ValueError(f"no run could be read: {'; '.join(with_paths.problems) or 'no directory was given'}")
+    return found
 
 
-@dataclass
-class _Reader:
-    """Collects runs, and problems with them."""
+class FoundRuns:
+    """The finished and failed runs below some directories, in natural order of their names, and problems with them."""
 
-    finished: list[Run] = field(default_factory=list)
-    failed: list[Run] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    lacking: dict[str, list[str]] = field(default_factory=dict)
-    seen: set[Path] = field(default_factory=set)
-    steps_bytes: int = 0
+    def __init__(self, shown_names: Mapping[Path, str]) -> None:
+        self.finished: list[Run] = []
+        self.failed: list[Run] = []
+        self._problems: list[str] = []
+        self._lacking: dict[str, list[str]] = {}
+        self._seen: set[Path] = set()
+        self._steps_bytes = 0
+        for folder, shown in shown_names.items():
+            self._read_folder(folder, shown)
 
-    def read_folder(self, folder: Path, shown: str) -> None:
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A line for each problem, then for each thing that runs lack, with their names."""
+        return (*self._problems, *(f"{what}: {list_some(names)}" for what, names in self._lacking.items()))
+
+    def _read_folder(self, folder: Path, shown: str) -> None:
         if not folder.is_dir():
             what = "is not a directory" if folder.exists() else "does not exist"
-            self.problems.append(f"{shown or folder.name} {what}")
+            self._problems.append(f"{shown or folder.name} {what}")
             return
         run_folders = list(_run_folders(folder))
         if not run_folders:
             called = shown or folder.resolve().name
-            self.problems.append(f"{called} is not a sweep: there is no {RUN_FILE} in it or its subdirectories")
+            self._problems.append(f"{called} is not a sweep: there is no {RUN_FILE} in it or its subdirectories")
         for run_folder in run_folders:
-            if run_folder.resolve() in self.seen:  # the user named a directory and one within it
+            if run_folder.resolve() in self._seen:  # the user named a directory and one within it
                 continue
-            self.seen.add(run_folder.resolve())
+            self._seen.add(run_folder.resolve())
             name = (Path(shown) / run_folder.relative_to(folder)).as_posix()
             self._read_run(run_folder, folder, folder.resolve().name if name == "." else name)
-
-    def all_problems(self) -> list[str]:
-        """Returns a line for each problem, then for each thing that runs lack, with their names."""
-        return [*self.problems, *(f"{what}: {list_some(names)}" for what, names in self.lacking.items())]
 
     def _read_run(self, folder: Path, root: Path, name: str) -> None:
         try:
             record = RunRecord.load(folder)
         except (OSError, ValueError) as error:
-            self.problems.append(
+            self._problems.append(
                 f"{name}/{RUN_FILE} cannot be read, so the run is left out: {_in_a_line(error, folder)}"
             )
             return
@@ -95,7 +84,7 @@ class _Reader:
             self.failed.append(dataclasses.replace(run, record=dataclasses.replace(record, error=shown)))
             return
         losses, has_steps = self._losses(run), self._has_steps(run)
-        if record.samples_per_s is None or not math.isfinite(record.samples_per_s) or record.samples_per_s <= 0:
+        if run.throughput is None:
             is_short = record.num_timed_steps == 0
             why = "no steps followed the warm-up" if is_short else "SpeedMonitor was not among the callbacks"
             self._lacks(f"no throughput, as {why}", name)
@@ -105,7 +94,7 @@ class _Reader:
         try:
             losses = tuple(read_losses(run.folder))
         except (OSError, ValueError) as error:
-            self.problems.append(f"{run.name}/{LOSS_FILE} cannot be read: {_in_a_line(error, run.folder)}")
+            self._problems.append(f"{run.name}/{LOSS_FILE} cannot be read: {_in_a_line(error, run.folder)}")
             return ()
         if not losses:
             self._lacks(f"no loss curve, as there is no {LOSS_FILE}", run.name)
@@ -115,7 +104,7 @@ class _Reader:
         try:
             return Tuning.of(run.record.tuning) if run.record.tuning else None
         except (KeyError, TypeError, ValueError) as error:
-            self.problems.append(f"{run.name}/{RUN_FILE}: tuning cannot be read ({type(error).__name__}: {error})")
+            self._problems.append(f"{run.name}/{RUN_FILE}: tuning cannot be read ({type(error).__name__}: {error})")
             return None
 
     def _has_steps(self, run: Run) -> bool:
@@ -129,26 +118,19 @@ class _Reader:
                 most = f"{_MAX_STEPS_BYTES / 1e6:.0f} MB"
                 self._lacks(f"no timeline, as there are more than {most} of steps in {FOLDER}", run.name)
                 return False
-            self.steps_bytes += sum(sizes)
-            if self.steps_bytes > _MAX_STEPS_BYTES:
+            self._steps_bytes += sum(sizes)
+            if self._steps_bytes > _MAX_STEPS_BYTES:
                 self._lacks(f"steps in {FOLDER} not checked for broken lines, as there are many", run.name)
                 return True
             lines = notices(read_run(run.folder))
         except (OSError, ValueError) as error:
-            self.problems.append(f"{run.name}/{FOLDER} cannot be read: {_in_a_line(error, run.folder)}")
+            self._problems.append(f"{run.name}/{FOLDER} cannot be read: {_in_a_line(error, run.folder)}")
             return False
-        self.problems += [f"{run.name}: {_relative(line, run.folder)}" for line in lines]
+        self._problems += [f"{run.name}: {_relative(line, run.folder)}" for line in lines]
         return True
 
     def _lacks(self, what: str, name: str) -> None:
-        self.lacking.setdefault(what, []).append(name)
-
-
-def _read(shown_names: Mapping[Path, str]) -> _Reader:
-    reader = _Reader()
-    for folder, shown in shown_names.items():
-        reader.read_folder(folder, shown)
-    return reader
+        self._lacking.setdefault(what, []).append(name)
 
 
 def _short_names(folders: Sequence[Path]) -> dict[Path, str]:

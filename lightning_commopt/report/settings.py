@@ -1,15 +1,21 @@
-"""Sorts runs into settings, whose runs differ in repetition and seed alone, and groups of comparable settings."""
+"""Sorts runs into settings, whose runs differ in repetition and seed alone, and groups of comparable settings.
+
+And the lines of configuration that reproduce a setting.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_commopt.measure.runs.settings import text_of
+import yaml
+
+from lightning_commopt.measure.runs.settings import nested, text_of
 from lightning_commopt.report.model import Run
 from lightning_commopt.report.names import OFF, canonical, is_ranks, setting_name
 from lightning_commopt.report.runs import FoundRuns
@@ -23,6 +29,10 @@ _OPTIONAL_CHOICES = ("experiment", "variant", "method", "link", "hosts")  # off 
 _SPLITTING = ("model", "data", "datamodule", "link", "hosts", "experiment")
 _NOT_SPLITTING = ("data.batch_size", "model.activation_checkpointing")
 _ON_ONE_PROCESS = ("one_process", "ddp_one_process")
+_CONFIG_GROUPS = re.compile(
+    r".*[/@].*|(variant|method|experiment|model|data|strategy|callbacks|trainer|commopt|plan|world_size)"
+)
+_STRATEGIES = ("strategy.", "trainer.strategy.")
 _Values = tuple[tuple[str, str], ...]
 
 
@@ -190,3 +200,35 @@ def _number_repetitions(runs: Sequence[Run]) -> tuple[Run, ...]:
     repetitions = [int(value) if value.isdecimal() else 0 for value in values]
     order = sorted(range(len(runs)), key=repetitions.__getitem__)
     return tuple(dataclasses.replace(runs[index], repetition=number) for number, index in enumerate(order))
+
+
+def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns YAML for a configuration, with the command line and Python as comments.
+
+    It has the node ``strategy`` (in users' projects often ``trainer.strategy``) and other values that were varied.
+    """
+    plan = None
+    if run.record.plan is not None:
+        plan = nested({name: run.settings[name] for name in run.record.plan}, "plan.")
+    has_unnamed_compressor = "plan.comm_hook" in run.settings  # recorded by its repr
+    if plan is not None:
+        strategy = {"_target_": "lightning_commopt.CommOptDDP", **plan}
+    else:
+        known = {name: value for name, value in run.settings.items() if value is not None}
+        strategy = next(filter(None, (nested(known, prefix) for prefix in _STRATEGIES)), {})
+    others = {}
+    for name in run.record.chosen:
+        is_group = _CONFIG_GROUPS.fullmatch(name) or any(other.startswith(f"{name}.") for other in run.settings)
+        is_varied = name in varied or ("ranks" in varied and is_ranks(name))
+        if is_varied and not is_group and not name.startswith(_STRATEGIES):
+            others[name] = run.settings.get(name)
+    nodes = {**({"strategy": strategy} if strategy and not has_unnamed_compressor else {}), **nested(others)}
+    chosen = zip(run.record.overrides, run.record.chosen, strict=False)
+    words = [override for override, name in chosen if changes_training(name)]
+    lines = [f"# on the command line: {shlex.join(words)}"] if words else []
+    lines += yaml.safe_dump(nodes, sort_keys=False, width=1000).splitlines() if nodes else []
+    if plan is not None:
+        code = {"comm_hook"} if has_unnamed_compressor else set()
+        arguments = ", ".join(f"{name}={value if name in code else repr(value)}" for name, value in plan.items())
+        lines.append(f"# in Python: CommOptDDP({arguments})")
+    return tuple(lines)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.text import Text
 
 from lightning_commopt.measure.runs.files import LOG_FILE
-from lightning_commopt.report.columns import Cell, columns_of
+from lightning_commopt.report.build import build_report
+from lightning_commopt.report.columns import columns_of
 from lightning_commopt.report.conditions import link_of
 from lightning_commopt.report.model import Group, Report
+from lightning_commopt.report.outputs import write_files
 from lightning_commopt.report.phrases import spread_text
 from lightning_commopt.report.regressions import Change, Outcome, Regressions
 from lightning_commopt.text.formatting import number
@@ -47,6 +51,19 @@ def print_report(report: Report, console: Console) -> None:
         print_text(f"warning: {problem}", console, style="yellow")
 
 
+def report_sweep(folder: Path, console: Console) -> None:
+    """Prints and writes the report of a sweep that has ended; errors become a printed warning."""
+    try:
+        report = build_report([folder])
+        print_report(report, console)
+        page, _ = write_files(report, folder)
+    except Exception as error:  # the sweep's results are there, and so is `commopt report`
+        reason = " ".join(str(error).split()) or type(error).__name__
+        console.print(Text(f"warning: no report was written: {reason}", style="yellow"), soft_wrap=True)
+    else:
+        console.print(Text(f"report: {page}"), soft_wrap=True)
+
+
 def print_regressions(found: Regressions, console: Console) -> None:
     """Prints the changes, the worst first."""
     print_text(f"compared with {found.other}, with a tolerance of {100 * found.tolerance:g} %:", console)
@@ -64,7 +81,10 @@ def print_regressions(found: Regressions, console: Console) -> None:
 def settings_table(group: Group) -> TextTable:
     """Returns a row for each setting, with the columns that have numbers."""
     columns = {
-        column.heading: [_lines(cell, column.key in ("samples_per_s", "speedup")) for cell in cells]
+        column.heading: [
+            cell.text + (f"\n({cell.small})" if cell.small and column.key in ("samples_per_s", "speedup") else "")
+            for cell in cells
+        ]
         for column, cells in columns_of(group)
         if column.heading
     }
@@ -73,12 +93,8 @@ def settings_table(group: Group) -> TextTable:
     table = TextTable("setting", *headings, numbers=headings, caption=f"hosts with {link} between them" if link else "")
     for index, setting in enumerate(group.settings):
         style = "bold" if setting is group.fastest else ""
-        table.add_row(setting.name, *("\n".join(cells[index]) for cells in columns.values()), style=style)
+        table.add_row(setting.name, *(cells[index] for cells in columns.values()), style=style)
     return table
-
-
-def _lines(cell: Cell, has_ends: bool) -> list[str]:
-    return [line for line in (cell.text, f"({cell.small})" if cell.small and has_ends else "") if line]
 
 
 def _print_published(group: Group, console: Console) -> None:

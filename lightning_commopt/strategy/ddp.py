@@ -26,9 +26,9 @@ from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.aliases import register_aliases
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher, forget_previous_job
-from lightning_commopt.sync.checks import check_backward, explain_error, warn_of_fp16_under_scaler
+from lightning_commopt.sync.checks import check_backward, check_plans_agree, explain_error, warn_of_fp16_under_scaler
 from lightning_commopt.sync.gradient_sync import GradientSync
-from lightning_commopt.sync.torch_hook import TorchHook
+from lightning_commopt.sync.observed import TorchHook
 from lightning_commopt.tune.auto_plan import AutoPlan
 from lightning_commopt.watch.fit_watch import FitWatch
 
@@ -119,8 +119,7 @@ class CommOptStrategy(_DDPStrategy):
         self.gradient_sync = GradientSync(given, torch_hook)
         self.auto_plan = AutoPlan.of(self, arguments)
         self._nccl = NcclOptions.from_config(nccl)
-        self._save_comm_state = save_comm_state
-        self._uneven_batches = uneven_batches
+        self._save_comm_state, self._uneven_batches = save_comm_state, uneven_batches
         self._watch = watch
         self._sigterm_every_n_steps = sigterm_every_n_steps
         self._fit_watch: FitWatch | None = None
@@ -255,7 +254,8 @@ class CommOptStrategy(_DDPStrategy):
     def _apply_next_plan(self) -> None:
         plan, self._next_plan = self._next_plan, None
         if plan is not None:
-            self.gradient_sync.check_agreement(plan)
+            if self.gradient_sync.model is not None:
+                check_plans_agree(plan)
             base.exchange_plan(self._ddp_kwargs, self.plan, plan)
             self.gradient_sync.change_plan(plan, self._wrap)
 

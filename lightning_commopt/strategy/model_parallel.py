@@ -22,8 +22,9 @@ from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import check_arguments, named_arguments
 from lightning_commopt.strategy.base import refuse_ray
 from lightning_commopt.strategy.fit import check_sigterm, is_fit
+from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.sharded import ShardedSync, check_available
-from lightning_commopt.sync.sharded_checkpoint import describe, gather_in_file, restore, save_in_directory
+from lightning_commopt.sync.sharded_checkpoint import describe, rank_state, restore, save_in_directory
 from lightning_commopt.sync.sharded_gather import GatheredParameters
 from lightning_commopt.sync.state import KEY
 from lightning_commopt.text.formatting import byte_unit
@@ -66,6 +67,9 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         sigterm_every_n_steps: let the ranks agree on SIGTERM before every n-th optimizer step and at the end of an
             epoch, and end together. None for Lightning's own way: since 2.5.2 a broadcast before every batch.
 
+    Attributes:
+        sharded_sync: of the gradients; None without a ``comm_hook``.
+
     Raises:
         OptionError: an option is out of range, or this torch cannot do what it asks for.
     """
@@ -88,7 +92,7 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
     ) -> None:
         given = named_arguments(locals())
         check_arguments(given)
-        self._sharded_sync = sharded_sync(given.pop("comm_hook"))
+        self.sharded_sync = sharded_sync(given.pop("comm_hook"))
         self._gathered = gathered_parameters(given.pop("param_hook"))
         self._saves_comm_state = given.pop("save_comm_state")
         self._fsdp_options = fsdp_options(
@@ -110,7 +114,7 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Joins the process group, and replaces Lightning's check for SIGTERM if an option asks for that."""
-        if (self._sharded_sync or self._gathered) and self._data_parallel_size == self._tensor_parallel_size == "auto":
+        if (self.sharded_sync or self._gathered) and self._data_parallel_size == self._tensor_parallel_size == "auto":
             self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
         self._sigterm_check = check_sigterm(self, self._sigterm_every_n_steps)
@@ -125,7 +129,7 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
                 covered.update(module.modules())  # at once: units over the same ranks then share a group
                 for setter, value in self._fsdp_options.items():
                     getattr(module, setter)(value)
-        if not is_fit(self) or (self._sharded_sync is None and self._gathered is None):
+        if not is_fit(self) or (self.sharded_sync is None and self._gathered is None):
             return
         if not covered:
             raise OptionError(
@@ -134,19 +138,19 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
             )
         if self._gathered is not None:
             self._gathered.attach(self.model)
-        if self._sharded_sync is not None:
-            self._sharded_sync.attach(self.model, ranks_per_node=self.num_processes, timeout=self._timeout)
-            self._sharded_sync.allow_overlap()
+        if self.sharded_sync is not None:
+            self.sharded_sync.attach(self.model, ranks_per_node=self.num_processes, timeout=self._timeout)
+            self.sharded_sync.allow_overlap()
 
     @property
     def comm_hook(self) -> ShardedCompressor | None:
         """Compresses the reduce-scatters; None where FSDP2's own are used."""
-        return None if self._sharded_sync is None else self._sharded_sync.compressor
+        return None if self.sharded_sync is None else self.sharded_sync.compressor
 
     @property
     def is_lossy(self) -> bool:
         """Whether ``comm_hook`` or ``param_hook`` change numbers."""
-        return self._sharded_sync is not None or self._gathered is not None
+        return self.sharded_sync is not None or self._gathered is not None
 
     @property
     def wire_bytes(self) -> int | None:
@@ -154,7 +158,7 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
 
         None without a ``comm_hook``. An all-reduce moves twice what a reduce-scatter does: so numbers compare.
         """
-        return None if self._sharded_sync is None else self._sharded_sync.wire_bytes
+        return None if self.sharded_sync is None else self.sharded_sync.wire_bytes
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -180,13 +184,13 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Saves a checkpoint, with the state of ``comm_hook``. All ranks must call it."""
-        sync = self._sharded_sync
+        sync = self.sharded_sync
         if sync is None or not sync.units or not self._saves_comm_state or "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint[KEY] = describe(sync)
         if not self._save_distributed_checkpoint:
-            checkpoint[KEY]["ranks"] = gather_in_file(sync, self.root_device)
+            checkpoint[KEY]["ranks"] = gather_on_rank_0(rank_state(sync), self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._save_distributed_checkpoint:
             save_in_directory(sync, Path(self.broadcast(filepath)))
@@ -196,13 +200,13 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         checkpoint = super().load_checkpoint(path, *args, **kwargs)
         saved = checkpoint.pop(KEY, None)
-        if saved is not None and self._sharded_sync is not None and is_fit(self):
-            restore(self._sharded_sync, saved, path if path.is_dir() else None)
+        if saved is not None and self.sharded_sync is not None and is_fit(self):
+            restore(self.sharded_sync, saved, path if path.is_dir() else None)
         return checkpoint
 
     def teardown(self) -> None:
         """Gives FSDP2's own reduce-scatter and Lightning's check for SIGTERM back."""
-        for comm_objects in (self._sharded_sync, self._gathered):
+        for comm_objects in (self.sharded_sync, self._gathered):
             if comm_objects is not None:
                 comm_objects.detach()
         if self._sigterm_check is not None:

@@ -12,7 +12,6 @@ from torch.nn import Module
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.base import as_real
-from lightning_commopt.compressors.channel import backends_of
 from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0
 from lightning_commopt.sync.state import (
     CheckpointError,
@@ -50,7 +49,7 @@ def gather_state(
             "A checkpoint is saved without the state of comm_hook: not all ranks saved it between the same two batches."
         )
         return None
-    ranks = gather_on_rank_0(to_plain(state), torch.device("cpu") if "cpu" in backends_of() else device)
+    ranks = gather_on_rank_0(to_plain(state), device)
     return None if ranks is None else to_checkpoint(state.compressor, state.num_syncs, ranks)
 
 

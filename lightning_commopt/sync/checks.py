@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +13,13 @@ import torch.distributed as dist
 from lightning_commopt.compat.lightning import MisconfigurationException, optimizer_is_toggled
 from lightning_commopt.compressors import Cast, Compressor
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
-from lightning_commopt.sync.rewrap import Trainable
 from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+
+    from lightning_commopt.sync.attach import Trainable
 
 _NAMES_IN_MESSAGE = 8
 _EXPLANATIONS = {
@@ -38,11 +39,6 @@ _EXPLANATIONS = {
 
 def check_backward(trainable: Trainable, module: LightningModule, is_static: bool) -> None:
     """Refuses a backward whose gradients DDP does not synchronize as it was set up.
-
-    Args:
-        trainable: of the wrapped model.
-        module: the model.
-        is_static: whether DDP takes the graph for a static one.
 
     Raises:
         MisconfigurationException: a parameter that was frozen when the model was wrapped was unfrozen; or one
@@ -94,12 +90,7 @@ def _describe(value: Any) -> str:
 
 
 def warn_of_fp16_under_scaler(comm_hook: Any, precision: object) -> None:
-    """Warns if gradients that a gradient scaler has multiplied are to be rounded to float16.
-
-    Args:
-        comm_hook: the compressor, or None.
-        precision: Lightning's plugin.
-    """
+    """Warns if gradients that the scaler of a precision plugin has multiplied are to be rounded to float16."""
     if getattr(precision, "scaler", None) is None:
         return
     while hasattr(comm_hook, "inner"):
@@ -127,14 +118,6 @@ def warn_of_lost_residuals(names: Sequence[str]) -> None:
         " residuals are lost; those of other parameters are kept.",
         on_every_rank=True,
     )
-
-
-def warn_of_torchs_powersgd(ddp_comm_hook: Callable[..., Any] | None) -> None:
-    """Warns of torch's own PowerSGD hook, whose collectives have no fixed order on gloo."""
-    if getattr(ddp_comm_hook, "__module__", "").endswith("powerSGD_hook"):
-        warn(
-            "torch's powerSGD_hook can abort or hang on gloo with more than one bucket. comm_hook='powersgd' does not."
-        )
 
 
 def warn_if_never_compressed(comm_hook: Compressor | None, num_steps: int) -> None:

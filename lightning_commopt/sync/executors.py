@@ -22,12 +22,7 @@ _JOIN_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, eq=False)
 class BucketFuture:
-    """The future average of a bucket.
-
-    Attributes:
-        flat: the buffer that will hold it.
-        future: of ``flat``, for DDP.
-    """
+    """The future average of a bucket, for DDP, and the buffer that will hold it."""
 
     flat: Tensor
     future: Future[Tensor]
@@ -67,11 +62,7 @@ class Executor(ABC):
         """Accepts no more tasks; returns whether all that were submitted have succeeded."""
 
     def protect(self, value: Any) -> None:  # noqa: B027 - on CPU memory is freed when nobody uses it
-        """Keeps the memory of tensors until the tasks of all lanes are done with it.
-
-        Args:
-            value: nested dicts and lists of tensors that were made outside of tasks, or in another lane.
-        """
+        """Keeps the memory of tensors made outside of tasks, or in another lane, until all lanes are done with it."""
 
     @contextmanager
     def alone(self) -> Iterator[None]:

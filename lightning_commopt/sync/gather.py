@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_commopt.compressors.channel import backends_of
 from lightning_commopt.sync.store import key_space, poll
 
 _PIECE_BYTES = 2**23
@@ -71,11 +72,12 @@ def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
 
     Args:
         value: of this rank; its tensors may be on any device.
-        device: whose tensors the group's backend can gather.
+        device: whose tensors the group can gather, if not those of the CPU.
 
     Returns:
         On rank 0 the values of all ranks, copied to the CPU; None on the others.
     """
+    device = torch.device("cpu") if "cpu" in backends_of() else device
     tensors: list[Tensor] = []
 
     def noted(tensor: Tensor) -> _Spec:

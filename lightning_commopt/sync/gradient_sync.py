@@ -15,20 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compat.torch import flush_static_graph
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan, OptionError
-from lightning_commopt.sync.attach import attach_bucket_hook, place_compressor
+from lightning_commopt.sync.attach import (
+    ResidualAdder,
+    Trainable,
+    attach_bucket_hook,
+    kept_buffers,
+    place_compressor,
+    unwrap,
+)
 from lightning_commopt.sync.buckets import gradient_bytes
 from lightning_commopt.sync.checkpoint import usable_state
-from lightning_commopt.sync.checks import (
-    check_plans_agree,
-    warn_if_never_compressed,
-    warn_of_lost_residuals,
-    warn_of_unused_residuals,
-)
+from lightning_commopt.sync.checks import warn_if_never_compressed, warn_of_lost_residuals, warn_of_unused_residuals
 from lightning_commopt.sync.hook import BucketHook
-from lightning_commopt.sync.observed import observe_all_reduce
-from lightning_commopt.sync.rewrap import ResidualAdder, Trainable, kept_buffers, unwrap
+from lightning_commopt.sync.observed import TorchHook, observe_all_reduce
 from lightning_commopt.sync.state import CommState
-from lightning_commopt.sync.torch_hook import TorchHook
 
 
 class GradientSync:
@@ -43,8 +43,6 @@ class GradientSync:
         observers: notified of every bucket; None for a new list of them.
 
     Attributes:
-        plan: the current one.
-        observers: notified of every bucket.
         num_syncs: gradient syncs of this fit, with those before a checkpoint that it resumed.
         hook: drives the plan's compressor, while attached.
         trainable: which parameters DDP synchronizes, while attached.
@@ -82,15 +80,6 @@ class GradientSync:
             raise OptionError(f"comm_hook={plan.comm_hook!r} and ddp_comm_hook exclude each other: DDP takes one hook")
         if self.model is not None:
             place_compressor(self.model, plan.comm_hook, self._ranks_per_node)
-
-    def check_agreement(self, plan: CommPlan) -> None:
-        """Checks while attached that all ranks have the same plan. All ranks must call it.
-
-        Raises:
-            OptionError: their plans differ.
-        """
-        if self.model is not None:
-            check_plans_agree(plan)
 
     @property
     def model(self) -> DistributedDataParallel | None:
@@ -159,7 +148,7 @@ class GradientSync:
         """Switches to another plan. All ranks must call it, between two batches.
 
         Args:
-            plan: the same on all ranks; see `check_agreement`.
+            plan: the same on all ranks; see `check_plans_agree`.
             wrap: wraps a module again, and calls `attach`.
         """
         self.plan = plan
@@ -170,9 +159,6 @@ class GradientSync:
         """Unwraps the model and wraps it again. All ranks must call it.
 
         Residuals of buckets whose last gradient sync did not end are lost, with a warning; all others are kept.
-
-        Args:
-            wrap: see `change_plan`.
         """
         model = self.model
         assert model is not None
@@ -211,11 +197,7 @@ class GradientSync:
         self._restored = state
 
     def resume(self, module: Module) -> None:
-        """Resumes once from the state of a checkpoint, if there is one. All ranks must call it, between two batches.
-
-        Args:
-            module: the model, in its wrapper or, with one rank, without one.
-        """
+        """Resumes once from the state of a checkpoint, if there is one. All ranks must call it, between two batches."""
         self._of_last_fit = None
         if self._restored is not None:
             state, self._restored = self._restored, None

@@ -42,7 +42,6 @@ class BucketHook:
         groups: of ``channel``, if they were borrowed for this hook.
 
     Attributes:
-        compressor: averages the buckets.
         lost: parameters whose residuals `close` had to drop.
     """
 
@@ -77,15 +76,7 @@ class BucketHook:
         return self._channel.bytes_sent
 
     def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Starts to average one bucket.
-
-        Args:
-            state: unused.
-            bucket: this rank's gradients.
-
-        Returns:
-            A future of the bucket's buffer, which then holds the average.
-        """
+        """Starts to average one bucket; returns a future of its buffer, which then holds the average."""
         flat, parameters = bucket.buffer(), bucket.parameters()
         names = tuple(self._names[id(parameter)] for parameter in parameters)
         index, is_last = self._order.place(bucket.index(), bucket.is_last(), names)
@@ -105,6 +96,11 @@ class BucketHook:
     def has_only_resumed(self) -> bool:
         """Whether it has states from a checkpoint, and no gradient sync since."""
         return self._relayout is not None and self._relayout.is_unused
+
+    @property
+    def is_in_saved_buckets(self) -> bool:
+        """Whether it averages in the buckets of a checkpoint, as DDP has not laid them out alike yet."""
+        return self._relayout is not None
 
     def state(self) -> CommState:
         """Returns the state of the gradient syncs so far, not copied. Between two backwards only."""

@@ -5,7 +5,7 @@ DDP compares the annotations of a hook by identity and reads its ``__qualname__`
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,7 @@ from lightning_commopt.compat.torch import registered_hooks, sparse_values
 from lightning_commopt.measure.observer import BucketInfo, Observers, SyncObserver
 from lightning_commopt.sync.buckets import BucketOrder, synced_parameters
 from lightning_commopt.sync.observed_reducer import ObservedReducer, can_observe_reducer
-from lightning_commopt.text.validation import warn_once
+from lightning_commopt.text.validation import warn, warn_once
 
 _HOOKS_THAT_CAST_TO_16_BITS = (
     "fp16_compress_hook",
@@ -45,11 +45,7 @@ def observe(strategy: Any, observer: SyncObserver) -> None:
 
     Without ``comm_hook`` the all-reduces that DDP issues are observed, on CPU from torch 2.14 on. Elsewhere they are
     called from Python, with the same arithmetic: the same bits, and one more pass over the gradients. Where gradient
-    sync cannot be observed it warns once.
-
-    Args:
-        strategy: of the Trainer. Ours notify their ``sync_observers`` by themselves.
-        observer: notified of every bucket.
+    sync cannot be observed it warns once. Our strategies notify their ``sync_observers`` by themselves.
     """
     if not hasattr(strategy, "sync_observers"):
         strategy.sync_observers = observers = _AddedObservers()
@@ -129,11 +125,6 @@ class ObservedHook(_ObservedBuckets):
 
     All time between the call and the result counts as on the wire. The number of bytes is known for torch's casts and
     its PowerSGD; other hooks are assumed to send the gradients' size.
-
-    Args:
-        hook: maps a state and a bucket to a future.
-        model: just wrapped, without a hook.
-        observers: notified of every bucket.
     """
 
     def __init__(self, hook: DDPHook, model: DistributedDataParallel, observers: Observers) -> None:
@@ -215,3 +206,29 @@ class ObservedAllReduce(_ObservedBuckets):
 
 def _numel_after_compression(state: object) -> int:
     return getattr(state, "total_numel_after_compression", 0)  # PowerSGDState counts
+
+
+class TorchHook(NamedTuple):
+    """The three ``ddp_comm_*`` arguments of ``DDPStrategy``."""
+
+    hook: Callable[..., Any]
+    state: object | None = None
+    wrapper: Callable[..., Any] | None = None
+
+    def attach(self, model: DistributedDataParallel, observers: Observers) -> None:
+        """Registers the hook with a new wrapper. If torch refuses that on CPU it warns, and DDP all-reduces."""
+        hook = self.hook if self.wrapper is None else self.wrapper(self.hook)
+        if observers:
+            hook = ObservedHook(hook, model, observers).reduce
+        try:
+            model.register_comm_hook(state=self.state, hook=hook)
+        except TypeError as error:
+            if model.device_type == "cuda":
+                raise
+            warn(f"ddp_comm_hook has no effect on {model.device_type}: torch refuses it ({error}).")
+            return
+        if model.device_type != "cuda" and getattr(self.hook, "__module__", "").endswith("powerSGD_hook"):
+            warn(
+                "torch's powerSGD_hook can abort or hang on gloo with more than one bucket."
+                " comm_hook='powersgd' does not."
+            )

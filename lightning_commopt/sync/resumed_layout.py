@@ -21,16 +21,7 @@ _MAX_BACKWARDS = 3
 
 @dataclass(frozen=True)
 class Bucket:
-    """One bucket of DDP or of a checkpoint.
-
-    Attributes:
-        index: of the bucket.
-        flat: ``(n,)``; both input and output.
-        layout: of ``flat``.
-        names: of the parameters.
-        step: number of earlier gradient syncs.
-        sync: notified of its progress.
-    """
+    """One bucket of DDP or of a checkpoint: ``flat``, ``(n,)``, is both input and output; ``step`` counts from 0."""
 
     index: int
     flat: Tensor
@@ -100,11 +91,9 @@ class Relayout:
 
 @dataclass(frozen=True)
 class HeldBuckets:
-    """The buckets of one backward whose layout differs from the checkpoint's.
+    """DDP's buckets of one backward whose layout differs from the checkpoint's, and their futures.
 
     Attributes:
-        buckets: DDP's.
-        futures: of these buckets.
         saved: names and layouts of the checkpoint's buckets for the same gradients, by index; empty if the gradients
             differ.
     """

@@ -18,7 +18,7 @@ from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.sharded_overlap import Channels, Overlap
-from lightning_commopt.sync.sharded_unit import Column, SavedUnits, UnitReduceScatter
+from lightning_commopt.sync.sharded_unit import Column, CommObject, SavedUnits, UnitReduceScatter
 from lightning_commopt.sync.warm_up import prepare_kernels, run_on_shards
 
 
@@ -142,11 +142,8 @@ class ShardedSync:
         self._modules.append(module)
 
 
-class _PlainReduceScatter:
+class _PlainReduceScatter(CommObject):
     """FSDP2's own, of which there is no public class."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

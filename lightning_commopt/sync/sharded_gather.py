@@ -19,7 +19,7 @@ from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.sharded import replicas_and_shards, sharded_units
 from lightning_commopt.sync.sharded_overlap import Channels
-from lightning_commopt.sync.sharded_unit import Column
+from lightning_commopt.sync.sharded_unit import Column, CommObject
 from lightning_commopt.sync.warm_up import SHARD_SIZES, floating_point, prepare_kernels
 from lightning_commopt.text.validation import warn_once
 
@@ -59,7 +59,16 @@ class GatheredParameters:
         self._modules = []
 
 
-class UnitAllGather:
+class _PlainAllGather(CommObject):
+    """FSDP2's own, of which there is no public class."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class UnitAllGather(_PlainAllGather):
     """The comm object of one unit: what ``set_custom_all_gather`` takes.
 
     Forward and backward then use parameters that were rounded to int8 in blocks of 128 with one scale each, the same
@@ -85,10 +94,6 @@ class UnitAllGather:
         self._widths = [width for width, _ in runs]
         self._is_compressed = [is_compressed for _, is_compressed in runs]
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
@@ -105,7 +110,7 @@ class UnitAllGather:
             warn_once(
                 f"param_hook: the unit of {self._name} is gathered as it is, since it is laid out in another way."
             )
-            return _PlainAllGather()(output_tensor, input_tensor, group, async_op)
+            return super().__call__(output_tensor, input_tensor, group, async_op)
         mine = input_tensor.split(self._widths)
         rows = output_tensor.view(self._num_shards, -1).split(self._widths, 1)
         gather(
@@ -164,15 +169,3 @@ def round_samples(dtypes: Collection[torch.dtype], device: torch.device) -> None
             blockwise.encode(torch.ones(numel, dtype=dtype, device=device), None, message, _FORMAT)
             decoded = torch.empty(_FORMAT.shard_numel(numel, 1), dtype=dtype, device=device)
             blockwise.decode(message, decoded, _FORMAT)
-
-
-class _PlainAllGather:
-    """FSDP2's own, of which there is no public class."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

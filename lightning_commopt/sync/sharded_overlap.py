@@ -53,12 +53,7 @@ class Channels:
 
 
 class Overlap:
-    """A thread for reduce-scatters, with process groups of its own. All ranks must make one at the same time.
-
-    Args:
-        groups: of the units, each once.
-        channels: where the bytes are counted.
-    """
+    """A thread for reduce-scatters, with process groups of its own. All ranks must make one at the same time."""
 
     def __init__(self, groups: list[dist.ProcessGroup], channels: Channels) -> None:
         self._executor = WorkerThread()

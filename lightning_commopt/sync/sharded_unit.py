@@ -7,7 +7,6 @@ parameter behind those of another, each filled up with zeros to the size of the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch.nn import Module
 
 from lightning_commopt.compat.fsdp import keeps_reduced
 from lightning_commopt.compat.torch import foreach_copy_
-from lightning_commopt.compressors.base import State
+from lightning_commopt.compressors.base import State, finish
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.compressors.sharded_registry import sharded_name
@@ -36,15 +35,7 @@ SavedUnits = dict[str, SavedUnit]
 
 
 class Column(NamedTuple):
-    """A parameter of a unit.
-
-    Attributes:
-        name: in the model.
-        owner: the module that has it.
-        attribute: its name there.
-        shape: of the whole parameter.
-        dim: in which it is cut into shards.
-    """
+    """A parameter of a unit: an attribute of its owner, as a whole of ``shape``, cut into shards in ``dim``."""
 
     name: str
     owner: Module
@@ -80,7 +71,15 @@ class Column(NamedTuple):
         return torch.stack([chunk.flatten() for chunk in filled.chunk(world_size, self.dim)])
 
 
-class UnitReduceScatter:
+class CommObject:
+    """What all comm objects of FSDP2 have in common."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for the input or the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class UnitReduceScatter(CommObject):
     """The comm object of one unit: what ``set_custom_reduce_scatter`` takes.
 
     Args:
@@ -99,11 +98,7 @@ class UnitReduceScatter:
     """
 
     def __init__(
-        self,
-        compressor: ShardedCompressor,
-        channels: Channels,
-        index: int,
-        columns: Sequence[Column],
+        self, compressor: ShardedCompressor, channels: Channels, index: int, columns: Sequence[Column]
     ) -> None:
         self.name = columns[0].name
         self.columns = tuple(columns)
@@ -123,10 +118,6 @@ class UnitReduceScatter:
         self._state: State = {}
         self._restored: SavedUnit | None = None
         self._kept: dict[str, Tensor] = {}
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for the input or the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -279,9 +270,7 @@ def _reduce_scatter(
         foreach_copy_(message.split(its_widths, 1), [part for part, _ in others])
         with issued_by("uncompressed reduce-scatter"):
             exact = lanes[1].reduce_scatter(message)
-    if rounds is not None and pending is not None:
-        with suppress(StopIteration):
-            while True:
-                pending = rounds.send(pending.wait())
+    if rounds is not None:
+        finish(rounds, pending)
     if exact is not None:
         foreach_copy_([mean for _, mean in others], exact.wait().div_(channel.size).split(its_widths))

@@ -35,8 +35,6 @@ class CommState:
     """One rank's state of gradient sync.
 
     Attributes:
-        compressor: that made the states.
-        num_syncs: number of gradient syncs.
         buckets: the compressor's states.
         residuals: by parameter name, those that are not in the states.
         is_common: it is the same on all ranks, without states and residuals.

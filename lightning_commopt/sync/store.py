@@ -113,16 +113,22 @@ def key_space(name: str) -> dist.Store:
         TimeoutError: a rank did not call it.
     """
     number = next(_numbers.setdefault(default_group(), {}).setdefault(name, itertools.count()))
-    return dist.PrefixStore(f"{name}/{number}", _root())
+    return dist.PrefixStore(f"{name}/{number}", prepare_key_spaces())
 
 
-def prepare_key_spaces() -> None:
+def prepare_key_spaces() -> dist.Store:
     """Agrees on what `key_space` needs, so that it does not wait for other ranks later. All ranks must call it.
 
     Raises:
         TimeoutError: a rank did not call it.
     """
-    _root()
+    group = default_group()
+    if group not in _roots:
+        # Who made the group, and whether its store is new, cannot be known.
+        store = default_store()
+        name = _agree(store, dist.get_rank(), dist.get_world_size(), default_pg_timeout)
+        _roots[group] = dist.PrefixStore(f"commopt/{name}", store)
+    return _roots[group]
 
 
 @contextmanager
@@ -155,13 +161,3 @@ def fresh_default_store() -> Generator[None, None, None]:
 
 def _agree(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
     return Agreement(dist.PrefixStore("commopt/attempt", store), rank, world_size).wait(timeout.total_seconds())
-
-
-def _root() -> dist.Store:
-    group = default_group()
-    if group not in _roots:
-        # Who made the group, and whether its store is new, cannot be known.
-        store = default_store()
-        name = _agree(store, dist.get_rank(), dist.get_world_size(), default_pg_timeout)
-        _roots[group] = dist.PrefixStore(f"commopt/{name}", store)
-    return _roots[group]

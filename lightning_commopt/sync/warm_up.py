@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection
 from typing import cast
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors import Compressor, Layout
 from lightning_commopt.compressors.alone import AloneChannel
-from lightning_commopt.compressors.base import Rounds
+from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import c_library, dispatch
 from lightning_commopt.compressors.sharded import ShardedCompressor
@@ -45,21 +44,11 @@ def prepare_kernels(
 
 
 def compile_kernels(
-    run: Callable[[], None],
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    *,
-    option: str = "comm_hook",
+    run: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None = None, *, option: str = "comm_hook"
 ) -> None:
     """Compiles the Triton kernels that ``run`` needs; if one rank cannot, no rank uses Triton. All ranks must call it.
 
-    Triton and plain torch do not compute the same bits.
-
-    Args:
-        run: runs all kernels on samples.
-        device: of the samples.
-        group: of the ranks; None for all.
-        option: what the kernels are for, in the warning.
+    Triton and plain torch do not compute the same bits. The warning names the option that the kernels are for.
     """
     had_triton = dispatch.has_triton()
     error = _try_triton(run) if had_triton else None
@@ -92,14 +81,7 @@ def _try_triton(run: Callable[[], None]) -> Exception | None:
 def run_on_samples(
     compressor: Compressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
 ) -> None:
-    """Runs a compressor on small buckets that need all its kernels, as if all ranks had the same gradients.
-
-    Args:
-        compressor: to be run.
-        channel: of the ranks; nothing is sent.
-        dtypes: of the gradients.
-        device: of the gradients.
-    """
+    """Runs a compressor on small buckets that need all its kernels, as if all ranks had the same gradients."""
     with torch.no_grad():
         for dtype in floating_point(dtypes):
             for shapes in (*_SHAPES, ((channel.size, 16 * _LARGEST_BLOCK),)):  # every shard has 16 blocks, or more
@@ -116,7 +98,7 @@ def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Cha
     """
     state, alone = compressor.init(layout, flat.device, first_step), cast(Channel, AloneChannel(channel))
     for carried in (*[None] * _NUM_STEPS, torch.zeros_like(flat)):
-        _finish(compressor.rounds(flat, layout, state, alone, carried))
+        finish(compressor.rounds(flat, layout, state, alone, carried))
     compressor.residual(layout, state)
 
 
@@ -130,15 +112,8 @@ def run_on_shards(
             for numel in SHARD_SIZES:
                 columns = torch.ones(channel.size, numel, dtype=dtype, device=device)
                 state = compressor.init(numel, channel.size, device)
-                _finish(compressor.rounds([columns], [torch.empty_like(columns[0])], state, alone))
+                finish(compressor.rounds([columns], [torch.empty_like(columns[0])], state, alone))
                 compressor.residual(state, numel, channel.size)
-
-
-def _finish(rounds: Rounds) -> None:
-    with contextlib.suppress(StopIteration):
-        pending = next(rounds)
-        while True:
-            pending = rounds.send(pending.wait())
 
 
 def floating_point(dtypes: Collection[torch.dtype]) -> list[torch.dtype]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -59,6 +62,14 @@ class Finding:
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Returns findings by severity without duplicates, otherwise in the order given."""
     return sorted(dict.fromkeys(findings), key=lambda finding: get_args(Severity).index(finding.severity))
+
+
+@cache
+def read_texts(path: Path) -> dict[str, dict[str, str]]:
+    """Reads a table of texts: by the word in brackets, its values by their names."""
+    text = re.sub(r"^#.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    blocks = [block.partition("]\n") for block in re.split(r"^\[", text, flags=re.MULTILINE)[1:]]
+    return {code: dict(line.split(": ", 1) for line in rest.splitlines() if line) for code, _, rest in blocks}
 
 
 def print_findings(findings: Iterable[Finding], console: Console) -> None:

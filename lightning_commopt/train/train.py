@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import warnings
@@ -24,10 +25,11 @@ from lightning_commopt.launch.fork_server import preload
 from lightning_commopt.launch.hydra_command import config_flags
 from lightning_commopt.launch.process import InterruptedRun
 from lightning_commopt.measure.runs.files import CONFIG_FILE
+from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.writer import fail_rank, finish_record, write_record
-from lightning_commopt.text.terminal import print_in_any_encoding
-from lightning_commopt.train.run_table import run_table
-from lightning_commopt.train.sweep.composing import SweepSettings, continue_command
+from lightning_commopt.text.formatting import megabytes, number, percent
+from lightning_commopt.text.terminal import TextTable, print_in_any_encoding
+from lightning_commopt.train.sweep.composing import continue_command
 from lightning_commopt.train.sweep.config import ConfigError, check_config, link_note, spread_over_hosts, start_record
 from lightning_commopt.train.sweep.display import SweepDisplay, hint
 from lightning_commopt.train.sweep.job import SweepObserver
@@ -67,7 +69,7 @@ def main() -> None:
             if question := hint(stop.__context__, conf_dir()):
                 print(question, file=sys.stderr)
     if display.results and display.sweep_dir is not None:
-        from lightning_commopt.report.files import report_sweep  # with plotly, which no rank needs
+        from lightning_commopt.report.terminal import report_sweep  # with plotly, which no rank needs
 
         report_sweep(display.sweep_dir, console)
         num_failed = sum(result.record.status != "finished" for result in display.results)
@@ -82,7 +84,7 @@ def register_with_hydra(observer: SweepObserver) -> None:
     """Registers our launcher, with an observer of sweeps, and our resolvers, which the configuration needs."""
     register_resolvers()
     command = (sys.executable, "-m", "lightning_commopt.train.train", *config_flags())
-    register_launcher(SweepSettings(command=command, observer=observer))
+    register_launcher(command, observer)
 
 
 def _train_or_explain(config: DictConfig) -> float | None:
@@ -172,6 +174,26 @@ def _fit(config: DictConfig, folder: Path) -> dict[str, float]:
         return {}
     by_loader = trainer.validate(model, datamodule=data, verbose=False)
     return {name: float(value) for metrics in by_loader for name, value in metrics.items()}
+
+
+def run_table(record: RunRecord) -> TextTable:
+    """Returns one row; a dash for what was not measured."""
+
+    def known(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    cells = {
+        "plan": record.plan_name or record.sync_method,
+        "ranks": str(record.world_size or "-"),
+        "steps/s": number(known(record.steps_per_s)),
+        "samples/s": number(known(record.samples_per_s)),
+        "MB on the wire\nper step": megabytes(known(record.wire_bytes_per_step)),
+        "exposed": percent(known(record.exposed_share)),
+        "final\nvalidation loss": number(known(record.val_loss), digits=4),
+    }
+    table = TextTable(*cells, numbers=list(cells)[1:])
+    table.add_row(*cells.values())
+    return table
 
 
 if __name__ == "__main__":

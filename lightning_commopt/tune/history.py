@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from lightning_commopt.measure.runs.tuning import Stretch
+from lightning_commopt.measure.runs.record import Stretch
 
 _MAX_NUMBERS = 1000  # kept in all: of long fits the first searches
 

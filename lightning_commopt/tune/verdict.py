@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_commopt.measure.runs.tuning import Stretch, TriedPlan, Tuning
+from lightning_commopt.measure.runs.record import Stretch, TriedPlan, Tuning
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.text.formatting import MILLISECONDS, short_percent
 from lightning_commopt.tune.candidates import Candidate

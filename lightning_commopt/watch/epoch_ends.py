@@ -15,21 +15,13 @@ from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different
 
 @dataclass(kw_only=True)
 class _Epoch:
-    """One pass through the training batches on this rank.
+    """One pass through the training batches on this rank."""
 
-    Attributes:
-        run: its number in this fit, from 1; the same on all ranks.
-        number: Lightning's, for messages.
-        num_ended: batches that this rank has completed; -1 before the first one.
-        has_left: whether this rank has ended the epoch.
-        was_stopped: whether ``trainer.should_stop`` was set then.
-    """
-
-    run: int = 0
-    number: int = 0
-    num_ended: int = -1
-    has_left: bool = True
-    was_stopped: bool = False
+    run: int = 0  # its number in this fit, from 1; the same on all ranks
+    number: int = 0  # Lightning's, for messages
+    num_ended: int = -1  # batches that this rank has completed; -1 before the first one
+    has_left: bool = True  # whether this rank has ended the epoch
+    was_stopped: bool = False  # whether ``trainer.should_stop`` was set then
 
 
 class EpochEnds:

@@ -14,12 +14,16 @@ import torch.distributed as dist
 
 from lightning_commopt.compat.loops import LoopEvents, num_begun
 from lightning_commopt.sync.store import key_space
-from lightning_commopt.watch.ending import end_waiting_rank, print_now
 from lightning_commopt.watch.epoch_ends import EpochEnds
-from lightning_commopt.watch.lifelines import Lifelines
-from lightning_commopt.watch.peers import Failure, Peers
+from lightning_commopt.watch.peers import Failure, Lifelines, Peers
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, make_even
-from lightning_commopt.watch.waiting import is_in_callback, is_in_collective, waits_for_others
+from lightning_commopt.watch.waiting import (
+    end_waiting_rank,
+    is_in_callback,
+    is_in_collective,
+    print_now,
+    waits_for_others,
+)
 
 WAKE_S = 1.0
 STALLED_S = 2.0
@@ -141,8 +145,9 @@ class FitWatch:
             if not has_stalled:
                 self._peers.set_waiting(False)
             in_vain_since = None if reason is None else in_vain_since or now
-            if reason is not None and in_vain_since is not None and now - in_vain_since >= GRACE_S:
-                self._end(reason)
+            is_over = in_vain_since is not None and now - in_vain_since >= GRACE_S
+            if reason is not None and is_over and not self._stop.is_set():
+                end_waiting_rank(self._rank, reason, GRACE_S)
 
     def _reason_to_end(self) -> str | None:
         """Returns why this rank, which has stalled, waits in vain; None if it does not, or if that is unknown."""
@@ -171,7 +176,3 @@ class FitWatch:
             self._explanation = self._peers.query_store(lambda: self._ends.find_early_rank(*where), None)
             if self._explanation is not None:
                 print_now(f"[rank {self._rank}] {self._explanation}")
-
-    def _end(self, reason: str) -> None:
-        if not self._stop.is_set():
-            end_waiting_rank(self._rank, reason, GRACE_S)

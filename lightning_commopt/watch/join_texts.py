@@ -19,21 +19,13 @@ _MAX_SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A rank that has reached the store.
-
-    Attributes:
-        rank: the rank.
-        host: name of its host.
-        network: name of its network namespace, which no other has.
-        listening: where it listens for the other ranks.
-        interfaces: of its host, with their addresses.
-    """
+    """A rank that has reached the store."""
 
     rank: int
-    host: str
-    network: str
-    listening: Listening
-    interfaces: dict[str, str]
+    host: str  # name of its host
+    network: str  # name of its network namespace, which no other has
+    listening: Listening  # where it listens for the other ranks
+    interfaces: dict[str, str]  # of its host, with their addresses
 
     @classmethod
     def from_json(cls, text: str) -> Arrival:

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_commopt.launch.interfaces import find_listening, list_interfaces
-from lightning_commopt.launch.ports import try_port
+from lightning_commopt.launch.interfaces import find_listening, list_interfaces, resolve, try_port
 from lightning_commopt.sync.store import Agreement, poll
-from lightning_commopt.watch.ending import end_waiting_rank, print_now
 from lightning_commopt.watch.join_texts import (
     Arrival,
     activity_text,
@@ -27,6 +25,7 @@ from lightning_commopt.watch.join_texts import (
     unconnected_text,
 )
 from lightning_commopt.watch.peers import namespace_name
+from lightning_commopt.watch.waiting import end_waiting_rank, print_now
 
 _REPORT_AFTER_S = 20.0
 LOOK_S = 1.0
@@ -207,7 +206,7 @@ class JoinWatch:
         if time.monotonic() - self._complete_at < _REPORT_AFTER_S / 2:
             return None
         joined = [rank for rank in range(self._world_size) if store.check([f"joined/{rank}"])]
-        return unconnected_text(self._address, arrivals, joined, _resolve(self._host))
+        return unconnected_text(self._address, arrivals, joined, resolve(self._host))
 
     def _read_arrivals(self, store: dist.Store) -> list[Arrival]:
         for rank in range(self._world_size):
@@ -253,7 +252,7 @@ class JoinWatch:
         store.compare_set("failed", "", f"rank {self._rank} on {socket.gethostname()} has failed: {self._error}")
         poll(lambda: self._has_store() and len(self._read_arrivals(store)) == self._world_size, _CLOSE_S / 2)
         arrivals = self._read_arrivals(store)
-        master = _resolve(self._host)
+        master = resolve(self._host)
         if len(arrivals) == self._world_size and find_misplaced(arrivals, master)[0]:
             self._report(unconnected_text(self._address, arrivals, (), master))
 
@@ -274,10 +273,3 @@ def watch_joining(strategy: Any, backend: str | None) -> AbstractContextManager[
         ranks_per_node=strategy.num_processes,
         backend=backend,
     )
-
-
-def _resolve(host: str) -> str | None:
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return None

@@ -98,11 +98,8 @@ def different_ends_message(numbers: Sequence[int | None], epoch: int) -> str:
 def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, *, was_stopped: bool) -> str:
     """Returns the message for a rank that continues in an epoch that another has ended.
 
-    Args:
-        left: a rank, and the number of batches after which it has ended the epoch.
-        going: a rank, and the number of batches that it has begun.
-        epoch: its number.
-        was_stopped: whether ``trainer.should_stop`` was set on the rank that has ended it.
+    Of both the rank, and the number of batches that it has begun or after which it has ended the epoch; ``was_stopped``
+    if ``trainer.should_stop`` was set on the latter.
     """
     why = ", as trainer.should_stop was set there" if was_stopped else ""
     return (

@@ -1,7 +1,11 @@
-"""What the training thread does now, according to its Python frames and its device."""
+"""What the training thread does now, by its Python frames and its device; and the end of a process that waits in vain.
+
+No other place of this package ends a process of training.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -12,6 +16,27 @@ from lightning_commopt.compat.lightning import RUNS_CALLBACKS, SAVES_CHECKPOINTS
 
 _LAUNCHERS = ("torch.distributed.elastic.", "torch.distributed.launch", "torch.distributed.run")
 _TORCH = ("torch.", "lightning_commopt.", "contextlib", "functools")
+
+
+def end_process(reason: str) -> None:
+    """Prints ``reason`` on stderr, and ends this process with status 1, without any of its handlers.
+
+    Only for a process that waits for others in vain: in a collective that cannot return, handlers never run.
+    """
+    print_now(reason)
+    os._exit(1)
+
+
+def end_waiting_rank(rank: int, reason: str, waited_s: float) -> None:
+    """Ends the process of a rank that has waited in vain; see `end_process`."""
+    end_process(f"[rank {rank}] {reason}\n[rank {rank}] This rank has waited for {waited_s:g} s, and ends.")
+
+
+def print_now(text: str) -> None:
+    """Prints lines on stderr after flushing stdout."""
+    sys.stdout.flush()
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def is_in_collective(thread: int) -> bool:

@@ -12,10 +12,10 @@ from recorded_domain import RecordedDomain
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import cuda_profiler, step_clock
+from lightning_commopt.callbacks import cuda_profiler, speed
 from lightning_commopt.callbacks.cuda_profiler import CUDAProfilerWindow
 from lightning_commopt.callbacks.nvtx_ranges import NVTXRanges
-from lightning_commopt.callbacks.phases import step_of_loggers
+from lightning_commopt.compat.lightning import batches_that_stepped
 from lightning_commopt.text import validation
 from support.lightnings import (
     Callback,
@@ -166,7 +166,7 @@ def test_a_window_holds_whole_steps_and_nothing_else_is_synchronised(events, win
 
 def test_what_a_window_reports(events, caplog, monkeypatch):
     clock = iter([10.0, 12.0])
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
     callback = CUDAProfilerWindow(start_step=1, num_steps=2)
     with caplog.at_level(logging.INFO):
         fit(callback, events, data=loader(6), accumulate_grad_batches=2)
@@ -271,7 +271,7 @@ def test_resuming_where_lightning_corrects_its_count_late(events, tmp_path):
 
     class Steps(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            events.append(step_of_loggers(trainer))
+            events.append(batches_that_stepped(trainer))
 
     settings = {"limit_val_batches": 1, "val_check_interval": 2, "data": loader()}
     fit(CUDAProfilerWindow(start_step=0), [], callbacks=[Saves()], max_epochs=2, **settings)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hanging_fits import HAS_SIGTERM_BROADCAST, LosingBroadcast, fit_slowly, fit_with_faults
 
-from lightning_commopt.callbacks import HangMonitor
+from lightning_commopt.callbacks import HangMonitor, hang_monitor
 from lightning_commopt.watch.hangs.records import read_hang_report
 from support.lightnings import DDPStrategy
 from support.marked_processes import Program
@@ -200,11 +200,15 @@ class MissingMonitor:
         pass
 
 
-def test_a_missing_monitor_is_waited_for_once() -> None:
+def test_a_missing_monitor_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a monitor that never starts costs a minute at the start and end of every validation."""
     monitor, watched = HangMonitor(), MissingMonitor()
-    monitor._watched = watched  # type: ignore[assignment]
-    trainer: Any = SimpleNamespace(training=False, validating=False, sanity_checking=False)
+    monkeypatch.setattr(hang_monitor, "WatchedRank", lambda **options: watched)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    trainer: Any = SimpleNamespace(training=False, validating=False, sanity_checking=False, world_size=2)
+    trainer.log_dir, trainer.global_step = "logs", 0
+    trainer.strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    monitor.setup(trainer, None, "validate")
     with pytest.warns(UserWarning, match="not all ranks' monitors have started within a minute"):
         monitor.on_validation_start(trainer, None)
     for _ in range(3):  # a warning is an error in tests

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest.gradients import Net, flatten, random_gradients, send
+from lightning_commopt.commands.selftest.steps import Net, flatten, random_gradients, send
 from lightning_commopt.compressors import BySize, Compressor, Int4, Layout, PowerSGD, Rounds, State
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.gradient_sync import GradientSync

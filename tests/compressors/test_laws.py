@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest.gradients import Net, flatten, random_gradients, send
+from lightning_commopt.commands.selftest.checks import candidates
 from lightning_commopt.commands.selftest.laws import LAWS, HasReference, as_ddp
-from lightning_commopt.commands.selftest.places import candidates
-from lightning_commopt.commands.selftest.steps import Setup, run_steps
+from lightning_commopt.commands.selftest.steps import Net, Setup, flatten, random_gradients, run_steps, send
 from lightning_commopt.compressors import AfterSteps, Compressor, Hierarchical, PowerSGD
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.wrappers import Wrapper

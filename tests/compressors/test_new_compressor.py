@@ -62,7 +62,7 @@ class Float8(Compressor):
 def broken_laws():
     """Returns what the laws say of it, on a rank."""
     from lightning_commopt.commands.selftest.laws import LAWS
-    from lightning_commopt.commands.selftest.places import candidates
+    from lightning_commopt.commands.selftest.checks import candidates
     from lightning_commopt.commands.selftest.steps import Setup
     from lightning_commopt.compressors.catalog import example_compressors
     from support.every_compressor import COMPRESSORS

@@ -134,10 +134,9 @@ elif what == "of_rank":
     sys.exit(4)
 elif what == "lab":
     from lightning_commopt.launch.lab import NetLab
-    from lightning_commopt.launch.fork_server import start_in_place
     with NetLab(2, "1gbit") as lab:
         command = [sys.executable, "-m", "probe", "of_lab"]
-        print(*lab.run(command, start=start_in_place, pin_to_cores=True, environment={"OF_LAB": "1"}), sep="")
+        print(*lab.run(command, pin_to_cores=True, environment={"OF_LAB": "1"}), sep="")
 elif what == "of_lab":
     import socket
     names = [name for _, name in socket.if_nameindex()]
@@ -145,10 +144,9 @@ elif what == "of_lab":
     print(os.environ["RANK"], os.environ["OF_LAB"], sorted(names), num_cores, os.getcwd(), os.getpid() < 100)
 elif what == "lab_fails":
     from lightning_commopt.launch.lab import NetLab, RankError
-    from lightning_commopt.launch.fork_server import start_in_place
     with NetLab(2) as lab:
         try:
-            lab.run([sys.executable, "-m", "probe", "of_lab_that_fails"], start=start_in_place)
+            lab.run([sys.executable, "-m", "probe", "of_lab_that_fails"])
         except RankError as error:
             print(error.rank, error.status)
 elif what == "of_lab_that_fails":

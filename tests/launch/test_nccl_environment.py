@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_commopt.launch.nccl_environment import find_mistakes
-from lightning_commopt.launch.nccl_variables import nccl_variables, other_variables
+from lightning_commopt.launch.nccl_variables import find_mistakes, nccl_variables, other_variables
 
 # What was set, and a word that the message must have.
 _MISTAKES = [

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from lightning_commopt.launch.rank_identity import expand_node_list, find_rank_identity
+from lightning_commopt.launch.environment import expand_node_list, find_rank_identity
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN |= {"MASTER_ADDR": "a", "MASTER_PORT": "7"}

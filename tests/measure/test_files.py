@@ -45,7 +45,7 @@ def test_what_is_written_is_read(tmp_path):
     for found, records in zip(ranks, written, strict=True):
         for one, other in zip(found.steps, records, strict=True):
             _assert_same(one, other)
-        assert found.layouts == (layout(),) * 3
+        assert found.layouts == [layout()] * 3
         assert found.num_broken_lines == 0
     assert notices(ranks) == []
 
@@ -77,7 +77,7 @@ def test_a_layout_is_written_when_it_changes(tmp_path):
     writer.write(STEPS[2:], dict(reversed(layout(3).items())))
     types = [line["type"] for line in _lines(rank_file(tmp_path, 0))]
     assert types == ["run", "layout", "step", "layout", "step", "step", "step"]
-    assert read_run(tmp_path)[0].layouts == (layout(2), layout(3), layout(3), layout(3))
+    assert read_run(tmp_path)[0].layouts == [layout(2), layout(3), layout(3), layout(3)]
 
 
 def test_without_steps_there_is_no_file(tmp_path):
@@ -96,7 +96,7 @@ def test_of_a_resumed_run_the_last_fit_is_read(tmp_path):
     (last,), (first,) = read_run(tmp_path), read_run(tmp_path, fit=0)
     assert (last.header["plan"], [record.step for record in last.steps]) == ("two", [3])
     assert (first.header["plan"], [record.step for record in first.steps]) == ("one", [0, 1, 2])
-    assert last.layouts == ({},)
+    assert last.layouts == [{}]
     with pytest.raises(ValueError, match=r"fit=2: .* hold 2"):
         read_run(tmp_path, fit=2)
 

@@ -9,8 +9,7 @@ from browser import CHROMIUM, NO_CHROMIUM, opened, started_browser
 
 from lightning_commopt.measure.link.bench_result import BenchResult, Row
 from lightning_commopt.measure.link.model import LinkModel
-from lightning_commopt.report.bench_page import write_bench_page
-from lightning_commopt.report.figures.bench import bench_charts
+from lightning_commopt.report.bench_page import bench_charts, write_bench_page
 from support.sample_bench import case, result_of, sample
 
 

@@ -15,14 +15,11 @@ from plotly import graph_objects as go
 from lightning_commopt.measure.files import rank_file
 from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.report.build import build_report
-from lightning_commopt.report.figures.chart import Chart
 from lightning_commopt.report.figures.loss import MAX_CURVES, loss_curves
 from lightning_commopt.report.figures.scaling import scaling_charts
-from lightning_commopt.report.figures.step_time import overlap, step_parts
-from lightning_commopt.report.figures.steps import MAX_SETTINGS, typical_steps
-from lightning_commopt.report.figures.style import PlanStyle, plan_styles, series_of, typical_run
-from lightning_commopt.report.figures.throughput import bucket_sizes, peak_memory, throughput
-from lightning_commopt.report.figures.timeline import timelines
+from lightning_commopt.report.figures.style import Chart, PlanStyle, plan_styles, series_of, typical_run
+from lightning_commopt.report.figures.throughput import bucket_sizes, overlap, peak_memory, step_parts, throughput
+from lightning_commopt.report.figures.timeline import MAX_SETTINGS, timelines, typical_steps
 from lightning_commopt.report.model import Group, Report
 from lightning_commopt.report.page import sections
 from support.sample_runs import SampleRun, four_methods_report, ladder_report, sample_report, save_run, write_run

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from lightning_commopt.commands.app import app
 from lightning_commopt.report import page
-from lightning_commopt.report.files import report_sweep
+from lightning_commopt.report.terminal import report_sweep
 from support.sample_runs import ladder_report, save_rates, save_run, write_sweep
 
 RATES = {"none": [100, 101, 99], "bf16": [150, 152, 148]}

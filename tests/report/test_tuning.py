@@ -12,11 +12,10 @@ import pytest
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder, SpeedMonitor
 from lightning_commopt.compat.collectives import has_collective_hooks
-from lightning_commopt.measure.runs.tuning import Tuning
+from lightning_commopt.measure.runs.record import Tuning
 from lightning_commopt.measure.summary import summarize_run
 from lightning_commopt.report.build import build_report
-from lightning_commopt.report.figures.chart import Chart
-from lightning_commopt.report.figures.style import plan_styles
+from lightning_commopt.report.figures.style import Chart, plan_styles
 from lightning_commopt.report.page import sections
 from support.ranks import run_ranks
 from support.sample_runs import save_run

@@ -36,7 +36,7 @@ class _Keep(Callback):
     """Keeps the residuals of this rank when training starts; they are used up in the first step."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        sync = trainer.strategy._sharded_sync
+        sync = trainer.strategy.sharded_sync
         self.residuals = {name: value.clone() for name, value in sync.residuals().items()}
 
 
@@ -50,9 +50,9 @@ def _fit(
         run.fit(model, loader(48), ckpt_path=path if resume else None, **_TRUSTED)
     if path is not None and not resume:
         run.save_checkpoint(path)
-    assert strategy._sharded_sync is not None
+    assert strategy.sharded_sync is not None
     parameters = {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}
-    residuals = {name: value.clone() for name, value in strategy._sharded_sync.residuals().items()}
+    residuals = {name: value.clone() for name, value in strategy.sharded_sync.residuals().items()}
     return parameters, keep.residuals, residuals
 
 
@@ -128,7 +128,7 @@ def _second_fit() -> tuple[bool, bool]:
     model, keep = _Sharded(), _Keep()
     run = trainer(strategy, max_epochs=1, callbacks=[keep])
     run.fit(model, loader(24))
-    sync = strategy._sharded_sync
+    sync = strategy.sharded_sync
     assert sync is not None
     kept = sync.residuals()
     run.fit_loop.max_epochs = 2

@@ -13,17 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from lightning_commopt.commands.selftest.gradients import flatten
-from lightning_commopt.commands.selftest.sharded_laws import SHARDED_LAWS, sharded_examples
-from lightning_commopt.commands.selftest.sharded_steps import (
+from lightning_commopt.commands.selftest.sharded_laws import (
+    SHARDED_LAWS,
     ShardedSetup,
     averages_of,
     gradients_of,
     new_model,
     run_step,
     run_steps,
+    sharded_examples,
 )
-from lightning_commopt.commands.selftest.steps import of_all_ranks
+from lightning_commopt.commands.selftest.steps import flatten, of_all_ranks
 from lightning_commopt.compat.collectives import CollectiveHooks
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
 from lightning_commopt.compressors.sharded_registry import sharded_from_config

@@ -9,16 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_commopt.commands.selftest.gradients import flatten
-from lightning_commopt.commands.selftest.sharded_laws import SHARDED_LAWS
-from lightning_commopt.commands.selftest.sharded_steps import (
+from lightning_commopt.commands.selftest.sharded_laws import (
+    SHARDED_LAWS,
     ShardedSetup,
     averages_of,
     gradients_of,
     new_model,
     run_step,
 )
-from lightning_commopt.commands.selftest.steps import of_all_ranks
+from lightning_commopt.commands.selftest.steps import flatten, of_all_ranks
 from lightning_commopt.compat.collectives import CollectiveHooks
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedCompressor, ShardedInt4, ShardedInt8
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical

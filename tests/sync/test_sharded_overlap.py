@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_commopt import CommOptModelParallel, shard
-from lightning_commopt.commands.selftest.gradients import flatten
-from lightning_commopt.commands.selftest.sharded_steps import ShardedSetup, averages_of, gradients_of
+from lightning_commopt.commands.selftest.sharded_laws import ShardedSetup, averages_of, gradients_of
+from lightning_commopt.commands.selftest.steps import flatten
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
 from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.sharded_overlap import Overlap

@@ -28,7 +28,7 @@ from lightning_commopt.report.model import Report
 from lightning_commopt.report.terminal import print_report
 from lightning_commopt.text.findings import Finding
 from lightning_commopt.text.terminal import TextTable
-from lightning_commopt.train.run_table import run_table
+from lightning_commopt.train.train import run_table
 from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.records import HangReport, Records
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot

@@ -3,7 +3,7 @@ import io
 from rich.console import Console
 
 from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.train.run_table import run_table
+from lightning_commopt.train.train import run_table
 
 
 def row(**values):

@@ -2,7 +2,7 @@
 
 import math
 
-from lightning_commopt.measure.runs.tuning import Stretch
+from lightning_commopt.measure.runs.record import Stretch
 from lightning_commopt.tune.history import History
 
 

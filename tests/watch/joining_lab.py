@@ -14,7 +14,7 @@ from functools import partial
 
 import joining_script
 
-from lightning_commopt.launch.fork_server import preload, start_in_place
+from lightning_commopt.launch.fork_server import preload
 from lightning_commopt.launch.lab import NetLab, RankError
 
 
@@ -26,7 +26,7 @@ def run(limit_s: float, case: list[object]) -> list[str] | None:
     command = [sys.executable, "-m", joining_script.__name__, *map(str, arguments)]
     with NetLab(num_hosts) as lab:
         try:
-            lab.run(command, environment={"OMP_NUM_THREADS": "1"}, timeout_s=limit_s, start=start_in_place)
+            lab.run(command, environment={"OMP_NUM_THREADS": "1"}, timeout_s=limit_s)
         except RankError as error:
             return error.outputs
     return None

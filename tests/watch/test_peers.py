@@ -2,8 +2,7 @@
 
 import torch.distributed as dist
 
-from lightning_commopt.watch.lifelines import Lifelines
-from lightning_commopt.watch.peers import Peers
+from lightning_commopt.watch.peers import Lifelines, Peers
 
 
 def test_ranks_that_wait_for_a_slow_one_are_told_apart() -> None:

@@ -84,10 +84,15 @@ def bench(
 
     Exit status 1 if a result is wrong or a rank fails, 2 for mistakes in the arguments.
     """
-    from lightning_commopt.measure.link.bench_result import kind_of
-    from lightning_commopt.measure.link.bench_settings import COLLECTIVES, PLACES, BenchSettings
+    from lightning_commopt.measure.link.bench_result import BenchResult, kind_of
+    from lightning_commopt.measure.link.bench_settings import (
+        COLLECTIVES,
+        PLACES,
+        BenchSettings,
+        parse_size,
+        sizes_between,
+    )
     from lightning_commopt.measure.link.model import MODEL_KIND
-    from lightning_commopt.measure.link.sizes import parse_size, sizes_between
 
     _check_folders(output, csv, page, model)
     predicted = [parse_size("--predict", size) for size in predict.split(",")] if predict else []
@@ -96,8 +101,13 @@ def bench(
             raise ValueError(f"{load} is a link model: --output, --csv, --page and --model need the times of a bench")
         _show_model(load, json, predicted)
         return
-    if load is not None or from_run is not None:
-        result: BenchResult | None = _load_result(load, from_run)
+    result: BenchResult | None
+    if load is not None:
+        result = BenchResult.load(load)
+    elif from_run is not None:
+        from lightning_commopt.measure.link.from_steps import result_of_run
+
+        result = result_of_run(from_run)
     else:
         sizes_bytes = sizes_between(
             parse_size("-b", minbytes),
@@ -140,16 +150,6 @@ def _check_folders(*paths: Path | None) -> None:
             raise ValueError(f"{path} cannot be written: {path.absolute().parent} is no folder")
 
 
-def _load_result(load: Path | None, run_dir: Path | None) -> "BenchResult":
-    from lightning_commopt.measure.link.bench_result import BenchResult
-    from lightning_commopt.measure.link.from_steps import result_of_run
-
-    if load is not None:
-        return BenchResult.load(load)
-    assert run_dir is not None
-    return result_of_run(run_dir)
-
-
 def _messages_of(plan: Path, run_dir: Path | None, hooks: list[Any]) -> tuple[list[int], list[Any]]:
     """Returns the sizes of a plan's buckets, and its comm hook in front of the others."""
     from lightning_commopt.commands.bench.plan_messages import messages_of
@@ -181,14 +181,14 @@ def _show(result: "BenchResult", json: bool, sizes_bytes: Sequence[int]) -> None
 
 def _show_model(path: Path, json: bool, sizes_bytes: Sequence[int]) -> None:
     from lightning_commopt.measure.link.model import LinkModel
-    from lightning_commopt.report.bench_terminal import kept_model_lines, predictions
+    from lightning_commopt.report.bench_terminal import condition_lines, model_lines, predictions
 
     model = LinkModel.load(path)
     if json:
         typer.echo(json_text.dumps({**model.to_plain(), "predictions": predictions(model, sizes_bytes)}, indent=2))
         return
     console = Console()
-    for line in kept_model_lines(model, sizes_bytes):
+    for line in (*(f"# {condition}" for condition in condition_lines(model.where)), *model_lines(model, sizes_bytes)):
         print_text(line, console)
 
 
@@ -214,13 +214,14 @@ def _measure(
     settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
 ) -> "BenchResult | None":
     """Returns the result; None on ranks that do not print."""
-    from lightning_commopt.commands.bench.hooks import check_hooks
-    from lightning_commopt.commands.bench.launched import bench_launched
+    from lightning_commopt.commands.bench.job import bench_launched
+    from lightning_commopt.commands.bench.operations import compressor_of
+    from lightning_commopt.launch.environment import find_rank_identity
     from lightning_commopt.launch.lab import RankError
     from lightning_commopt.launch.process import InterruptedRun, raise_signals
-    from lightning_commopt.launch.rank_identity import find_rank_identity
 
-    check_hooks(settings.comm_hooks)
+    for comm_hook in settings.comm_hooks:
+        compressor_of(comm_hook)  # raises what is wrong with it
     identity = find_rank_identity()
     if identity is not None and identity.world_size > 1:
         options = {"--nproc-per-node": nproc_per_node, "--link": link, "--hosts": hosts}
@@ -242,8 +243,7 @@ def _measure(
 def _start_ranks(
     settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
 ) -> "BenchResult":
-    import lightning_commopt.commands.bench.rank  # noqa: F401 - imported before ranks are forked
-    from lightning_commopt.commands.bench.launched import device_type_of
+    from lightning_commopt.commands.bench.job import device_type_of  # and so before ranks are forked
     from lightning_commopt.commands.bench.start import MODULE, bench_here, bench_in_lab, check_size
     from lightning_commopt.launch.fork_server import preload
     from lightning_commopt.launch.lab import parse_rate

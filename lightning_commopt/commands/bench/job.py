@@ -1,27 +1,37 @@
-"""One bench on one rank: joins the process group, measures, and describes the machine."""
+"""One bench on one rank: joins the process group, measures, and describes the machine.
+
+Run as ``python -m ... JOB.json`` where the command starts its ranks itself; torchrun and srun run the command.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
 import statistics
+import sys
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_commopt.commands.bench.measure import measure, reduce_value
-from lightning_commopt.commands.bench.start import OnProgress
-from lightning_commopt.launch.rank_identity import RankIdentity
+from lightning_commopt.commands.bench.start import PROGRESS, OnProgress
+from lightning_commopt.launch.environment import RankIdentity, find_rank_identity
 from lightning_commopt.measure.link.bench_result import BenchResult
 from lightning_commopt.measure.link.bench_settings import BenchSettings
 from lightning_commopt.measure.runs.machine import devices, nccl_version, versions
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
+from lightning_commopt.text.validation import check_choice
 
 _TIMEOUT = timedelta(minutes=30)
+_CPU_RANKS = 2
+_NUM_WARMUPS = 2
+_NUM_COPIES = 10
 
 
 def run_job(
@@ -35,13 +45,8 @@ def run_job(
 ) -> BenchResult:
     """Measures as one of the ranks; all of them must call it, in a process without a process group.
 
-    Args:
-        settings: what to measure.
-        identity: of this rank.
-        device_type: "cpu", over gloo, or "cuda", over NCCL.
-        on_progress: called before each block.
-        notes: further entries of `BenchResult.where`, such as the link's rate.
-        init_method: where ranks meet, see ``init_process_group``.
+    On "cpu" over gloo, on "cuda" over NCCL. ``notes`` are further entries of `BenchResult.where`, such as the link's
+    rate; ``init_method`` is that of ``init_process_group``.
 
     Returns:
         The result, on every rank.
@@ -98,10 +103,6 @@ def _describe_machine(device: torch.device, ranks_per_node: int) -> dict[str, An
     }
 
 
-_NUM_WARMUPS = 2
-_NUM_COPIES = 10
-
-
 def copy_between_gpus(num_bytes: int) -> list[list[float | None]]:
     """Returns bytes a second from each GPU (row) to each other one (column), the median of 10 copies of ``num_bytes``.
 
@@ -129,3 +130,62 @@ def _rate(source: torch.Tensor, target: torch.Tensor) -> float:
             if number >= _NUM_WARMUPS:
                 times_s.append(start.elapsed_time(end) / 1e3)
     return source.numel() / statistics.median(times_s)
+
+
+def main() -> None:
+    """Reads the job and measures; rank 0 writes the result to the job's file."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    identity = find_rank_identity()
+    assert identity is not None
+
+    def print_progress(num_done: int, total: int, label: str) -> None:
+        if identity.rank == 0:
+            print(PROGRESS + json.dumps([num_done, total, label]), flush=True)
+
+    result = run_job(
+        BenchSettings.from_dict(job["settings"]),
+        identity,
+        device_type=job["device_type"],
+        on_progress=print_progress,
+        notes=job["notes"],
+        init_method=f"file://{job['store']}",
+    )
+    if identity.rank == 0:
+        result.save(Path(job["result"]))
+
+
+def device_type_of(device: str) -> tuple[str, int]:
+    """Returns the type of device, and the default number of ranks on a host; "auto" is CUDA with at least two devices.
+
+    Raises:
+        ValueError: the device is unknown, or there is none of its type.
+    """
+    check_choice("device", device, ("auto", "cpu", "cuda"))
+    num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and num_gpus == 0:
+        raise ValueError("--device cuda: torch finds no CUDA device here")
+    if device == "cuda" or num_gpus > 1:
+        return "cuda", num_gpus
+    return "cpu", _CPU_RANKS
+
+
+def bench_launched(
+    settings: BenchSettings, identity: RankIdentity, *, device: str, on_progress: OnProgress
+) -> BenchResult | None:
+    """Measures as one of the ranks that a launcher has started; the result on rank 0, None on the others.
+
+    The device "auto" is CUDA if each rank has one.
+
+    Raises:
+        ValueError: a setting does not fit these ranks.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.device_count() >= identity.ranks_per_node else "cpu"
+    device_type, _ = device_type_of(device)
+    os.environ |= {"MASTER_ADDR": identity.address, "MASTER_PORT": str(identity.port)}  # srun leaves them unset
+    result = run_job(settings, identity, device_type=device_type, on_progress=on_progress)
+    return result if identity.rank == 0 else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,39 +1,94 @@
-"""Torch's collectives: how to call each on the shared memory, and what it must return.
+"""Cases ready to run: how to call torch's collectives and comm hooks on the shared memory, and what they must return.
 
 torch's all_reduce, broadcast and reduce work in place; out of place the message is copied first, as a caller would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commopt.commands.bench import pattern
-from lightning_commopt.commands.bench.groups import Memory, Ranks
+from lightning_commopt.commands.bench.cases import has_nodes
+from lightning_commopt.compressors import Compressor, Layout, compressor_from_config
+from lightning_commopt.compressors.base import finish
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors.hierarchical import place_on_nodes
+from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.measure.link.bench_result import Case
+from lightning_commopt.sync.groups import borrow_groups
 
 _REDOPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_PERIOD = 1021
+_NUM_VALUES = 3
+_CHUNK = 4096 * _PERIOD
+_STEP = 1_000_000  # after every start_step: compressed from the first call on
+_TILE_NUMEL = 65_521  # a prime: no two blocks of a compressor are equal
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a case: their group, their global ranks, and the index of this rank among them."""
+
+    group: dist.ProcessGroup
+    members: tuple[int, ...]
+    index: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Ranks:
+        return cls(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def member(self, index: int) -> int:
+        """Returns the global rank at ``index`` modulo their number."""
+        return self.members[index % self.size]
+
+
+def ranks_by_scope(ranks_per_node: int) -> tuple[dict[str, Ranks], Channel]:
+    """Returns the ranks of each scope, and a channel over all ranks. All ranks must call it."""
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    world_size = dist.get_world_size()
+    if not has_nodes(world_size, ranks_per_node):
+        return {"all": Ranks.of(world)}, Channel(world)
+    borrowed = borrow_groups(world, ranks_per_node=ranks_per_node)
+    within, across = borrowed.within, borrowed.across
+    assert within is not None
+    assert across is not None
+    scopes = {"all": Ranks.of(world), "node": Ranks.of(within), "across": Ranks.of(across)}
+    return scopes, Channel(world, within, across)
+
+
+class Memory:
+    """Two buffers of ``num_bytes`` that all cases share, allocated and touched once."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._buffers = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def views(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Tensor]:
+        """Returns the beginning of both buffers, ``(numel,)`` each."""
+        first, second = (buffer[: numel * dtype.itemsize].view(dtype) for buffer in self._buffers)
+        return first, second
 
 
 @dataclass(frozen=True)
 class Call:
-    """A case that can be run.
+    """A case that can be run."""
 
-    Attributes:
-        run: makes one call, which is done when the current stream is. A plain collective is torch's function with
-            positional arguments: Python's overhead is visible in small messages, a keyword is 1 % of 8 bytes over gloo.
-        fill: prepares the memory for a call whose result is checked.
-        num_wrong: returns the number of wrong elements on this rank after such a call.
-    """
-
+    # Makes one call, which is done when the current stream is. A plain collective is torch's function with positional
+    # arguments: Python's overhead is visible in small messages, a keyword is 1 % of 8 bytes over gloo
     run: Callable[[], object]
-    fill: Callable[[], None]
-    num_wrong: Callable[[], int]
+    fill: Callable[[], None]  # prepares the memory for a call whose result is checked
+    num_wrong: Callable[[], int]  # returns the number of wrong elements on this rank after such a call
 
 
 def prepare(case: Case, ranks: Ranks, memory: Memory, root: int) -> Call:
@@ -41,7 +96,7 @@ def prepare(case: Case, ranks: Ranks, memory: Memory, root: int) -> Call:
     dtype = getattr(torch, case.dtype)
     first, second = memory.views(dtype, case.size_bytes // dtype.itemsize)
     job = _Job(case, ranks, root, send=first, recv=second if case.place == "out" else first)
-    return Call(_in_order(*job.calls()), lambda: pattern.fill(job.send, ranks.index), job.num_wrong)
+    return Call(_in_order(*job.calls()), lambda: fill(job.send, ranks.index), job.num_wrong)
 
 
 @dataclass(frozen=True)
@@ -66,14 +121,8 @@ class _Job:
         return self.recv[: self.case.count] if is_apart else self.recv[self.own]
 
     def calls(self) -> list[Callable[[], object]]:
-        """Returns torch's functions to call, in order."""
-        send, recv, group, redop = (
-            self.send,
-            self.recv,
-            self.ranks.group,
-            _REDOPS.get(self.case.redop, dist.ReduceOp.SUM),
-        )
-        root, operation = self.ranks.members[self.root], self.case.operation
+        send, recv, group, operation = self.send, self.recv, self.ranks.group, self.case.operation
+        root, redop = self.ranks.members[self.root], _REDOPS.get(self.case.redop, dist.ReduceOp.SUM)
         copies = [] if self.case.place == "in" else [partial(recv.copy_, send)]
         if operation == "all_reduce":
             return [*copies, partial(dist.all_reduce, recv, redop, group)]
@@ -96,22 +145,21 @@ class _Job:
         return [lambda: [work.wait() for work in dist.batch_isend_irecv(both)]]
 
     def num_wrong(self) -> int:
-        """Returns the number of wrong elements on this rank."""
         ranks, redop, count = self.ranks, self.case.redop, self.case.count
         match self.case.operation:
             case "all_gather" | "all_to_all" as operation:
                 starts = [rank * count if operation == "all_gather" else self.own.start for rank in range(ranks.size)]
                 parts = zip(self.recv.split(count), starts, strict=True)
-                return sum(pattern.num_wrong(part, [rank], offset=at) for rank, (part, at) in enumerate(parts))
+                return sum(num_wrong(part, [rank], offset=at) for rank, (part, at) in enumerate(parts))
             case "send_recv":
-                return pattern.num_wrong(self.recv, [(ranks.index - 1) % ranks.size])
+                return num_wrong(self.recv, [(ranks.index - 1) % ranks.size])
             case "broadcast":
-                return pattern.num_wrong(self.recv, [self.root])
+                return num_wrong(self.recv, [self.root])
             case "reduce_scatter":
-                return pattern.num_wrong(self.reduced_part, range(ranks.size), redop, self.own.start)
+                return num_wrong(self.reduced_part, range(ranks.size), redop, self.own.start)
             case "reduce" if ranks.index != self.root:
                 return 0
-        return pattern.num_wrong(self.recv, range(ranks.size), redop)
+        return num_wrong(self.recv, range(ranks.size), redop)
 
 
 def _in_order(*calls: Callable[[], object]) -> Callable[[], object]:
@@ -124,3 +172,80 @@ def _in_order(*calls: Callable[[], object]) -> Callable[[], object]:
             call()
 
     return run
+
+
+def fill(part: Tensor, rank: int, offset: int = 0) -> None:
+    """Fills ``part`` ``(n,)`` with a rank's numbers from ``offset`` in its message on.
+
+    Every rank has its own integers, small enough for exact sums in every dtype, with a prime period: an element at the
+    wrong offset is noticed.
+    """
+    table = _table(rank, offset).to(part.device, part.dtype)
+    for chunk in part.split(_CHUNK):
+        whole = len(chunk) // _PERIOD * _PERIOD
+        chunk[:whole].view(-1, _PERIOD).copy_(table)
+        chunk[whole:].copy_(table[: len(chunk) - whole])
+
+
+def num_wrong(part: Tensor, ranks: Sequence[int], redop: str = "sum", offset: int = 0) -> int:
+    """Returns how many elements of ``part`` ``(n,)`` differ from the ranks' numbers, reduced, from ``offset`` on."""
+    tables = torch.stack([_table(rank, offset) for rank in ranks])
+    reduced = tables.sum(0) if redop == "sum" else tables.amin(0) if redop == "min" else tables.amax(0)
+    expected = reduced.to(part.dtype).to(part.device)
+    wrong = 0
+    for chunk in part.split(_CHUNK):
+        whole = len(chunk) // _PERIOD * _PERIOD
+        wrong += int((chunk[:whole].view(-1, _PERIOD) != expected).sum())
+        wrong += int((chunk[whole:] != expected[: len(chunk) - whole]).sum())
+    return wrong
+
+
+def _table(rank: int, offset: int) -> Tensor:
+    """Returns one period ``(1021,)`` of a rank's numbers."""
+    index = (torch.arange(_PERIOD) + offset) % _PERIOD
+    return (index * index + index // 7 + rank * (index % 2 + 1)) % _NUM_VALUES
+
+
+def compressor_of(comm_hook: Any) -> Compressor:
+    """Returns the compressor; ValueError if it is unknown, has a wrong option, or is "none", which is no hook."""
+    try:
+        compressor = compressor_from_config(comm_hook)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--comm-hook: {error}") from None
+    if compressor is None:
+        raise ValueError("--comm-hook none is DDP's own all-reduce: name the collective all_reduce instead")
+    return compressor
+
+
+def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Memory, ranks_per_node: int) -> Call:
+    """Returns a comm hook's case over all ranks, ready to run; the bucket is one matrix, as square as possible.
+
+    Raises:
+        ValueError: the comm hook is unknown, or does not support these ranks.
+    """
+    compressor, _ = place_on_nodes(compressor_of(case.comm_hook), ranks.size, ranks_per_node)
+    if compressor.claims.has_c_kernels:
+        c_library.load()
+    dtype = getattr(torch, case.dtype)
+    flat, other = memory.views(dtype, case.count)
+    num_rows = next(rows for rows in range(math.isqrt(case.count), 0, -1) if case.count % rows == 0)
+    shape = torch.Size((num_rows, case.count // num_rows))
+    layout = Layout((shape,), ((shape[1], 1),), dtype)
+    state = compressor.init(layout, flat.device, _STEP)
+
+    def run() -> None:
+        with torch.no_grad():
+            finish(compressor.rounds(flat, layout, state, channel))
+
+    tile = torch.randn(_TILE_NUMEL, generator=torch.Generator().manual_seed(ranks.index)).to(flat)
+
+    def fill() -> None:
+        for part in flat.split(_TILE_NUMEL):
+            part.copy_(tile[: len(part)])
+
+    def num_unlike_first() -> int:
+        other.copy_(flat)
+        dist.broadcast(other, ranks.members[0], group=ranks.group)
+        return int((other != flat).sum())
+
+    return Call(run, fill, num_unlike_first)

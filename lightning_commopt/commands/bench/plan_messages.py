@@ -16,23 +16,14 @@ _DDP_DEFAULT_MIB = (1, 25)
 
 
 class PlanMessages(NamedTuple):
-    """What a plan sends in a step.
+    """What a plan sends in a step."""
 
-    Attributes:
-        sizes_bytes: of its buckets, each size once.
-        comm_hook: its compressor as in configurations; None without.
-    """
-
-    sizes_bytes: tuple[int, ...]
-    comm_hook: Any
+    sizes_bytes: tuple[int, ...]  # of its buckets, each size once
+    comm_hook: Any  # its compressor as in configurations; None without
 
 
 def messages_of(plan: CommPlan, run_dir: Path | None = None) -> PlanMessages:
-    """Returns the messages of a plan.
-
-    Args:
-        plan: without a run, buckets have the size of its caps.
-        run_dir: a run with this plan, recorded by `CommTimeMonitor`, for the exact sizes of its buckets.
+    """Returns the messages of a plan: buckets have the size of its caps, or those of a run with this plan.
 
     Raises:
         FileNotFoundError: the run has no records of steps.

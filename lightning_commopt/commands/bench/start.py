@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.commands.bench.cases import num_ranks_of_scopes
-from lightning_commopt.launch.fork_server import server_for, start_in_place
+from lightning_commopt.launch.fork_server import server_for
 from lightning_commopt.launch.lab import NetLab, parse_rate, why_not
 from lightning_commopt.launch.lab.ranks import RankProcess, error_of, start_program, watch
 from lightning_commopt.launch.process import InterruptedRun, collect_signals
 from lightning_commopt.measure.link.bench_result import BenchResult
-from lightning_commopt.measure.link.bench_settings import BenchSettings
-from lightning_commopt.measure.link.sizes import size_text
+from lightning_commopt.measure.link.bench_settings import BenchSettings, size_text
 from lightning_commopt.text.validation import check_integer
 
-MODULE = "lightning_commopt.commands.bench.rank"
+MODULE = "lightning_commopt.commands.bench.job"
 """What each rank runs."""
 
 PROGRESS = "COMMOPT PROGRESS "
@@ -40,13 +39,7 @@ def bench_here(
     device_type: str = "cpu",
     on_progress: OnProgress = lambda num_done, total, label: None,
 ) -> BenchResult:
-    """Measures on ranks of this machine: on CPU over gloo and the loopback device, on CUDA one rank for each GPU.
-
-    Args:
-        settings: what to measure.
-        num_ranks: at least 2.
-        device_type: "cpu" or "cuda".
-        on_progress: see `OnProgress`.
+    """Measures on ranks of this machine: on "cpu" over gloo and the loopback device, on "cuda" one rank for each GPU.
 
     Raises:
         ValueError: ``num_ranks`` is below 2, or the messages do not fit into memory.
@@ -80,17 +73,10 @@ def bench_in_lab(
     ranks_per_host: int = 1,
     on_progress: OnProgress = lambda num_done, total, label: None,
 ) -> BenchResult:
-    """Measures on hosts of the network lab, each rank on one core, over gloo.
-
-    Args:
-        settings: what to measure.
-        link: rate of each host in each direction, see `parse_rate`.
-        num_hosts: at least 1.
-        ranks_per_host: at least 1; two ranks at least in all.
-        on_progress: see `OnProgress`.
+    """Measures on hosts of the network lab, each rank on one core, over gloo; ``link`` is a rate of `parse_rate`.
 
     Raises:
-        ValueError: an argument is out of range, the messages do not fit into memory, or this machine cannot make the
+        ValueError: there are fewer than two ranks, the messages do not fit into memory, or this machine cannot make the
             lab; the message names what is missing.
         RankError: a rank failed; the message has its last output.
     """
@@ -110,7 +96,6 @@ def bench_in_lab(
             environment={"PYTHONUNBUFFERED": "1"},
             pin_to_cores=True,
             on_output=job.on_output,
-            start=start_in_place if server_for(job.command) else None,
         )
         return job.result()
 

@@ -1,8 +1,12 @@
-"""Facts about one rank's host and environment that training on several ranks depends on."""
+"""Facts about one rank's host and environment that training on several ranks depends on.
+
+InfiniBand and RoCE, GPUDirect RDMA and SHARP are as files show them; ``ibstat`` and ``perfquery`` read the same.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import resource
 import socket
@@ -13,11 +17,11 @@ from typing import Any
 
 import torch
 
-from lightning_commopt.commands.doctor import adapters
-from lightning_commopt.commands.doctor.adapters import Port
 from lightning_commopt.commands.topology.findings import find_all
 from lightning_commopt.commands.topology.machine import TopologyError
+from lightning_commopt.commands.topology.nvml import read_text
 from lightning_commopt.commands.topology.sources import read_machine
+from lightning_commopt.launch.environment import RankIdentity
 from lightning_commopt.launch.interfaces import (
     Interface,
     choose_for_gloo,
@@ -25,66 +29,102 @@ from lightning_commopt.launch.interfaces import (
     list_interfaces,
     own_address,
 )
-from lightning_commopt.launch.rank_identity import RankIdentity
 from lightning_commopt.measure.runs.machine import nccl_version, versions
 from lightning_commopt.text.findings import Finding
+
+_ERROR_COUNTERS = (
+    *("port_rcv_errors", "port_rcv_remote_physical_errors", "port_xmit_discards", "excessive_buffer_overrun_errors"),
+    *("link_error_recovery", "link_downed"),
+)
+_SHARP_FOLDERS = (
+    "opt/mellanox/sharp/lib",
+    "opt/hpcx/nccl_rdma_sharp_plugin/lib",
+    "usr/lib",
+    "usr/lib/x86_64-linux-gnu",
+)
+_DMA_BUF_KERNEL = (5, 12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """A port of an InfiniBand or RoCE adapter."""
+
+    name: str  # adapter and port, such as "mlx5_0:1"
+    state: str  # such as "ACTIVE"
+    rate: str  # such as "200 Gb/sec (4X HDR)"
+    errors: dict[str, int]  # error counters that are above 0
+
+
+def read_ports(folder: Path) -> list[Port]:
+    """Returns the ports of all adapters below ``/sys/class/infiniband``."""
+    ports = []
+    for path in sorted(folder.glob("*/ports/*")):
+        counts = {name: _count(path / "counters" / name) for name in _ERROR_COUNTERS}
+        ports.append(
+            Port(
+                name=f"{path.parents[1].name}:{path.name}",
+                state=read_text(path / "state").rpartition(": ")[2],
+                rate=read_text(path / "rate"),
+                errors={name: count for name, count in counts.items() if count > 0},
+            )
+        )
+    return ports
+
+
+def has_peer_memory(root: Path) -> bool:
+    """Returns whether the kernel module for GPUDirect RDMA is loaded."""
+    names = ("nvidia_peermem", "nv_peer_mem")
+    return any(line.split(" ", 1)[0] in names for line in read_text(root / "proc/modules").splitlines())
+
+
+def can_dma_buf(root: Path, kernel: str = platform.release()) -> bool:
+    """Returns whether GPUDirect RDMA works without that module: a new kernel, and NVIDIA's open kernel modules."""
+    version = tuple(map(int, re.findall(r"\d+", kernel)[:2]))
+    return version >= _DMA_BUF_KERNEL and "Open Kernel Module" in read_text(root / "proc/driver/nvidia/version")
+
+
+def has_sharp_plugin(root: Path, environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether NCCL would find a network plugin, which SHARP needs."""
+    folders = [Path(folder) for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    folders += [root / folder for folder in _SHARP_FOLDERS]
+    return any(list(folder.glob("libnccl-net*.so*")) for folder in folders)
+
+
+def _count(path: Path) -> int:
+    text = read_text(path)
+    return int(text) if text.isdecimal() else 0
+
 
 _VARIABLES = re.compile(r"(NCCL|TORCH_NCCL|GLOO|OMP|MKL)_")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What one rank finds on its host.
+    """What one rank finds on its host."""
 
-    Attributes:
-        rank: global rank.
-        host: name of the host.
-        world_size: number of ranks that this rank expects.
-        hosts: value of ``--hosts``; empty under a launcher.
-        address: that the host's name resolves to, which gloo listens on; None if it resolves to nothing.
-        versions: of Python, torch, NCCL and the packages.
-        gpus: names of the CUDA devices that torch finds.
-        has_gpu_driver: NVIDIA's driver is loaded.
-        num_cores: available to this rank.
-        num_threads: that torch would use.
-        ranks_per_node: ranks on this host.
-        shared_memory_bytes: size of /dev/shm; None without one.
-        max_locked_bytes: memory that a process may lock; None without a limit.
-        ports: of InfiniBand and RoCE adapters.
-        has_peer_memory: the kernel module for GPUDirect RDMA is loaded.
-        can_dma_buf: GPUDirect RDMA works without it.
-        has_sharp_plugin: NCCL would find a network plugin.
-        interfaces: network interfaces that are up.
-        gloo_interface: that gloo would use; None if there is none.
-        nccl_interface: that NCCL would use for bootstrap; None if there is none.
-        topology: findings of ``commopt topo``.
-        no_topology: why there are none; None where it ran.
-        environment: variables of NCCL, gloo and OpenMP.
-    """
-
-    rank: int = 0
+    rank: int = 0  # global rank
     host: str
-    world_size: int = 1
-    hosts: list[str] = field(default_factory=list)
-    address: str | None
-    versions: dict[str, str]
-    gpus: list[str] = field(default_factory=list)
-    has_gpu_driver: bool = False
-    num_cores: int
-    num_threads: int
-    ranks_per_node: int = 1
-    shared_memory_bytes: int | None = None
-    max_locked_bytes: int | None = None
-    ports: list[Port] = field(default_factory=list)
-    has_peer_memory: bool = False
-    can_dma_buf: bool = False
-    has_sharp_plugin: bool = False
-    interfaces: list[Interface] = field(default_factory=list)
-    gloo_interface: Interface | None = None
-    nccl_interface: Interface | None = None
-    topology: list[Finding] = field(default_factory=list)
-    no_topology: str | None = None
-    environment: dict[str, str] = field(default_factory=dict)
+    world_size: int = 1  # number of ranks that this rank expects
+    hosts: list[str] = field(default_factory=list)  # value of ``--hosts``; empty under a launcher
+    address: str | None  # that the host's name resolves to, which gloo listens on; None if it resolves to nothing
+    versions: dict[str, str]  # of Python, torch, NCCL and the packages
+    gpus: list[str] = field(default_factory=list)  # names of the CUDA devices that torch finds
+    has_gpu_driver: bool = False  # NVIDIA's driver is loaded
+    num_cores: int  # available to this rank
+    num_threads: int  # that torch would use
+    ranks_per_node: int = 1  # ranks on this host
+    shared_memory_bytes: int | None = None  # size of /dev/shm; None without one
+    max_locked_bytes: int | None = None  # memory that a process may lock; None without a limit
+    ports: list[Port] = field(default_factory=list)  # of InfiniBand and RoCE adapters
+    has_peer_memory: bool = False  # the kernel module for GPUDirect RDMA is loaded
+    can_dma_buf: bool = False  # GPUDirect RDMA works without it
+    has_sharp_plugin: bool = False  # NCCL would find a network plugin
+    interfaces: list[Interface] = field(default_factory=list)  # network interfaces that are up
+    gloo_interface: Interface | None = None  # that gloo would use; None if there is none
+    nccl_interface: Interface | None = None  # that NCCL would use for bootstrap; None if there is none
+    topology: list[Finding] = field(default_factory=list)  # findings of ``commopt topo``
+    no_topology: str | None = None  # why there are none; None where it ran
+    environment: dict[str, str] = field(default_factory=dict)  # variables of NCCL, gloo and OpenMP
 
 
 def collect_facts(
@@ -109,10 +149,10 @@ def collect_facts(
         ranks_per_node=1 if identity is None else identity.ranks_per_node,
         shared_memory_bytes=_shared_memory_bytes(root / "dev/shm"),
         max_locked_bytes=_max_locked_bytes(),
-        ports=adapters.read_ports(root / "sys/class/infiniband"),
-        has_peer_memory=adapters.has_peer_memory(root),
-        can_dma_buf=adapters.can_dma_buf(root),
-        has_sharp_plugin=adapters.has_sharp_plugin(root, environment),
+        ports=read_ports(root / "sys/class/infiniband"),
+        has_peer_memory=has_peer_memory(root),
+        can_dma_buf=can_dma_buf(root),
+        has_sharp_plugin=has_sharp_plugin(root, environment),
         interfaces=interfaces,
         gloo_interface=choose_for_gloo(interfaces, environment, address),
         nccl_interface=choose_for_nccl(interfaces, environment),

@@ -6,24 +6,18 @@ import ipaddress
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lightning_commopt.commands.doctor.facts import Facts
-from lightning_commopt.commands.doctor.ports import UnreachablePort
-from lightning_commopt.launch.nccl_environment import find_mistakes
-from lightning_commopt.launch.nccl_variables import parse_version
-from lightning_commopt.text.findings import Finding, Severity, worst_first
+from lightning_commopt.commands.doctor.meeting import UnreachablePort
+from lightning_commopt.launch.nccl_variables import find_mistakes, parse_version
+from lightning_commopt.text.findings import Finding, Severity, read_texts, worst_first
 from lightning_commopt.text.formatting import ranks_text
 
 _SMALL_SHARED_MEMORY_BYTES = 2**30
 _OF_ONE_HOST = ("docker", "lo", "virbr")
-_SHARED_INTERFACE = (
-    "set GLOO_SOCKET_IFNAME to the interface between the hosts; TORCH_DISTRIBUTED_DEBUG=DETAIL prints more"
-)
-_OPEN_PORTS = (
-    "open all TCP ports between the hosts (firewall, security group): gloo and NCCL use any; or set GLOO_SOCKET_IFNAME"
-    " and NCCL_SOCKET_IFNAME to an interface that both reach"
-)
+_TEXTS = read_texts(Path(__file__).with_name("findings.txt"))
 
 
 def find(
@@ -32,8 +26,7 @@ def find(
     """Returns findings, errors first; the arguments are the fields of a `Meeting`."""
     found: list[Finding] = list(_unreachable_ports(unreachable))
     if gloo_error is not None:
-        what = f"an all-reduce over gloo fails: {gloo_error}"
-        found.append(Finding(severity="error", where="all hosts", what=what, advice=_SHARED_INTERFACE))
+        found.append(_finding("error", "no_all_reduce", where="all hosts", error=gloo_error))
     hosts = list({facts.host: facts for facts in reversed(everybody)}.values())[::-1]
     for facts in hosts:
         of_host = [*_of_host(facts), *(find_wrong_interfaces(facts) if len(hosts) > 1 else ())]
@@ -45,14 +38,9 @@ def find(
     return worst_first(found)
 
 
-def error(what: str, advice: str) -> Finding:
-    """Returns a finding that prevents training."""
-    return Finding(severity="error", what=what, advice=advice)
-
-
-def warning(what: str, advice: str) -> Finding:
-    """Returns a finding that may prevent training, or costs time."""
-    return Finding(severity="warning", what=what, advice=advice)
+def _finding(severity: Severity, text: str, /, *, where: str = "", **values: object) -> Finding:
+    what, advice = (_TEXTS[text][part].format(**values) for part in ("what", "try"))
+    return Finding(severity=severity, where=where, what=what, advice=advice)
 
 
 def _unreachable_ports(unreachable: Sequence[UnreachablePort]) -> Iterator[Finding]:
@@ -61,33 +49,20 @@ def _unreachable_ports(unreachable: Sequence[UnreachablePort]) -> Iterator[Findi
         where = f"port {port.port} of {port.address} ({port.interface}, which {port.users} would use)"
         by_hosts[from_host, to_host].append(f"{where}: {reason}")
     for (from_host, to_host), texts in by_hosts.items():
-        what = f"cannot reach {to_host} at {'; '.join(texts)}"
-        yield Finding(severity="error", where=from_host, what=what, advice=_OPEN_PORTS)
+        yield _finding("error", "unreachable", where=from_host, host=to_host, ports="; ".join(texts))
 
 
 def _of_host(facts: Facts) -> Iterator[Finding]:
-    yield from _packages_and_variables(facts)
-    if facts.has_gpu_driver and not facts.gpus:
-        yield error(
-            f"NVIDIA's driver is loaded, but torch {facts.versions.get('torch')} finds no CUDA device",
-            "install a torch that is built for CUDA and for this driver; check CUDA_VISIBLE_DEVICES",
-        )
-    if facts.shared_memory_bytes is not None and facts.shared_memory_bytes < _SMALL_SHARED_MEMORY_BYTES:
-        yield warning(
-            f"/dev/shm has {facts.shared_memory_bytes / 2**20:.0f} MiB: NCCL and the workers of dataloaders need more",
-            "docker run --ipc=host, or --shm-size=8g; in Kubernetes a memory volume at /dev/shm",
-        )
-    num_threads = facts.num_threads * facts.ranks_per_node
-    if facts.ranks_per_node > 1 and num_threads > facts.num_cores:
-        yield warning(
-            f"{facts.ranks_per_node} ranks with {facts.num_threads} threads each share {facts.num_cores} cores",
-            f"OMP_NUM_THREADS={max(1, facts.num_cores // facts.ranks_per_node)}",
-        )
-
-
-def _packages_and_variables(facts: Facts) -> Iterator[Finding]:
     version = parse_version(facts.versions["nccl"]) if "nccl" in facts.versions else None
     yield from find_mistakes(facts.environment, version=version)
+    if facts.has_gpu_driver and not facts.gpus:
+        yield _finding("error", "no_cuda_device", torch=facts.versions.get("torch"))
+    if facts.shared_memory_bytes is not None and facts.shared_memory_bytes < _SMALL_SHARED_MEMORY_BYTES:
+        yield _finding("warning", "small_shared_memory", mib=facts.shared_memory_bytes / 2**20)
+    ranks, threads, cores = facts.ranks_per_node, facts.num_threads, facts.num_cores
+    if ranks > 1 and threads * ranks > cores:
+        best = max(1, cores // ranks)
+        yield _finding("warning", "too_many_threads", ranks=ranks, threads=threads, cores=cores, best=best)
 
 
 def find_wrong_interfaces(facts: Facts) -> Iterator[Finding]:
@@ -95,67 +70,34 @@ def find_wrong_interfaces(facts: Facts) -> Iterator[Finding]:
     there = ", ".join(f"{interface.name} {interface.address}" for interface in facts.interfaces) or "none"
     named = facts.environment.get("GLOO_SOCKET_IFNAME")
     if named and facts.gloo_interface is None:
-        yield error(
-            f"GLOO_SOCKET_IFNAME={named}, and there is no such interface with an address; there are: {there}",
-            "set it to the interface between the hosts",
-        )
+        yield _finding("error", "gloo_interface", named=named, there=there)
     elif not named and (facts.address is None or ipaddress.ip_address(facts.address).is_loopback):
-        yield error(
-            f"the host's name resolves to {facts.address or 'nothing'}, which other hosts cannot reach",
-            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the hosts, or correct /etc/hosts",
-        )
+        yield _finding("error", "host_name", address=facts.address or "nothing")
     named = facts.environment.get("NCCL_SOCKET_IFNAME")
     if named and facts.nccl_interface is None:
-        yield error(
-            f"NCCL_SOCKET_IFNAME={named} leaves no interface; there are: {there}",
-            "set it to the interface between the hosts, or exclude others, as in ^docker,lo",
-        )
+        yield _finding("error", "nccl_interface", named=named, there=there)
     elif facts.gpus and facts.nccl_interface is not None and facts.nccl_interface.name.startswith(_OF_ONE_HOST):
-        yield error(
-            f"NCCL would use {facts.nccl_interface.name}, which other hosts cannot reach; there are: {there}",
-            "set NCCL_SOCKET_IFNAME to the interface between the hosts",
-        )
+        yield _finding("error", "nccl_interface_of_one_host", name=facts.nccl_interface.name, there=there)
 
 
 def find_in_adapters(facts: Facts) -> Iterator[Finding]:
     """Finds what prevents the use of adapters, or slows them down."""
     for port in facts.ports:
         if port.state != "ACTIVE":
-            yield warning(
-                f"port {port.name} is {port.state}",
-                "check the cable and the subnet manager, or exclude the port with NCCL_IB_HCA",
-            )
+            yield _finding("warning", "port_state", name=port.name, state=port.state)
         if port.errors:
             counts = ", ".join(f"{name} {count}" for name, count in port.errors.items())
-            yield warning(
-                f"port {port.name} has counted errors since it was reset: {counts}",
-                "check whether they grow while you train; if so, replace the cable or the transceiver",
-            )
-    yield from _unequal_rates(facts)
-    if facts.ports and facts.max_locked_bytes is not None:
-        yield error(
-            f"a process may lock {facts.max_locked_bytes / 2**20:.0f} MiB of memory: InfiniBand needs more",
-            "ulimit -l unlimited; docker run --ulimit memlock=-1",
-        )
-    if facts.ports and facts.gpus and not facts.has_peer_memory and not facts.can_dma_buf:
-        yield warning(
-            "no GPUDirect RDMA: nvidia_peermem is not loaded, and DMA-BUF needs Linux 5.12 and NVIDIA's open modules",
-            "modprobe nvidia_peermem; commopt nccl-log shows whether NCCL uses GDRDMA",
-        )
-    if facts.environment.get("NCCL_COLLNET_ENABLE") == "1" and not facts.has_sharp_plugin:
-        yield warning(
-            "NCCL_COLLNET_ENABLE=1, and no libnccl-net.so, without which NCCL has no SHARP",
-            "put nccl-rdma-sharp-plugins (HPC-X) on LD_LIBRARY_PATH; 'CollNet' in NCCL's log shows that it is used",
-        )
-
-
-def _unequal_rates(facts: Facts) -> Iterator[Finding]:
+            yield _finding("warning", "port_errors", name=port.name, counts=counts)
     rates = {port.name: port.rate for port in facts.ports if port.state == "ACTIVE" and port.rate}
     if len(set(rates.values())) > 1:
-        yield warning(
-            f"ports run at different rates: {', '.join(f'{name} {rate}' for name, rate in rates.items())}",
-            "check cables and switch ports; if the slow ones are for storage, exclude them with NCCL_IB_HCA",
-        )
+        shown = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+        yield _finding("warning", "unequal_rates", rates=shown)
+    if facts.ports and facts.max_locked_bytes is not None:
+        yield _finding("error", "locked_memory", mib=facts.max_locked_bytes / 2**20)
+    if facts.ports and facts.gpus and not facts.has_peer_memory and not facts.can_dma_buf:
+        yield _finding("warning", "no_gdr")
+    if facts.environment.get("NCCL_COLLNET_ENABLE") == "1" and not facts.has_sharp_plugin:
+        yield _finding("warning", "no_sharp")
 
 
 def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
@@ -189,5 +131,4 @@ def _different(
         ranks[value].append(facts.rank)
     if len(ranks) > 1:
         shown = [f"{'none' if value in (None, '') else value} on {ranks_text(those)}" for value, those in ranks.items()]
-        message = f"{what} differs: {', '.join(shown)}"
-        yield Finding(severity=severity, where="all hosts", what=message, advice="make it the same everywhere")
+        yield _finding(severity, "different", where="all hosts", name=what, values=", ".join(shown))

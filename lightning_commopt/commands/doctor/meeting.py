@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -15,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.commands.doctor.facts import Facts, facts_from_plain
-from lightning_commopt.commands.doctor.ports import ListeningPort, UnreachablePort, find_unreachable, listen_on_ports
-from lightning_commopt.launch.ports import try_port
-from lightning_commopt.launch.rank_identity import RankIdentity
+from lightning_commopt.launch.environment import RankIdentity
+from lightning_commopt.launch.interfaces import Interface, explain_os_error, try_port
 from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import list_some
 
@@ -25,6 +27,69 @@ _RETRY_S = 0.2
 _CONNECT_S = 5.0
 _GRACE_S = 5.0  # in which rank 0's message reaches the others
 _MAX_NAMES = 8
+_MAX_THREADS = 64
+
+
+class ListeningPort(NamedTuple):
+    """An open port of a host."""
+
+    interface: str  # name of the interface that it is on
+    address: str  # of the interface
+    port: int  # drawn by the kernel
+    users: str  # libraries that would use that interface, such as "gloo and NCCL"
+
+
+class UnreachablePort(NamedTuple):
+    """A port of ``to_host`` that ``from_host`` could not connect to."""
+
+    from_host: str
+    to_host: str
+    port: ListeningPort
+    reason: str
+
+
+@contextlib.contextmanager
+def listen_on_ports(interfaces: Mapping[str, Interface | None]) -> Iterator[list[ListeningPort]]:
+    """Listens once on each interface inside a ``with`` statement; the kernel accepts connections by itself."""
+    users: dict[Interface, list[str]] = {}
+    for user, interface in interfaces.items():
+        if interface is not None:
+            users.setdefault(interface, []).append(user)
+    with contextlib.ExitStack() as closing:
+        ports = []
+        for interface, names in users.items():
+            server = closing.enter_context(socket.create_server((interface.address, 0), backlog=1024))
+            number = server.getsockname()[1]
+            ports.append(ListeningPort(interface.name, interface.address, number, " and ".join(names)))
+        yield ports
+
+
+def find_unreachable(
+    own_host: str,
+    ports: Mapping[str, Sequence[ListeningPort]],
+    *,
+    limit_s: float,
+    connect: Any = socket.create_connection,
+) -> list[UnreachablePort]:
+    """Connects to all ports of other hosts at the same time, and returns those that could not be reached."""
+
+    def why_unreachable(port: ListeningPort) -> str | None:
+        try:
+            connect((port.address, port.port), timeout=limit_s).close()
+        except TimeoutError:
+            return f"no answer within {limit_s:g} s: probably a firewall drops it"
+        except OSError as error:
+            return explain_os_error(error)
+        return None
+
+    tried = [(host, port) for host, theirs in ports.items() if host != own_host for port in theirs]
+    with ThreadPoolExecutor(max_workers=_MAX_THREADS) as pool:
+        reasons = list(pool.map(why_unreachable, [port for _, port in tried]))
+    return [
+        UnreachablePort(own_host, host, port, reason)
+        for (host, port), reason in zip(tried, reasons, strict=True)
+        if reason is not None
+    ]
 
 
 class MeetingError(RuntimeError):
@@ -32,16 +97,11 @@ class MeetingError(RuntimeError):
 
 
 class Meeting(NamedTuple):
-    """What all ranks have found together.
+    """What all ranks have found together."""
 
-    Attributes:
-        everybody: the facts of all ranks, by rank.
-        unreachable: connections between hosts that failed.
-        gloo_error: what an all-reduce over gloo failed with; None if it worked, or if connections failed before.
-    """
-
-    everybody: list[Facts]
-    unreachable: list[UnreachablePort]
+    everybody: list[Facts]  # the facts of all ranks, by rank
+    unreachable: list[UnreachablePort]  # connections between hosts that failed
+    # What an all-reduce over gloo failed with; None if it worked, or if connections failed before
     gloo_error: str | None = None
 
 

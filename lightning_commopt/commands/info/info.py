@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from rich.console import Console
@@ -19,46 +18,27 @@ from lightning_commopt.text.terminal import TextTable
 
 @dataclass(frozen=True, kw_only=True)
 class DDPOption:
-    """A newer option of ``DistributedDataParallel``.
+    """A newer option of ``DistributedDataParallel``."""
 
-    Attributes:
-        name: the keyword.
-        since: the first torch release that has it.
-        available: whether the installed torch has it.
-    """
-
-    name: str
-    since: str
-    available: bool
+    name: str  # the keyword
+    since: str  # the first torch release that has it
+    available: bool  # whether the installed torch has it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """What this machine and this installation have.
+    """What this machine and this installation have."""
 
-    Attributes:
-        versions: of Python, of this package and of those that it stands on.
-        platform: operating system and architecture.
-        devices: the CPU first, then the GPUs in the order of their indices.
-        backends: torch's communication backends, and whether this torch was built with each.
-        nccl_version: of the NCCL in this torch; None where there is none.
-        ddp_options: the newer options, oldest first.
-        comm_hooks: the names that ``comm_hook`` takes.
-        kernels: by kind of device, what the arithmetic of compressors is in: "c" on CPU, where there is a compiler,
-            "triton" on CUDA, where that is installed, else "torch".
-    """
-
-    versions: dict[str, str]
-    platform: str
-    devices: list[Device]
-    backends: dict[str, bool]
-    nccl_version: str | None
-    ddp_options: list[DDPOption]
-    comm_hooks: list[str]
+    versions: dict[str, str]  # of Python, of this package and of those that it stands on
+    platform: str  # operating system and architecture
+    devices: list[Device]  # the CPU first, then the GPUs in the order of their indices
+    backends: dict[str, bool]  # torch's communication backends, and whether this torch was built with each
+    nccl_version: str | None  # of the NCCL in this torch; None where there is none
+    ddp_options: list[DDPOption]  # the newer options, oldest first
+    comm_hooks: list[str]  # the names that ``comm_hook`` takes
+    # By kind of device, what the arithmetic of compressors is in: "c" on CPU, where there is a compiler, "triton" on
+    # CUDA, where that is installed, else "torch"
     kernels: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def collect() -> Info:

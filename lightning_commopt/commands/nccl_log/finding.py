@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Fact, Member, Process
-from lightning_commopt.text.findings import Finding, Line, Severity
+from lightning_commopt.text.findings import Finding, Line, Severity, read_texts
 from lightning_commopt.text.formatting import list_some, ranks_text
 
 _OFF = ("0", "no", "false", "")
@@ -30,17 +28,9 @@ class Reason(NamedTuple):
     evidence: tuple[Line, ...] = ()
 
 
-@cache
-def read_texts(name: str) -> dict[str, dict[str, str]]:
-    """Reads a table of texts beside this module: by the word in brackets, its values by their names."""
-    text = re.sub(r"^#.*\n", "", Path(__file__).with_name(name).read_text(), flags=re.MULTILINE)
-    blocks = [block.partition("]\n") for block in re.split(r"^\[", text, flags=re.MULTILINE)[1:]]
-    return {code: dict(line.split(": ", 1) for line in rest.splitlines() if line) for code, _, rest in blocks}
-
-
 def reason(code: str, /, *evidence: Line | HasLine | None, **values: object) -> Reason:
     """Returns an entry of ``reasons.txt`` with its words in braces filled in, and those lines that there are."""
-    texts = read_texts("reasons.txt")[code]
+    texts = read_texts(Path(__file__).with_name("reasons.txt"))[code]
     return Reason(texts["why"].format(**values), texts["try"].format(**values), lines(*evidence))
 
 
@@ -98,12 +88,12 @@ def spans_hosts(communicator: Communicator) -> bool | None:
     if communicator.num_nodes is not None:
         return communicator.num_nodes > 1
     hosts = {each.process.host for each in communicator.all_members if each.process.host}
-    if len(hosts) > 1 or any(_is_between(each) for each in communicator.connections):
+    if len(hosts) > 1 or any(is_between(each) for each in communicator.connections):
         return True
     return False if communicator.num_ranks == 1 else None
 
 
-def _is_between(connection: Connection) -> bool:
+def is_between(connection: Connection) -> bool:
     """Returns whether both ends have one bus id, which a host has only once; a device number has fewer digits."""
     sender, receiver = connection.labels
     return connection.kind == "NET" and sender == receiver and len(sender) > 2

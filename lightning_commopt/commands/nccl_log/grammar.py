@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
-from lightning_commopt.commands.nccl_log.events import Choice, Progress, Timeout
-from lightning_commopt.commands.nccl_log.facts import Connection, SearchResult
+from lightning_commopt.commands.nccl_log.facts import Choice, Connection, Progress, SearchResult, Timeout
 from lightning_commopt.text.findings import Line
 
 SETTING = re.compile(r"(NCCL_[A-Z0-9_]+) set (?:by environment )?to (.*?)\.?$")

@@ -1,15 +1,36 @@
-"""NCCL's Inspector: how long collectives took, from its JSON lines of the formats v4.0 to v4.4."""
+"""NCCL's Inspector: how long collectives took, from its JSON lines of the formats v4.0 to v4.4.
+
+And which collective of a step each record is: both have their order and their bytes.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from lightning_commopt.measure.files import RankRecords
+    from lightning_commopt.measure.record import StepRecord
 
 _MAX_ORDER = 1024  # of each communicator, kind and rank; as many as the Inspector itself keeps by default
+_OPERATIONS = {
+    "all_reduce": "AllReduce",
+    "barrier": "AllReduce",
+    "broadcast": "Broadcast",
+    "reduce": "Reduce",
+    "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter",
+}
+_OF_ONE_RANK = ("AllGather", "ReduceScatter")  # NCCL counts the bytes of one rank, our records those of all
+_UNTRACKED_BYTES = 8192  # NCCL numbers smaller collectives too, but the Inspector does not write them by default
+_MAX_CALLS = 2048  # of the end of a run; their square bounds the comparisons
 
 
 class Measured(NamedTuple):
@@ -105,3 +126,83 @@ def _integer(value: object) -> int:
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+class _Call(NamedTuple):
+    name: str
+    num_bytes: int
+    step: int
+
+
+def match_run(inspected: Inspected, ranks: Sequence[RankRecords]) -> tuple[list[Matched], list[str]]:
+    """Matches the Inspector's records with the steps of a run.
+
+    NCCL numbers the collectives of each kind in a communicator. A rank's calls are put at every place of this order
+    where all sizes agree and a whole step is covered. If all these places make each number the same collective of a
+    step, that is returned, in the order of a step; else a line says that nothing is claimed.
+    """
+    if not any(record.collectives for rank in ranks for record in rank.steps):
+        return [], ["the run has no records of collectives, which torch has hooks for since 2.14"]
+    found: dict[tuple[str, Measured], list[float]] = defaultdict(list)
+    problems: Counter[str] = Counter()
+    place_in_step: dict[str, int] = {}
+    for rank in ranks:
+        for operation in sorted({operation for operation, *_ in inspected.in_order}):
+            key = (operation, rank.rank, rank.world_size)
+            orders = [order for (*start, _), order in inspected.in_order.items() if tuple(start) == key]
+            calls = _calls(rank.steps, operation, rank.world_size)
+            if not calls or not orders:
+                continue
+            place_in_step |= {call.name: i for i, call in enumerate(calls) if call.name not in place_in_step}
+            fits = [(order, names) for order in orders if (names := _align(calls, order))]
+            if len(fits) != 1 or any(len(each) > 1 for each in fits[0][1].values()):
+                problems[f"{operation}: {'several places fit' if fits else 'no place fits'}"] += 1
+                continue
+            ((order, names),) = fits
+            for number, (name,) in names.items():
+                kind, gb_per_s = order[number]
+                found[name, kind].append(gb_per_s)
+    failed = {problem.partition(":")[0] for problem in problems}
+    rows = [Matched(*key, len(each), median(each)) for key, each in found.items() if key[1].operation not in failed]
+    return sorted(rows, key=lambda row: place_in_step[row.name]), sorted(problems)
+
+
+def _calls(steps: Iterable[StepRecord], operation: str, num_ranks: int) -> list[_Call]:
+    """Returns the last calls of one kind in whole steps, with the bytes that NCCL counts."""
+    divisor = num_ranks if operation in _OF_ONE_RANK else 1
+    calls = []
+    for record in steps:
+        issued = [each for each in record.collectives if _OPERATIONS.get(each.operation) == operation]
+        buckets = sorted(record.buckets, key=attrgetter("backward", "index"))
+        in_backward = [each.num_bytes for each in issued if each.phase == "backward"]
+        are_buckets = in_backward == [bucket.wire_bytes for bucket in buckets]
+        numbers: Counter[str] = Counter()
+        for each in issued:
+            number = numbers[each.phase]
+            numbers[each.phase] += 1
+            is_bucket = are_buckets and each.phase == "backward"
+            name = f"bucket {buckets[number].index}" if is_bucket else f"{each.phase} {number}"
+            calls.append(_Call(name, each.num_bytes // divisor, record.step))
+    cut = len(calls) - _MAX_CALLS
+    return [call for call in calls if cut <= 0 or call.step > calls[cut - 1].step]
+
+
+def _align(calls: Sequence[_Call], order: Order) -> dict[int, set[str]]:
+    """Returns for each number the names that calls give it, of all places that fit."""
+    sizes = {number: kind.num_bytes for number, (kind, _) in order.items()}
+    first, last = min(sizes), max(sizes)
+    steps: dict[int, list[int]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        steps[call.step].append(i)
+    spans = [(one[0], one[-1]) for one in steps.values() if any(calls[i].num_bytes >= _UNTRACKED_BYTES for i in one)]
+    absent = [call.num_bytes if call.num_bytes < _UNTRACKED_BYTES else -1 for call in calls]
+    names: dict[int, set[str]] = defaultdict(set)
+    for start in range(max(0, first - len(calls)), last + 1):
+        covered = range(max(0, first - start), min(len(calls), last + 1 - start))
+        if not any(begin in covered and end in covered for begin, end in spans):
+            continue
+        if all(sizes.get(start + i, absent[i]) == calls[i].num_bytes for i in covered):
+            for i in covered:
+                if start + i in sizes:
+                    names[start + i].add(calls[i].name)
+    return names

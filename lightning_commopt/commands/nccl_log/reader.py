@@ -8,12 +8,10 @@ from pathlib import Path
 
 from lightning_commopt.commands.nccl_log import grammar
 from lightning_commopt.commands.nccl_log.communicators import add_listed, add_unnamed, group_members
-from lightning_commopt.commands.nccl_log.events import LoggedWarning
-from lightning_commopt.commands.nccl_log.facts import Fact, NcclLog
+from lightning_commopt.commands.nccl_log.facts import Fact, LoggedWarning, NcclLog, RasReport
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader
 from lightning_commopt.commands.nccl_log.lines import Message, read_messages
 from lightning_commopt.commands.nccl_log.message_readers import MemberReader, read_process_line
-from lightning_commopt.commands.nccl_log.ras import read_ras
 from lightning_commopt.commands.nccl_log.sources import Sources
 from lightning_commopt.commands.nccl_log.warnings import explain
 from lightning_commopt.text.findings import Line
@@ -23,6 +21,13 @@ _NO_ERROR = re.compile(r"Exception raised|frame #|Traceback|nccl(?:(?:UnhandledC
 _TEST_FAILURE = re.compile(r"Test (CUDA|NCCL) failure \S+ '(.+?)(?: / .*)?'|(watchdog got stuck for \d+ seconds)")
 _LABEL = re.compile(r"\s*(?:\d{1,5}: +|\(\w+ pid=[^)]*\) +)")  # of srun and Ray, in front of a line
 _RANK = re.compile(r"\[rank(\d+)\]:? ?|\[(?:default|trainer)(\d+)(?:\|\d+)?\]:? ?")
+# Of the report of NCCL's RAS (``ncclras``): ranks that are missing, failed, or called other collectives than the rest.
+_RAS_HEAD = re.compile(r"(?:#\d+-\d+ \(([0-9a-f]{8,16})\) )?(INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)$")
+_RAS_DETAIL = re.compile(
+    r"(?:Missing|Communicator|Initialization error|Asynchronous error|Process \d+ on|The |Dead |\[could not find"
+    r"|\d+ (?:ranks?|job process|process)|Rank \d+ )"
+)
+_RAS_PLACE = re.compile(r" -- GPUs? \S+ managed by process (\d+) on node (\S+)")
 
 
 def read_log(paths: Sequence[Path], *, keeps_order: bool = False) -> NcclLog:
@@ -171,3 +176,15 @@ class LogReader:
         elif package := grammar.PACKAGE.search(message.text):
             self.log.packages.setdefault(package[1], Fact(package[1], message.line))
         return version is not None
+
+
+def read_ras(message: Message, reports: list[RasReport]) -> bool:
+    """Adds a line to the reports; returns whether it is one of RAS."""
+    text = message.text
+    if found := _RAS_HEAD.match(text):
+        reports.append(RasReport(comm_id=found[1] or "", status=found[2], line=message.line))
+        return True
+    if reports and _RAS_DETAIL.match(text) and message.number == reports[-1].line.number + len(reports[-1].details) + 1:
+        reports[-1].details.append(_RAS_PLACE.sub(r" (process \1 on \2)", text))
+        return True
+    return False

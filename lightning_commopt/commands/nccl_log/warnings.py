@@ -1,4 +1,4 @@
-"""Findings about what NCCL and PyTorch themselves complain of: warnings, and collectives that timed out."""
+"""Findings about what NCCL, its RAS and PyTorch themselves complain of: warnings, and collectives that timed out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple, cast
 
-from lightning_commopt.commands.nccl_log.events import LoggedWarning, Progress, Timeout
-from lightning_commopt.commands.nccl_log.facts import NcclLog
-from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of, read_texts, reason
-from lightning_commopt.text.findings import Finding, Severity
+from lightning_commopt.commands.nccl_log.facts import LoggedWarning, NcclLog, Progress, RasReport, Timeout
+from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of, reason
+from lightning_commopt.text.findings import Finding, Severity, read_texts
 from lightning_commopt.text.formatting import list_some, ranks_text
 
 _CODES = "an error of CUDA|an error of the system|an internal error|an invalid argument|an invalid usage|a remote error"
@@ -33,7 +33,7 @@ class WarnText(NamedTuple):
 @cache
 def _table() -> list[WarnText]:
     found = []
-    for code, values in read_texts("warn_texts.txt").items():
+    for code, values in read_texts(Path(__file__).with_name("warn_texts.txt")).items():
         place, pattern = re.compile(values.get("in", "")), re.compile(values["text"], re.IGNORECASE)
         kinds = values.get("as", "error").split(", ")
         severity = cast(Severity, "error" if kinds[0] == "follows" else kinds[0])
@@ -188,3 +188,13 @@ def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
         return reason("all_wait")
     unknown = unknown or "; what the others do, the log does not say"
     return reason("known_wait", ranks=ranks_text(ranks), unknown=unknown)
+
+
+def find_ras(reports: list[RasReport]) -> Iterator[Finding]:
+    """Finds what RAS reports; what differs may differ only for the moment."""
+    for report in reports:
+        whose = f"communicator 0x{report.comm_id}" if report.comm_id else "the job"
+        if report.details:
+            what = f"RAS reports {report.status} for {whose}: {list_some(report.details, 8)}"
+            severity: Severity = "warning" if report.status in ("MISMATCH", "TIMEOUT") else "error"
+            yield finding(severity, "ras", what, reason(f"ras_{report.status.lower()}"), report.line)

@@ -29,17 +29,11 @@ _MAX_BUCKETS_IN_NAME = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """Predictions for one world.
+    """Predictions for one world."""
 
-    Attributes:
-        title: of the table: the run, and the world.
-        present: the run's own plan.
-        others: the best plan with each compressor, the fastest first.
-    """
-
-    title: str
-    present: Candidate
-    others: tuple[Candidate, ...]
+    title: str  # of the table: the run, and the world
+    present: Candidate  # the run's own plan
+    others: tuple[Candidate, ...]  # the best plan with each compressor, the fastest first
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -53,7 +47,6 @@ class Outlook:
         return step_s / prediction.step_s, step_s / prediction.high_s, step_s / prediction.low_s
 
     def table(self) -> Group:
-        """Returns it for printing."""
         columns = ("step, s", "95 %", "exposed, s", "times as fast", "lossy")
         table = TextTable("plan", *columns, numbers=columns[:-1], title=self.title)
         for candidate in (self.present, *self.others):

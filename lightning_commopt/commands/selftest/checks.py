@@ -1,12 +1,67 @@
-"""The list of what the self-test checks, which `laws` and `on_device` fill."""
+"""Where the ranks of the self-test can run, and the list of what it checks, which `laws` and `on_device` fill."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lightning_commopt.commands.selftest.places import TestDevices
+import torch
+import torch.distributed as dist
+
+DEVICES = ("auto", "cpu", "cuda")
+_NCCL_THAT_SHARES_A_GPU = (2, 30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestDevices:
+    """Devices and backend of two ranks."""
+
+    name: str  # as the table shows it
+    device_type: str  # "cpu" or "cuda"
+    backend: str  # of the process group
+    indices: tuple[int, int] = (0, 0)  # of each rank's CUDA device
+    # Variables of each rank, by its number as text, that must be set before the group is made
+    environment: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def device(self, rank: int) -> torch.device:
+        return torch.device("cpu") if self.device_type == "cpu" else torch.device("cuda", self.indices[rank])
+
+
+def candidates(device: str) -> list[TestDevices]:
+    """Returns where two ranks may run, the best first; whether NCCL takes two ranks on one GPU shows when it is tried.
+
+    Raises:
+        ValueError: the device is none of `DEVICES`, or there is none of its kind.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and num_gpus == 0:
+        raise ValueError("device=cuda: torch finds no CUDA device here")
+    cpu = TestDevices(name="2 ranks on the CPU, gloo", device_type="cpu", backend="gloo")
+    if device == "cpu" or num_gpus == 0:
+        return [cpu]
+    return [*_with_nccl(num_gpus), _cuda("2 ranks on one GPU, gloo", "gloo")]
+
+
+def _with_nccl(num_gpus: int) -> list[TestDevices]:
+    if not dist.is_nccl_available():
+        return []
+    backend = "cpu:gloo,cuda:nccl"
+    if num_gpus > 1:
+        return [_cuda("2 ranks on 2 GPUs, NCCL", backend, indices=(0, 1))]
+    # NCCL refuses two ranks with one GPU of one host, unless sharing is enabled, or they seem to be on two hosts.
+    as_hosts = {str(rank): {"NCCL_HOSTID": f"host{rank}"} for rank in range(2)}
+    places = [_cuda("2 ranks on one GPU as 2 hosts, NCCL over sockets", backend, environment=as_hosts)]
+    if torch.cuda.nccl.version() >= _NCCL_THAT_SHARES_A_GPU:
+        shared = {str(rank): {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} for rank in range(2)}
+        places.insert(0, _cuda("2 ranks on one GPU, NCCL", backend, environment=shared))
+    return places
+
+
+def _cuda(name: str, backend: str, **options: Any) -> TestDevices:
+    return TestDevices(name=name, device_type="cuda", backend=backend, **options)
 
 
 class NotChecked(Exception):  # noqa: N818 (no error)
@@ -14,15 +69,10 @@ class NotChecked(Exception):  # noqa: N818 (no error)
 
 
 class Found(NamedTuple):
-    """What came of a check that measures.
+    """What came of a check that measures."""
 
-    Attributes:
-        detail: in words.
-        numbers: by name, for the JSON.
-    """
-
-    detail: str
-    numbers: dict[str, Any]
+    detail: str  # in words
+    numbers: dict[str, Any]  # by name, for the JSON
 
 
 Runner = Callable[[TestDevices], "str | Found"]
@@ -30,19 +80,12 @@ Runner = Callable[[TestDevices], "str | Found"]
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the self-test.
+    """One line of the self-test."""
 
-    Attributes:
-        name: what holds.
-        run: returns what was checked.
-        is_extra: for ``--full`` only.
-        is_on_ranks: runs on every rank; else in the command's process, and starts ranks itself.
-    """
-
-    name: str
-    run: Runner
-    is_extra: bool = False
-    is_on_ranks: bool = True
+    name: str  # what holds
+    run: Runner  # returns what was checked
+    is_extra: bool = False  # for ``--full`` only
+    is_on_ranks: bool = True  # runs on every rank; else in the command's process, and starts ranks itself
 
 
 CHECKS: list[Check] = []

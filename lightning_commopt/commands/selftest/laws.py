@@ -11,9 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt.commands.selftest.checks import check
-from lightning_commopt.commands.selftest.gradients import LargeNet, Vectors, random_gradients
-from lightning_commopt.commands.selftest.steps import NUM_STEPS, Setup, of_all_ranks, run_alone, run_step, run_steps
+from lightning_commopt.commands.selftest.steps import (
+    NUM_STEPS,
+    LargeNet,
+    Setup,
+    Vectors,
+    of_all_ranks,
+    random_gradients,
+    run_step,
+    run_steps,
+)
 from lightning_commopt.compressors import Compressor, Layout, State
+from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.catalog import example_compressors
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.sync.state import CommState
@@ -120,7 +129,7 @@ def as_reference(setup: Setup, name: str, compressor: Compressor) -> None:
         gradients = [random_gradients(step, other, net=setup.net) for other in range(world_size)]
         shares = torch.stack([_in_bucket(layout, each) for each in gradients])
         flat = shares[rank].clone().to(setup.device)
-        run_alone(compressor.rounds(flat, layout, state, channel, residual))
+        finish(compressor.rounds(flat, layout, state, channel, residual))
         compressor.residual(layout, state, residual)
         mean, sent = compressor.reference(shares + residuals, layout, its_state)
         residuals += shares - sent

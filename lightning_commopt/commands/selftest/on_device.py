@@ -1,18 +1,21 @@
-"""What the device does: measured times, no synchronization, memory."""
+"""What the device does: measured times, no synchronization, memory; for ``--full`` what a bucket and measuring cost."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest.checks import NotChecked, check
-from lightning_commopt.commands.selftest.gradients import send
-from lightning_commopt.commands.selftest.places import TestDevices
-from lightning_commopt.commands.selftest.steps import NUM_STEPS, Setup, run_step
-from lightning_commopt.compressors.catalog import example_compressors
+from lightning_commopt.commands.selftest.checks import Found, NotChecked, TestDevices, check
+from lightning_commopt.commands.selftest.steps import NUM_STEPS, Setup, run_step, send
+from lightning_commopt.commands.selftest.variants import large_setup
+from lightning_commopt.compressors import Compressor, Layout, Rounds
+from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.record import covered_s
 from lightning_commopt.measure.recorder import StepRecorder
@@ -21,6 +24,8 @@ from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.observed import before_backward
 
 _RTOL_PROFILER = 0.2
+_SHAPES = ((1024, 4096), (4096,), (2304, 1024), (1024,))  # 25 MiB in float32
+_NUM_WARM_UP, _NUM_TIMED, _NUM_PROFILED = 3, 5, 3
 
 
 @check("collectives take as long as torch.profiler says")
@@ -108,3 +113,113 @@ def _memory(place: TestDevices) -> str:
         assert max(late) <= max(allocated[:NUM_STEPS]), f"{name}: grew from {late[0]} to {max(late)} bytes"
         sync.detach()
     return f"{len(compressors)} compressors, {3 * NUM_STEPS} steps each"
+
+
+@check("what a bucket of 25 MiB costs", is_extra=True)
+def _bucket(place: TestDevices) -> Found:
+    device = place.device(dist.get_rank())
+    costs = {name: bucket_cost(compressor, device) for name, compressor in ready_compressors().items()}
+    lines = []
+    for name, cost in costs.items():
+        kernels = f", {cost['launches']:.0f} launches, {cost['device_us']:.0f} us of device" if cost["launches"] else ""
+        lines.append(f"{name}: {cost['host_us']:.0f} us of host{kernels}, {cost['bucket_gb_per_s']:.3g} GB/s")
+    return Found("\n".join(lines), costs)
+
+
+def bucket_cost(
+    compressor: Compressor, device: torch.device, shapes: tuple[tuple[int, ...], ...] = _SHAPES
+) -> dict[str, float]:
+    """Returns the cost of a bucket without its collectives.
+
+    Returns:
+        ``host_us``, the least of some steps; on CUDA ``device_us`` and ``launches``, else 0; ``bucket_gb_per_s``, the
+        bytes of the bucket over the time on the device, on CPU on the host.
+    """
+    assert dist.group.WORLD is not None
+    layout = Layout.of([torch.empty(shape, device="meta") for shape in shapes], torch.float32)
+    channel, state = Channel(dist.group.WORLD), compressor.init(layout, device)
+    gradients = torch.randn(layout.numel, device=device, generator=torch.Generator(device).manual_seed(0))
+
+    def step() -> float:
+        flat = gradients.clone()
+        return _host_s(compressor.rounds(flat, layout, state, channel))
+
+    with torch.no_grad():
+        for _ in range(_NUM_WARM_UP):
+            step()
+        host_s = min(step() for _ in range(_NUM_TIMED))
+        launches, device_s = (
+            _profiled(compressor, layout, gradients, state, channel) if device.type == "cuda" else (0, 0)
+        )
+    seconds = device_s or host_s
+    return {
+        "host_us": 1e6 * host_s,
+        "launches": launches,
+        "device_us": 1e6 * device_s,
+        "bucket_gb_per_s": 4 * layout.numel / seconds / 1e9,
+    }
+
+
+def _host_s(rounds: Rounds) -> float:
+    """Drives rounds to their end; returns the seconds in which the host did not wait for a collective."""
+    seconds, arrived = 0.0, None
+    while True:
+        start_s = time.perf_counter()
+        try:
+            pending = next(rounds) if arrived is None else rounds.send(arrived)
+        except StopIteration:
+            return seconds + time.perf_counter() - start_s
+        seconds += time.perf_counter() - start_s
+        arrived = pending.wait()
+
+
+def _profiled(
+    compressor: Compressor, layout: Layout, gradients: Tensor, state: dict[str, Any], channel: Channel
+) -> tuple[float, float]:
+    """Returns the kernels of a step and the seconds that they take, without those of NCCL."""
+    copies = [gradients.clone() for _ in range(_NUM_PROFILED)]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for flat in copies:
+            _host_s(compressor.rounds(flat, layout, state, channel))
+        torch.cuda.synchronize()
+    return count_kernels(profiler.events() or (), _NUM_PROFILED)
+
+
+def count_kernels(events: Any, num_steps: int) -> tuple[float, float]:
+    """Returns kernels a step and their seconds, of the profiler's events, without those of NCCL."""
+    kernels = [
+        event
+        for event in events
+        if event.device_type == torch.autograd.DeviceType.CUDA and "nccl" not in event.name.lower()
+    ]
+    return len(kernels) / num_steps, sum(event.time_range.elapsed_us() for event in kernels) / 1e6 / num_steps
+
+
+@check("what measuring costs", is_extra=True)
+def _monitor(place: TestDevices) -> Found:
+    without_s, with_s = (step_seconds(place, is_measured) for is_measured in (False, True))
+    cost_us = 1e6 * (with_s - without_s)
+    numbers = {"step_us": 1e6 * without_s, "measured_step_us": 1e6 * with_s}
+    return Found(f"{cost_us:.0f} us of a step of {1e3 * without_s:.3g} ms, by the median of 50", numbers)
+
+
+def step_seconds(place: TestDevices, is_measured: bool, num_steps: int = 50) -> float:
+    """Returns the median time of steps, with or without a recorder that is read every step."""
+    setup = large_setup(place)
+    (compressor,) = (x for name, x in ready_compressors().items() if name == "int8")
+    model, sync = setup.wrap(compressor)
+    recorder, gradients, times_s = StepRecorder(clock_for(setup.device)), setup.gradients(0), []
+    if is_measured:
+        sync.observers.add(recorder)
+    for step in range(num_steps):
+        start_s = time.perf_counter()
+        recorder.enter("backward")
+        run_step(model, sync, gradients)
+        if is_measured:
+            recorder.end_step(step, 1)
+            if recorder.num_pending > recorder.num_lag_steps + 1:
+                recorder.take(1)
+        times_s.append(time.perf_counter() - start_s)
+    sync.detach()
+    return sorted(times_s)[num_steps // 2]

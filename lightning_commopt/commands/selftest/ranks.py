@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.commands.selftest.places import TestDevices
+from lightning_commopt.commands.selftest.checks import TestDevices
 
 # Ranks are forked from a server that has imported the slow packages once: two of them take 0.15 s to start, which is
 # why each call has new ones, and none finds what another has left.
@@ -76,14 +76,7 @@ def run_ranks(
 
 
 def run_on(place: TestDevices, fn: Callable[..., Any], *args: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Calls ``fn(*args, place)`` on two ranks in this place; see `run_ranks`.
-
-    Args:
-        place: where they run.
-        fn: a function at module level.
-        args: of ``fn``, before the place.
-        environment: further variables, of both ranks.
-    """
+    """Calls ``fn(*args, place)`` on two ranks in this place, with further variables of both; see `run_ranks`."""
     variables = {str(rank): {**place.environment.get(str(rank), {}), **(environment or {})} for rank in range(2)}
     options: dict[str, Any] = {"limit_s": _LIMIT_S, "group_timeout_s": _GROUP_TIMEOUT_S, "backend": place.backend}
     return run_ranks(fn, *args, place, **options, environment=variables)

@@ -18,13 +18,12 @@ from rich.markup import escape
 from rich.text import Text
 
 from lightning_commopt.commands.info.info import collect
-from lightning_commopt.commands.selftest import faults, laws, on_device, sharded_laws, speed, variants
-from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked
-from lightning_commopt.commands.selftest.places import TestDevices, candidates
+from lightning_commopt.commands.selftest import laws, on_device, sharded_laws, variants
+from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked, TestDevices, candidates
 from lightning_commopt.commands.selftest.ranks import PROCESSES, RankError, run_on
 from lightning_commopt.text.terminal import TextTable
 
-_FILLED_BY = laws, sharded_laws, on_device, variants, speed, faults
+_FILLED_BY = laws, sharded_laws, on_device, variants
 LIMIT_S = 300.0
 """After so long no other check is started."""
 
@@ -33,47 +32,28 @@ Status = Literal["passed", "failed", "not checked"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one check.
+    """What came of one check."""
 
-    Attributes:
-        name: what should hold.
-        status: whether it does.
-        detail: what was checked; what is wrong; or what is missing here.
-        seconds: that it took.
-        numbers: that were measured, by name.
-        trace: of the failure, whole.
-    """
-
-    name: str
-    status: Status
-    detail: str
-    seconds: float
-    numbers: dict[str, Any] = field(default_factory=dict)
-    trace: str = ""
+    name: str  # what should hold
+    status: Status  # whether it does
+    detail: str  # what was checked; what is wrong; or what is missing here
+    seconds: float  # that it took
+    numbers: dict[str, Any] = field(default_factory=dict)  # that were measured, by name
+    trace: str = ""  # of the failure, whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTest:
-    """The outcome of the self-test, with all that somebody else needs to understand it.
+    """The outcome of the self-test, with all that somebody else needs to understand it."""
 
-    Attributes:
-        place: where the ranks ran.
-        refused: places that were better and could not be had, with why.
-        outcomes: one for each check.
-        info: versions, devices and backends.
-    """
-
-    place: str
-    refused: dict[str, str]
-    outcomes: list[Outcome]
-    info: dict[str, Any]
+    place: str  # where the ranks ran
+    refused: dict[str, str]  # places that were better and could not be had, with why
+    outcomes: list[Outcome]  # one for each check
+    info: dict[str, Any]  # versions, devices and backends
 
     @property
     def has_failed(self) -> bool:
         return any(outcome.status == "failed" for outcome in self.outcomes)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run_selftest(
@@ -108,7 +88,7 @@ def run_selftest(
             continue
         on_start(check.name)
         outcomes.append(_run(check, place))
-    return SelfTest(place=place.name, refused=refused, outcomes=outcomes, info=collect().to_dict() | _versions())
+    return SelfTest(place=place.name, refused=refused, outcomes=outcomes, info=asdict(collect()) | _versions())
 
 
 def _versions() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,34 +12,106 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest.gradients import Net, flatten, random_gradients, send
-from lightning_commopt.commands.selftest.places import TestDevices
-from lightning_commopt.compressors import Compressor, Rounds
+from lightning_commopt.commands.selftest.checks import TestDevices
+from lightning_commopt.compressors import Compressor
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.gradient_sync import GradientSync
+
+
+class Net(nn.Module):
+    """Matrices, vectors, convolutions and a scalar, mixed; some are not contiguous, as DDP then lays them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 16, 3)
+        self.first = nn.Linear(32, 24)
+        self.second = nn.Linear(24, 40)
+        self.scalar = nn.Parameter(torch.ones(()))
+        self.image = nn.Conv2d(4, 16, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.empty(24, 32).t())
+        _draw_parameters(self)
+
+
+class LargeNet(nn.Module):
+    """Odd sizes: more than one tile of every kernel, and more partial sums than are added up at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(257, 513)
+        self.second = nn.Linear(513, 131)
+        self.image = nn.Conv2d(33, 17, 3).to(memory_format=torch.channels_last)
+        self.wide = nn.Parameter(torch.empty(12, 2101))
+        self.tall = nn.Parameter(torch.empty(4101, 6))
+        self.vocabulary = nn.Parameter(torch.empty(33_001, 5))
+        _draw_parameters(self)
+
+
+def _draw_parameters(net: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+class Vectors(nn.Module):
+    """Nothing that is worth compressing, and a parameter that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.arange(7.0))
+        self.one = nn.Parameter(torch.ones(1))
+        self.unused = nn.Parameter(torch.ones(5, 300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a loss, whose gradients are ``x`` and its sum."""
+        return (self.bias * x).sum() + self.one.sum() * x.sum()
+
+
+def random_gradients(step: int, rank: int, scale: float = 1.0, net: Callable[[], nn.Module] = Net) -> dict[str, Tensor]:
+    """Returns normally distributed gradients of a network on the CPU, different on every rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: scale * torch.randn(shape, generator=generator) for name, shape in _shapes(net).items()}
+
+
+@cache
+def _shapes(net: Callable[[], nn.Module]) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in net().named_parameters()}
+
+
+def send(model: DistributedDataParallel, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sends gradients through DDP: those of the loss ``sum(parameter * gradient)``.
+
+    Returns:
+        The average, as the optimizer would see it.
+    """
+    module = model.module
+    original = module.forward
+    module.forward = lambda: sum((p * gradients[name]).sum() for name, p in module.named_parameters())
+    model.zero_grad()
+    model().backward()
+    module.forward = original
+    return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+
+
+def flatten(tensors: dict[str, Tensor]) -> Tensor:
+    """Returns all tensors in one, ``(n,)`` float64 on the CPU."""
+    return torch.cat([tensor.detach().cpu().double().reshape(-1) for tensor in tensors.values()])
+
 
 NUM_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How gradients travel, but for the compressor.
+    """How gradients travel, but for the compressor."""
 
-    Attributes:
-        place: devices of the ranks.
-        net: whose gradients they are.
-        ddp: options of DDP.
-        ranks_per_node: for the hierarchical compressor; 1 is as if each rank were on a node of its own.
-    """
-
-    place: TestDevices
-    net: Callable[[], nn.Module] = Net
-    ddp: Mapping[str, Any] = field(default_factory=dict)
-    ranks_per_node: int = 1
+    place: TestDevices  # devices of the ranks
+    net: Callable[[], nn.Module] = Net  # whose gradients they are
+    ddp: Mapping[str, Any] = field(default_factory=dict)  # options of DDP
+    ranks_per_node: int = 1  # for the hierarchical compressor; 1 is as if each rank were on a node of its own
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
         return self.place.device(dist.get_rank())
 
     def wrap(
@@ -64,21 +137,13 @@ def run_step(model: DistributedDataParallel, sync: GradientSync, gradients: Mapp
 
 
 class Steps(NamedTuple):
-    """What went through a compressor: in float64 on the CPU, step by step.
+    """What went through a compressor: in float64 on the CPU, step by step."""
 
-    Attributes:
-        sent: ``(steps, n)`` this rank's gradients.
-        received: ``(steps, n)`` averages.
-        residual: ``(n,)`` of this rank, at the end.
-        bytes_per_step: handed to collectives, in the mean of the last two steps.
-        declared_bytes: that the compressor says it sends.
-    """
-
-    sent: Tensor
-    received: Tensor
-    residual: Tensor
-    bytes_per_step: float
-    declared_bytes: int
+    sent: Tensor  # ``(steps, n)`` this rank's gradients
+    received: Tensor  # ``(steps, n)`` averages
+    residual: Tensor  # ``(n,)`` of this rank, at the end
+    bytes_per_step: float  # handed to collectives, in the mean of the last two steps
+    declared_bytes: int  # that the compressor says it sends
 
 
 def run_steps(setup: Setup, compressor: Compressor | None) -> Steps:
@@ -104,13 +169,3 @@ def of_all_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def run_alone(rounds: Rounds) -> None:
-    """Drives the rounds of a compressor to their end, without a hook."""
-    try:
-        pending = next(rounds)
-        while True:
-            pending = rounds.send(pending.wait())
-    except StopIteration:
-        pass

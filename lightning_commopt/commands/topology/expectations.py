@@ -72,10 +72,7 @@ def meaning(link: Link, *, is_switched: bool = False) -> str:
 def expect_between_gpus(link: Link, gpu: Gpu | None = None, p2p: str | None = None) -> Expectation | None:
     """Returns what to expect of a copy or an all-reduce between two GPUs; None where nobody has published it.
 
-    Args:
-        link: between them.
-        gpu: one of them, whose model may be known.
-        p2p: the driver's status of direct copies between them; None if unknown.
+    ``p2p`` is the driver's status of direct copies between them; None if unknown.
     """
     name = (gpu.name if gpu else None) or ""
     if link.kind == "NV":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from lightning_commopt.commands.topology.expectations import find_ring, is_switched, nvlink_model
 from lightning_commopt.commands.topology.machine import KINDS, Machine, cpus_text
-from lightning_commopt.text.findings import Finding, worst_first
+from lightning_commopt.text.findings import Finding, Severity, read_texts, worst_first
 from lightning_commopt.text.formatting import count, list_some
 
 _MAX_SHOWN = 8
+_TEXTS = read_texts(Path(__file__).with_name("findings.txt"))
 
 
 def find_all(machine: Machine) -> list[Finding]:
@@ -18,16 +20,15 @@ def find_all(machine: Machine) -> list[Finding]:
     return worst_first(finding for find in finders for finding in find(machine))
 
 
+def _finding(severity: Severity, code: str, what: str, **values: str) -> Finding:
+    why, advice = (_TEXTS[code][name].format(**values) for name in ("why", "try"))
+    return Finding(severity=severity, code=code, what=what, why=why, advice=advice)
+
+
 def _find_nvlinks(machine: Machine) -> Iterator[Finding]:
     """Finds GPUs with fewer NVLinks than others, or than their model has."""
     if machine.without_nvlink:
-        yield Finding(
-            code="no_nvlink_column",
-            severity="note",
-            what=f"this is {machine.without_nvlink}, which leaves NVLink out",
-            why="GPUs that NVLink connects look as if only PCIe did",
-            advice="nvidia-smi topo -m shows both",
-        )
+        yield _finding("note", "no_nvlink_column", f"this is {machine.without_nvlink}, which leaves NVLink out")
     links = {pair: machine.link(*pair) for pair in machine.gpu_pairs()}
     num_links = {pair: link.num_nvlinks for pair, link in links.items() if link is not None and link.kind != "XGMI"}
     of_model = max((model.num_links for gpu in machine.gpus if (model := nvlink_model(gpu.name))), default=0)
@@ -50,32 +51,19 @@ def _find_degraded(machine: Machine, num_links: dict[tuple[str, str], int], of_m
     if fewer:
         shown = list_some([f"{label} {number}" for label, number in fewer.items()], _MAX_SHOWN)
         whose = "others have" if full in num_links.values() else "this model has"
-        yield Finding(
-            code="degraded_nvlink",
-            severity="error",
-            what=f"NVLinks are missing: {shown}, where {whose} {full}",
-            why="every collective runs at the rate of the slowest GPU",
-            advice="nvidia-smi nvlink --status and dmesg (Xid 74); restart nvidia-fabricmanager, then the machine; if"
-            " they stay away, the GPU or its board is for repair",
-        )
+        yield _finding("error", "degraded_nvlink", f"NVLinks are missing: {shown}, where {whose} {full}")
 
 
 def _find_unequal(machine: Machine, num_links: dict[tuple[str, str], int], of_model: int) -> Iterator[Finding]:
     """Finds what may be a broken link between GPUs that are connected directly, where numbers differ by design."""
     totals = {gpu.label: sum(n for pair, n in num_links.items() if gpu.label in pair) for gpu in machine.gpus}
-    is_unequal = len(set(totals.values())) > 1
-    if is_unequal or max(totals.values()) < of_model:
+    most = max(totals.values())
+    if len(set(totals.values())) > 1:
         shown = ", ".join(f"{label} {number}" for label, number in totals.items())
-        yield Finding(
-            code="unequal_nvlinks" if is_unequal else "few_nvlinks",
-            severity="note",
-            what=f"GPUs have different numbers of NVLinks: {shown}"
-            if is_unequal
-            else f"each GPU has {max(totals.values())} NVLinks to the others, and its model has {of_model}",
-            why="links may be down, or end at other GPUs; in a part of a larger machine, as clouds lend it,"
-            " this is how it should be",
-            advice="nvidia-smi nvlink --status; compare with another machine of its kind",
-        )
+        yield _finding("note", "unequal_nvlinks", f"GPUs have different numbers of NVLinks: {shown}")
+    elif most < of_model:
+        what = f"each GPU has {most} NVLinks to the others, and its model has {of_model}"
+        yield _finding("note", "few_nvlinks", what)
 
 
 def _find_ring(machine: Machine) -> Iterator[Finding]:
@@ -86,29 +74,18 @@ def _find_ring(machine: Machine) -> Iterator[Finding]:
     order = " ".join(label.removeprefix("GPU") for label in ring.labels)
     island = _largest_island(machine)
     numbers = ",".join(sorted((label.removeprefix("GPU") for label in island), key=int))
-    fewer = "send fewer bytes over it: comm_hook=bf16, then powersgd"
+    times = count(ring.num_worst, "time")
     if ring.worst == "SYS":
         nodes = {gpu.numa_node for gpu in machine.gpus}
+        is_one_node = len(nodes) == 1 and None not in nodes
         hidden = "; the GPUs are on one NUMA node: a virtual machine or the BIOS may hide the PCIe switches"
         smaller = f"; for small models {len(island)} GPUs without it: CUDA_VISIBLE_DEVICES={numbers}"
-        yield Finding(
-            code="ring_over_sockets",
-            severity="slow",
-            what=f"every ring over all {len(machine.gpus)} GPUs crosses SYS, the link between sockets"
-            f" ({count(ring.num_worst, 'time')} in the best one found: {order})",
-            why="all gradients cross it in every step, and often go through host memory (NCCL: via SHM)"
-            + (hidden if len(nodes) == 1 and None not in nodes else ""),
-            advice=fewer + (smaller if len(island) > 1 else ""),
-        )
+        texts = {"hidden": hidden if is_one_node else "", "smaller": smaller if len(island) > 1 else ""}
+        what = f"every ring over all {len(machine.gpus)} GPUs crosses SYS, the link between sockets"
+        yield _finding("slow", "ring_over_sockets", f"{what} ({times} in the best one found: {order})", **texts)
     elif ring.worst != "NV" and any(link.kind == "NV" for link in machine.links.values()):
-        yield Finding(
-            code="ring_leaves_nvlink",
-            severity="slow",
-            what=f"NVLink does not connect all {len(machine.gpus)} GPUs: the best ring ({order}) goes over {ring.worst}"
-            f" {count(ring.num_worst, 'time')}",
-            why="a ring is as fast as its slowest link",
-            advice=f"{fewer}; or only GPUs that NVLink connects: CUDA_VISIBLE_DEVICES={numbers}",
-        )
+        what = f"NVLink does not connect all {len(machine.gpus)} GPUs: the best ring ({order}) goes over {ring.worst}"
+        yield _finding("slow", "ring_leaves_nvlink", f"{what} {times}", numbers=numbers)
 
 
 def _largest_island(machine: Machine) -> list[str]:
@@ -136,13 +113,8 @@ def _find_p2p(machine: Machine) -> Iterator[Finding]:
     for status, (reason, advice) in _REFUSALS.items():
         pairs = ["-".join(pair) for pair in machine.gpu_pairs() if machine.p2p.get(frozenset(pair)) == status]
         if pairs:
-            yield Finding(
-                code="no_p2p",
-                severity="slow",
-                what=f"no direct copies (P2P) between {list_some(pairs, _MAX_SHOWN)}: {reason} ({status})",
-                why="NCCL copies through host memory between them (NCCL: via SHM)",
-                advice=advice,
-            )
+            what = f"no direct copies (P2P) between {list_some(pairs, _MAX_SHOWN)}: {reason} ({status})"
+            yield _finding("slow", "no_p2p", what, advice=advice)
 
 
 def _find_nics(machine: Machine) -> Iterator[Finding]:
@@ -151,24 +123,11 @@ def _find_nics(machine: Machine) -> Iterator[Finding]:
     if not nics:
         return
     if len(nics) < len(machine.gpus):
-        yield Finding(
-            code="fewer_nics",
-            severity="slow",
-            what=f"{count(len(nics), 'NIC')} for {len(machine.gpus)} GPUs",
-            why="between hosts, GPUs share a NIC's rate; one host alone does not notice",
-            advice="several hosts: comm_hook=hierarchical sends each gradient across once for a host, with inner=bf16"
-            " or less",
-        )
+        yield _finding("slow", "fewer_nics", f"{count(len(nics), 'NIC')} for {len(machine.gpus)} GPUs")
     without = [gpu.label for gpu in machine.gpus if gpu.can_gdr is False]
     without += [nic.name for nic in nics if nic.can_gdr is False]
     if without:
-        yield Finding(
-            code="no_gdr",
-            severity="slow",
-            what=f"no GPUDirect RDMA for {list_some(without, _MAX_SHOWN)} (gdr=0)",
-            why="between hosts, data goes through host memory; GeForce boards have no GPUDirect RDMA",
-            advice="on other boards: load nvidia-peermem, or use a kernel and a driver with DMA-BUF",
-        )
+        yield _finding("slow", "no_gdr", f"no GPUDirect RDMA for {list_some(without, _MAX_SHOWN)} (gdr=0)")
     far: dict[str, list[str]] = {}
     for gpu in machine.gpus:
         link, nearest = machine.nearest_nics(gpu.label)
@@ -178,15 +137,7 @@ def _find_nics(machine: Machine) -> Iterator[Finding]:
         if link is not None and link.distance > KINDS.index("PXB") and is_judged and has_gdr:
             far.setdefault(link.kind, []).append(gpu.label)
     for kind, labels in far.items():
-        yield Finding(
-            code="far_nic",
-            severity="slow",
-            what=f"no NIC nearer than {kind} to {list_some(labels, _MAX_SHOWN)}",
-            why="beyond PCIe switches (PIX, PXB) NCCL goes without GPUDirect RDMA, through host memory, unless another"
-            " GPU forwards (PXN, with NVLink)",
-            advice="put NICs behind the GPUs' switches; else measure NCCL_NET_GDR_LEVEL=SYS; commopt nccl-log shows"
-            " GDRDMA",
-        )
+        yield _finding("slow", "far_nic", f"no NIC nearer than {kind} to {list_some(labels, _MAX_SHOWN)}")
 
 
 def _find_pcie_width(machine: Machine) -> Iterator[Finding]:
@@ -194,13 +145,8 @@ def _find_pcie_width(machine: Machine) -> Iterator[Finding]:
     narrow = {label: width for label, width in widths.items() if width < max(widths.values())}
     if narrow:
         shown = ", ".join(f"{label} x{width}" for label, width in narrow.items())
-        yield Finding(
-            code="narrow_pcie",
-            severity="slow",
-            what=f"fewer PCIe lanes than on other GPUs: {shown}, others x{max(widths.values())}",
-            why="copies from the host and all-reduces over PCIe run at the rate of the slowest GPU",
-            advice="reseat the card or its riser; check the slot and the BIOS (lspci -vv: LnkSta)",
-        )
+        what = f"fewer PCIe lanes than on other GPUs: {shown}, others x{max(widths.values())}"
+        yield _finding("slow", "narrow_pcie", what)
 
 
 def _find_pinning(machine: Machine) -> Iterator[Finding]:
@@ -213,10 +159,5 @@ def _find_pinning(machine: Machine) -> Iterator[Finding]:
         number = gpu.numa_node
         node = "" if number is None else f" (NUMA node {number})"
         bind = "" if number is None else f"numactl --cpunodebind={number} --membind={number}, "
-        yield Finding(
-            code="wrong_numa_node",
-            severity="slow",
-            what=f"process {pid} on {label} may use cores {cpus_text(cpus)} only; near are {cpus_text(gpu.cpus)}{node}",
-            why="every copy and every launch of a kernel crosses the link between sockets",
-            advice=f"{bind}torchrun --numa-binding=node, or srun --gpu-bind=closest",
-        )
+        what = f"process {pid} on {label} may use cores {cpus_text(cpus)} only; near are {cpus_text(gpu.cpus)}{node}"
+        yield _finding("slow", "wrong_numa_node", what, bind=bind)

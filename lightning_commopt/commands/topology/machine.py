@@ -42,48 +42,28 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-        label: ``GPU0``, as in the matrix.
-        name: the maker's; None if unknown.
-        bus_id: such as ``0000:07:00.0``; likewise.
-        numa_node: that it is on; likewise.
-        cpus: cores that are near; empty if unknown.
-        pcie_width: lanes in use; None if unknown.
-        compute_capability: such as 90 for Hopper; likewise.
-        can_gdr: GPUDirect RDMA; likewise.
-        is_coherent: NVLink-C2C joins it with its CPU, as on Grace.
-    """
-
-    label: str
-    name: str | None = None
-    bus_id: str | None = None
-    numa_node: int | None = None
-    cpus: frozenset[int] = frozenset()
-    pcie_width: int | None = None
-    compute_capability: int | None = None
-    can_gdr: bool | None = None
-    is_coherent: bool = False
+    label: str  # ``GPU0``, as in the matrix
+    name: str | None = None  # the maker's; None if unknown
+    bus_id: str | None = None  # such as ``0000:07:00.0``; likewise
+    numa_node: int | None = None  # that it is on; likewise
+    cpus: frozenset[int] = frozenset()  # cores that are near; empty if unknown
+    pcie_width: int | None = None  # lanes in use; None if unknown
+    compute_capability: int | None = None  # such as 90 for Hopper; likewise
+    can_gdr: bool | None = None  # GPUDirect RDMA; likewise
+    is_coherent: bool = False  # NVLink-C2C joins it with its CPU, as on Grace
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nic:
-    """A network adapter.
+    """A network adapter."""
 
-    Attributes:
-        label: in the matrix, such as ``NIC0`` or ``mlx5_0``.
-        name: such as ``mlx5_0``.
-        numa_node: that it is on; None if unknown.
-        bytes_per_s: nominal, one way; likewise.
-        can_gdr: NCCL found GPUDirect RDMA for it; likewise.
-    """
-
-    label: str
-    name: str
-    numa_node: int | None = None
-    bytes_per_s: float | None = None
-    can_gdr: bool | None = None
+    label: str  # in the matrix, such as ``NIC0`` or ``mlx5_0``
+    name: str  # such as ``mlx5_0``
+    numa_node: int | None = None  # that it is on; None if unknown
+    bytes_per_s: float | None = None  # nominal, one way; likewise
+    can_gdr: bool | None = None  # NCCL found GPUDirect RDMA for it; likewise
 
     @property
     def can_rdma(self) -> bool:
@@ -93,27 +73,19 @@ class Nic:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine's topology.
+    """A machine's topology."""
 
-    Attributes:
-        source: where it is from, for people.
-        gpus: in their order.
-        nics: likewise.
-        links: by two labels, in either order. Unknown pairs are missing.
-        p2p: the driver's status of direct copies between two GPUs, ``OK``, ``GNS`` or ``U`` for unknown; likewise.
-        without_nvlink: what kind of source it is that leaves NVLinks out; empty where it has them.
-        processes: cores that each process on a GPU may use: label, process id, cores.
-        notices: what was unclear in the source.
-    """
-
-    source: str
-    gpus: tuple[Gpu, ...]
-    nics: tuple[Nic, ...] = ()
+    source: str  # where it is from, for people
+    gpus: tuple[Gpu, ...]  # in their order
+    nics: tuple[Nic, ...] = ()  # likewise
+    # By two labels, in either order. Unknown pairs are missing
     links: Mapping[frozenset[str], Link] = field(default_factory=dict)
+    # The driver's status of direct copies between two GPUs, ``OK``, ``GNS`` or ``U`` for unknown; likewise
     p2p: Mapping[frozenset[str], str] = field(default_factory=dict)
-    without_nvlink: str = ""
+    without_nvlink: str = ""  # what kind of source it is that leaves NVLinks out; empty where it has them
+    # Cores that each process on a GPU may use: label, process id, cores
     processes: tuple[tuple[str, int, frozenset[int]], ...] = ()
-    notices: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()  # what was unclear in the source
 
     def link(self, one: str, other: str) -> Link | None:
         """Returns what lies between two labels; None if unknown."""

@@ -31,19 +31,12 @@ class Row(NamedTuple):
 
 @dataclass(kw_only=True)
 class Table:
-    """A matrix.
+    """A matrix."""
 
-    Attributes:
-        labels: of the columns; empty where the head is missing.
-        headings: what else the head names, in lower case.
-        rows: by label.
-        line: index of the line that it begins with.
-    """
-
-    labels: list[str] = field(default_factory=list)
-    headings: list[str] = field(default_factory=list)
-    rows: dict[str, Row] = field(default_factory=dict)
-    line: int = 0
+    labels: list[str] = field(default_factory=list)  # of the columns; empty where the head is missing
+    headings: list[str] = field(default_factory=list)  # what else the head names, in lower case
+    rows: dict[str, Row] = field(default_factory=dict)  # by label
+    line: int = 0  # index of the line that it begins with
 
     @property
     def cells(self) -> list[str]:

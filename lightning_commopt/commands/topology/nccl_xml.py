@@ -37,11 +37,7 @@ class _Device(NamedTuple):
 
 
 def read_nccl_xml(text: str, source: str) -> Machine:
-    """Reads the first host in a text.
-
-    Args:
-        text: with ``<system ...>`` to ``</system>`` somewhere.
-        source: its name, for people.
+    """Reads the first host in a text with ``<system ...>`` to ``</system>`` somewhere; ``source`` names it.
 
     Raises:
         TopologyError: it is cut off, or damaged, or has no GPU.

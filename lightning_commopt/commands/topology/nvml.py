@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.commands.topology import sysfs
-from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, TopologyError
+from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, TopologyError, parse_cpus
 
 _LEVELS = {"INTERNAL": "PIX", "SINGLE": "PIX", "MULTIPLE": "PXB", "HOSTBRIDGE": "PHB", "NODE": "NODE", "SYSTEM": "SYS"}
 _MAX_CPUS = 4096
+_ROOT = re.compile(r"pci[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}$")
 
 
 def read_nvml(root: Path = Path("/")) -> Machine:
     """Asks the driver for GPUs, NVLinks and the processes on GPUs, and Linux for RDMA adapters and cores.
-
-    Args:
-        root: of the file system, whose ``sys`` and ``proc`` are read.
 
     Raises:
         ImportError: nvidia-ml-py is not installed.
@@ -52,17 +50,17 @@ class _Reader:
         if not handles:
             raise TopologyError("NVML finds no GPU")
         gpus = [self._gpu(index, handle) for index, handle in enumerate(handles)]
-        adapters = sysfs.rdma_adapters(self._root)
+        adapters = rdma_adapters(self._root)
         nics = [
-            Nic(label=name, name=name, numa_node=sysfs.numa_node(self._root, path), bytes_per_s=rate)
+            Nic(label=name, name=name, numa_node=numa_node(self._root, path), bytes_per_s=rate)
             for name, path, rate in adapters
         ]
         links = dict(self._gpu_links(gpus, handles))
-        paths = {gpu.label: sysfs.pci_path(self._root, gpu.bus_id or "") for gpu in gpus}
+        paths = {gpu.label: pci_path(self._root, gpu.bus_id or "") for gpu in gpus}
         paths |= {name: path for name, path, _ in adapters}
         for one, other in [(each, nic) for each in gpus for nic in nics] + list(combinations(nics, 2)):
             has_one_node = one.numa_node is not None and one.numa_node == other.numa_node
-            link = sysfs.pcie_link(paths[one.label], paths[other.label], has_one_node=has_one_node)
+            link = pcie_link(paths[one.label], paths[other.label], has_one_node=has_one_node)
             if link is not None:
                 links[frozenset((one.label, other.label))] = link
         return Machine(
@@ -76,7 +74,7 @@ class _Reader:
     def _gpu(self, index: int, handle: Any) -> Gpu:
         nvml = self._nvml
         bus_id = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
-        node = sysfs.numa_node(self._root, sysfs.pci_path(self._root, bus_id))
+        node = numa_node(self._root, pci_path(self._root, bus_id))
         words = self._ask("nvmlDeviceGetCpuAffinity", handle, _MAX_CPUS // 64) or []
         cpus = frozenset(64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1)
         return Gpu(
@@ -84,7 +82,7 @@ class _Reader:
             name=_text(nvml.nvmlDeviceGetName(handle)),
             bus_id=bus_id,
             numa_node=node,
-            cpus=cpus or sysfs.cpus_of_node(self._root, node),
+            cpus=cpus or cpus_of_node(self._root, node),
             pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
         )
 
@@ -118,7 +116,7 @@ class _Reader:
     def _processes(self, gpus: list[Gpu], handles: list[Any]) -> Iterator[tuple[str, int, frozenset[int]]]:
         for gpu, handle in zip(gpus, handles, strict=True):
             for process in self._ask("nvmlDeviceGetComputeRunningProcesses", handle) or []:
-                cpus = sysfs.cpus_of_process(self._root, process.pid)
+                cpus = cpus_of_process(self._root, process.pid)
                 if cpus:
                     yield gpu.label, process.pid, cpus
 
@@ -133,3 +131,78 @@ class _Reader:
 def _text(value: str | bytes) -> str:
     """Returns a string, which older versions of nvidia-ml-py give as bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def pci_path(root: Path, bus_id: str) -> tuple[str, ...]:
+    """Returns the bridges above a PCI device and itself, from the outside; empty if it is not there."""
+    # NVML writes 00000000:07:00.0, Linux 0000:07:00.0.
+    domain, _, rest = bus_id.strip().lower().partition(":")
+    return _path_of(root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}")
+
+
+def _path_of(device: Path) -> tuple[str, ...]:
+    parts = device.resolve().parts if device.exists() else ()
+    begin = next((index for index, part in enumerate(parts) if _ROOT.match(part)), None)
+    return () if begin is None else parts[begin:]
+
+
+def pcie_link(one: tuple[str, ...], other: tuple[str, ...], *, has_one_node: bool) -> Link | None:
+    """Returns what lies between two devices, given by `pci_path`, as ``nvidia-smi topo`` would call it.
+
+    >>> above = ("pci0000:00", "0000:00:01.0", "0000:01:00.0")
+    >>> first, second = (*above, "0000:02:01.0", "0000:03:00.0"), (*above, "0000:02:02.0", "0000:04:00.0")
+    >>> str(pcie_link(first, second, has_one_node=True))
+    'PIX'
+    """
+    if not one or not other:
+        return None
+    shared = 0
+    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+        shared += 1
+    if shared == 0:
+        return Link("NODE" if has_one_node else "SYS")
+    if shared == 1:
+        return Link("PHB")
+    # Behind the switch that they share: a port of it, and the device.
+    return Link("PIX" if max(len(one), len(other)) - shared <= 2 else "PXB")
+
+
+def numa_node(root: Path, path: tuple[str, ...]) -> int | None:
+    """Returns the NUMA node of a PCI device; None where Linux does not know."""
+    text = read_text(root / "sys/bus/pci/devices" / path[-1] / "numa_node") if path else ""
+    return int(text) if text.isdecimal() else None
+
+
+def cpus_of_node(root: Path, node: int | None) -> frozenset[int]:
+    """Returns the cores of a NUMA node."""
+    return parse_cpus(read_text(root / f"sys/devices/system/node/node{node}/cpulist"))
+
+
+def rdma_adapters(root: Path) -> list[tuple[str, tuple[str, ...], float | None]]:
+    """Returns name, PCI path and nominal bytes/s of each RDMA adapter."""
+    found = []
+    for folder in sorted((root / "sys/class/infiniband").glob("*")):
+        rates = [read_text(path) for path in sorted(folder.glob("ports/*/rate"))]
+        gbits = [float(rate[1]) for text in rates if (rate := re.match(r"(\d{1,5}(?:\.\d)?) Gb/sec", text))]
+        found.append((folder.name, _path_of(folder / "device"), max(gbits) * 1e9 / 8 if gbits else None))
+    return found
+
+
+def cpus_of_process(root: Path, pid: int) -> frozenset[int]:
+    """Returns the cores that a process on a GPU may use; empty if we cannot see it.
+
+    In a container a number of the driver's may be of another process here: one that has not loaded CUDA.
+    """
+    if "libcuda" not in read_text(root / f"proc/{pid}/maps"):
+        return frozenset()
+    status = read_text(root / f"proc/{pid}/status")
+    found = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.MULTILINE)
+    return parse_cpus(found[1]) if found else frozenset()
+
+
+def read_text(path: Path) -> str:
+    """Returns what a small file says; nothing if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

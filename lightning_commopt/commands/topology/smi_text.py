@@ -25,11 +25,7 @@ _MAX_CHARACTERS = 4000  # of a line
 
 
 def read_smi_text(text: str, source: str) -> Machine:
-    """Reads the first topology in a text, and the first matrix of ``topo -p2p`` about direct copies.
-
-    Args:
-        text: with the output of ``nvidia-smi topo -m`` or ``topo -mp`` somewhere.
-        source: its name, for people.
+    """Reads the first topology in a text, of ``nvidia-smi topo -m`` or ``-mp``, and the first matrix of ``topo -p2p``.
 
     Raises:
         TopologyError: there is none in it.

@@ -34,11 +34,7 @@ def read_file(path: Path) -> Machine:
 
 
 def read_content(content: bytes, source: str) -> Machine:
-    """Reads the content of such a file.
-
-    Args:
-        content: in UTF-8, or UTF-16 with a byte order mark, as PowerShell writes it; may be compressed by gzip.
-        source: its name, for people.
+    """Reads such a file's content: UTF-8, or UTF-16 with a byte order mark, as PowerShell writes it; perhaps gzipped.
 
     Raises:
         TopologyError: there is no topology in it.
@@ -62,9 +58,7 @@ def read_content(content: bytes, source: str) -> Machine:
 def read_machine(source: str = "auto", environment: Mapping[str, str] = os.environ) -> Machine:
     """Reads the topology of this machine; of a rank under a launcher also which cores it may use.
 
-    Args:
-        source: ``nvml``, ``nvidia-smi``, or ``auto`` for the first of them that works.
-        environment: with ``LOCAL_RANK`` or ``SLURM_LOCALID`` in a rank.
+    The source is ``nvml``, ``nvidia-smi``, or ``auto`` for the first of them that works.
 
     Raises:
         TopologyError: there is no GPU, or no tool that could tell.

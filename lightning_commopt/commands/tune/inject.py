@@ -1,17 +1,64 @@
-"""What a training program under ``commopt tune`` does differently: its Trainers get ``CommOptDDP(plan="auto")``."""
+"""Runs a training program so that the Trainers of every Python process of it get ``CommOptDDP(plan="auto")``."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_commopt.commands.tune.run import VARIABLE
 from lightning_commopt.compat.import_hook import call_after_import
+
+VARIABLE = "COMMOPT_TUNE"
+"""Holds, as JSON, what the program's processes read: ``lossy``, ``output``, ``verdict`` (a file) and ``ends_fit``."""
+
+# Python imports it when it starts. An installation may have one of its own, which comes next on the path.
+_SITECUSTOMIZE = """\
+import importlib.machinery, importlib.util, os, sys
+
+_here = os.path.dirname(os.path.abspath(__file__))
+_others = [path for path in sys.path if os.path.abspath(path or ".") != _here]
+_spec = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
+if _spec is not None and _spec.loader is not None:
+    _spec.loader.exec_module(importlib.util.module_from_spec(_spec))
+from lightning_commopt.commands.tune import inject
+
+inject.install()
+"""
+
+
+def run_tuned(command: Sequence[str], *, lossy: Sequence[str], output: Path, ends_fit: bool) -> tuple[int, str | None]:
+    """Runs a command, which starts Python programs in whatever way, to its end.
+
+    Returns:
+        The status of the command; and what was found, None if nothing was. The plan is in ``output``.
+
+    Raises:
+        ValueError: a name in ``lossy`` is unknown.
+        OSError: the command cannot be started, or the folder of ``output`` does not exist.
+    """
+    from lightning_commopt.tune.options import TuneOptions
+
+    TuneOptions.of("auto", list(lossy), {})
+    if not output.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--output={output}: there is no folder {output.absolute().parent}")
+    with tempfile.TemporaryDirectory(prefix="commopt-tune-") as folder:
+        (Path(folder) / "sitecustomize.py").write_text(_SITECUSTOMIZE, encoding="utf-8")
+        verdict = Path(folder) / "verdict.txt"
+        asked = {"lossy": list(lossy), "output": str(output.absolute()), "verdict": str(verdict), "ends_fit": ends_fit}
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        ran = subprocess.run(
+            list(command), env={**os.environ, "PYTHONPATH": path, VARIABLE: json.dumps(asked)}, check=False
+        )
+        return ran.returncode, verdict.read_text(encoding="utf-8") if verdict.is_file() else None
+
 
 _MODULES = {
     "lightning.pytorch.trainer.trainer": "lightning_commopt.lightning",
@@ -34,18 +81,19 @@ def _change_trainer(module: ModuleType) -> None:
         given = inspect.signature(init).bind(self, *args, **kwargs)
         given.apply_defaults()
         ours = import_module(_MODULES[module.__name__]).CommOptDDP
-        given.arguments["strategy"] = _tuned_strategy(given.arguments["strategy"], ours)
+        given.arguments["strategy"] = tuned_strategy(given.arguments["strategy"], ours)
         init(*given.args, **given.kwargs)
 
     module.Trainer.__init__ = tuned
 
 
-def _tuned_strategy(strategy: Any, ours: Any) -> Any:
+def tuned_strategy(strategy: Any, ours: Any) -> Any:
     """Returns what takes the place of a Trainer's strategy.
 
     Raises:
         ValueError: it is none of DDP's, or has a comm hook.
     """
+    from lightning_commopt.commands.tune.tuning import Tuning
     from lightning_commopt.compat.lightning import arguments_of_ddp, comm_hook_of, is_lightnings_ddp
     from lightning_commopt.strategy.aliases import aliases
     from lightning_commopt.strategy.ddp import CommOptStrategy
@@ -62,12 +110,5 @@ def _tuned_strategy(strategy: Any, ours: Any) -> Any:
         strategy = ours(**arguments_of_ddp(strategy))
     elif not isinstance(strategy, CommOptStrategy):
         raise ValueError(f"commopt tune is for DDP, and the Trainer has strategy={strategy!r}")
-    _tune(strategy)
-    return strategy
-
-
-def _tune(strategy: Any) -> None:
-    """Makes a strategy of ours look for a plan, whatever that costs, and write it to the file."""
-    from lightning_commopt.commands.tune.tuning import Tuning
-
     strategy.auto_plan = Tuning(strategy, json.loads(os.environ[VARIABLE]))
+    return strategy

@@ -14,12 +14,7 @@ _UNLIMITED = 1e6  # times the fit's time: it is there to be tuned
 
 
 class Tuning(AutoPlan):
-    """Looks for a plan whatever that costs, and writes it to a file.
-
-    Args:
-        strategy: for a Trainer.
-        asked: see `lightning_commopt.commands.tune.run.VARIABLE`.
-    """
+    """Looks for a plan whatever that costs, and writes it to a file; ``asked`` is the content of `inject.VARIABLE`."""
 
     def __init__(self, strategy: Any, asked: Mapping[str, Any]) -> None:
         options = TuneOptions.of("auto", asked["lossy"], strategy.plan.to_dict())
@@ -33,7 +28,6 @@ class Tuning(AutoPlan):
             self._strategy.lightning_module.trainer.should_stop = True
 
     def end_fit(self) -> None:
-        """Writes what was found."""
         super().end_fit()
         found = self.describe()
         if found:

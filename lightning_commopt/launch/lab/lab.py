@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from lightning_commopt.launch.fork_server import server_for
 from lightning_commopt.launch.lab.namespaces import Keeper, LabError, find_unshare_options, program, run_program
-from lightning_commopt.launch.lab.ranks import RankProcess, StartRank, error_of, start_program, watch
+from lightning_commopt.launch.lab.ranks import Process, RankProcess, error_of, start_program, watch
+from lightning_commopt.text.validation import check_integer, check_positive
 
 DEVICE = "eth0"
 """The network device of every host."""
@@ -107,12 +108,12 @@ class NetLab:
         pin_to_cores: bool = False,
         timeout_s: float | None = None,
         on_output: Callable[[int, bytes], None] | None = None,
-        start: StartRank | None = None,
     ) -> list[str]:
         """Runs a command as every rank of a job and waits for all of them.
 
-        Each rank has the variables of ``torchrun`` in its environment, and the device for gloo and NCCL. No process
-        that was started here, or by those, is left when this returns or raises.
+        Each rank has the variables of ``torchrun`` in its environment, and the device for gloo and NCCL. A `ForkServer`
+        of this process that can start the command does. No process that was started here, or by those, is left when
+        this returns or raises.
 
         Args:
             command: program and arguments.
@@ -121,7 +122,6 @@ class NetLab:
             pin_to_cores: give each rank one core, round-robin, and one OpenMP thread.
             timeout_s: seconds the ranks may take; None for no limit.
             on_output: called with a rank and a part of its standard output and error.
-            start: starts the command otherwise than as a new program, in the given namespaces.
 
         Returns:
             The output of each rank, by rank.
@@ -131,24 +131,26 @@ class NetLab:
             LabError: the lab is not open.
             ValueError: an argument is out of range.
         """
-        if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int) or ranks_per_host < 1:
-            raise ValueError(f"ranks_per_host must be an integer above 0, got {ranks_per_host!r}")
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be a number of seconds above 0, or None, got {timeout_s!r}")
-        if self._keeper is None:
-            raise LabError("the network lab is not open: use it in a with statement")
+        check_integer("ranks_per_host", ranks_per_host, at_least=1)
+        if timeout_s is not None:
+            check_positive("timeout_s", timeout_s)
+        keeper, server, folder = self._opened(), server_for(command), os.getcwd()
         ranks: list[RankProcess] = []
-        with ExitStack() as closing, Keeper(self._unshare_options, within=self._keeper) as tree:
+        with ExitStack() as closing, Keeper(self._unshare_options, within=keeper) as tree:
             for rank in range(self.num_hosts * ranks_per_host):
                 host = f"host{rank // ranks_per_host}"
                 all_cores = sorted(os.sched_getaffinity(0))
                 cores = (all_cores[rank % len(all_cores)],) if pin_to_cores else ()
                 variables = self._variables(rank, ranks_per_host, pin_to_cores)
                 env = {**os.environ, **variables, **(environment or {})}
-                if start is None:
-                    started = start_program((*tree.enter(host, os.getcwd()), *_taskset(cores), *command), env)
+                started: Process
+                if server is None:
+                    started = start_program((*tree.enter(host, folder), *_taskset(cores), *command), env)
                 else:
-                    started = start(command, env, tree.files(host), f"/proc/{tree.pid}/root{os.getcwd()}", cores)
+                    seen_here, of_host = f"/proc/{tree.pid}/root{folder}", tree.files(host)
+                    started = server.start(
+                        command, env=env, folder=seen_here, namespaces=of_host, cores=cores, is_session=True
+                    )
                 process = RankProcess(rank, started, on_output)
                 ranks.append(process)
                 closing.callback(process.close)
@@ -168,8 +170,7 @@ class NetLab:
         bits_per_s = parse_rate(rate)
         if bits_per_s is None:
             raise ValueError(f"rate must be a limit, got {rate!r}")
-        if self._keeper is None:
-            raise LabError("the network lab is not open: use it in a with statement")
+        self._opened()
         self.rate, self._bits_per_s = rate, bits_per_s
         for host in range(self.num_hosts):
             self._limit("-n", f"host{host}", device=DEVICE)
@@ -182,9 +183,12 @@ class NetLab:
         Raises:
             LabError: the lab is not open.
         """
+        return self._opened().enter(f"host{host}", os.getcwd())
+
+    def _opened(self) -> Keeper:
         if self._keeper is None:
             raise LabError("the network lab is not open: use it in a with statement")
-        return self._keeper.enter(f"host{host}", os.getcwd())
+        return self._keeper
 
     def _variables(self, rank: int, ranks_per_host: int, is_pinned: bool) -> dict[str, str]:
         host, local_rank = divmod(rank, ranks_per_host)
@@ -246,10 +250,9 @@ class NetLab:
             self._do("tc", *options, "qdisc", "replace", "dev", device, "root", "tbf", *shape)
 
     def _do(self, name: str, *arguments: str) -> None:
-        assert self._keeper is not None
         path = program(name)
         assert path is not None, f"{name} was there when the lab was opened"
-        run_program(*self._keeper.enter(), path, *arguments)
+        run_program(*self._opened().enter(), path, *arguments)
 
 
 def _taskset(cores: Sequence[int]) -> tuple[str, ...]:

@@ -33,9 +33,6 @@ class RankError(RuntimeError):
 
 Process = subprocess.Popen[bytes] | ForkedProcess
 
-StartRank = Callable[[Sequence[str], Mapping[str, str], Sequence[str], str, Sequence[int]], Process]
-"""Starts a command: with an environment, in namespaces (see `Keeper.files`), in a folder, on cores (empty for all)."""
-
 
 def start_program(command: Sequence[str], env: Mapping[str, str]) -> Process:
     """Starts a program as the leader of a session, with no input and with its output in a pipe."""
@@ -60,7 +57,6 @@ class RankProcess:
 
     @property
     def pipe(self) -> int:
-        """The descriptor to read its output from."""
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 

@@ -239,16 +239,9 @@ def _plain_row(row: Row) -> dict[str, Any]:
     plain = dataclasses.asdict(row.case)
     if row.error is not None:
         return {**plain, "error": row.error}
-    numbers = {
-        "time_s": row.time_s.median,
-        "time_s_low": row.time_s.low,
-        "time_s_high": row.time_s.high,
-        "algbw": row.algbw,
-        "busbw": row.busbw,
-        "num_wrong": row.num_wrong,
-        "num_iters": row.num_iters,
-    }
-    return {**plain, **numbers, "times_s": list(row.times_s)}
+    times_s = dict(zip(("time_s", "time_s_low", "time_s_high"), row.time_s, strict=True))
+    numbers = {name: getattr(row, name) for name in ("algbw", "busbw", "num_wrong", "num_iters")}
+    return {**plain, **times_s, **numbers, "times_s": list(row.times_s)}
 
 
 def _read_row(plain: Mapping[str, Any]) -> Row:

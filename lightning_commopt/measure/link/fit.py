@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 _MAX_SEGMENTS = 4
 _MIN_POINTS = 3
 _FLOOR = 0.01
@@ -82,10 +84,7 @@ def errors_left_out(points: Sequence[Point], segments: Sequence[Segment]) -> lis
         own = next(segment for segment in segments if point.size_bytes <= segment.last_bytes)
         inside = [other for other in points if own.first_bytes <= other.size_bytes <= own.last_bytes]
         others = [other for other in inside if other is not point]
-        sums = _Sums()
-        for other in others:
-            sums.add(other)
-        without = [Segment(others[0].size_bytes, others[-1].size_bytes, *sums.line())] if others else []
+        without = [_fit_line(others[0], others[-1], *_sums(others)[-1]).segment] if others else []
         refitted = [fitted for segment in segments for fitted in (without if segment is own else [segment])]
         errors.append(point.time_s / time_at(refitted, point.size_bytes) - 1 if refitted else 0.0)
     return errors
@@ -100,12 +99,9 @@ def _fits(points: Sequence[Point]) -> dict[tuple[int, int], _Fitted]:
     """Returns the fits to all runs of points that are long enough, and to all points."""
     fits = {}
     for start, first in enumerate(points):
-        sums = _Sums()
-        for stop, last in enumerate(points[start:], start + 1):
-            sums.add(last)
+        for stop, sums in enumerate(_sums(points[start:]), start + 1):
             if stop - start >= _MIN_POINTS or stop - start == len(points):
-                segment = Segment(first.size_bytes, last.size_bytes, *sums.line())
-                fits[start, stop] = _Fitted(segment, sums.squares(segment))
+                fits[start, stop] = _fit_line(first, points[stop - 1], *sums)
     return fits
 
 
@@ -123,42 +119,29 @@ def _best_split(
     return best[num_points]
 
 
-class _Sums:
-    """The sums behind the line of least relative squares: latency * inverse + s_per_byte * rate is near 1."""
+def _sums(points: Sequence[Point]) -> list[list[float]]:
+    """Returns what `_fit_line` needs, of the first point, of the first two, and so on."""
+    terms = []
+    for point in points:
+        weight, inverse, rate = point.weight, 1 / point.time_s, point.size_bytes / point.time_s
+        a, b = weight * inverse, weight * rate
+        terms.append((weight, a, b, a * inverse, a * rate, b * rate))
+    return np.cumsum(terms, axis=0).tolist()
 
-    __slots__ = ("inverses", "inverses_rates", "rates", "squared_inverses", "squared_rates", "weights")
 
-    def __init__(self) -> None:
-        self.weights = self.inverses = self.rates = 0.0
-        self.squared_inverses = self.inverses_rates = self.squared_rates = 0.0
+def _fit_line(first: Point, last: Point, one: float, a1: float, b1: float, aa: float, ab: float, bb: float) -> _Fitted:
+    """Fits the line of least squares of a * latency_s + b * s_per_byte - 1, neither of which is below 0.
 
-    def add(self, point: Point) -> None:
-        weight = point.weight
-        inverse, rate = 1 / point.time_s, point.size_bytes / point.time_s
-        self.weights += weight
-        self.inverses += weight * inverse
-        self.rates += weight * rate
-        self.squared_inverses += weight * inverse * inverse
-        self.inverses_rates += weight * inverse * rate
-        self.squared_rates += weight * rate * rate
-
-    def line(self) -> tuple[float, float]:
-        """Returns the latency and the seconds per byte, neither of them below 0."""
-        aa, ab, bb = self.squared_inverses, self.inverses_rates, self.squared_rates
-        a1, b1 = self.inverses, self.rates
-        determinant = aa * bb - ab * ab
-        if determinant <= 1e-12 * aa * bb:
-            return 0.0, b1 / bb
-        latency_s, s_per_byte = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
-        if s_per_byte < 0:
-            return a1 / aa, 0.0
-        if latency_s < 0:
-            return 0.0, b1 / bb
-        return latency_s, s_per_byte
-
-    def squares(self, line: Segment) -> float:
-        """Returns the weighted sum of squared relative errors of a line."""
-        a, b = line.latency_s, line.s_per_byte
-        linear = a * self.inverses + b * self.rates
-        mixed = a * a * self.squared_inverses + 2 * a * b * self.inverses_rates + b * b * self.squared_rates
-        return mixed - 2 * linear + self.weights
+    ``a`` is the inverse time of a point, ``b`` its rate; the arguments are weighted sums of 1, a, b, aa, ab and bb.
+    """
+    latency_s, s_per_byte, determinant = 0.0, b1 / bb, aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        both = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+        if both[1] < 0:
+            latency_s, s_per_byte = a1 / aa, 0.0
+        elif both[0] >= 0:
+            latency_s, s_per_byte = both
+    linear = latency_s * a1 + s_per_byte * b1
+    mixed = latency_s * latency_s * aa + 2 * latency_s * s_per_byte * ab + s_per_byte * s_per_byte * bb
+    squares = mixed - 2 * linear + one
+    return _Fitted(Segment(first.size_bytes, last.size_bytes, latency_s, s_per_byte), squares)

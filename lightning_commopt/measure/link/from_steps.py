@@ -1,25 +1,129 @@
-"""Measures a link from a training run without any probe: the times of its buckets as a bench result."""
+"""Measures a link from training steps without any probe: from the files of a run, or while it trains."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_commopt.measure.files import read_run
-from lightning_commopt.measure.link.bench_result import BenchResult
-from lightning_commopt.measure.link.message_times import MIN_TIMES, NUM_LAST_STEPS, MessageTimes, bucket_times
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_commopt.measure.files import common_steps, read_run
+from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row, bus_factor
+from lightning_commopt.measure.link.model import LinkModel
+from lightning_commopt.measure.record import StepRecord
+
+NUM_LAST_STEPS = 200
+"""Steps that count: enough for medians, few enough to follow changes of the link."""
+
+MIN_TIMES = 3
+"""Times that a size needs to count."""
+
+NUM_MESSAGES = 8
+"""Buckets of a step that count, at most: enough sizes for a curve, and a fit takes about a millisecond
+(``benchmarks/link_refresh.py``)."""
+
+_SIZES_RATIO = 2
+"""Least ratio of the largest to the smallest message that separates latency from bandwidth: the relative error of the
+bandwidth is then at most sqrt(1 + 2**2) / (2 - 1) = 2.2 times that of a time, and grows without limit towards 1."""
 
 
-def result_of_run(run_dir: Path, *, num_last_steps: int = NUM_LAST_STEPS) -> BenchResult:
-    """Returns the times of a run's buckets by size, under the load of its backward; see `MessageTimes`.
+class BucketTime(NamedTuple):
+    """A bucket as a message.
+
+    Its time is from its start, or from the end of the bucket before it if that is later, to its end: DDP starts buckets
+    while others are on the wire.
+    """
+
+    size_bytes: int
+    time_s: float
+
+
+def bucket_times(record: StepRecord) -> list[BucketTime]:
+    """Returns the messages of a step on one rank, in the same order on all ranks.
+
+    Empty if two buckets share a number, as in a static graph's first backward: their order may differ between ranks.
+    """
+    times: dict[tuple[int, int], BucketTime] = {}
+    last_end_s = -math.inf
+    for bucket in sorted(record.buckets, key=attrgetter("end_s")):
+        time_s = bucket.end_s - max(bucket.start_s, last_end_s)
+        times[bucket.backward, bucket.index] = BucketTime(bucket.gradient_bytes, time_s)
+        last_end_s = bucket.end_s
+    return [times[key] for key in sorted(times)] if len(times) == len(record.buckets) else []
+
+
+def spread_sizes(messages: Sequence[BucketTime], num_messages: int) -> list[BucketTime]:
+    """Returns at most ``num_messages``, from the smallest to the largest, spread evenly over the order of sizes.
+
+    The choice depends on sizes alone, which all ranks have in the same order.
+
+    >>> [bucket.size_bytes for bucket in spread_sizes([BucketTime(size, 0.1) for size in (5, 9, 3, 7, 1)], 3)]
+    [1, 5, 9]
+    """
+    if len(messages) <= num_messages:
+        return list(messages)
+    ordered = sorted(range(len(messages)), key=lambda index: (messages[index].size_bytes, index))
+    return [messages[ordered[number * (len(ordered) - 1) // (num_messages - 1)]] for number in range(num_messages)]
+
+
+class MessageTimes:
+    """The times of the last `NUM_LAST_STEPS` steps' messages by size."""
+
+    def __init__(self) -> None:
+        self._steps: deque[list[BucketTime]] = deque(maxlen=NUM_LAST_STEPS)
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+    def add(self, messages: Iterable[BucketTime]) -> None:
+        """Adds a step, each message with the shortest of all ranks' times; those not above 0, or NaN, do not count.
+
+        The last rank to join a collective waits for no other.
+        """
+        self._steps.append([message for message in messages if message.time_s > 0])
+
+    def result(self, *, comm_hook: str, where: Mapping[str, Any]) -> BenchResult:
+        """Returns a row for each size that was measured `MIN_TIMES` times, under the load "compute" of backward.
+
+        Without a comm hook ("none") the times are those of the all-reduce; with one, compression is part of them.
+        """
+        has_hook = comm_hook not in ("none", "all_reduce")
+        case = Case(
+            operation="comm_hook" if has_hook else "all_reduce",
+            comm_hook=comm_hook if has_hook else None,
+            size_bytes=0,
+            count=0,
+            dtype="float32",
+            redop="mean" if has_hook else "sum",
+            place="in",
+            load="compute",
+            num_ranks=where["world_size"],
+        )
+        times: defaultdict[int, list[float]] = defaultdict(list)
+        for step in self._steps:
+            for size_bytes, time_s in step:
+                times[size_bytes].append(time_s)
+        rows = [
+            Row(case=replace(case, size_bytes=size_bytes, count=max(1, size_bytes // 4)), times_s=times_s, num_iters=1)
+            for size_bytes, times_s in sorted(times.items())
+            if len(times_s) >= MIN_TIMES
+        ]
+        return BenchResult(rows=tuple(rows), where=where, settings={})
+
+
+def result_of_run(run_dir: Path) -> BenchResult:
+    """Returns the times of a run's buckets by size, in the last steps that all ranks have saved; see `MessageTimes`.
 
     Ranks append to their files while they train: read them again for newer steps.
 
     Args:
         run_dir: the directory that has ``comm_time``, where `CommTimeMonitor` saved steps.
-        num_last_steps: to use, of those that all ranks have saved.
 
     Raises:
         FileNotFoundError: there are no files.
@@ -27,15 +131,14 @@ def result_of_run(run_dir: Path, *, num_last_steps: int = NUM_LAST_STEPS) -> Ben
     """
     ranks = read_run(run_dir)
     header, world_size = ranks[0].header, ranks[0].world_size
-    times = MessageTimes(num_last_steps)
-    by_rank = [{record.step: record for record in records.steps} for records in ranks]
-    common = sorted(set.intersection(*map(set, by_rank))) if len(ranks) == world_size else []
-    for step in common[-num_last_steps:]:
-        messages = [bucket_times(steps[step]) for steps in by_rank]
+    times = MessageTimes()
+    common = common_steps(ranks) if len(ranks) == world_size else {}
+    for step in list(common.values())[-NUM_LAST_STEPS:]:
+        messages = list(map(bucket_times, step))
         sizes_bytes = [message.size_bytes for message in messages[0]]
         if all([message.size_bytes for message in own] == sizes_bytes for own in messages):
             times.add(min(pair, key=attrgetter("time_s")) for pair in zip(*messages, strict=True))
-    where = where_of_run(run_dir, header, last_step=common[-1] if common else -1)
+    where = where_of_run(run_dir, header, last_step=max(common, default=-1))
     result = times.result(comm_hook=str(header.get("comm_hook", "none")), where=where)
     if not result.rows:
         raise ValueError(f"{run_dir}: no bucket of its steps was recorded {MIN_TIMES} times on all ranks")
@@ -44,10 +147,85 @@ def result_of_run(run_dir: Path, *, num_last_steps: int = NUM_LAST_STEPS) -> Ben
 
 def where_of_run(run_dir: Path, header: Mapping[str, Any], *, last_step: int) -> dict[str, Any]:
     """Returns ``where`` of a result: name and header of its run, and the last step that counts."""
-    return {
-        "run": Path(run_dir).name,
-        "world_size": header["world_size"],
-        "backend": header.get("backend"),
-        "comm_hook": header.get("comm_hook"),
-        "last_step": last_step,
-    }
+    known = {name: header.get(name) for name in ("backend", "comm_hook")}
+    return {"run": run_dir.name, "world_size": header["world_size"], **known, "last_step": last_step}
+
+
+class LinkTracker:
+    """Keeps the link model of a run up to date.
+
+    Each rank calls `rows` with its steps; the caller gathers the numbers from all ranks and passes them to `update`.
+    One rank alone cannot separate the link's time from waiting for others, so without their times there is no model.
+
+    Attributes:
+        model: of the last 200 steps; None until a size was measured three times.
+    """
+
+    def __init__(self, run_dir: Path, header: Mapping[str, Any]) -> None:
+        self.model: LinkModel | None = None
+        self._run_dir = run_dir
+        self._header = header
+        self._comm_hook: str | None = None
+        self._sent: list[tuple[int, list[int]]] = []  # the number of a step, and the sizes of its messages
+        self._times = MessageTimes()
+
+    def rows(self, records: Sequence[StepRecord], comm_hook: str) -> list[list[float]]:
+        """Returns how long the buckets of some steps took, to be gathered from all ranks.
+
+        Args:
+            records: the steps, which replace those of the last call.
+            comm_hook: name of what averages the gradients now. A change since the last call discards all earlier times
+                and these steps, which may mix both.
+
+        Returns:
+            `NUM_MESSAGES` seconds for each step, padded with NaN.
+        """
+        is_changed = self._comm_hook not in (None, comm_hook)
+        self._comm_hook = comm_hook
+        if is_changed:
+            self._times.clear()
+            self.model = None
+        self._sent, rows = [], []
+        for record in records:
+            messages = [] if is_changed else spread_sizes(bucket_times(record), NUM_MESSAGES)
+            self._sent.append((record.step, [message.size_bytes for message in messages]))
+            rows.append([message.time_s for message in messages] + [math.nan] * (NUM_MESSAGES - len(messages)))
+        return rows
+
+    def update(self, times_s: NDArray[np.float64]) -> LinkModel | None:
+        """Refreshes the model and returns it; None if these times are not enough for one.
+
+        Args:
+            times_s: ``(num_ranks, num_steps, NUM_MESSAGES)``, of all ranks, for the first steps of the last `rows`.
+        """
+        world_size = self._header["world_size"]
+        if len(times_s) < world_size or not times_s.shape[1]:
+            return None
+        for (_, sizes_bytes), shortest_s in zip(self._sent, times_s.min(axis=0).tolist(), strict=False):
+            self._times.add(map(BucketTime, sizes_bytes, shortest_s))
+        last_step, _ = self._sent[times_s.shape[1] - 1]
+        comm_hook = str(self._comm_hook)
+        where = where_of_run(self._run_dir, {**self._header, "comm_hook": comm_hook}, last_step=last_step)
+        result = self._times.result(comm_hook=comm_hook, where=where)
+        if not result.rows:
+            return None
+        self.model = LinkModel.fit(result)
+        return self.model
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The two numbers of the model.
+
+        ``link_latency_s`` is that of the model's first segment, ``link_bandwidth`` the bus bandwidth of its last in
+        bytes per second. With a comm hook bytes are those before compression, and times include it. Both are NaN
+        without a model, and if the sizes of messages differ too little to separate them.
+        """
+        latency_s = bandwidth = math.nan
+        if self.model is not None:
+            (curve,) = self.model.curves
+            first, last = curve.segments[0], curve.segments[-1]
+            if last.last_bytes >= _SIZES_RATIO * first.first_bytes:
+                latency_s = first.latency_s
+                if last.s_per_byte > 0:
+                    bandwidth = bus_factor(curve.case.operation, curve.case.num_ranks) / last.s_per_byte
+        return {"link_latency_s": latency_s, "link_bandwidth": bandwidth}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row, load_json, read_case
+from lightning_commopt.measure.link.bench_settings import size_text
 from lightning_commopt.measure.link.fit import Point, Segment, errors_left_out, fit_segments, time_at
-from lightning_commopt.measure.link.sizes import size_text
 from lightning_commopt.measure.median import CONFIDENCE
 from lightning_commopt.measure.runs.record import write_json
 from lightning_commopt.text.formatting import count, number, short_percent

@@ -1,14 +1,18 @@
-"""The loss curve of a run, as a file."""
+"""The loss curve of a run: collected while it trains, written to a file and read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightning_commopt.measure.runs.files import LOSS_FILE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +60,79 @@ def read_losses(folder: Path) -> list[LossPoint]:
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: a line is not a point of a loss curve ({type(error).__name__}: {error})") from error
+
+
+class LossCurve:
+    """Collects the losses of batches without ever waiting for the device.
+
+    Every point is the mean of equally many consecutive batches. With ``max_points`` (an even number) full, neighbours
+    are merged and points hold twice as many batches, so memory is bounded.
+    """
+
+    def __init__(self, max_points: int = 512) -> None:
+        if max_points < 2 or max_points % 2:
+            raise ValueError(f"max_points must be an even number above 0, got {max_points!r}")
+        self._max_points = max_points
+        self._batches_per_point = 1
+        self._num_batches = 0
+        # By point: the last batch's step and seconds, the sum of the losses, and their number.
+        self._marks: list[tuple[int, float]] = []
+        self._sums: list[Tensor | float] = []
+        self._counts: list[int] = []
+
+    def add(self, loss: Tensor | None, step: int, seconds: float) -> None:
+        """Adds one batch, with its loss on any device, or None, and the steps and seconds of training so far."""
+        if self._num_batches == self._max_points * self._batches_per_point:
+            self._marks, self._sums, self._counts = self._merged(2)
+            self._batches_per_point *= 2
+        if self._num_batches % self._batches_per_point == 0:
+            self._marks.append((step, seconds))
+            self._sums.append(0.0)
+            self._counts.append(0)
+        self._num_batches += 1
+        self._marks[-1] = step, seconds
+        if loss is not None:
+            self._sums[-1] = self._sums[-1] + loss.detach().float().reshape(())
+            self._counts[-1] += 1
+
+    def points(
+        self,
+        device: torch.device | None = None,
+        reduce: Callable[[Tensor, Literal["sum", "max"]], Tensor] | None = None,
+    ) -> list[LossPoint]:
+        """Returns the mean loss of every point that has a loss.
+
+        With ``reduce`` the n-th batches of all ranks make one point, whose loss is the mean over the ranks that have
+        one; its step and seconds are those of the rank that is ahead. Ranks may have different numbers of batches and
+        of losses. All ranks must then call it.
+
+        Args:
+            device: of the tensors for ``reduce``; None for the CPU.
+            reduce: all-reduces a float64 tensor, in place or not; None for the losses of this rank alone.
+        """
+        import torch  # which no reader of a curve needs
+
+        device = device or torch.device("cpu")
+        size = torch.tensor([self._batches_per_point, self._num_batches], dtype=torch.float64, device=device)
+        batches_per_point, num_batches = map(int, (size if reduce is None else reduce(size, "max")).tolist())
+        marks, sums, counts = self._merged(batches_per_point // self._batches_per_point)
+        num_points = -(-num_batches // batches_per_point)
+        totals = torch.zeros(4, num_points, dtype=torch.float64, device=device)
+        if sums:
+            totals[0, : len(sums)] = torch.stack([torch.as_tensor(value, device=device) for value in sums])
+            totals[1:, : len(sums)] = torch.tensor([counts, *zip(*marks, strict=True)], dtype=torch.float64)
+        if reduce is not None and num_points:
+            totals = torch.cat([reduce(totals[:2].clone(), "sum"), reduce(totals[2:].clone(), "max")])
+        totals[3] = totals[3].cummax(0).values  # after the rank that was ahead has ended, another's clock may be behind
+        return [
+            LossPoint(kind="train", step=int(step), seconds=seconds, loss=total / count)
+            for total, count, step, seconds in totals.T.tolist()
+            if count
+        ]
+
+    def _merged(self, num: int) -> tuple[list[tuple[int, float]], list[Tensor | float], list[int]]:
+        """Returns the points with ``num`` neighbours merged into one."""
+        starts = range(0, len(self._counts), num)
+        marks = [self._marks[start : start + num][-1] for start in starts]
+        sums = [sum(self._sums[start : start + num]) for start in starts]
+        return marks, sums, [sum(self._counts[start : start + num]) for start in starts]

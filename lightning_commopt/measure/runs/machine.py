@@ -1,7 +1,10 @@
-"""The machine of a run: versions of packages, and devices."""
+"""The machine of a run: versions of packages, devices, and the peak memory of a fit."""
 
 import os
 import platform
+import re
+import resource
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -10,6 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+_KIBIBYTE = 1024
+_UNIT_OF_GETRUSAGE = 1 if sys.platform == "darwin" else _KIBIBYTE
+_RESET_PEAK = "5"  # see proc(5), /proc/pid/clear_refs
 _DISTRIBUTIONS = {
     "lightning_commopt": "lightning-commopt",
     "torch": "torch",
@@ -21,11 +27,9 @@ _DISTRIBUTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A processor that a rank can run on.
+    """A processor that a rank can run on, of the kind "cpu" or "cuda", with the vendor's name.
 
     Attributes:
-        kind: "cpu" or "cuda".
-        name: the vendor's name.
         memory_bytes: its own memory; of a CPU the machine's.
         num_cores: cores that this process may use, or streaming multiprocessors.
     """
@@ -79,3 +83,33 @@ def _cpu_name() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+class PeakMemory:
+    """The peak of a rank's device from now on.
+
+    On CUDA it is the memory that torch allocated, and ``torch.cuda``'s own peak is reset. Else it is the resident
+    memory of the process, since its start where the system cannot reset that peak (Linux can).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_reset = False
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
+            self._is_reset = True
+
+    @property
+    def num_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        if self._is_reset:
+            found = re.search(
+                r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE
+            )
+            if found:
+                return int(found[1]) * _KIBIBYTE
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_OF_GETRUSAGE

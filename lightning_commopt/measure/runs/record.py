@@ -1,10 +1,12 @@
-"""RunRecord: the settings and results of one training run, as stored in its directory."""
+"""What the directory of a run stores in ``run.json``: its settings and results, with what ``plan="auto"`` has found."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -14,6 +16,11 @@ from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.settings import flat
 
 Status = Literal["running", "finished", "failed"]
+
+_OPTIONS = {"callbacks": "callbacks.commopt_run.val_loss=NAME", "trainer": "trainer.callbacks.2.val_loss=NAME"}
+_VALIDATION = ("val", "valid", "validation")
+ENDINGS = {"val_loss": ("loss",), "val_accuracy": ("accuracy", "acc")}
+"""For each field of a `RunRecord`, the words that may follow "val", "valid" or "validation"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +144,111 @@ def _is_a(value: Any, type_hint: Any) -> bool:
     if type_hint in (int, float) and isinstance(value, bool):
         return False
     return isinstance(value, (int, float) if type_hint is float else type_hint)
+
+
+def find_metric(names: Iterable[str], field: str) -> str | None:
+    """Returns the name of the metric for a field of the record, one of `ENDINGS`; None if no name matches.
+
+    A name matches if it is, or ends in, ``val_loss``, ``valid_loss`` or ``validation_loss``, in any case and with any
+    of ``/ _ . -`` and blanks between the words. The shortest one wins, then the alphabetically first.
+
+    >>> find_metric(["train/loss", "val/loss", "val/acc"], "val_loss")
+    'val/loss'
+    >>> find_metric(["val/acc_best", "model.Validation-Accuracy"], "val_accuracy")
+    'model.Validation-Accuracy'
+    >>> find_metric(["interval_loss", "val_loss_scale"], "val_loss") is None
+    True
+    """
+    endings = [(validation, ending) for validation in _VALIDATION for ending in ENDINGS[field]]
+    found = [name for name in names if tuple(re.split(r"[/_.\-\s]+", name.lower())[-2:]) in endings]
+    return min(found, key=lambda name: (len(name), name), default=None)
+
+
+def how_to_name_loss(metrics: Iterable[str], callbacks_choice: str | None) -> str:
+    """Returns how to name the final loss if no metric matched.
+
+    Args:
+        metrics: that the model logged.
+        callbacks_choice: of the Hydra group ``commopt_record``; None if it was not used.
+    """
+    option = _OPTIONS.get(callbacks_choice or "", "RunRecorder(val_loss=NAME)")
+    logged = ", ".join(sorted(metrics)) or "nothing"
+    return f"no metric ends in val_loss or val/loss (logged: {logged}); name it with {option}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriedPlan:
+    """A plan of a search.
+
+    Attributes:
+        predicted_s: of a step, and the ends of its interval; None without a prediction.
+        gain: share of a step that it saves, and the ends of its interval; None if it was not timed.
+    """
+
+    plan: str
+    predicted_s: Sequence[float] | None
+    gain: Sequence[float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Steps in a row with one plan, the first of them counted from 0 in the fit.
+
+    Attributes:
+        seconds: of each step, on the slowest rank; or means over as many steps each. None where none counts.
+    """
+
+    plan: str
+    first_step: int
+    num_steps: int
+    seconds: Sequence[float | None]
+
+    @property
+    def end_step(self) -> int:
+        return self.first_step + self.num_steps
+
+    @property
+    def steps_per_number(self) -> int:
+        return self.num_steps // max(1, len(self.seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What the searches of a fit have found.
+
+    Attributes:
+        status: why the last one ended, or how far it is.
+        base_step_s: a step with the user's plan, when it was last compared; None before.
+        chosen: name of the plan at the end.
+        num_search_steps: of all searches.
+        lost_steps: to searching, in steps with the user's plan.
+        calibration_lost_steps: the part of them that was lost before the first candidate was tried.
+        candidates: the user's plan, then the others.
+        not_allowed: by name of a compressor that was not allowed, the share of a step that it would save at most.
+        events: step of the fit, and "drift" or "check" before another search, "rolled back" or "forbidden".
+        verdict: one or more sentences.
+        history: all steps up to the last decision, or to as many as are kept.
+    """
+
+    status: str
+    base_step_s: float | None
+    chosen: str
+    num_search_steps: int
+    lost_steps: float
+    calibration_lost_steps: float
+    candidates: Sequence[TriedPlan]
+    not_allowed: Mapping[str, float]
+    events: Sequence[tuple[int, str]]
+    verdict: str
+    history: Sequence[Stretch]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Tuning:
+        """Returns what ``tuning`` in ``run.json`` holds.
+
+        Raises:
+            KeyError, TypeError: something is missing, or has another shape.
+        """
+        candidates = [TriedPlan(**one) for one in values["candidates"]]
+        history = [Stretch(**one) for one in values["history"]]
+        return cls(**{**values, "candidates": candidates, "history": history})

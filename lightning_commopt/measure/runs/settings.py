@@ -27,6 +27,23 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+def nested(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Reverts `flat` for the names that begin with a prefix, without those below a name with a value of its own.
+
+    >>> nested({"plan.comm_hook.name": "int8", "seed": 1})
+    {'plan': {'comm_hook': {'name': 'int8'}}, 'seed': 1}
+    """
+    nodes: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, last = name.removeprefix(prefix).split(".")
+        inner = nodes if name.startswith(prefix) else None
+        for parent in parents:
+            inner = inner.setdefault(parent, {}) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            inner[last] = value
+    return nodes
+
+
 def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the settings of this process's Hydra job, and the names that its command line set.
 

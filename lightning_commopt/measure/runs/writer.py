@@ -10,8 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.measure.runs.metric_names import find_metric
-from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.record import RunRecord, find_metric
 
 _GIT_LIMIT_S = 5
 
@@ -24,14 +23,9 @@ def new_record(
     overrides: Sequence[str] = (),
     chosen: Sequence[str] = (),
 ) -> RunRecord:
-    """Returns the record of a run that begins now, on this machine.
+    """Returns the record of a run that begins now, on this machine; for the arguments see `RunRecord`.
 
-    Args:
-        sync_method: see `RunRecord`, as for the others.
-        started_in: a folder of the repository with the run's code, if there is one.
-        settings: resolved.
-        overrides: of Hydra's command line.
-        chosen: names that they set.
+    Its code is in the repository that has the folder ``started_in``, if there is one.
     """
     from lightning_commopt.measure.runs.machine import devices, versions  # with torch, which no reader needs
 

@@ -1,1 +1,1 @@
-"""The charts of a report's page, one question a file."""
+"""The charts of a report's page."""

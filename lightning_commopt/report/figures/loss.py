@@ -10,8 +10,7 @@ from typing import Literal
 from plotly import graph_objects as go
 
 from lightning_commopt.measure.runs.losses import LossPoint
-from lightning_commopt.report.figures.chart import Chart, Line, plain
-from lightning_commopt.report.figures.style import PlanStyle, line_styles, new_figure, typical_run
+from lightning_commopt.report.figures.style import Chart, Line, PlanStyle, line_styles, new_figure, plain, typical_run
 from lightning_commopt.report.model import Group, Setting
 from lightning_commopt.report.phrases import in_quotes, join_names
 from lightning_commopt.text.formatting import number
@@ -136,15 +135,11 @@ def _smooth(points: Sequence[LossPoint]) -> tuple[LossPoint, ...]:
 def _figure(curves: Sequence[_Curve], looks: Sequence[PlanStyle], axis: _Axis, is_log: bool) -> go.Figure:
     figure = new_figure()
     figure.update_xaxes(rangemode="tozero")
-    for curve, style in zip(curves, looks, strict=True):
-        _draw(figure, curve, style, axis)
     if is_log:
         figure.update_yaxes(type="log")
-    return figure
-
-
-def _draw(figure: go.Figure, curve: _Curve, style: PlanStyle, axis: _Axis) -> None:
-    for points, kind in ((curve.train, "training"), (curve.val, "validation")):
+    pairs = zip(curves, looks, strict=True)
+    kinds = [(c, style, *own) for c, style in pairs for own in ((c.train, "training"), (c.val, "validation"))]
+    for curve, style, points, kind in kinds:
         if not points:
             continue
         is_line = kind == "training" and len(points) > 1
@@ -161,3 +156,4 @@ def _draw(figure: go.Figure, curve: _Curve, style: PlanStyle, axis: _Axis) -> No
             ],
             hoverinfo="text",
         )
+    return figure

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from plotly import graph_objects as go
 
-from lightning_commopt.report.figures.chart import Chart, Line, plain
-from lightning_commopt.report.figures.style import QUIET, PlanStyle, line_styles, line_trace, new_figure
+from lightning_commopt.report.baseline import scaling_name
+from lightning_commopt.report.figures.style import (
+    QUIET,
+    Chart,
+    Line,
+    PlanStyle,
+    line_styles,
+    line_trace,
+    new_figure,
+    plain,
+)
 from lightning_commopt.report.figures.throughput import error_bars
 from lightning_commopt.report.model import Group, Scaling
 from lightning_commopt.report.phrases import TIMES, kind_of_interval, spread_text
-from lightning_commopt.report.scaling import scaling_name
 from lightning_commopt.text.formatting import number, percent
 
 _CURVE_POINTS = 40
@@ -20,23 +28,14 @@ _MAX_TICKS = 4
 _SPACE = "\N{NO-BREAK SPACE}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Axis:
-    """A way to show speed-ups.
-
-    Attributes:
-        title: name and unit.
-        unit: after a number.
-        base: ranks that the speed-ups are over.
-        factor: to multiply the speed-up by, from the number of ranks.
-        has_law: whether Amdahl's curves are drawn.
-    """
+class _Axis(NamedTuple):
+    """A way to show speed-ups: over how many ranks, what to multiply them by, and whether to draw Amdahl's curves."""
 
     title: str
     unit: str
     base: int
     factor: Callable[[int], float]
-    has_law: bool = False
+    has_law: bool
 
 
 def scaling_charts(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
@@ -50,9 +49,9 @@ def scaling_charts(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]
         return []
     over, divisor = ("one rank", "ranks") if base == 1 else (f"{base} ranks", f"ranks / {base}")
     title, unit = f"speed-up over {over} (times)", f"{TIMES} {over}"
-    speedup = _Axis(title=title, unit=unit, base=base, factor=lambda ranks: 1.0, has_law=True)
+    speedup = _Axis(title, unit, base, factor=lambda ranks: 1.0, has_law=True)
     title, unit = f"efficiency: speed-up divided by {divisor} (%)", "% of the ideal speed-up"
-    efficiency = _Axis(title=title, unit=unit, base=base, factor=lambda ranks: 100 * base / ranks)
+    efficiency = _Axis(title, unit, base, factor=lambda ranks: 100 * base / ranks, has_law=False)
     note = "100 % would be twice the throughput on twice the ranks."
     charts = {
         "Speed-up against ranks": (speedup, _amdahl_in_words(scalings, base)),

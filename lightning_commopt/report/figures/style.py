@@ -1,13 +1,19 @@
-"""The style of all charts: colours, dashes, symbols, axes."""
+"""What all charts share: their parts, and their style: colours, dashes, symbols, axes.
+
+A chart is bars, which are HTML, or a plot. Names, titles and legends are HTML, which the browser wraps in any font;
+plots have no text but the numbers at their axes. So no code here needs the width of a text.
+"""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from plotly import graph_objects as go
 
+from lightning_commopt.report.columns import Cell
 from lightning_commopt.report.model import Run, Setting
 from lightning_commopt.report.names import canonical, distinct_name
 
@@ -163,3 +169,76 @@ def typical_run(setting: Setting) -> Run | None:
 
 def _without_bucket_size(setting: Setting) -> dict[str, str]:
     return {name: value for name, value in setting.values.items() if canonical(name) != "bucket_cap_mb"}
+
+
+Swatch = Literal["computing", "hidden", "exposed", "bound", "waiting", "compressing", "wire", "stalled"]
+
+
+class Key(NamedTuple):
+    """The meaning of a shade."""
+
+    swatch: Swatch
+    text: str
+
+
+class Line(NamedTuple):
+    """A line of a plot, for its legend; without a style it is the dotted grey of an ideal."""
+
+    name: str
+    style: PlanStyle | None
+
+
+class Part(NamedTuple):
+    """A part of a bar in a shade or a colour; its ends are shares of the axis."""
+
+    start: float
+    end: float
+    hover: str
+    swatch: Swatch | None = None
+    color: str = ""
+
+
+class Bar(NamedTuple):
+    """A bar below its name and its number, with parts from back to front; its interval is in shares of the axis."""
+
+    name: str
+    value: str
+    parts: tuple[Part, ...]
+    interval: tuple[float, float] | None = None
+
+
+class Rows(NamedTuple):
+    """A small table, of a chart or of all groups; the first cell of a row is its name."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[Cell, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One chart: bars, or a plot. All texts are plain.
+
+    Attributes:
+        note: how to read it; a sentence or two.
+        x_title: name and unit of the horizontal axis.
+        y_title: name and unit of the vertical axis; empty if its rows are named.
+        bars: from the top; their axis begins at 0.
+        figure: for plotly; None for bars.
+        rows: a table below the plot.
+    """
+
+    title: str
+    note: str
+    x_title: str
+    y_title: str = ""
+    bars: tuple[Bar, ...] = ()
+    figure: go.Figure | None = None
+    lines: tuple[Line, ...] = ()
+    keys: tuple[Key, ...] = ()
+    rows: Rows | None = None
+
+
+def plain(text: str) -> str:
+    """Returns a text that plotly shows literally."""
+    return html.escape(text, quote=False)

@@ -7,10 +7,19 @@ from statistics import median
 
 from plotly import graph_objects as go
 
-from lightning_commopt.measure.runs.tuning import TriedPlan, Tuning
+from lightning_commopt.measure.runs.record import TriedPlan, Tuning
 from lightning_commopt.report.columns import Cell
-from lightning_commopt.report.figures.chart import Chart, Line, Rows, plain
-from lightning_commopt.report.figures.style import GRID, PlanStyle, new_figure, plan_styles, typical_run
+from lightning_commopt.report.figures.style import (
+    GRID,
+    Chart,
+    Line,
+    PlanStyle,
+    Rows,
+    new_figure,
+    plain,
+    plan_styles,
+    typical_run,
+)
 from lightning_commopt.report.model import Group
 from lightning_commopt.text.formatting import Unit, number, short_percent, time_unit
 

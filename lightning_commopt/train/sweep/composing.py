@@ -28,34 +28,22 @@ from lightning_commopt.train.sweep.config import (
     spread_over_hosts,
     sync_method,
 )
-from lightning_commopt.train.sweep.job import Job, SweepObserver
+from lightning_commopt.train.sweep.job import Job
 
 # Their effect on training is in trainer.devices and trainer.num_nodes.
 _NOT_TRAINED = ("ranks", "hosts")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepSettings:
-    """The command that starts one run, before its overrides; and an observer of the sweep."""
-
-    command: tuple[str, ...]
-    observer: SweepObserver
-
-
-@dataclass(frozen=True, kw_only=True)
 class JobComposer:
     """Makes the jobs of one sweep, with the context and configuration that Hydra passes to the launcher."""
 
-    settings: SweepSettings
+    command: tuple[str, ...]  # starts one run, before its overrides
     context: HydraContext
     sweep_config: DictConfig
 
     def rounds(self, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[list[Job]]:
         """Composes and checks the jobs of one call of the sweeper.
-
-        Args:
-            job_overrides: the overrides of each job.
-            first_number: the sweeper's number for the first one.
 
         Returns:
             For each repetition the jobs, in the given order.
@@ -105,7 +93,7 @@ class JobComposer:
             number=number,
             sync_method=name,
             overrides=tuple(overrides),
-            command=(*self.settings.command, *as_single_run),
+            command=(*self.command, *as_single_run),
             folder=folder,
             config_yaml=config_yaml,
             content=content,
@@ -151,10 +139,7 @@ def _content(run_config: DictConfig) -> str:
 def _as_job(config: DictConfig, number: int, folder: Path | None) -> Iterator[Path]:
     """Resolves ``${hydra:...}`` in a job's configuration as in the job itself, and yields the job's folder.
 
-    Args:
-        config: with the ``hydra`` node, which is completed.
-        number: of the job.
-        folder: of the job; None for the configured one.
+    The ``hydra`` node is completed; ``folder`` replaces the configured one.
     """
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.job.id = str(number)

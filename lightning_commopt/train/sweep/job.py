@@ -23,29 +23,17 @@ from lightning_commopt.measure.runs.writer import fail_record
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job to run.
+    """A job to run."""
 
-    Attributes:
-        number: of the job in the sweep, from 0; skipped jobs leave gaps.
-        sync_method: see `RunRecord`.
-        overrides: the job's own, from the sweeper, and its repetition.
-        command: program and arguments.
-        folder: of the run.
-        config_yaml: the run's resolved configuration.
-        content: the part of the configuration that affects training: jobs with equal content train the same.
-        is_on_cpu: it may be forked from a process that has imported everything, which CUDA does not allow.
-        note: for the user, before the job runs.
-    """
-
-    number: int
-    sync_method: str
-    overrides: tuple[str, ...]
-    command: tuple[str, ...]
-    folder: Path
-    config_yaml: str
-    content: str
-    is_on_cpu: bool = False
-    note: str | None = None
+    number: int  # of the job in the sweep, from 0; skipped jobs leave gaps
+    sync_method: str  # see `RunRecord`
+    overrides: tuple[str, ...]  # the job's own, from the sweeper, and its repetition
+    command: tuple[str, ...]  # program and arguments
+    folder: Path  # of the run
+    config_yaml: str  # the run's resolved configuration
+    content: str  # the part of the configuration that affects training: jobs with equal content train the same
+    is_on_cpu: bool = False  # it may be forked from a process that has imported everything, which CUDA does not allow
+    note: str | None = None  # for the user, before the job runs
 
     @property
     def log(self) -> Path:
@@ -81,12 +69,7 @@ class SweepObserver:
 
 
 def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobResult:
-    """Runs a job to its end.
-
-    Args:
-        job: to run; its folder is created.
-        env: the whole environment.
-        observer: of the job's output and end.
+    """Runs a job to its end in ``env``, the whole environment; its folder is created.
 
     Returns:
         The job with the record that the run wrote; if that is missing or unfinished, with one that has the reason.
@@ -122,13 +105,7 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
 
 
 def save_summary(folder: Path, results: Sequence[JobResult], left_out: Sequence[tuple[Job, Job]] = ()) -> None:
-    """Writes the outcome of all jobs so far into the sweep's directory.
-
-    Args:
-        folder: of the sweep.
-        results: of the jobs.
-        left_out: skipped jobs, each with the job that trains the same.
-    """
+    """Writes the outcome of all jobs so far; skipped jobs are at the one that trains the same."""
     summary = [
         {
             "number": result.job.number,
@@ -155,10 +132,8 @@ def _reason(status: int) -> str | None:
 def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) -> RunRecord:
     """Returns the run's own record, corrected if it is missing, unfinished or lacks the cause.
 
-    Args:
-        job: that has ended.
-        reason: of the failure of its processes, if they failed.
-        last_lines: of their output; None if the reason is complete.
+    ``reason`` is of the failure of its processes, if they failed; ``last_lines`` of their output, None if the reason is
+    complete.
     """
     try:
         record = RunRecord.load(job.folder)
@@ -200,8 +175,7 @@ _CONSEQUENCE = re.compile(
 class LineReader:
     """Splits output into final lines and those that are overwritten.
 
-    Args:
-        on_line: called with each line without control sequences, and whether it is final; not for empty final lines.
+    ``on_line`` gets each line without control sequences, and whether it is final; no empty final lines.
     """
 
     def __init__(self, on_line: Callable[[str, bool], None]) -> None:

@@ -12,7 +12,6 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
-from lightning_commopt.launch.fork_server import server_for, start_in_place
 from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.launch.lab import NetLab, RankError
 from lightning_commopt.launch.process import InterruptedRun, raise_signals
@@ -65,7 +64,6 @@ def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: R
                 environment=environment,
                 pin_to_cores=True,
                 on_output=_show_first_rank,
-                start=start_in_place if server_for(command) else None,
             )
     except RankError as error:
         lines = final_lines(error.outputs[error.rank])

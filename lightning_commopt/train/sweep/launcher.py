@@ -26,13 +26,12 @@ from lightning_commopt.launch.environment import RANK_VARIABLES, num_started_ran
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.train.sweep.composing import (
     JobComposer,
-    SweepSettings,
     check_folders,
     find_changed_keys,
     find_finished_run,
     set_aside,
 )
-from lightning_commopt.train.sweep.job import Job, JobResult, run_job, save_summary
+from lightning_commopt.train.sweep.job import Job, JobResult, SweepObserver, run_job, save_summary
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
 # Variables of an allocation, which paths in a configuration may use. The others would make Lightning a SLURM task.
@@ -52,20 +51,17 @@ class FreshProcessLauncher(Launcher):
     With ``repeat`` all jobs run once, then all again. Of jobs that train the same, only the first runs. A job whose
     folder has a finished run of the same configuration does not run again. A job that fails is recorded, and the next
     one runs. A sweeper gets the mean of the final validation losses of a job's repetitions, NaN if one has none.
-
-    Attributes:
-        settings: set by the program before Hydra makes the launcher.
     """
 
     # Hydra makes plugins of this namespace only; a module there exports this class.
     __module__ = _NAMESPACE
-    settings: ClassVar[SweepSettings | None] = None
+    # Set by the program before Hydra makes the launcher: the command that starts one run, and an observer of the sweep.
+    command: ClassVar[tuple[str, ...]]
+    observer: ClassVar[SweepObserver]
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        assert self.settings is not None, "SweepSettings come before the launcher"
         self._config = config
-        self._composer = JobComposer(settings=self.settings, context=hydra_context, sweep_config=config)
-        self._observer = self.settings.observer
+        self._composer = JobComposer(command=self.command, context=hydra_context, sweep_config=config)
         self._first_jobs: dict[str, Job] = {}
         self._notes: set[str] = set()
         self._left_out: list[tuple[Job, Job]] = []
@@ -90,16 +86,16 @@ class FreshProcessLauncher(Launcher):
         rounds = self._composer.rounds(job_overrides, initial_job_idx)
         to_run = self._without_equals([job for jobs in rounds for job in jobs])
         check_folders(self._first_jobs.values())
-        self._observer.on_plan(sweep_dir, len(self._first_jobs))
+        self.observer.on_plan(sweep_dir, len(self._first_jobs))
         for note in dict.fromkeys(job.note for job in to_run if job.note is not None and job.note not in self._notes):
-            self._observer.on_note(note)
+            self.observer.on_note(note)
             self._notes.add(note)
         self._keep_finished(to_run, sweep_dir)
         for job in to_run:
             if job.content not in self._results:
                 self._make_room(job, sweep_dir)
-                self._observer.on_start(job)
-                self._remember(run_job(job, _environment(), self._observer), sweep_dir)
+                self.observer.on_start(job)
+                self._remember(run_job(job, _environment(), self.observer), sweep_dir)
         return [
             _job_return(own, [self._results[job.content].record for job in repetitions])
             for own, repetitions in zip(job_overrides, zip(*rounds, strict=True), strict=True)
@@ -116,7 +112,7 @@ class FreshProcessLauncher(Launcher):
                 left_out.append((job, first))
         if left_out:
             pairs = ", ".join(f"{job.number} as {first.number}" for job, first in left_out)
-            self._observer.on_note(f"skipped, as they train the same as another job: {pairs}")
+            self.observer.on_note(f"skipped, as they train the same as another job: {pairs}")
             self._left_out += left_out
         return to_run
 
@@ -125,7 +121,7 @@ class FreshProcessLauncher(Launcher):
             record = find_finished_run(job)
             if record is not None:
                 result = JobResult(job=job, record=record, is_kept=True)
-                self._observer.on_end(result)
+                self.observer.on_end(result)
                 self._remember(result, sweep_dir)
 
     def _make_room(self, job: Job, sweep_dir: Path) -> None:
@@ -133,7 +129,7 @@ class FreshProcessLauncher(Launcher):
         moved_to = set_aside(job.folder, sweep_dir)
         if changed:
             where = f"; the earlier run is in {moved_to}" if moved_to else ""
-            self._observer.on_note(f"job {job.number} runs again, as its settings changed: {', '.join(changed)}{where}")
+            self.observer.on_note(f"job {job.number} runs again, as its settings changed: {', '.join(changed)}{where}")
 
     def _remember(self, result: JobResult, sweep_dir: Path) -> None:
         self._results[result.job.content] = result
@@ -141,9 +137,9 @@ class FreshProcessLauncher(Launcher):
         save_summary(sweep_dir, in_order, self._left_out)
 
 
-def register_launcher(settings: SweepSettings) -> None:
-    """Registers ``hydra/launcher=fresh_processes`` with Hydra, with settings for the sweeps of this process."""
-    FreshProcessLauncher.settings = settings
+def register_launcher(command: tuple[str, ...], observer: SweepObserver) -> None:
+    """Registers ``hydra/launcher=fresh_processes`` with Hydra, for the sweeps of this process; see its attributes."""
+    FreshProcessLauncher.command, FreshProcessLauncher.observer = command, observer
     Plugins.instance().register(FreshProcessLauncher)
     store_config(group="hydra/launcher", name="fresh_processes", node=FreshProcessesConf)
 

@@ -1,4 +1,7 @@
-"""Diagnosis: which rank the others wait for, and in which operation."""
+"""Decides from the snapshots of all ranks what is a hang, which rank the others wait for, and when ranks may be ended.
+
+A healthy run must never be reported, however slow some ranks are in work that others do not have.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
+from lightning_commopt.watch.hangs import sentences
 from lightning_commopt.watch.hangs.flight_recorder import Difference, find_departure, find_difference
-from lightning_commopt.watch.hangs.marks import BACKWARD, END, EPOCH_END, PHASES
-from lightning_commopt.watch.hangs.sentences import (
-    difference_text,
-    group_text,
-    hints_for,
-    operation_of,
-    operation_text,
-    was_waiting,
-    what,
-    what_skipped,
-    what_waits,
-)
+from lightning_commopt.watch.hangs.marks import BACKWARD, END, EPOCH_END, PHASES, SLOW_FACTOR
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _DOWN = ("unreachable", "unwatched", "stopped", "finished")
@@ -31,31 +24,81 @@ VERDICTS = ("communication hang", "communication slow", "non-communication hang"
 """The four cases of C4 (Dong et al., 2024): where ranks make no progress, and whether they seem to make none at all."""
 
 
+def is_hang(snapshots: Sequence[RankSnapshot], after_s: float) -> bool:
+    """Returns whether ranks make no progress for longer than allowed.
+
+    If a rank waits for others, all of them must have exceeded their limits. If none waits, all ranks must be in
+    training and have exceeded theirs: nobody waits for a rank at the end of a run, or whose others have ended.
+    """
+    running = [each for each in snapshots if each.state == "running"]
+    if len(snapshots) < 2 or not running or any(_may_progress(each, after_s) for each in running):
+        return False
+    waiting = [each for each in running if each.is_waiting]
+    if not waiting:
+        return len(running) == len(snapshots) and all(each.phase != END for each in running)
+    # What an unreachable rank may do, and for how long, is only known from the others' phase.
+    patience_s = SLOW_FACTOR * after_s if any(each.state == "silent" for each in snapshots) else 0.0
+    if any(each.is_unknown for each in snapshots):
+        return all(each.idle_s >= max(patience_s, each.limit_s) for each in waiting)
+    return True
+
+
+def may_end_ranks(snapshots: Sequence[RankSnapshot], kind: str) -> bool:
+    """Returns whether ``action="abort"`` may end all ranks after a diagnosis of a ``kind``: some must wait in vain."""
+    if kind == "interrupted" or any(each.state == "silent" for each in snapshots):
+        return False
+    return any(each.is_waiting or each.is_consequence for each in snapshots)
+
+
+def is_waited_for(ended: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> bool:
+    """Returns whether others still run after ``ended`` has died, failed or was interrupted."""
+    if ended.state == "interrupted":
+        return any(each.is_waiting or each.is_consequence for each in snapshots)
+    return any(each.state in ("running", "stopped") or each.is_consequence for each in snapshots)
+
+
+def may_be_caught(ended: RankSnapshot, snapshots: Sequence[RankSnapshot], after_s: float) -> bool:
+    """Returns whether others may still raise what ``ended``, whose process lives, has raised.
+
+    A program may catch it on all ranks, and continue.
+    """
+    running = [each for each in snapshots if each.state == "running"]
+    return ended.state == "failed" and any(_may_progress(each, after_s) for each in running)
+
+
+def has_moved(before: Sequence[RankSnapshot], after: Sequence[RankSnapshot]) -> bool:
+    """Returns whether a rank has made progress, or ended, between two snapshots of all ranks."""
+    earlier = {each.rank: each for each in before}
+    return any(
+        each.state != earlier[each.rank].state or (each.state == "running" and each.idle_s < earlier[each.rank].idle_s)
+        for each in after
+    )
+
+
+def _may_progress(rank: RankSnapshot, after_s: float) -> bool:
+    """Returns whether a running rank may still be working in a phase that takes long."""
+    if rank.is_waiting:
+        return rank.idle_s < (rank.limit_s if rank.phase == END else after_s)
+    # Without its stack the phase is uncertain: another callback's hook may run in any.
+    is_slow = rank.is_compiling or rank.is_computing or rank.innermost is None
+    return rank.idle_s < (SLOW_FACTOR * rank.limit_s if is_slow else rank.limit_s)
+
+
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why training stands still.
+    """Why training stands still."""
 
-    Attributes:
-        sentence: the diagnosis in words.
-        kind: "died", "failed", "interrupted", "terminated", "unreachable", "stopped", "ended", "late", "mismatch" or
-            "waiting".
-        ranks: at fault; all sides if it is unknown which.
-        phase: name of the phase of the first of them, or of the one in which it skipped what others wait in.
-        step: of that phase.
-        operation: that the others wait in, or waited in when they lost the connection; if none of them does, that of
-            the ranks at fault; None if no rank is in a collective.
-        hints: what to try.
-        verdict: one of `VERDICTS`; None where a rank has ended or is stopped.
-    """
-
-    sentence: str
+    sentence: str  # the diagnosis in words
+    # "died", "failed", "interrupted", "terminated", "unreachable", "stopped", "ended", "late", "mismatch" or "waiting"
     kind: str
-    ranks: tuple[int, ...]
-    phase: str
-    step: int
+    ranks: tuple[int, ...]  # at fault; all sides if it is unknown which
+    phase: str  # name of the phase of the first of them, or of the one in which it skipped what others wait in
+    step: int  # of that phase
+    # That the others wait in, or waited in when they lost the connection; if none of them does, that of the ranks at
+    # fault; None if no rank is in a collective
     operation: str | None
-    hints: tuple[str, ...]
-    verdict: str | None = None
+    hints: tuple[str, ...]  # what to try
+    verdict: str | None = None  # one of `VERDICTS`; None where a rank has ended or is stopped
 
 
 def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
@@ -190,14 +233,14 @@ def _diagnosis(
     first = culprits[0]
     left = _last_in_sync(everybody) if kind == "skipped" else None
     if difference is not None:
-        sentence = difference_text(difference, everybody)
-        operation = operation_of(difference, waiting or everybody)
+        sentence = sentences.difference_text(difference, everybody)
+        operation = sentences.operation_of(difference, waiting or everybody)
     else:
-        describe = partial(what, kind) if left is None else partial(what_skipped, left)
-        parts = [group_text(culprits, describe), group_text(waiting, what_waits)]
+        describe = partial(sentences.what, kind) if left is None else partial(sentences.what_skipped, left)
+        parts = [sentences.group_text(culprits, describe), sentences.group_text(waiting, sentences.what_waits)]
         sentence = "; ".join(part for part in parts if part)
-        in_one = [each for each in (*waiting, *culprits) if each.is_waiting or was_waiting(each)]
-        operation = next(map(operation_text, in_one), None)
+        in_one = [each for each in (*waiting, *culprits) if each.is_waiting or sentences.was_waiting(each)]
+        operation = next(map(sentences.operation_text, in_one), None)
     if left is not None:
         first = left  # it waits in what was skipped
     elif first.is_unknown and waiting:
@@ -209,7 +252,7 @@ def _diagnosis(
         phase=PHASES[first.phase].name,
         step=first.step,
         operation=operation,
-        hints=hints_for(kind, culprits, waiting),
+        hints=sentences.hints_for(kind, culprits, waiting),
         verdict=_verdict(kind, culprits),
     )
 

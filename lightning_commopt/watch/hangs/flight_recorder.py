@@ -23,19 +23,12 @@ class Signature(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective that this rank has called.
+    """A collective that this rank has called."""
 
-    Attributes:
-        signature: what was called.
-        number: in its group, from 1; equal on all ranks that are in step.
-        is_done: whether it has ended on this rank.
-        called_unix_s: time of the call, in seconds since 1970.
-    """
-
-    signature: Signature
-    number: int
-    is_done: bool
-    called_unix_s: float = 0.0
+    signature: Signature  # what was called
+    number: int  # in its group, from 1; equal on all ranks that are in step
+    is_done: bool  # whether it has ended on this rank
+    called_unix_s: float = 0.0  # time of the call, in seconds since 1970
 
 
 class Departure(NamedTuple):
@@ -47,19 +40,13 @@ class Departure(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """Ranks that are not in the same collective of a group.
+    """Ranks that are not in the same collective of a group."""
 
-    Attributes:
-        ranks: at fault; all sides if it is unknown which.
-        number: of the collective in its group.
-        called: what each rank has called under that number; None if it has not called it yet.
-        is_certain: whether the side at fault is known, as it departs from the earlier order.
-    """
-
-    ranks: tuple[int, ...]
-    number: int
+    ranks: tuple[int, ...]  # at fault; all sides if it is unknown which
+    number: int  # of the collective in its group
+    # What each rank has called under that number; None if it has not called it yet
     called: Mapping[int, Signature | None]
-    is_certain: bool
+    is_certain: bool  # whether the side at fault is known, as it departs from the earlier order
 
 
 def parse_collectives(dump: Any) -> list[Collective]:

@@ -32,16 +32,11 @@ _NUM_SHOWN = 50
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of training that a rank can be in.
+    """A part of training that a rank can be in."""
 
-    Attributes:
-        name: in reports.
-        where: completes "is still" in sentences.
-        is_slow: whether it is always allowed ``10 * after_s``, as anything may run in it: a checkpoint, a first batch.
-    """
-
-    name: str
-    where: str
+    name: str  # in reports
+    where: str  # completes "is still" in sentences
+    # Whether it is always allowed ``10 * after_s``, as anything may run in it: a checkpoint, a first batch
     is_slow: bool = False
 
 
@@ -101,21 +96,13 @@ class PhaseTimes:
 
 
 class Mark(NamedTuple):
-    """An event on a rank.
+    """An event on a rank."""
 
-    Attributes:
-        at_s: time on the monotonic clock of its host.
-        number: from 1, in the order of writing.
-        kind: one of this module's kinds.
-        code: index of a phase; for buckets 1 for the last one of a backward.
-        value: step of a phase, or index of a bucket or batch.
-    """
-
-    at_s: float
-    number: int
-    kind: int
-    code: int
-    value: int
+    at_s: float  # time on the monotonic clock of its host
+    number: int  # from 1, in the order of writing
+    kind: int  # one of this module's kinds
+    code: int  # index of a phase; for buckets 1 for the last one of a backward
+    value: int  # step of a phase, or index of a bucket or batch
 
 
 class MarkWriter:

@@ -10,9 +10,8 @@ from typing import Any
 from lightning_commopt.compat.hooks import activity_of
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import process as processes
-from lightning_commopt.watch.hangs.computing import ComputingProbe
 from lightning_commopt.watch.hangs.marks import NUM_BYTES, PHASES, Mark, PhaseTimes, read_marks
-from lightning_commopt.watch.hangs.process import Frame
+from lightning_commopt.watch.hangs.process import ComputingProbe, Frame
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot, place_in_training
 from lightning_commopt.watch.hangs.transport import RankLink
 
@@ -31,16 +30,8 @@ _DATALOADER = {
 class Observation:
     """Follows one rank through its marks, and takes snapshots of it.
 
-    Args:
-        rank: the rank.
-        host: name of this host.
-        pid: of the rank's process.
-        fit_thread: ident of the training thread, and its number in the kernel.
-        after_s: seconds without progress that a phase is allowed at least.
-        has_gpu: whether the rank trains on a GPU.
-        marks_fd: of the memory with its marks.
-        stacks_fd: of the file that it writes stacks to.
-        link: to its process.
+    ``fit_thread`` is the ident of the training thread, and its number in the kernel; ``after_s`` what a phase may last
+    at least without progress; the descriptors are of the memory with its marks and the file that it writes stacks to.
 
     Attributes:
         ended: "finished", "failed", "interrupted" or "terminated" once the rank has reported that; "died" if its
@@ -140,10 +131,9 @@ class Observation:
             time.sleep(0.001)
 
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
-        """Returns the state of the rank; takes some seconds, and as many again if it has moved or ended meanwhile.
+        """Returns the state of the rank, whole with stacks and collectives, which need the process.
 
-        Args:
-            is_whole: with stacks and collectives, which need the process.
+        It takes some seconds, and as many again if the rank has moved or ended meanwhile.
         """
         with self._lock:
             before = self._progress
@@ -211,12 +201,9 @@ class Observation:
         return answer is not None
 
     def _add_thread(self, found: RankSnapshot, frames: list[Frame], owner: str | None) -> None:
-        """Adds what a thread does. Other callbacks have no marks, and may run after ours has set the next phase.
+        """Adds what a thread does; ``owner`` is the class whose hook it is in.
 
-        Args:
-            found: to add it to.
-            frames: of the thread.
-            owner: name of the class whose hook it is in.
+        Other callbacks have no marks, and may run after ours has set the next phase.
         """
         found.place = _text_of(processes.user_place(frames))
         found.innermost = _text_of(next(iter(frames), None))

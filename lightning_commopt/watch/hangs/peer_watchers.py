@@ -23,10 +23,6 @@ _MAX_AT_ONCE = 32
 class PeerWatchers:
     """The watchers of all other ranks, once their addresses are known.
 
-    Args:
-        rank: this rank.
-        key: shared by all watchers of a run.
-
     Attributes:
         notices: by rank, `RankSnapshot.to_plain` of those that have ended.
     """

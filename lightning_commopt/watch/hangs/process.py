@@ -50,25 +50,19 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 _COMPILERS = tuple(f"/torch/{name}/" for name in ("_dynamo", "_inductor", "_functorch"))
 _TRAINERS = ("/pytorch_lightning/trainer/", "/lightning/pytorch/trainer/")
 _LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<frozen", "/lightning_commopt/")
+_MAX_WINDOW_S = 4.0
+_COMPUTING_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state of a process in the kernel.
+    """The state of a process in the kernel."""
 
-    Attributes:
-        state: in words, as in proc(5); "dead" also if there is no such process.
-        cpu_s: seconds of CPU time so far.
-        num_threads: number of its threads.
-        kernel_function: that its main thread sleeps in; "" if unknown.
-        resident_bytes: resident memory.
-    """
-
-    state: str
-    cpu_s: float = 0.0
-    num_threads: int = 0
-    kernel_function: str = ""
-    resident_bytes: int = 0
+    state: str  # in words, as in proc(5); "dead" also if there is no such process
+    cpu_s: float = 0.0  # seconds of CPU time so far
+    num_threads: int = 0  # number of its threads
+    kernel_function: str = ""  # that its main thread sleeps in; "" if unknown
+    resident_bytes: int = 0  # resident memory
 
     def __str__(self) -> str:
         """All of it in words."""
@@ -148,13 +142,7 @@ def _is_watcher(pid: int) -> bool:
 
 
 def end_rank(pid: int, link: RankLink, orderly_s: float) -> None:
-    """Ends a rank's process with a nonzero status, and kills its descendants.
-
-    Args:
-        pid: of its process.
-        link: to it, to ask it to end itself.
-        orderly_s: seconds until it is killed.
-    """
+    """Asks a rank's process to end itself with a nonzero status, kills it after a while, and its descendants."""
     children = descendants(pid)
     link.send(abort=True)
     deadline = time.monotonic() + orderly_s
@@ -278,3 +266,33 @@ def user_place(frames: Sequence[Frame]) -> Frame | None:
         if not is_outside and not any(part in frame.file for part in _LIBRARIES):
             found = frame
     return found
+
+
+class ComputingProbe:
+    """Samples the CPU time of a thread, which has a number in the kernel, while it makes no other progress.
+
+    ``after_s`` seconds without progress `is_computing` is needed.
+    """
+
+    def __init__(self, pid: int, thread: int, after_s: float) -> None:
+        self._pid, self._thread = pid, thread
+        self._window_s = min(_MAX_WINDOW_S, after_s / 4)
+        self._samples: list[tuple[float, float]] = []
+
+    def sample(self, idle_s: float, *, with_children: bool) -> None:
+        """Takes a sample if it is time for one; with the CPU time of children if these compute for the process."""
+        now = time.monotonic()
+        if idle_s < self._window_s:
+            self._samples.clear()
+        elif not self._samples or now - self._samples[-1][0] >= self._window_s / 4:
+            used_s = thread_cpu_s(self._pid, self._thread)
+            if with_children:
+                used_s += sum(process_state(pid).cpu_s for pid in descendants(self._pid))
+            self._samples = [*(each for each in self._samples if now - each[0] < 2 * self._window_s), (now, used_s)]
+
+    def is_computing(self) -> bool:
+        """Returns whether at least a tenth of a core was used in the last seconds; a waiting thread uses none."""
+        if len(self._samples) < 2:
+            return False
+        (begin, before_s), (end, after_s) = self._samples[0], self._samples[-1]
+        return after_s - before_s >= _COMPUTING_SHARE * (end - begin)

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -25,12 +25,12 @@ from lightning_commopt.compat.hooks import hook_owner
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.sync.store import key_space
-from lightning_commopt.watch.ending import end_process
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
 from lightning_commopt.watch.hangs.process import MAX_FRAMES, make_dumpable, own_stacks
 from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip, is_loopback
 from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
+from lightning_commopt.watch.waiting import end_process
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
 _MEET_S = 60.0
@@ -130,7 +130,8 @@ class WatchedRank:
             frames = traceback.extract_tb(exception.__traceback__)[-MAX_FRAMES:]
             raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)]
             ended, detail = _ending_of(exception)
-            self._link.send(ended=ended, detail=detail, raised=raised, dump=self._dump(_innermost(exception)))
+            dump = describe_work(_innermost(exception), self._events)
+            self._link.send(ended=ended, detail=detail, raised=raised, dump=dump)
         threading.Thread(target=self._reap_watcher, daemon=True).start()
 
     def _reap_watcher(self) -> None:
@@ -147,33 +148,14 @@ class WatchedRank:
         elif "stacks" in message:
             self._link.send(answer=message["request"], stacks=own_stacks())
         elif "dump" in message:
-            self._link.send(answer=message["request"], **self._dump(sys._current_frames().get(self._fit_thread)))
+            frame = sys._current_frames().get(self._fit_thread)
+            self._link.send(answer=message["request"], **describe_work(frame, self._events))
         elif "abort" in message:
             end_process(f"[rank {self._rank}] HangMonitor ends this rank, as action='abort' asks for.")
 
-    def _dump(self, frame: FrameType | None) -> dict[str, Any]:
-        found: dict[str, Any] = {"owner": hook_owner(frame)}
-        try:
-            found["collectives"] = flight_records()
-        except (RuntimeError, ValueError) as error:
-            found["missing"] = f"collectives: {error}"
-        if self._events is not None:
-            try:
-                found["device_bucket"] = next((index for index, event in [*self._events] if not event.query()), None)
-            except RuntimeError as error:  # after an error of CUDA every call raises it again
-                found["missing"] = f"buckets on the device: {_first_line(error)}"
-        return found
-
     def _meet(self) -> None:
-        """Makes the watcher listen on the interface towards the others, and exchanges addresses through the store."""
         try:
-            own = find_own_ip(*self._main_address)
-            ips = self._exchange("ip", own)
-            # MASTER_ADDR may be a name that means loopback on rank 0's own host.
-            others = [ip for ip in ips if not is_loopback(ip)]
-            ip = find_own_ip(others[0]) if is_loopback(own) and others else own
-            self._link.send(listen=ip)
-            self._link.send(peers=self._exchange("address", [ip, self._port.get(), socket.gethostname()]))
+            exchange_addresses(self._main_address, self._exchange, self._link, self._port)
             self._has_met.set()
         except (RuntimeError, EOFError):  # the store has ended with rank 0: the launcher notices
             return
@@ -188,6 +170,36 @@ class WatchedRank:
                 raise EOFError
             pause_s = _FIRST_POLL_S if time.monotonic() < self._began_s + _MEET_S else _LAST_POLL_S
         return [json.loads(self._store.get(key)) for key in keys]
+
+
+def exchange_addresses(
+    main_address: tuple[str, int], exchange: Callable[[str, Any], list[Any]], link: RankLink, port: SimpleQueue[int]
+) -> None:
+    """Makes the watcher listen on the interface towards the others, and sends it their addresses.
+
+    ``exchange`` writes a value to the store under a name, and returns those of all ranks; ``port`` gets the watcher's.
+    """
+    own = find_own_ip(*main_address)
+    # MASTER_ADDR may be a name that means loopback on rank 0's own host.
+    others = [ip for ip in exchange("ip", own) if not is_loopback(ip)]
+    ip = find_own_ip(others[0]) if is_loopback(own) and others else own
+    link.send(listen=ip)
+    link.send(peers=exchange("address", [ip, port.get(), socket.gethostname()]))
+
+
+def describe_work(frame: FrameType | None, events: Iterable[tuple[int, torch.cuda.Event]] | None) -> dict[str, Any]:
+    """Returns what a rank has called: the hook that a frame is in, the collectives, and the bucket on the device."""
+    found: dict[str, Any] = {"owner": hook_owner(frame)}
+    try:
+        found["collectives"] = flight_records()
+    except (RuntimeError, ValueError) as error:
+        found["missing"] = f"collectives: {error}"
+    if events is not None:
+        try:
+            found["device_bucket"] = next((index for index, event in [*events] if not event.query()), None)
+        except RuntimeError as error:  # after an error of CUDA every call raises it again
+            found["missing"] = f"buckets on the device: {_first_line(error)}"
+    return found
 
 
 class MarkedSync(SyncObserver):

@@ -90,21 +90,13 @@ class TimedMark(NamedTuple):
 
 @dataclass(frozen=True)
 class HangReport:
-    """The files of a run, for ``commopt doctor DIR``.
+    """The files of a run, for ``commopt doctor DIR``."""
 
-    Attributes:
-        diagnosis: the reported one; otherwise from the last states of the ranks.
-        was_reported: whether watchers have reported a hang.
-        at_unix_s: when it was reported, or when the last rank was seen.
-        snapshots: of the ranks that have written one.
-        marks: of these, by rank, the oldest first.
-    """
-
-    diagnosis: Diagnosis
-    was_reported: bool
-    at_unix_s: float
-    snapshots: list[RankSnapshot]
-    marks: dict[int, list[TimedMark]]
+    diagnosis: Diagnosis  # the reported one; otherwise from the last states of the ranks
+    was_reported: bool  # whether watchers have reported a hang
+    at_unix_s: float  # when it was reported, or when the last rank was seen
+    snapshots: list[RankSnapshot]  # of the ranks that have written one
+    marks: dict[int, list[TimedMark]]  # of these, by rank, the oldest first
 
 
 def read_hang_report(folder: Path) -> HangReport:

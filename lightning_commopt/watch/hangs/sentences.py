@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
+from pathlib import Path
 from textwrap import shorten
 
+from lightning_commopt.text.findings import read_texts
 from lightning_commopt.text.formatting import ranks_text
 from lightning_commopt.watch.hangs.flight_recorder import Difference, Signature, find_departure
 from lightning_commopt.watch.hangs.marks import PHASES
@@ -14,83 +16,30 @@ from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapsh
 
 _NAMES_IN_SENTENCE = 2
 _DETAIL_WIDTH = 240
-
-_DIED = {
-    "SIGKILL": "Look at the end of that rank's own log, and at the kernel's (dmesg | grep -i -E 'oom|killed|xid'): a"
-    " process that is out of memory is killed without a message.",
-    "SIGABRT": "Look at the end of that rank's own log: an assertion of C++ code, or NCCL's watchdog, which ends a"
-    " rank that has waited for the group's timeout.",
-    "SIGBUS": "Look at the space that is left in /dev/shm (df -h /dev/shm): dataloader workers put their batches"
-    " there.",
-    "signal": "Look at the end of that rank's own log; PYTHONFAULTHANDLER=1 prints where a process crashes.",
-    "status": "Something has called os._exit, or sys.exit outside of the Trainer: look at the end of that rank's log.",
-}
-_LAUNCHER = "Start all ranks with one launcher that ends the others (torchrun, srun --kill-on-bad-exit=1)."
-_BY_KIND = {
-    "unreachable": (
-        "Try ping and the scheduler's view of that host; look at its network device (ip -s link, ibstat).",
-        "A checkpoint and a launcher that restarts (torchrun --max-restarts) are what saves such a run.",
-    ),
-    "stopped": ("Continue it with kill -CONT PID; find out who stopped it: Ctrl-Z, a debugger, the scheduler.",),
-    "failed": ("Its traceback is in its own log; the others wait only for that.",),
-    "exited": ("Call sys.exit on all ranks at the same step, or raise an exception, which ends the job.",),
-    "terminated": (
-        "SIGTERM comes from a scheduler (a time limit, preemption), a launcher or kill: it must reach all ranks.",
-    ),
-    "interrupted": (),
-    "should_stop": (
-        "Set trainer.should_stop on all ranks in the same step:"
-        " trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, all=False).",
-    ),
-    "ended": (
-        "Ranks must have the same number of batches: Trainer(use_distributed_sampler=True), DistributedSampler, or"
-        " CommOptDDP(uneven_batches='drop'); look for a return or a break that only one rank reaches.",
-    ),
-    "mismatch": (
-        "Every rank must call the same collectives in the same order, with tensors of the same sizes: look for"
-        " self.log(..., sync_dist=True), all_gather or barrier under an if that is not the same on all ranks.",
-        "Metrics that are updated on some ranks only, and rank_zero_only around something that calls a collective, do"
-        " the same.",
-    ),
-    "waiting": (
-        "All ranks are in the same collective, so the network does not deliver: look at links, firewalls, and the"
-        " interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); commopt doctor checks them.",
-    ),
-}
-_UNUSED = (
-    "A parameter that this rank has not used keeps its bucket from being ready: find_unused_parameters=True, or use all"
-    " parameters on all ranks."
-)
-_LATE = {
-    "data": "Look at what the dataset or its worker waits for: a file system, a download, a lock; timeout=60 on the"
-    " DataLoader turns it into an error.",
-    "forward": "Look at the place above: a lock, a file, a compiler, or a wait for something that only other ranks do.",
-    "backward": f"{_UNUSED} Or a custom backward waits.",
-    "checkpoint": "Look at the file system that checkpoints go to.",
-    "callbacks": "Look at callbacks and loggers: a logger's server, an upload, or work for rank 0 only.",
-}
+# Read when this module is imported: once a rank hangs, the file system may as well.
+_HINTS = {name: tuple(hints.values()) for name, hints in read_texts(Path(__file__).with_name("hints.txt")).items()}
 
 
 def hints_for(kind: str, culprits: Sequence[RankSnapshot], waiting: Sequence[RankSnapshot]) -> tuple[str, ...]:
     """Returns hints, the most likely first; none if the user has interrupted a rank."""
     first = culprits[0]
     if kind == "late":
-        found = [_LATE.get(PHASES[first.phase].name, "Look at the place above, and at the stacks in the files.")]
+        found = _HINTS.get(f"late {PHASES[first.phase].name}", _HINTS["late"])
     elif kind == "skipped":
-        found = [_UNUSED, _BY_KIND["mismatch"][0]]
+        found = (*_HINTS["skipped"], _HINTS["mismatch"][0])
     elif kind == "died":
         reason = first.detail.rpartition(" ")[2] if first.detail.startswith("was killed by ") else ""
         name = "status" if first.detail.startswith("exited") else "signal" if reason else "SIGKILL"
-        found = [_DIED.get(reason, _DIED[name]), _LAUNCHER]
+        found = _HINTS.get(f"died {reason}", _HINTS[f"died {name}"]) + _HINTS["launcher"]
     elif kind == "failed" and first.detail.startswith("SystemExit"):
-        found = [*_BY_KIND["exited"]]
+        found = _HINTS["failed SystemExit"]
     elif kind == "ended" and first.stop_reason:
-        found = [*_BY_KIND["should_stop"]]
+        found = _HINTS["ended should_stop"]
     else:
-        found = [*_BY_KIND[{"departed": "mismatch", "outlier": "mismatch"}.get(kind, kind)]]
+        found = _HINTS[{"departed": "mismatch", "outlier": "mismatch"}.get(kind, kind)]
     if found and any(each.missing for each in (*culprits, *waiting)):
-        found.append("What could not be read of a rank, and why, is in its file under missing.")
-    return tuple(found)
+        found += _HINTS["missing"]
+    return found
 
 
 def what(kind: str, each: RankSnapshot) -> str:
@@ -200,7 +149,6 @@ def operation_of(difference: Difference, waiting: Sequence[RankSnapshot]) -> str
 
 
 def _is_still_in(each: RankSnapshot, called: Signature, number: int) -> bool:
-    """Returns whether a rank is still in a collective."""
     return any((one.signature, one.number, one.is_done) == (called, number, False) for one in each.parsed_collectives())
 
 

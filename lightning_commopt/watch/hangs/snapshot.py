@@ -28,72 +28,44 @@ SIGTERM_BROADCAST = "Lightning's broadcast of SIGTERM before a batch"
 
 @dataclass(kw_only=True)
 class RankSnapshot:
-    """The state of one rank.
-
-    Attributes:
-        rank: the rank.
-        host: its host's name.
-        pid: of its process.
-        state: "running", "stopped", "died", "failed" (has raised), "interrupted" (Ctrl-C or SIGINT), "terminated"
-            (SIGTERM), "finished" (has ended its fit), "unreachable" (its host does not answer), "unwatched" (its
-            watcher has ended) or "silent" (its watcher could never be reached).
-        detail: of the state: the exception, or why it is unreachable.
-        stop_reason: what has ended its training before the last batch; "" if nothing has.
-        ended_unix_s: when it has ended, in seconds since 1970; None if it has not.
-        phase: index into `lightning_commopt.watch.hangs.marks.PHASES`.
-        step: optimizer steps before this one.
-        batch: index of the last batch of an evaluation; -1 outside of one.
-        idle_s: seconds since the last mark.
-        limit_s: seconds without progress that its phase is allowed.
-        ready: number of buckets of this backward that are ready.
-        bucket: index of the oldest bucket that is ready and not averaged; None if there is none.
-        bucket_names: names of its parameters.
-        all_ready: whether the last bucket of this backward is ready.
-        called: the collective that the fit's thread is in, or has raised in, or that its device waits in; None if
-            there is none.
-        hook: the hook of a callback or a module that the fit's thread is in, or `SIGTERM_BROADCAST`; None if there is
-            none.
-        place: the user's own code that the fit's thread is in, or has raised in, as "file:line in function".
-        innermost: the same for any code.
-        worker_places: the user's own code that the dataloader's workers are in.
-        is_compiling: whether the fit's thread is in a compiler.
-        is_computing: whether the fit's thread, or in a dataloader its workers, use CPU time; unknown with a GPU, where
-            a waiting thread uses CPU time too.
-        fit_thread: key of that thread in ``stacks``.
-        process: its state in the kernel, in words.
-        collectives: that it has called, from the Flight Recorder's JSON; the oldest first.
-        stacks: by process and thread.
-        missing: what could not be read, and why.
-    """
+    """The state of one rank."""
 
     rank: int
-    host: str
-    pid: int = 0
+    host: str  # its host's name
+    pid: int = 0  # of its process
+    # "running", "stopped", "died", "failed" (has raised), "interrupted" (Ctrl-C or SIGINT), "terminated" (SIGTERM),
+    # "finished" (has ended its fit), "unreachable" (its host does not answer), "unwatched" (its watcher has ended) or
+    # "silent" (its watcher could never be reached)
     state: str = "running"
-    detail: str = ""
-    stop_reason: str = ""
-    ended_unix_s: float | None = None
-    phase: int = SETUP
-    step: int = 0
-    batch: int = -1
-    idle_s: float = 0.0
-    limit_s: float = 0.0
-    ready: int = 0
-    bucket: int | None = None
-    bucket_names: list[str] = field(default_factory=list)
-    all_ready: bool = False
+    detail: str = ""  # of the state: the exception, or why it is unreachable
+    stop_reason: str = ""  # what has ended its training before the last batch; "" if nothing has
+    ended_unix_s: float | None = None  # when it has ended, in seconds since 1970; None if it has not
+    phase: int = SETUP  # index into `lightning_commopt.watch.hangs.marks.PHASES`
+    step: int = 0  # optimizer steps before this one
+    batch: int = -1  # index of the last batch of an evaluation; -1 outside of one
+    idle_s: float = 0.0  # seconds since the last mark
+    limit_s: float = 0.0  # seconds without progress that its phase is allowed
+    ready: int = 0  # number of buckets of this backward that are ready
+    bucket: int | None = None  # index of the oldest bucket that is ready and not averaged; None if there is none
+    bucket_names: list[str] = field(default_factory=list)  # names of its parameters
+    all_ready: bool = False  # whether the last bucket of this backward is ready
+    # The collective that the fit's thread is in, or has raised in, or that its device waits in; None if there is none
     called: str | None = None
+    # The hook of a callback or a module that the fit's thread is in, or `SIGTERM_BROADCAST`; None if there is none
     hook: str | None = None
+    # The user's own code that the fit's thread is in, or has raised in, as "file:line in function"
     place: str | None = None
-    innermost: str | None = None
-    worker_places: list[str] = field(default_factory=list)
-    is_compiling: bool = False
+    innermost: str | None = None  # the same for any code
+    worker_places: list[str] = field(default_factory=list)  # the user's own code that the dataloader's workers are in
+    is_compiling: bool = False  # whether the fit's thread is in a compiler
+    # Whether the fit's thread, or in a dataloader its workers, use CPU time; unknown with a GPU, where a waiting
+    # thread uses CPU time too
     is_computing: bool = False
-    fit_thread: str = ""
-    process: str = ""
-    collectives: Any = None
-    stacks: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
+    fit_thread: str = ""  # key of that thread in ``stacks``
+    process: str = ""  # its state in the kernel, in words
+    collectives: Any = None  # that it has called, from the Flight Recorder's JSON; the oldest first
+    stacks: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # by process and thread
+    missing: list[str] = field(default_factory=list)  # what could not be read, and why
 
     @property
     def is_waiting(self) -> bool:
@@ -112,7 +84,6 @@ class RankSnapshot:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the activity of the rank is unknown."""
         return self.state in ("unreachable", "unwatched", "silent")
 
     @property

@@ -18,13 +18,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.watch.hangs.diagnosis import VERDICTS, Diagnosis, diagnose
+from lightning_commopt.watch.hangs.diagnosis import (
+    VERDICTS,
+    Diagnosis,
+    diagnose,
+    has_moved,
+    is_hang,
+    is_waited_for,
+    may_be_caught,
+    may_end_ranks,
+)
 from lightning_commopt.watch.hangs.nccl_ras import RasError, ask_ras, ras_address
 from lightning_commopt.watch.hangs.observation import Observation
 from lightning_commopt.watch.hangs.peer_watchers import PeerWatchers
 from lightning_commopt.watch.hangs.process import end_rank, is_alive
 from lightning_commopt.watch.hangs.records import Records
-from lightning_commopt.watch.hangs.rules import has_moved, is_hang, is_waited_for, may_be_caught, may_end_ranks
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 from lightning_commopt.watch.hangs.transport import Address, RankLink, Server
 

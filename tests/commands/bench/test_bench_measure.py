@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.commands.bench import measure as measuring
-from lightning_commopt.commands.bench import operations, pattern
-from lightning_commopt.commands.bench.groups import Memory, Ranks
+from lightning_commopt.commands.bench import operations
 from lightning_commopt.commands.bench.measure import measure
+from lightning_commopt.commands.bench.operations import Memory, Ranks
 from lightning_commopt.measure.link.bench_result import Case, Row
 from lightning_commopt.measure.link.bench_settings import COLLECTIVES, PLACES, BenchSettings
 from support.ranks import run_ranks
@@ -46,14 +46,14 @@ def test_wrong_elements_are_found_wherever_they_are() -> None:
     """If it fails, #wrong is 0 for a message whose end, or whose middle, is wrong."""
     numel = 2 * 4096 * 1021 + 1500  # of several chunks, and of no whole period
     part = torch.empty(numel, dtype=torch.uint8)
-    pattern.fill(part, 1, offset=77)
-    assert pattern.num_wrong(part, [1], offset=77) == 0
+    operations.fill(part, 1, offset=77)
+    assert operations.num_wrong(part, [1], offset=77) == 0
     for place in (0, 4096 * 1021 - 1, 4096 * 1021, numel - 1):
         part[place] ^= 1
-    assert pattern.num_wrong(part, [1], offset=77) == 4
-    assert pattern.num_wrong(part, [1], offset=78) > numel / 2
-    assert pattern.num_wrong(part, [0], offset=77) > numel / 2
-    assert pattern.num_wrong(part.roll(2**16), [1], offset=77) > numel / 3
+    assert operations.num_wrong(part, [1], offset=77) == 4
+    assert operations.num_wrong(part, [1], offset=78) > numel / 2
+    assert operations.num_wrong(part, [0], offset=77) > numel / 2
+    assert operations.num_wrong(part.roll(2**16), [1], offset=77) > numel / 3
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])

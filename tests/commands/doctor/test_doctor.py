@@ -13,11 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
-from lightning_commopt.commands.doctor.adapters import Port, read_ports
-from lightning_commopt.commands.doctor.facts import Facts, collect_facts
+from lightning_commopt.commands.doctor.facts import Facts, Port, collect_facts, read_ports
 from lightning_commopt.commands.doctor.findings import find
 from lightning_commopt.commands.doctor.meeting import MeetingError, check_port
-from lightning_commopt.launch.rank_identity import find_rank_identity
+from lightning_commopt.launch.environment import find_rank_identity
 
 _HEALTHY = Facts(
     host="node0",

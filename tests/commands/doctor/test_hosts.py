@@ -11,16 +11,22 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.commands.doctor.adapters import Port, can_dma_buf, has_peer_memory, has_sharp_plugin
-from lightning_commopt.commands.doctor.facts import Facts
+from lightning_commopt.commands.doctor.facts import Facts, Port, can_dma_buf, has_peer_memory, has_sharp_plugin
 from lightning_commopt.commands.doctor.findings import find, find_in_adapters, find_wrong_interfaces
-from lightning_commopt.commands.doctor.meeting import MeetingError, disambiguate_hosts, meet
-from lightning_commopt.commands.doctor.ports import ListeningPort, UnreachablePort, find_unreachable, listen_on_ports
+from lightning_commopt.commands.doctor.meeting import (
+    ListeningPort,
+    MeetingError,
+    UnreachablePort,
+    disambiguate_hosts,
+    find_unreachable,
+    listen_on_ports,
+    meet,
+)
 from lightning_commopt.commands.doctor.terminal import list_unchecked
 from lightning_commopt.commands.selftest.ranks import PROCESSES
+from lightning_commopt.launch.environment import RankIdentity
 from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl, list_interfaces
 from lightning_commopt.launch.lab import NetLab, RankError
-from lightning_commopt.launch.rank_identity import RankIdentity
 from lightning_commopt.text.findings import Finding, Severity
 from support.ranks import run_ranks  # noqa: F401 - tells the fork server what to import
 

@@ -11,7 +11,7 @@ from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.lines import split_line
 from lightning_commopt.commands.nccl_log.reader import read_log
-from lightning_commopt.commands.nccl_log.summary import extras_of, paths_of, rings_of, to_plain, versions_of
+from lightning_commopt.commands.nccl_log.terminal import extras_of, paths_of, rings_of, to_plain, versions_of
 from lightning_commopt.text.findings import Finding
 from support.nccl_sample_logs import HEALTHY, SampleJob, read_lines
 

@@ -12,8 +12,7 @@ from rich.console import Console
 from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.reader import read_log
-from lightning_commopt.commands.nccl_log.summary import extras_of, versions_of
-from lightning_commopt.commands.nccl_log.terminal import print_log
+from lightning_commopt.commands.nccl_log.terminal import extras_of, print_log, versions_of
 from lightning_commopt.text.findings import Finding
 from support.nccl_sample_logs import SampleJob
 

@@ -9,11 +9,10 @@ import pytest
 
 from lightning_commopt.commands import nccl_log
 from lightning_commopt.commands.nccl_log.facts import NcclLog
-from lightning_commopt.commands.nccl_log.finding import read_texts
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.lines import split_line
-from lightning_commopt.commands.nccl_log.summary import versions_of
-from lightning_commopt.text.findings import Finding
+from lightning_commopt.commands.nccl_log.terminal import versions_of
+from lightning_commopt.text.findings import Finding, read_texts
 from support.nccl_sample_logs import read_lines
 
 
@@ -163,7 +162,7 @@ def test_a_quotation_mark_behind_a_warning() -> None:
 
 def test_each_reason_has_a_text() -> None:
     """If it fails, a finding has no text, or a text no finding."""
-    texts = read_texts("reasons.txt")
+    texts = read_texts(Path(nccl_log.__file__).with_name("reasons.txt"))
     sources = "".join(path.read_text() for path in Path(nccl_log.__file__).parent.glob("*.py"))
     assert all(text.keys() == {"why", "try"} for text in texts.values())
     assert set(re.findall(r'\breason\("(\w+)"', sources)) <= texts.keys()

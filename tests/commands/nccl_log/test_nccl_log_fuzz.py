@@ -13,8 +13,7 @@ from rich.console import Console
 
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.lines import read_messages
-from lightning_commopt.commands.nccl_log.summary import to_plain
-from lightning_commopt.commands.nccl_log.terminal import print_log
+from lightning_commopt.commands.nccl_log.terminal import print_log, to_plain
 from lightning_commopt.text.findings import Finding
 from support.nccl_sample_logs import HEALTHY, SampleJob, read_lines
 

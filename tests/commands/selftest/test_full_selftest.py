@@ -14,18 +14,23 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
-from lightning_commopt.commands.selftest import faults, places, run, speed, variants
-from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked
-from lightning_commopt.commands.selftest.gradients import LargeNet
-from lightning_commopt.commands.selftest.places import candidates
+from lightning_commopt.commands.selftest import checks, on_device, run, variants
+from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked, candidates
 from lightning_commopt.commands.selftest.run import Outcome, SelfTest, print_selftest, progress_lines, run_selftest
+from lightning_commopt.commands.selftest.steps import LargeNet
 from lightning_commopt.compressors import Int8
 from support.cross_section import sampled
 from support.ranks import run_ranks
 
 (CPU,) = candidates("cpu")
-GPU = places.TestDevices(name="a GPU", device_type="cuda", backend="cpu:gloo,cuda:nccl")
+GPU = checks.TestDevices(name="a GPU", device_type="cuda", backend="cpu:gloo,cuda:nccl")
 ERROR = "RuntimeError: [/opt/gloo/transport] Connection closed by peer [127.0.0.1]:4711"
+
+
+def named(begin: str) -> Check:
+    """Returns the check whose name begins so."""
+    (found,) = (check for check in CHECKS if check.name.startswith(begin))
+    return found
 
 
 @pytest.mark.exhaustive
@@ -57,15 +62,15 @@ def test_everything_on_cuda() -> None:
     assert [outcome for outcome in found.outcomes if outcome.status == "failed"] == []
 
 
-def _fail(place: places.TestDevices) -> str:
+def _fail(place: checks.TestDevices) -> str:
     raise AssertionError(ERROR)
 
 
-def _measure(place: places.TestDevices) -> Found:
+def _measure(place: checks.TestDevices) -> Found:
     return Found("two numbers", {"first": 1.0, "second": [2]})
 
 
-def _miss(place: places.TestDevices) -> str:
+def _miss(place: checks.TestDevices) -> str:
     raise NotChecked("needs [something]")
 
 
@@ -82,7 +87,7 @@ SOME_CHECKS = [
 def some_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the checks, in this process and in the ranks that are forked without it."""
 
-    def here(place: places.TestDevices, fn: Any, *args: Any) -> list[Any]:
+    def here(place: checks.TestDevices, fn: Any, *args: Any) -> list[Any]:
         return [fn(*args, place)] if fn.__name__ == "_run_on_rank" else [None]
 
     monkeypatch.setattr(run, "CHECKS", SOME_CHECKS)
@@ -137,9 +142,8 @@ def test_brackets_are_no_markup() -> None:
 
 def test_gloo_on_cuda_is_not_held_to_the_profiler() -> None:
     """If it fails, the self-test fails on every machine with one GPU on which NCCL does not run."""
-    (timed,) = (each for each in CHECKS if each.name.startswith("collectives take as long"))
     with pytest.raises(NotChecked, match="gloo"):
-        timed.run(places.TestDevices(name="a GPU", device_type="cuda", backend="gloo"))
+        named("collectives take as long").run(checks.TestDevices(name="a GPU", device_type="cuda", backend="gloo"))
 
 
 def test_the_larger_network_has_several_buckets_tiles_and_partial_sums() -> None:
@@ -156,17 +160,17 @@ def test_streams_are_compared_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> No
     answers = iter([[ours, ours], [ours, ours], [theirs, theirs]])
     asked: list[tuple[Any, Any]] = []
 
-    def run_on(place: places.TestDevices, fn: Any, num_streams: int, environment: Any) -> Any:
+    def run_on(place: checks.TestDevices, fn: Any, num_streams: int, environment: Any) -> Any:
         asked.append((num_streams, environment))
         return next(answers)
 
     monkeypatch.setattr(variants, "run_on", run_on)
     with pytest.raises(AssertionError, match="bf16: blocking launches and two streams differ"):
-        variants._streams(GPU)
+        named("the same bits").run(GPU)
     assert asked == [(2, {}), (1, {}), (2, {"CUDA_LAUNCH_BLOCKING": "1"})]
     answers = iter([[ours, theirs], [ours, ours]])
     with pytest.raises(AssertionError, match="ranks differ"):
-        variants._streams(CPU)
+        named("the same bits").run(CPU)
 
 
 def _digests() -> list[dict[str, str]]:
@@ -199,9 +203,9 @@ def test_the_sanitizer_runs_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def _costs() -> tuple[dict[str, float], float, float]:
     return (
-        speed.bucket_cost(Int8(), torch.device("cpu"), ((64, 65), (7,))),
-        speed.step_seconds(CPU, False, 3),
-        speed.step_seconds(CPU, True, 3),
+        on_device.bucket_cost(Int8(), torch.device("cpu"), ((64, 65), (7,))),
+        on_device.step_seconds(CPU, False, 3),
+        on_device.step_seconds(CPU, True, 3),
     )
 
 
@@ -221,13 +225,13 @@ def test_kernels_of_the_profiler_are_counted_without_those_of_nccl() -> None:
         return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(elapsed_us=lambda: microseconds))
 
     events = [event("_encode", 30), event("_decode", 10), event("ncclDevKernel_SendRecv", 99), event("x", 5, "CPU")]
-    launches, seconds = speed.count_kernels(events, 2)
+    launches, seconds = on_device.count_kernels(events, 2)
     assert launches == 1
     assert seconds == pytest.approx(20e-6)
 
 
 def _num_recorded() -> int:
-    return faults.num_recorded(CPU)
+    return variants.num_recorded(CPU)
 
 
 def test_recorded_collectives_are_counted() -> None:
@@ -238,13 +242,15 @@ def test_recorded_collectives_are_counted() -> None:
 @pytest.mark.parametrize("fault", sampled(["stopped", "failed"], by_default=["failed"]))
 def test_the_hang_monitor_reports_a_fault(fault: str) -> None:
     """If it fails, the check on a GPU reports nothing, or fails whatever the monitor does."""
-    report = faults.report_of(CPU, fault)
+    report = variants.report_of(CPU, fault)
     assert (report["ranks"], report["kind"]) == ([1], fault), report["sentence"]
     if fault == "failed":
         assert "a fault that was put in" in report["sentence"]
 
 
-@pytest.mark.parametrize("check", [variants._compiled_early, variants._sanitized, faults._failed])
-def test_what_needs_a_device_is_not_checked_without_one(check: Any) -> None:
+@pytest.mark.parametrize(
+    "begin", ["nothing is compiled", "compute-sanitizer finds", "the hang monitor names a rank that fails"]
+)
+def test_what_needs_a_device_is_not_checked_without_one(begin: str) -> None:
     with pytest.raises(NotChecked, match="no CUDA device"):
-        check(CPU)
+        named(begin).run(CPU)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
 from lightning_commopt.commands.selftest import laws
-from lightning_commopt.commands.selftest.places import candidates
+from lightning_commopt.commands.selftest.checks import candidates
 from lightning_commopt.commands.selftest.steps import Setup
 from lightning_commopt.compressors import AfterSteps, Claims, Compressor, ErrorFeedback, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel

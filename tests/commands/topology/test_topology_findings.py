@@ -10,7 +10,7 @@ from lightning_commopt.commands.topology.expectations import expect_between_gpus
 from lightning_commopt.commands.topology.findings import find_all
 from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, parse_cpus
 from lightning_commopt.commands.topology.smi_text import read_smi_text
-from lightning_commopt.commands.topology.summary import gpu_pairs, nic_pairs
+from lightning_commopt.commands.topology.terminal import gpu_pairs, nic_pairs
 from lightning_commopt.text.findings import Finding
 from support.topology_samples import SAMPLES, Sample, halves
 

@@ -26,8 +26,7 @@ from lightning_commopt.commands.topology.findings import find_all
 from lightning_commopt.commands.topology.machine import Machine, TopologyError, cpus_text
 from lightning_commopt.commands.topology.nvml import read_nvml
 from lightning_commopt.commands.topology.sources import read_content, read_machine
-from lightning_commopt.commands.topology.summary import to_plain
-from lightning_commopt.commands.topology.terminal import print_topology, write_page
+from lightning_commopt.commands.topology.terminal import print_topology, to_plain, write_page
 from support.topology_samples import DOCUMENTED, SAMPLES, XML
 
 BUSES = ["00000000:11:00.0", "00000000:12:00.0", "00000000:91:00.0"]

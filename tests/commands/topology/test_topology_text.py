@@ -8,7 +8,7 @@ import pytest
 
 from lightning_commopt.commands.topology.machine import Machine, TopologyError, cpus_text
 from lightning_commopt.commands.topology.smi_text import read_smi_text
-from lightning_commopt.commands.topology.summary import by_place
+from lightning_commopt.commands.topology.terminal import by_place
 from support.topology_samples import SAMPLES, Sample
 
 

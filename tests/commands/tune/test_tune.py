@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.commands.app import app
 from lightning_commopt.commands.tune import inject
-from lightning_commopt.commands.tune.run import VARIABLE
+from lightning_commopt.commands.tune.inject import VARIABLE
 from support.lightnings import DDPStrategy
 from support.ranks import run_ranks
 from support.scripted_tuning import scripted
@@ -124,4 +124,4 @@ def test_wrong_options_start_nothing(option: str, message: str) -> None:
 def test_what_cannot_be_tuned(strategy: Any, message: str) -> None:
     """If it fails, a program is tuned that DDP does not train, or whose hook is lost."""
     with pytest.raises(ValueError, match=message):
-        inject._tuned_strategy(strategy, CommOptDDP)
+        inject.tuned_strategy(strategy, CommOptDDP)

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.measure.runs.files import LOSS_FILE
-from lightning_commopt.measure.runs.loss_curve import LossCurve
-from lightning_commopt.measure.runs.losses import LossPoint, read_losses, write_losses
+from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from support.ranks import run_ranks
 
 POINTS = [

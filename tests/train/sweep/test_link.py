@@ -8,7 +8,6 @@ from lightning_commopt.compat.hydra import VERSION_BASE
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
 from lightning_commopt.train.sweep import resolvers
-from lightning_commopt.train.sweep.composing import SweepSettings
 from lightning_commopt.train.sweep.config import ConfigError, check_config, link_note, spread_over_hosts
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.sweep.launcher import register_launcher
@@ -22,7 +21,7 @@ def machine_has_a_lab(monkeypatch):
 
 def composed(*overrides: str) -> DictConfig:
     register_resolvers()
-    register_launcher(SweepSettings(command=(), observer=SweepObserver()))
+    register_launcher((), SweepObserver())
     no_output = ("callbacks=[]", "logger=[]", "trainer.accelerator=cpu")  # they ask Hydra for the run's directory
     with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
         return compose("train", [*no_output, *overrides])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lightning_commopt.watch.hangs.diagnosis import has_moved, is_hang, is_waited_for, may_be_caught, may_end_ranks
 from lightning_commopt.watch.hangs.marks import (
     BACKWARD,
     CALLBACKS,
@@ -16,7 +17,6 @@ from lightning_commopt.watch.hangs.marks import (
     PhaseTimes,
     first_of_stage,
 )
-from lightning_commopt.watch.hangs.rules import has_moved, is_hang, is_waited_for, may_be_caught, may_end_ranks
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 AFTER_S = 60.0

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +21,8 @@ import torch
 
 from lightning_commopt.compat.hooks import activity_of
 from lightning_commopt.compat.torch import flight_records
-from lightning_commopt.watch.hangs import computing, rank_side
 from lightning_commopt.watch.hangs import marks as kinds
+from lightning_commopt.watch.hangs import rank_side
 from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.marks import (
     BACKWARD,
@@ -38,6 +37,7 @@ from lightning_commopt.watch.hangs.marks import (
 from lightning_commopt.watch.hangs.observation import Observation
 from lightning_commopt.watch.hangs.process import (
     SIGNAL,
+    ComputingProbe,
     Frame,
     catches,
     collective_in,
@@ -50,7 +50,6 @@ from lightning_commopt.watch.hangs.process import (
     thread_cpu_s,
     user_place,
 )
-from lightning_commopt.watch.hangs.rank_side import WatchedRank
 from lightning_commopt.watch.hangs.records import Records, read_hang_report
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
 from lightning_commopt.watch.hangs.transport import RankLink
@@ -356,8 +355,10 @@ def test_a_rank_that_was_stopped_is_not_late_when_it_goes_on() -> None:
 @pytest.mark.parametrize(("share", "computes"), [(1.0, True), (0.3, True), (0.0, False)])
 def test_whether_a_thread_computes(share: float, computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a rank that computes for long on the CPU is ended as one that hangs, or one that sleeps is not."""
-    monkeypatch.setattr(computing, "thread_cpu_s", lambda pid, thread: share * time.monotonic())
-    probe = computing.ComputingProbe(1, 1, after_s=0.04)
+    monkeypatch.setattr(
+        "lightning_commopt.watch.hangs.process.thread_cpu_s", lambda pid, thread: share * time.monotonic()
+    )
+    probe = ComputingProbe(1, 1, after_s=0.04)
     for idle_s in (0.0, 1.0, 1.0):
         assert not probe.is_computing()
         probe.sample(idle_s, with_children=False)
@@ -453,9 +454,8 @@ def test_a_gpu_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         def query(self) -> bool:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
-    rank = object.__new__(WatchedRank)
-    rank._events = deque([(0, Event())])  # type: ignore[list-item]
-    found = rank._dump(None)
+    events: Any = [(0, Event())]
+    found = rank_side.describe_work(None, events)
     assert found["missing"] == (
         "buckets on the device: RuntimeError: CUDA error: an illegal memory access was encountered"
     )
@@ -487,20 +487,15 @@ def test_where_a_watcher_listens_if_the_master_is_loopback_here(monkeypatch: pyt
     ips = {"master": "127.0.1.1", "10.9.9.9": "10.9.9.1"}
     monkeypatch.setattr(rank_side, "find_own_ip", lambda towards, port=0: ips[towards])
     heard: list[dict[str, Any]] = []
-    rank = object.__new__(WatchedRank)
-    rank._rank, rank._world_size, rank._main_address = 0, 2, ("master", 1)
-    rank._store, rank._is_closed, rank._has_met = torch.distributed.HashStore(), threading.Event(), threading.Event()
-    rank._began_s, rank._port = time.monotonic(), SimpleQueue()
-    rank._link = SimpleNamespace(send=lambda **message: heard.append(message))  # type: ignore[assignment]
-    rank._port.put(7)
-    rank._store.set("ip/1", json.dumps("10.9.9.9"))
-    rank._store.set("address/1", json.dumps(["10.9.9.9", 8, "b"]))
-    rank._meet()
+    link: Any = SimpleNamespace(send=lambda **message: heard.append(message))
+    of_the_other = {"ip": "10.9.9.9", "address": ["10.9.9.9", 8, "b"]}
+    port: SimpleQueue[int] = SimpleQueue()
+    port.put(7)
+    rank_side.exchange_addresses(("master", 1), lambda name, own: [own, of_the_other[name]], link, port)
     assert heard == [
         {"listen": "10.9.9.1"},
         {"peers": [["10.9.9.1", 7, socket.gethostname()], ["10.9.9.9", 8, "b"]]},
     ]
-    assert rank.meet()
 
 
 def test_other_ranks_are_no_workers() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_commopt.callbacks.step_files import StepFiles
+from lightning_commopt.callbacks.publisher import StepFiles
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import Phase, StepRecord

@@ -1,6 +1,6 @@
 import torch
 
-from lightning_commopt.measure.peak_memory import PeakMemory
+from lightning_commopt.measure.runs.machine import PeakMemory
 
 NUM_BYTES = 300_000_000
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_commopt.measure.link.in_run import NUM_MESSAGES, LinkTracker
-from lightning_commopt.measure.link.message_times import bucket_times, spread_sizes
+from lightning_commopt.measure.link.from_steps import NUM_MESSAGES, LinkTracker, bucket_times, spread_sizes
 from lightning_commopt.measure.record import StepRecord
 from support.simulated_link import LATENCY_S, S_PER_BYTE, records_of_ranks
 

@@ -1,0 +1,189 @@
+"""Commands that look for what is wrong with a machine or a job: selftest, doctor, nccl-log, topo."""
+
+import json as json_text
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lightning_commopt.commands.errors import errors_in_a_line
+
+
+def selftest(
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA where there is a device.")] = "auto",
+    full: Annotated[
+        bool, typer.Option("--full", help="Also several buckets, streams, speed, hangs: up to five minutes.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="Write everything as JSON to this file.")] = None,
+) -> None:
+    """Checks gradient sync on this machine's devices: exactness, equal ranks, resume, memory, measured times.
+
+    Exit status 1 if a check fails, 2 if it cannot run.
+    """
+    from lightning_commopt.commands.selftest.run import print_selftest, progress_lines, run_selftest
+
+    console = Console()
+    with errors_in_a_line(status=2), progress_lines(console) as on_progress:
+        on_progress("starting two ranks")
+        found = run_selftest(device, on_progress, is_full=full)
+        if output is not None:  # before anything is printed, which may fail
+            output.write_text(json_text.dumps(asdict(found), indent=2), encoding="utf-8")
+    print_selftest(found, console)
+    if output is not None:
+        console.print(f"written to {output}", highlight=False, markup=False)
+    raise typer.Exit(found.has_failed)
+
+
+def doctor(
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="Directory with the files of HangMonitor: explains why that run hung.")
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Hosts that all run this command with the same list, and meet on the first."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port to meet at; by default the launcher's, or 29511 with --hosts."),
+    ] = None,
+    limit_s: Annotated[float, typer.Option(min=1, help="Seconds in which ranks must meet.")] = 60,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a list.")] = False,
+) -> None:
+    """Reports what may keep training from running, here or on several hosts; with RUN_DIR, why that run hung.
+
+    On several hosts under torchrun or srun, or with --hosts on each.
+
+    Compares versions, devices and variables of all ranks; tries connections between all hosts; looks at packages,
+    NCCL's variables, shared memory, cores, names, interfaces, InfiniBand and the links between GPUs. Exit status 1 if
+    there is an error, 2 if the ranks do not meet.
+    """
+    if run_dir is not None:
+        with errors_in_a_line(status=2):
+            if hosts is not None or port is not None:
+                raise ValueError("--hosts and --port are for checks before a run: leave them out with RUN_DIR")
+        _explain_hang(run_dir, json=json)
+        return
+    from lightning_commopt.commands.doctor.facts import collect_facts
+    from lightning_commopt.commands.doctor.findings import find
+    from lightning_commopt.commands.doctor.meeting import Meeting, MeetingError, meet
+    from lightning_commopt.commands.doctor.terminal import print_findings
+    from lightning_commopt.launch.environment import find_rank_identity
+
+    with errors_in_a_line(status=2):
+        identity = find_rank_identity(hosts, port)
+        if identity is None and port is not None:
+            raise ValueError("--port is where several hosts meet: give --hosts as well, or use torchrun or srun")
+    facts = collect_facts(identity=identity)
+    try:
+        met = Meeting([facts], []) if identity is None else meet(facts, identity, limit_s=limit_s)
+    except MeetingError as error:
+        typer.echo(f"commopt: {error}", err=True)
+        raise typer.Exit(2) from None
+    found = find(*met)
+    if facts.rank == 0 and json:
+        ranks = [asdict(rank_facts) for rank_facts in met.everybody]
+        plain = {"ranks": ranks, "findings": [finding.to_plain() for finding in found]}
+        typer.echo(json_text.dumps(plain, indent=2))
+    elif facts.rank == 0:
+        print_findings(found, met.everybody, Console())
+    raise typer.Exit(any(finding.severity == "error" for finding in found))
+
+
+def _explain_hang(run_dir: Path, *, json: bool) -> None:
+    from lightning_commopt.commands.doctor.terminal import print_hang_report
+    from lightning_commopt.watch.hangs.records import read_hang_report
+
+    with errors_in_a_line(status=2):
+        found = read_hang_report(run_dir)
+    if json:
+        plain = {"was_reported": found.was_reported, "time_unix_s": found.at_unix_s}
+        snapshots = [snapshot.to_plain() for snapshot in found.snapshots]
+        typer.echo(json_text.dumps(plain | asdict(found.diagnosis) | {"snapshots": snapshots}, indent=2))
+    else:
+        print_hang_report(found, Console())
+
+
+def nccl_log(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="Logs of NCCL_DEBUG=INFO, one for each rank or all in one; - is standard input."
+        ),
+    ],
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="Match the Inspector's records with this run's buckets.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Says how the ranks of a job talk, what is slow, wrong or unequal, and which setting or hardware is behind it.
+
+    Files may be cut, mixed, compressed, and of NCCL 2.2 to 2.30, and those of NCCL's Inspector may be among them. Exit
+    status 2 if there is no line of NCCL in them.
+    """
+    from lightning_commopt.commands.nccl_log.findings import find_all
+    from lightning_commopt.commands.nccl_log.reader import read_log
+    from lightning_commopt.commands.nccl_log.terminal import print_log, to_plain
+
+    with errors_in_a_line(status=2):
+        log = read_log(files, keeps_order=run is not None)
+        if run is not None:
+            from lightning_commopt.commands.nccl_log.inspector import match_run
+            from lightning_commopt.measure.files import read_run
+
+            log.matched, unmatched = match_run(log.inspected, read_run(run))
+            for problem in unmatched:
+                typer.echo(f"commopt: {run}: {problem}", err=True)
+    findings = find_all(log)
+    if json:
+        typer.echo(json_text.dumps(to_plain(log, findings), indent=2))
+    else:
+        print_log(log, findings, Console())
+
+
+def topo(
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Text of nvidia-smi topo -m, or XML of NCCL_TOPO_DUMP_FILE; - for the input."
+        ),
+    ] = None,
+    source: Annotated[
+        str, typer.Option(help="Whom to ask on this machine: nvml, nvidia-smi, or auto for the first that works.")
+    ] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write it as a page, too: one HTML file.")] = None,
+) -> None:
+    """Says how the GPUs and NICs of a machine are connected, what to expect of that, and what hurts.
+
+    Under torchrun or srun also whether this rank's cores are near its GPU. Exit status 1 if a link is broken, 2 if
+    there is no topology to read.
+    """
+    from lightning_commopt.commands.topology.findings import find_all
+    from lightning_commopt.commands.topology.sources import local_rank, read_content, read_file, read_machine
+    from lightning_commopt.commands.topology.terminal import print_topology, to_plain
+    from lightning_commopt.text.findings import print_findings
+
+    with errors_in_a_line(status=2):
+        if file is None:
+            machine = read_machine(source)
+        else:
+            machine = read_content(sys.stdin.buffer.read(), "input") if str(file) == "-" else read_file(file)
+        findings = find_all(machine)
+        if file is None and local_rank():
+            # All else is what the host's first rank says.
+            print_findings([finding for finding in findings if finding.code == "wrong_numa_node"], Console())
+            return
+        if output is not None:
+            from lightning_commopt.commands.topology.terminal import write_page
+
+            write_page(machine, findings, output)
+    if json:
+        typer.echo(json_text.dumps(to_plain(machine, findings), indent=2))
+    else:
+        print_topology(machine, findings, Console())
+    if output is not None:
+        typer.echo(f"page: {output}", err=json)
+    raise typer.Exit(any(finding.severity == "error" for finding in findings))

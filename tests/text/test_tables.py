@@ -1,0 +1,19 @@
+"""Tables of texts beside the findings of commands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_commopt
+from lightning_commopt.text.findings import read_texts
+
+
+@pytest.mark.parametrize("module", ["commands/doctor/findings", "commands/topology/findings"])
+def test_each_finding_has_a_text(module: str) -> None:
+    """If it fails, a finding ends the command with a KeyError, or a text is never printed."""
+    source = Path(lightning_commopt.__file__).parent / f"{module}.py"
+    used = re.findall(r'_finding\((?:"\w+"|severity), "(\w+)"', source.read_text())
+    texts = read_texts(source.with_suffix(".txt"))
+    assert set(used) == texts.keys()
+    assert {frozenset(text) for text in texts.values()} <= {frozenset(("what", "try")), frozenset(("why", "try"))}
