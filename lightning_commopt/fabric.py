@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -16,6 +16,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities.types import Optimizable
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -40,6 +41,9 @@ from lightning_commopt.sync.checks import check_plans_agree, warn_of_fp16_under_
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.modules import ModuleSyncs
 from lightning_commopt.sync.state import KEY
+from lightning_commopt.tune.auto_plan import without_choice
+from lightning_commopt.tune.loop import LoopPlan
+from lightning_commopt.tune.options import TuneOptions
 
 
 @document_plan_options
@@ -56,6 +60,9 @@ class CommOptDDP(DDPStrategy):
             exactly; see ``docs/state.md``.
         nccl: see `lightning_commopt.CommOptDDP`.
         watch: report what the process group waits for while it is made, and end a rank that joins in vain.
+        plan: "auto" to choose buckets and compressors while the loop runs; see `lightning_commopt.CommOptDDP` and
+            ``docs/tune.md``.
+        lossy: see `lightning_commopt.CommOptDDP`.
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
@@ -90,15 +97,18 @@ class CommOptDDP(DDPStrategy):
         save_comm_state: bool = True,
         nccl: str | dict[str, Any] | NcclOptions | None = None,
         watch: bool = True,
+        plan: CommPlan | str | Path | None = None,
+        lossy: str | list[Any] = "never",
         **kwargs: Any,
     ) -> None:
-        self._plan, lightnings_arguments = plan_from_arguments(locals())
+        self._plan, lightnings_arguments = plan_from_arguments(arguments := dict(locals()))
         super().__init__(**lightnings_arguments)
         self._nccl = NcclOptions.from_config(nccl)
         self._watch = watch
         self._save_comm_state = save_comm_state
         self._syncs = ModuleSyncs()
         self._backward_sync_control = _SyncControl(self._syncs)
+        self.auto_plan = LoopPlan(self, TuneOptions.of(plan, lossy, arguments), self._syncs, self._change_plan)
 
     @classmethod
     def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
@@ -143,8 +153,15 @@ class CommOptDDP(DDPStrategy):
             warn_of_local_decisions([optimizer])
         return super().setup_optimizer(optimizer)
 
+    def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
+        """Steps an optimizer; with ``plan="auto"`` the plan may change after it."""
+        output = super().optimizer_step(optimizer, **kwargs)
+        self.auto_plan.end_optimizer_step(optimizer)
+        return output
+
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """Wraps the module, unless there is only one rank."""
+        self.auto_plan.start_loop()
         if max(self.world_size, self.num_nodes * self.num_processes) == 1:
             explain_one_rank("comm_hook" if self._plan.comm_hook is not None else None)
             self._syncs.add(module, self._plan, self._attach)
@@ -166,15 +183,19 @@ class CommOptDDP(DDPStrategy):
         if not isinstance(plan, CommPlan):
             plan = self._plan.with_comm_hook(plan)
         gc.collect()  # so that all ranks have the same modules
-        attached = self._syncs.attached()
-        for _, sync in attached:
+        self._change_plan(plan, [sync for _, sync in self._syncs.attached()])
+
+    def _change_plan(self, plan: CommPlan, syncs: Sequence[GradientSync]) -> None:
+        """Changes the plan of some modules, the same on all ranks, and that of modules still to be set up."""
+        for sync in syncs:
             sync.check_plan(plan)
-        if attached:
+        if syncs:
             check_plans_agree(plan)
         exchange_plan(self._ddp_kwargs, self._plan, plan)
         self._plan = plan
-        for model, sync in attached:
-            sync.change_plan(plan, partial(self._wrap_again, model, sync))
+        for sync in syncs:
+            if (model := sync.model) is not None:
+                sync.change_plan(plan, partial(self._wrap_again, model, sync))
 
     def _wrap_again(self, model: DistributedDataParallel, sync: GradientSync, module: Module) -> None:
         """Wraps a module by the same wrapper, which Fabric's module and the user's references hold."""
@@ -201,6 +222,7 @@ class CommOptDDP(DDPStrategy):
                 timeout=self._timeout or default_pg_timeout,
                 device=self.root_device,
             )
+            saved = self.auto_plan.add_choice(saved)
             state = {**state, KEY: saved} if saved else state
         super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
 
@@ -212,7 +234,10 @@ class CommOptDDP(DDPStrategy):
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         modules = state if isinstance(state, dict) else {}
         saved = remainder.pop(KEY, None) if modules else remainder.get(KEY)
-        self._syncs.restore(saved, modules, rank=self.global_rank, world_size=self.world_size, plan=self._plan)
+        if modules:
+            self.auto_plan.resume_choice(saved)
+        states = without_choice(saved)
+        self._syncs.restore(states, modules, rank=self.global_rank, world_size=self.world_size, plan=self._plan)
         return remainder
 
     def _setup_distributed(self) -> None:

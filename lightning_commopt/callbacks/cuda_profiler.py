@@ -92,7 +92,7 @@ class CUDAProfilerWindow(Callback):
         self.results = []
         self._has_checked = False
         self._profiles = self._ranks is None or trainer.global_rank in self._ranks
-        self._is_active = trainer.strategy.root_device.type == "cuda"
+        self._is_active = _uses_cuda(trainer)
         if not self._is_active:
             warn_once("CUDAProfilerWindow does nothing: there is no CUDA device in this training.")
 
@@ -179,6 +179,10 @@ class CUDAProfilerWindow(Callback):
     def _stop_profiler(self) -> None:
         if self._profiles:
             torch.cuda.cudart().cudaProfilerStop()
+
+
+def _uses_cuda(trainer: Trainer) -> bool:
+    return trainer.strategy.root_device.type == "cuda"
 
 
 def _steps_after_batch(trainer: Trainer) -> int:

@@ -176,7 +176,7 @@ class CommOptStrategy(_DDPStrategy):
         super().setup_environment()
         self._fit_watch = fit.watch_fit(self) if self._watch else None
         self._sigterm_check = fit.check_sigterm(self, self._sigterm_every_n_steps)
-        self.auto_plan.start_fit()
+        self.auto_plan.start_fit(is_fit=fit.is_fit(self))
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Makes the optimizers, and warns of those that cannot be used on several ranks as they are."""

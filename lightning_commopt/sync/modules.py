@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,26 +28,42 @@ from lightning_commopt.text.validation import warn
 class Backwards:
     """Follows the synchronized backwards of a DDP wrapper, by hooks on the outputs of its forward.
 
+    `forward`, `begin` and `end` are called through this object, so that others can be called around them.
+
     Args:
         begin: called when a backward reaches an output of the wrapper, before any gradient of its parameters.
-        end: called when that backward is over, unless it raised.
+        end: called when that backward is over, unless it raised; its gradients are averaged, but for the first backward
+            of a static graph.
 
     Attributes:
         is_running: whether a backward has begun, and neither ended nor been followed by another forward.
+        is_awaited: whether the outputs of a forward still wait for their backward.
     """
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self._begin, self._end = begin, end
         self._wrapping = 0
-        self.is_running = False
+        self.is_running = self.is_awaited = False
 
     def follow(self, model: DistributedDataParallel) -> None:
         """Follows a wrapper that was just made, instead of the one before."""
         self._wrapping += 1
-        self.is_running = False
-        model.register_forward_hook(torch.compiler.disable(self._after_forward))
+        self.is_running = self.is_awaited = False
+        model.register_forward_hook(torch.compiler.disable(self._after_forward), with_kwargs=True)
 
-    def _after_forward(self, model: DistributedDataParallel, inputs: Any, outputs: Any) -> None:
+    def forward(self, inputs: Any) -> None:
+        """Is called after every forward, with what it was given."""
+
+    def begin(self) -> None:
+        """Is called when a backward begins."""
+        self._begin()
+
+    def end(self) -> None:
+        """Is called when it is over."""
+        self._end()
+
+    def _after_forward(self, model: DistributedDataParallel, args: Any, kwargs: Any, outputs: Any) -> None:
+        self.forward((args, kwargs))
         if not torch.is_grad_enabled() or not model.require_backward_grad_sync:
             return
         self.is_running = False
@@ -62,23 +77,27 @@ class Backwards:
                 )
             if not self.is_running:
                 self.is_running = True
-                self._begin()
-                call_after_backward(self._finish)
+                self.begin()
+                # DDP waits for its all-reduces in a callback between the two.
+                call_after_backward(lambda: call_after_backward(self._finish))
 
         def register(output: Tensor) -> Tensor:
             if output.requires_grad:
+                self.is_awaited = True
                 output.register_hook(reach)
             return output
 
         apply_to_collection(outputs, Tensor, register)
 
     def _finish(self) -> None:
-        self.is_running = False
-        self._end()
+        self.is_running = self.is_awaited = False
+        self.end()
 
 
 @dataclass(frozen=True)
-class _Entry:
+class SyncedModule:
+    """What synchronizes a module, and follows its backwards."""
+
     sync: GradientSync
     backwards: Backwards
 
@@ -92,7 +111,7 @@ class ModuleSyncs:
 
     def __init__(self) -> None:
         self.observers = Observers()
-        self._entries: dict[int, _Entry] = {}  # by id of what was set up
+        self._entries: dict[int, SyncedModule] = {}  # by id of what was set up
         self._early_states: dict[int, CommState] = {}  # by id of a module that is not set up yet
         self._earlier_bytes = 0
 
@@ -116,8 +135,8 @@ class ModuleSyncs:
     ) -> None:
         """Makes the sync of a module. All ranks must call it."""
         sync = GradientSync(plan, observers=self.observers)
-        end = partial(sync.end_backward, ends_static_graph=False)
-        entry = _Entry(sync, Backwards(lambda: before_backward(sync.model), end))
+        backwards = Backwards(lambda: before_backward(sync.model), lambda: self.end_backward(entry))
+        entry = SyncedModule(sync, backwards)
         if isinstance(module, DistributedDataParallel):
             attach(module, sync)
             entry.backwards.follow(module)
@@ -128,6 +147,10 @@ class ModuleSyncs:
         if early is not None:
             sync.restore(early)
             sync.resume(bare)
+
+    def end_backward(self, entry: SyncedModule) -> None:
+        """Counts a backward of a module; is called when its gradients are averaged, through this object."""
+        entry.sync.end_backward(ends_static_graph=False)
 
     def follow(self, model: DistributedDataParallel) -> None:
         """Follows the backwards of a module that was wrapped again."""
@@ -181,7 +204,7 @@ class ModuleSyncs:
                 self._early_states[id(module)] = state
                 weakref.finalize(module, self._early_states.pop, id(module), None).atexit = False
 
-    def _find(self, module: object) -> _Entry | None:
+    def _find(self, module: object) -> SyncedModule | None:
         if id(module) in self._entries:
             return self._entries[id(module)]
         for entry in reversed(tuple(self._entries.values())):
@@ -190,7 +213,7 @@ class ModuleSyncs:
                 return entry
         return None
 
-    def _drop(self, key: int, entry: _Entry) -> None:
+    def _drop(self, key: int, entry: SyncedModule) -> None:
         if self._entries.get(key) is entry:
             del self._entries[key]
         entry.sync.detach()

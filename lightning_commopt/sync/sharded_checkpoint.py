@@ -7,7 +7,6 @@ model does not see them. What is common to all ranks is a plain dict in the chec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_commopt.compressors.channel import backends_of
 from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.compressors.sharded_registry import sharded_from_config, sharded_to_config
+from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.state import KEY, CheckpointError
 from lightning_commopt.text.validation import info, warn
@@ -47,6 +48,16 @@ def save_in_directory(sync: ShardedSync, directory: Path) -> None:
     dcp.save(tensors or {f"{rank}/none": torch.zeros(1)}, checkpoint_id=directory / KEY)
 
 
+def gather_in_file(sync: ShardedSync, device: torch.device) -> list[RankState] | None:
+    """Returns the states of all ranks on rank 0, None on the others. All ranks must call it.
+
+    Args:
+        sync: of this rank.
+        device: whose tensors the default group can gather, if not those of the CPU.
+    """
+    return gather_on_rank_0(rank_state(sync), torch.device("cpu") if "cpu" in backends_of() else device)
+
+
 def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
     """Continues from a checkpoint, before the first backward. All ranks must call it.
 
@@ -55,7 +66,7 @@ def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
 
     Args:
         sync: attached to the model.
-        saved: from `describe`; in a file with ``ranks``, the `rank_state` of each.
+        saved: from `describe`; in a file with ``ranks`` of `gather_in_file`.
         directory: of the checkpoint, None if it is a file.
     """
     try:
@@ -64,7 +75,7 @@ def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
         ranks = saved.get("ranks")
         load: Callable[[int], RankState]
         if directory is not None:
-            load = partial(_read_rank, directory=directory / KEY)
+            load = _Directory(directory / KEY)
         elif isinstance(ranks, list):
             load = ranks.__getitem__
         else:
@@ -116,16 +127,22 @@ def rank_state(sync: ShardedSync) -> RankState:
     return {unit: dict(saved["state"]) for unit, saved in sync.state().items()}
 
 
-def _read_rank(rank: int, *, directory: Path) -> RankState:
-    """Reads the state of a rank from a checkpoint's directory; all ranks must call it alike."""
-    prefix, tensors = f"{rank}/", {}
-    for key, its in dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items():
-        if key.startswith(prefix) and isinstance(its, TensorStorageMetadata):
-            tensors[key] = torch.empty(its.size, dtype=its.properties.dtype)
-    dcp.load(tensors, checkpoint_id=directory, no_dist=True)
-    state: RankState = {}
-    for key, tensor in tensors.items():
-        unit, _, name = key.removeprefix(prefix).rpartition("/")
-        if unit:
-            state.setdefault(unit, {})[name] = tensor
-    return state
+class _Directory:
+    """Reads the states of ranks from a checkpoint's directory; all ranks must call it alike."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+
+    def __call__(self, rank: int) -> RankState:
+        prefix, tensors = f"{rank}/", {}
+        for key, its in self._metadata.items():
+            if key.startswith(prefix) and isinstance(its, TensorStorageMetadata):
+                tensors[key] = torch.empty(its.size, dtype=its.properties.dtype)
+        dcp.load(tensors, checkpoint_id=self._directory, no_dist=True)
+        state: RankState = {}
+        for key, tensor in tensors.items():
+            unit, _, name = key.removeprefix(prefix).rpartition("/")
+            if unit:
+                state.setdefault(unit, {})[name] = tensor
+        return state

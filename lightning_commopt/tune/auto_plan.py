@@ -6,24 +6,24 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_commopt.compat.lightning import has_trainer
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.sync.groups import borrow_host_group
 from lightning_commopt.text.validation import info, warn
 from lightning_commopt.tune.controller import ControllerSettings
+from lightning_commopt.tune.host import Host, host_of_fit
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.tuner import Tuner
 from lightning_commopt.tune.verdict import summary
 
-_KEY = "chosen_plan"
+_KEY = "plan='auto'"  # beside the names of modules
 
 
 class AutoPlan:
     """Tunes the fits of a strategy; without options it does nothing.
 
     Args:
-        strategy: for a Trainer.
+        strategy: for a Trainer; see `LoopPlan` for Fabric.
         options: what may be chosen; None if ``plan`` is not "auto".
         settings: what searching may cost.
     """
@@ -43,21 +43,25 @@ class AutoPlan:
         """Makes it from the arguments of a strategy; see `TuneOptions.of`."""
         return cls(strategy, TuneOptions.of(arguments["plan"], arguments["lossy"], arguments))
 
-    def start_fit(self) -> None:
-        """Begins a fit, before the model is wrapped."""
-        strategy, module = self._strategy, self._strategy.lightning_module
-        is_fit = module is not None and has_trainer(module) and module.trainer.state.fn == "fit"
-        self._is_due = self._options is not None and is_fit and strategy.world_size > 1
-        self._resumed = None
-        lossy = self._options.lossy if self._is_due and self._options is not None else ()
-        if strategy.root_device.type == "cpu" and any(compressor.claims.has_c_kernels for compressor in lossy):
-            c_library.load()  # compiled once for a machine, for whoever compresses: not in a step
-        if self._is_due and self._base is None:
-            self._base = strategy.plan
-        elif self._is_due and strategy.plan != self._base:  # that an earlier fit has chosen
-            self._resumed = strategy.plan
-        if self._options is not None and is_fit and strategy.world_size == 1:
+    def start_fit(self, *, is_fit: bool = True) -> None:
+        """Begins a fit, before the model is wrapped.
+
+        Args:
+            is_fit: there is something to tune; else nothing is done.
+        """
+        if self._options is None or not is_fit:
+            return
+        strategy, self._resumed = self._strategy, None
+        self._is_due = strategy.world_size > 1
+        if not self._is_due:
             info("plan='auto': one rank has no gradients to synchronize, so there is nothing to choose.")
+            return
+        if strategy.root_device.type == "cpu" and any(one.claims.has_c_kernels for one in self._options.lossy):
+            c_library.load()  # compiled once for a machine, for whoever compresses: not in a step
+        if self._base is None:
+            self._base = strategy.plan
+        elif strategy.plan != self._base:  # that an earlier fit has chosen
+            self._resumed = strategy.plan
 
     @property
     def is_wanted(self) -> bool:
@@ -82,9 +86,12 @@ class AutoPlan:
                     f"plan='auto': the ranks cannot connect over gloo ({error}), so the plan stays.", on_every_rank=True
                 )
                 return
-            self._tuner = Tuner(group, self._strategy, self._options, self._base, self._resumed, self._settings)
+            self._tuner = Tuner(group, self._host(), self._options, self._base, self._resumed, self._settings)
         if self._tuner is not None and not self._tuner.is_over:
             self._tuner.begin_batch(batch, batch_idx)
+
+    def _host(self) -> Host:
+        return host_of_fit(self._strategy)
 
     def describe(self) -> dict[str, Any]:
         """Returns what was found in this fit, or in the last one, in types that JSON has; empty but on rank 0."""
@@ -129,3 +136,8 @@ class AutoPlan:
         if self._options.fits(plan, self._base):
             self._resumed = plan
             self._strategy.apply_plan(plan)
+
+
+def without_choice(saved: Any) -> Any:
+    """Returns the state in a checkpoint without what `AutoPlan.add_choice` has added."""
+    return {name: state for name, state in saved.items() if name != _KEY} if isinstance(saved, dict) else saved

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 
 from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 
 _FORMAT = 1
 
 
-def describe_fit(strategy: Any, base: CommPlan) -> dict[str, Any] | None:
+def describe_fit(host: Host, base: CommPlan) -> dict[str, Any] | None:
     """Returns what a choice holds for: model, ranks, devices, versions, the user's plan; None without a name for one.
 
     The link is not among it: a plan that was found before is tried before it is chosen again.
     """
-    module = strategy.lightning_module
+    strategy, module = host.strategy, host.model().module
     shapes = [(name, list(x.shape), str(x.dtype)) for name, x in module.named_parameters() if x.requires_grad]
     device = strategy.root_device
     try:
@@ -38,7 +39,7 @@ def describe_fit(strategy: Any, base: CommPlan) -> dict[str, Any] | None:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "backend": strategy.process_group_backend,
         "torch": torch.__version__,
-        "accumulate_grad_batches": module.trainer.accumulate_grad_batches,
+        "accumulate_grad_batches": host.accumulated,
         "plan": plan,
     }
 

@@ -14,6 +14,7 @@ from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.observed import before_backward
 from lightning_commopt.tune.candidates import Shortlist, shortlist
+from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 
 NUM_STEPS = 6
@@ -24,22 +25,22 @@ class Calibration:
     """Records the steps of this rank while it exists: phases, buckets, and when each gradient is ready.
 
     Args:
-        strategy: for a Trainer, in a fit, between two batches; without a comm hook of its own its model must be wrapped
+        host: where a step begins; without a comm hook of its own its model must be wrapped
             again while the calibration observes it, see `attach`.
         options: the compressors to measure.
     """
 
-    def __init__(self, strategy: Any, options: TuneOptions) -> None:
-        self._strategy = strategy
+    def __init__(self, host: Host, options: TuneOptions) -> None:
+        self._host, self._strategy = host, host.strategy
         self._options = options
-        device = strategy.root_device
+        device = self._strategy.root_device
         self._recorder = StepRecorder(clock_for(device))
-        self._times = GradientTimes(strategy.model.module.named_parameters(), device)
+        self._times = GradientTimes(host.model().module.named_parameters(), device)
         self._step = 0
-        strategy.sync_observers.add(self._recorder)
+        self._strategy.sync_observers.add(self._recorder)
         self._undo = [
-            wrap_method(strategy, "pre_backward", self._before_backward),
-            wrap_method(strategy, "post_backward", self._after_backward),
+            wrap_method(*host.begin_backward, self._before_backward),
+            wrap_method(*host.end_backward, self._after_backward),
         ]
 
     def begin_batch(self, *, is_new_step: bool) -> None:
@@ -97,7 +98,7 @@ class Calibration:
 
     def _before_backward(self, inner: Callable[..., None], *args: Any) -> None:
         inner(*args)
-        before_backward(self._strategy.model)
+        before_backward(self._host.model())
         self._recorder.enter("backward")
         self._times.begin_backward()
 

@@ -159,7 +159,7 @@ class Controller:
             if is_measured and found is not None and self._arm:
                 if num_looks <= _NUM_ON_PROBATION and look.step_s > found.base_s:
                     self.events.append(Event(self._num_done, "rolled back"))
-                    self._arm, reference = 0, None
+                    self._arm, reference, is_open = 0, None, True
                     continue
                 self.lost_steps -= _CREDIT * (1 - look.step_s / found.base_s) * len(report.seconds)
                 if self._num_done >= self._searched_at + _cost_steps(found) / _CHECK_SHARE:

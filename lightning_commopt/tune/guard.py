@@ -1,15 +1,19 @@
-"""Guard: looks now and then whether a lossy compressor still averages one parameter's gradient well enough."""
+"""Guard: looks now and then whether a lossy compressor still averages the gradients of a bucket well enough."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.compat.torch import bucket_parameters, refresh_bucket_parameters
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.measure.recorder import issued_by
@@ -18,14 +22,15 @@ from lightning_commopt.sync.buckets import synced_parameters
 EVERY_STEPS = 200
 """Steps from one look to the next."""
 
-_MAX_ELEMENTS = 2**16
+_WINDOWS = (range(4), range(24, 28))  # of a look: what a large gradient leaves in a residual is sent in between
+_MAX_ELEMENTS = 2**13
 _LEAST_LIMIT = 0.1
 _NUM_BOUNDS = 4.0  # as many times further off than its class declares for normally distributed gradients
-_STRIDE = 7  # from one sampled parameter to the next
+_STRIDE = 7  # from one bucket to the next
 
 
 def error_limit(compressor: Compressor) -> float:
-    """Returns how far an average may be off, as a share of its 2-norm.
+    """Returns how far averages may be off, as a share of their 2-norm.
 
     A residual is part of what is sent, so one average may be further off than a compressor's bound.
     """
@@ -34,66 +39,94 @@ def error_limit(compressor: Compressor) -> float:
 
 
 class Guard:
-    """Compares the averaged gradient of a parameter with the exact average, over all ranks.
+    """Compares averaged gradients of a bucket with the exact averages over all ranks, of some elements.
+
+    Errors belong to a bucket: a parameter with small gradients may share the scale of large ones beside it. The
+    elements lie evenly in the bucket. A look takes two windows of steps, and the better one counts.
 
     Args:
-        strategy: for a Trainer, in a fit; its model is wrapped.
+        model: returns the wrapper.
         group: of all ranks, over CPU.
 
     Attributes:
-        error: of the last average that was looked at, as a share of the exact one's 2-norm; NaN before.
+        error: in the last look, the 2-norm of the error over that of the exact averages; NaN before.
     """
 
-    def __init__(self, strategy: Any, group: dist.ProcessGroup) -> None:
-        self._strategy = strategy
+    def __init__(self, model: Callable[[], DistributedDataParallel], group: dist.ProcessGroup) -> None:
+        self._model = model
         self._group = group
         self._num_steps = self._num_looks = 0
-        self._parameter: Tensor | None = None
-        self._local: Tensor | None = None
-        self._handle: RemovableHandle | None = None
+        self._bucket: list[Tensor] = []
+        self._places: list[slice] = []
+        self._local: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._squared_error = self._squared_norm = 0.0
+        self._shares: list[float] = []
         self.error = math.nan
 
     def begin_step(self) -> None:
         """Must be called before a step's first batch, on all ranks."""
-        if self._num_steps % EVERY_STEPS == 0:
-            synced = synced_parameters(self._strategy.model)
-            in_order = [parameter for parameter in self._strategy.model.parameters() if parameter in synced]
-            self._parameter = in_order[_STRIDE * self._num_looks % len(in_order)]
-            self._local = None
-            self._handle = self._parameter.register_hook(self._add)
-            self._num_looks += 1
+        place = self._num_steps % EVERY_STEPS
         self._num_steps += 1
+        self.close()
+        if place == 0:
+            self._choose_bucket()
+        for window in _WINDOWS:
+            if place == window.stop:
+                self._end_window(is_last=window is _WINDOWS[-1])
+            elif place in window:
+                self._handles = [x.register_hook(partial(self._add, number)) for number, x in enumerate(self._bucket)]
 
     def end_backward(self) -> None:
-        """Must be called after every backward; looks at the gradient if it was synchronized. All ranks must call it."""
-        if self._parameter is None or not self._strategy.model.require_backward_grad_sync:
+        """Must be called after every backward; looks at gradients if they were synchronized. All ranks must call it."""
+        if not self._handles or not self._model().require_backward_grad_sync:
             return
-        parameter, local = self._parameter, self._local
+        local = [self._local.get(number, self._pick(number, None)) for number in range(len(self._bucket))]
         self.close()
-        averaged = parameter.grad
-        exact = torch.zeros(min(_MAX_ELEMENTS, as_real(parameter).numel()), dtype=torch.float64, device="cpu")
-        if local is not None:
-            exact += local
+        averaged = torch.cat([self._pick(number, x.grad) for number, x in enumerate(self._bucket)]).cpu()
+        exact = torch.cat(local).cpu()
         with issued_by("plan='auto'"):
             dist.all_reduce(exact, group=self._group)
         exact /= dist.get_world_size(self._group)
-        norm = float(exact.norm())
-        if averaged is None or averaged.is_sparse or not 0 < norm < math.inf:
-            return
-        error = float((_head(averaged) - exact).norm()) / norm
-        self.error = error if math.isfinite(error) else math.inf
+        squared_norm = float(exact.square().sum())
+        if math.isfinite(squared_norm):
+            self._squared_norm += squared_norm
+            error = float((averaged - exact).square().sum())
+            self._squared_error += error if math.isfinite(error) else math.inf
 
     def close(self) -> None:
         """Stops looking at the present step."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = self._parameter = self._local = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._local = [], {}
 
-    def _add(self, gradient: Tensor) -> None:
-        if not gradient.is_sparse:
-            head = _head(gradient)
-            self._local = head if self._local is None else self._local + head
+    def _choose_bucket(self) -> None:
+        model = self._model()
+        synced = synced_parameters(model)
+        parameters = [parameter for parameter in model.module.parameters() if parameter in synced]
+        refresh_bucket_parameters(model)
+        buckets = bucket_parameters(model) or [list(range(len(parameters)))]
+        self._bucket = [parameters[index] for index in buckets[_STRIDE * self._num_looks % len(buckets)]]
+        self._num_looks += 1
+        sizes = [as_real(parameter).numel() for parameter in self._bucket]
+        stride = -(-sum(sizes) // _MAX_ELEMENTS)
+        starts = itertools.accumulate(sizes[:-1], initial=0)
+        self._places = [slice(-start % stride, None, stride) for start in starts]
 
+    def _pick(self, number: int, gradient: Tensor | None) -> Tensor:
+        """Returns a copy of some elements; zeros where there is no gradient, or a sparse one."""
+        if gradient is None or gradient.is_sparse:
+            gradient = torch.zeros_like(self._bucket[number])
+        return as_real(gradient.detach()).reshape(-1)[self._places[number]].to(torch.float64, copy=True)
 
-def _head(gradient: Tensor) -> Tensor:
-    return as_real(gradient.detach()).reshape(-1)[:_MAX_ELEMENTS].to("cpu", torch.float64)
+    def _add(self, number: int, gradient: Tensor) -> None:
+        picked, before = self._pick(number, gradient), self._local.get(number)
+        self._local[number] = picked if before is None else before + picked
+
+    def _end_window(self, *, is_last: bool) -> None:
+        if self._squared_norm > 0:
+            self._shares.append(math.sqrt(self._squared_error / self._squared_norm))
+        self._squared_error = self._squared_norm = 0.0
+        if is_last and self._shares:
+            self.error = min(self._shares)
+            self._shares = []

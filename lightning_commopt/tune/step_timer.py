@@ -27,8 +27,8 @@ class StepTimer:
         self._clock: Any = HostClock()
         self._start: Any = None
         self._spans: list[tuple[Any, Any, bool]] = []
-        self._shapes: list[Hashable] = []
-        self._counts: Counter[Hashable] = Counter()
+        self._shapes = 0  # hash of all shapes in the present step
+        self._counts: Counter[int] = Counter()
         self._is_excluded = False
 
     def restart(self, *, is_exact: bool) -> None:
@@ -43,8 +43,7 @@ class StepTimer:
 
     def end_step(self) -> None:
         """Ends a step; the next one starts."""
-        shapes = tuple(self._shapes)
-        self._shapes.clear()
+        shapes, self._shapes = self._shapes, 0
         self._counts[shapes] += 1
         usual, num_usual = self._counts.most_common(1)[0]
         is_odd = shapes != usual and 2 * num_usual > self._counts.total()
@@ -54,7 +53,7 @@ class StepTimer:
 
     def add_batch(self, batch: Any) -> None:
         """Notes a batch of the present step."""
-        self._shapes.append(shapes_of(batch))
+        self._shapes = hash((self._shapes, shapes_of(batch)))
 
     def exclude(self) -> None:
         """Makes the present step not count."""

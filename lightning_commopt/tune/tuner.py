@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.measure.recorder import issued_by
@@ -24,6 +23,7 @@ from lightning_commopt.tune.controller import ControllerSettings
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.guard import Guard, error_limit
 from lightning_commopt.tune.history import History
+from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.search import Report
 from lightning_commopt.tune.step_timer import StepTimer
@@ -40,7 +40,7 @@ class Tuner:
 
     Args:
         group: of all ranks, over gloo, for this tuner alone.
-        strategy: for a Trainer, in a fit of several ranks, between two batches.
+        host: training on several ranks, where a step begins.
         options: what may be chosen.
         base: the user's plan.
         resumed: a plan that was chosen before, and that the strategy has; None to search.
@@ -56,18 +56,17 @@ class Tuner:
     def __init__(
         self,
         group: BorrowedGroups,
-        strategy: Any,
+        host: Host,
         options: TuneOptions,
         base: CommPlan,
         resumed: CommPlan | None,
         settings: ControllerSettings,
     ) -> None:
-        self._strategy = strategy
-        self._trainer = strategy.lightning_module.trainer
+        self._host, self._strategy = host, host.strategy
         self._options = options
         self.plans = [base]
         self._group = group
-        self._timer = StepTimer(strategy.root_device)
+        self._timer = StepTimer(self._strategy.root_device)
         self._calibration: Calibration | None = None
         self._arm, self._num_left, self._step = 0 if resumed is None else 1, 0, -1
         self._change_s = 0.0
@@ -75,19 +74,22 @@ class Tuner:
         self._stop_guard: Callable[[], None] = lambda: None
         self.director: Director | None = None
         self.history = History()
-        fit = describe_fit(strategy, base) if strategy.global_rank == 0 else None
+        fit = describe_fit(host, base) if self._strategy.global_rank == 0 else None
         known = None if fit is None or resumed is not None else load_choice(fit, options, base)
         self._fit, self._saved = fit, known
         self._share_plans([] if known is None else [known])
         if resumed is not None:
             self.plans.append(resumed)
-        if strategy.global_rank == 0:
+        if self._strategy.global_rank == 0:
             if base.static_graph:  # DDP lays out its buckets one step later
                 search = dataclasses.replace(settings.search, num_settling_steps=settings.search.num_settling_steps + 1)
                 settings = dataclasses.replace(settings, search=search)
-            self.director = Director(self._num_steps(), arm=self._arm, has_known=known is not None, settings=settings)
-        self._undo = [wrap_method(strategy, name, self._exclude) for name in ("on_validation_start", "save_checkpoint")]
-        self._undo.append(wrap_method(strategy, "on_train_end", self._end_fit))
+            self.director = Director(
+                host.num_steps_left(), arm=self._arm, has_known=known is not None, settings=settings
+            )
+        self._undo = [wrap_method(*pause, self._exclude) for pause in host.pauses]
+        self._undo += [wrap_method(*end, self._end_fit) for end in host.end]
+        self._undo += [wrap_method(*forward, self._add_inputs) for forward in host.forwards]
         self._decide()
 
     @property
@@ -97,7 +99,7 @@ class Tuner:
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Ends the step before, if the batch begins one; then changes the plan if it is time."""
-        step = batches_that_stepped(self._trainer)
+        step = self._host.step()
         is_new = step != self._step
         if is_new and self._step >= 0:
             if batch_idx == 0:
@@ -127,6 +129,11 @@ class Tuner:
             self._calibration = None
         self._guard_plan(None)
 
+    def return_group(self) -> None:
+        """Returns the group, where all ranks are and `close` follows."""
+        if not self.is_over:
+            self._group.return_to_pool()
+
     def _guard_plan(self, plan: CommPlan | None) -> None:
         """Guards the averages of a lossy plan that was chosen; None to stop."""
         is_lossy = plan is not None and plan.comm_hook is not None and plan.comm_hook.claims.is_lossy
@@ -135,20 +142,24 @@ class Tuner:
             self._guard = None
             self._stop_guard()
         elif self._guard is None and is_lossy:
-            self._guard = guard = Guard(self._strategy, self._group.all_ranks)
+            self._guard = guard = Guard(self._host.model, self._group.all_ranks)
 
             def after_backward(inner: Callable[..., None], *args: Any) -> None:
                 inner(*args)
                 guard.end_backward()
 
-            self._stop_guard = wrap_method(self._strategy, "post_backward", after_backward)
+            self._stop_guard = wrap_method(*self._host.end_backward, after_backward)
 
     def _exclude(self, inner: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._timer.exclude()
         inner(*args, **kwargs)
 
+    def _add_inputs(self, inner: Callable[..., None], inputs: Any) -> None:
+        self._timer.add_batch(inputs)
+        inner(inputs)
+
     def _end_fit(self, inner: Callable[..., None], *args: Any) -> None:
-        self._group.return_to_pool()  # all ranks are here
+        self.return_group()
         inner(*args)
 
     def _end_visit(self) -> None:
@@ -206,7 +217,7 @@ class Tuner:
         plan = self.plans[max(0, arm)]
         is_observable = plan.comm_hook is not None or bool(self._strategy.sync_observers)
         if arm == CALIBRATE:
-            self._calibration = Calibration(self._strategy, self._options)
+            self._calibration = Calibration(self._host, self._options)
         # DDP's own average must be wrapped to be observed, and back.
         if plan != self._strategy.plan or not is_observable:
             self._apply(plan)
@@ -218,7 +229,7 @@ class Tuner:
         if is_added:
             kwargs["init_sync"] = False
         try:
-            self._strategy.apply_plan(plan)
+            self._host.apply_plan(plan)
         finally:
             if is_added:
                 kwargs.pop("init_sync", None)
@@ -257,10 +268,3 @@ class Tuner:
         if chosen not in (self._saved, self.plans[0]):
             self._saved = chosen
             save_choice(self._fit, chosen)
-
-    def _num_steps(self) -> float:
-        try:
-            total = self._trainer.estimated_stepping_batches
-        except MisconfigurationException:  # accumulation that changes from epoch to epoch
-            return math.inf
-        return float(total - batches_that_stepped(self._trainer))

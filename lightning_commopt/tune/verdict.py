@@ -17,7 +17,7 @@ from lightning_commopt.tune.director import Director
 _WHY = {
     "none faster": "no candidate is faster than it",
     "not sure": "no candidate is faster beyond the noise of the steps",
-    "too short": "the fit is too short to try more within 1 % of its time",
+    "too short": "trying more would take more than 1 % of the time",
     "unmeasurable": "no step could be timed: each had a validation or batches of other shapes",
 }
 
@@ -32,7 +32,7 @@ _HIDDEN = ": backward hides gradient sync as far as any could"
 def verdict(director: Director, plans: list[CommPlan]) -> str:
     """Returns one or more sentences: what was chosen, predicted and measured, and what else would help."""
     sentences = [_choice(director, plans)]
-    if director.shortlist is not None and director.shortlist.not_allowed:
+    if director.shortlist is not None and director.shortlist.not_allowed and _is_predicted(director):
         name, share = max(director.shortlist.not_allowed.items(), key=lambda item: item[1])
         sentences.append(
             f"{name}, lossy, would save up to {short_percent(share)} of a step: lossy=[{name!r}] allows it."
@@ -100,11 +100,16 @@ def _choice(director: Director, plans: list[CommPlan]) -> str:
 
 
 def _predicted(director: Director, arm: int) -> str:
-    if director.shortlist is None or arm > len(director.shortlist.candidates):
+    if director.shortlist is None or arm > len(director.shortlist.candidates) or not _is_predicted(director):
         return ""
     one: Candidate = director.shortlist.candidates[arm - 1]
     low, high = MILLISECONDS.text(one.low_s), MILLISECONDS.text(one.high_s)
     return f"; predicted were {MILLISECONDS.text(one.predicted_s)} ({low} to {high})"
+
+
+def _is_predicted(director: Director) -> bool:
+    """Returns whether predictions hold for the present: they were made before the step or the link has changed."""
+    return director.controller is None or all(event.what != "drift" for event in director.controller.events)
 
 
 def _chosen(controller: Controller | None) -> int:

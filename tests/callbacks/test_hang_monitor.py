@@ -208,7 +208,8 @@ def test_a_missing_monitor_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -
     trainer: Any = SimpleNamespace(training=False, validating=False, sanity_checking=False, world_size=2)
     trainer.log_dir, trainer.global_step = "logs", 0
     trainer.strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    monitor.setup(trainer, None, "validate")
+    module: Any = None
+    monitor.setup(trainer, module, "validate")
     with pytest.warns(UserWarning, match="not all ranks' monitors have started within a minute"):
         monitor.on_validation_start(trainer, None)
     for _ in range(3):  # a warning is an error in tests

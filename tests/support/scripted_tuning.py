@@ -14,6 +14,7 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune import cache
 from lightning_commopt.tune.calibration import Calibration
 from lightning_commopt.tune.candidates import Candidate, Shortlist
+from lightning_commopt.tune.director import Director
 from lightning_commopt.tune.step_timer import StepTimer
 from lightning_commopt.tune.tuner import Tuner
 
@@ -37,7 +38,7 @@ def scripted(
     """
     steps: list[CommPlan] = []
     predict = Calibration.shortlist
-    init = Tuner.__init__
+    init, direct = Tuner.__init__, Director.__init__
     tuners: list[Tuner] = []
 
     def begin(tuner: Tuner, *args: Any) -> None:
@@ -59,7 +60,7 @@ def scripted(
         TemporaryDirectory() as new,
         patch.object(cache, "_folder", lambda: Path(folder or new)),
         patch.object(Tuner, "__init__", begin),
-        patch.object(Tuner, "_num_steps", lambda tuner: num_steps),
+        patch.object(Director, "__init__", lambda director, _, **options: direct(director, num_steps, **options)),
         patch.object(Calibration, "shortlist", shortlist),
         patch.object(StepTimer, "take", take),
         patch.object(compressor_cost, "LARGE_BYTES", 2**20),

@@ -1,0 +1,129 @@
+"""LoopPlan: ``plan="auto"`` in a loop on Fabric, which no hook of ours begins, ends or divides into steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.sync.gradient_sync import GradientSync
+from lightning_commopt.sync.modules import ModuleSyncs, SyncedModule
+from lightning_commopt.text.validation import info, warn
+from lightning_commopt.tune.auto_plan import AutoPlan
+from lightning_commopt.tune.director import Director
+from lightning_commopt.tune.host import Host
+from lightning_commopt.tune.options import TuneOptions
+
+ApplyPlan = Callable[[CommPlan, Sequence[GradientSync]], None]
+
+
+class LoopPlan(AutoPlan):
+    """Tunes the module that a loop trains.
+
+    A step ends with an optimizer step after a synchronized backward. Several optimizers make one step: it ends where
+    the first of them steps again. Where a forward still waits for its backward no step ends, as the plan may change
+    then.
+
+    Which modules are trained is told by their backwards, in which all ranks take part: a rank may keep a module alive
+    that others have dropped.
+
+    Args:
+        strategy: for Fabric.
+        options: what may be chosen; None if ``plan`` is not "auto".
+        syncs: of the modules that are set up.
+        apply_plan: changes the plan of the modules with these syncs, and of later ones; all ranks call it.
+    """
+
+    def __init__(self, strategy: Any, options: TuneOptions | None, syncs: ModuleSyncs, apply_plan: ApplyPlan) -> None:
+        super().__init__(strategy, options)
+        self._syncs = syncs
+        self._apply_plan = apply_plan
+        self._base = strategy.plan
+        self._has_started = False
+        self._trained: list[SyncedModule] = []  # since the last step
+        self._tuned: SyncedModule | None = None
+        self._stepped: list[ref[Any]] = []  # optimizers: an id may be used again, on some ranks
+        self._num_steps = 0
+        self._seen: object = None
+
+    def start_loop(self) -> None:
+        """Must be called whenever a module is set up, in the process group."""
+        if self._options is not None and not self._has_started:
+            self._has_started = True
+            wrap_method(self._syncs, "end_backward", self._note)
+            self.start_fit()
+
+    def end_optimizer_step(self, optimizer: Any) -> None:
+        """Must be called after every optimizer step, on all ranks."""
+        if not self._trained or any(module.backwards.is_awaited for module in self._trained):
+            return
+        if all(one() is not optimizer for one in self._stepped):
+            self._stepped.append(ref(optimizer))
+            return
+        self._stepped = [ref(optimizer)]
+        trained, self._trained = self._trained, []
+        self._num_steps += 1
+        if self._tuner is not None and trained != [self._tuned]:
+            self._start_anew(trained)
+        if self._is_due and len(trained) > 1:
+            self._is_due = False
+            warn(
+                f"plan='auto' is for one module, and a step of this loop trains {len(trained)}: the plan stays. Choose"
+                " with 'commopt predict' and apply_plan."
+            )
+        if self._is_due:
+            self._tuned = trained[0]
+        self.begin_batch(None, 1)
+        self._log()
+
+    def _note(self, inner: Callable[[SyncedModule], None], module: SyncedModule) -> None:
+        inner(module)
+        if module not in self._trained:
+            self._trained.append(module)
+
+    def _start_anew(self, trained: Sequence[SyncedModule]) -> None:
+        """Ends with one module, and begins with others, which get the plan that was chosen."""
+        assert self._tuner is not None
+        assert self._base is not None
+        plan = self._strategy.plan if self.has_decided else self._base  # else that of this moment is only tried
+        self._tuner.return_group()
+        self.end_fit()
+        self._apply_plan(plan, [module.sync for module in trained])
+        self.start_fit()
+
+    def _host(self) -> Host:
+        assert self._tuned is not None
+        tuned, strategy = self._tuned, self._strategy
+
+        def model() -> DistributedDataParallel:
+            assert tuned.sync.model is not None
+            return tuned.sync.model
+
+        return Host(
+            strategy=strategy,
+            model=model,
+            apply_plan=lambda plan: self._apply_plan(plan, [tuned.sync]),
+            step=lambda: self._num_steps,
+            num_steps_left=lambda: math.inf,
+            accumulated=None,
+            begin_backward=(tuned.backwards, "begin"),
+            end_backward=(tuned.backwards, "end"),
+            forwards=[(tuned.backwards, "forward")],
+            pauses=[(strategy, "save_checkpoint")],
+        )
+
+    def _log(self) -> None:
+        """Logs what was decided, once."""
+        director: Director | None = None if self._tuner is None else self._tuner.director
+        if director is None or director.visit is self._seen:
+            return
+        self._seen = director.visit
+        verdict = self.describe()["verdict"]
+        if self.has_decided and director.status != "measuring" and verdict != self._found.get("verdict"):
+            self._found = self.describe()
+            info(f"plan='auto': {verdict}")
