@@ -226,8 +226,7 @@ class StepRecord:
             phases=tuple(Phase(str(name), float(start_s), float(end_s)) for name, start_s, end_s in values["phases"]),
             buckets=tuple(
                 BucketSpan(
-                    **{name: int(bucket[name]) for name in ("index", "backward", "gradient_bytes", "wire_bytes")},
-                    **{name: float(bucket[name]) for name in ("ready_s", "start_s", "end_s")},
+                    **{name: number(bucket[name]) for name, number in _BUCKET_NUMBERS.items()},
                     wire=tuple((float(start_s), float(end_s)) for start_s, end_s in bucket["wire"]),
                 )
                 for bucket in values["buckets"]
@@ -241,6 +240,12 @@ class StepRecord:
                 for operation, phase, source, num_bytes, start_s, end_s in values.get("collectives", ())
             ),
         )
+
+
+_BUCKET_NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(("index", "backward", "gradient_bytes", "wire_bytes"), int),
+    **dict.fromkeys(("ready_s", "start_s", "end_s"), float),
+}
 
 
 def _seconds_json(at_s: float | None) -> str:
