@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_commopt.compressors.kernels import c_library
@@ -100,20 +100,29 @@ class AutoPlan:
             return self._found
         return summary(tuner.director, tuner.plans, tuner.history.stretches)
 
-    def end_fit(self) -> None:
-        """Ends a fit; reports what was found on rank 0."""
+    def end_fit(self, keep: Callable[[CommPlan], None] | None = None) -> None:
+        """Ends a fit; reports what was found on rank 0.
+
+        Args:
+            keep: gets the plan that was chosen. Without it the strategy does, if it has one that is only tried.
+        """
         tuner, self._tuner = self._tuner, None
         self._is_due = False
         if tuner is None:
             return
+        plan = tuner.kept_plan
         tuner.close()
+        if keep is not None:
+            keep(plan)
+        elif self._strategy.plan != plan:
+            self._strategy.apply_plan(plan)
         if tuner.director is not None:
             self._found = summary(tuner.director, tuner.plans, tuner.history.stretches)
             info(f"plan='auto': {self._found['verdict']}")
 
     def add_choice(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Returns the state for a checkpoint with the plan of this moment, if it was chosen."""
-        plan = self._strategy.plan
+        plan = self._strategy.plan if self._tuner is None else self._tuner.kept_plan
         if self._options is None or self._base is None or plan == self._base:
             return saved
         choice = dataclasses.replace(CommPlan(bucket_cap_mb=plan.bucket_cap_mb), comm_hook=plan.comm_hook)

@@ -72,6 +72,11 @@ class Director:
             self.controller.forbid(arms)
 
     @property
+    def chosen(self) -> int:
+        """The plan that was chosen last; the user's, 0, before."""
+        return 0 if self.controller is None else max(0, self.controller.chosen)
+
+    @property
     def is_timed(self) -> bool:
         """Whether the steps of `visit` are timed on the device's clock, which is read when they end."""
         return self.visit.num_steps < WATCH_STEPS

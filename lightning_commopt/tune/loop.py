@@ -29,7 +29,7 @@ class LoopPlan(AutoPlan):
     the first of them steps again. Where a forward still waits for its backward no step ends, as the plan may change
     then.
 
-    Which modules are trained is told by their backwards, in which all ranks take part: a rank may keep a module alive
+    Which modules are trained shows in their backwards, in which all ranks take part: a rank may keep a module alive
     that others have dropped.
 
     Args:
@@ -89,11 +89,8 @@ class LoopPlan(AutoPlan):
     def _start_anew(self, trained: Sequence[SyncedModule]) -> None:
         """Ends with one module, and begins with others, which get the plan that was chosen."""
         assert self._tuner is not None
-        assert self._base is not None
-        plan = self._strategy.plan if self.has_decided else self._base  # else that of this moment is only tried
         self._tuner.return_group()
-        self.end_fit()
-        self._apply_plan(plan, [module.sync for module in trained])
+        self.end_fit(lambda plan: self._apply_plan(plan, [module.sync for module in trained]))
         self.start_fit()
 
     def _host(self) -> Host:

@@ -68,6 +68,7 @@ class Tuner:
         self._group = group
         self._timer = StepTimer(self._strategy.root_device)
         self._calibration: Calibration | None = None
+        self._chosen = 0
         self._arm, self._num_left, self._step = 0 if resumed is None else 1, 0, -1
         self._change_s = 0.0
         self._guard: Guard | None = None
@@ -91,6 +92,11 @@ class Tuner:
         self._undo += [wrap_method(*end, self._end_fit) for end in host.end]
         self._undo += [wrap_method(*forward, self._add_inputs) for forward in host.forwards]
         self._decide()
+
+    @property
+    def kept_plan(self) -> CommPlan:
+        """The plan that training goes on with if the search ends here: not one that is only tried."""
+        return self._strategy.plan if self.has_decided else self.plans[self._chosen]
 
     @property
     def is_over(self) -> bool:
@@ -187,11 +193,11 @@ class Tuner:
 
     def _decide(self) -> None:
         """Does what rank 0 wants to be done next."""
-        message = torch.zeros(3, dtype=torch.int64, device="cpu")
-        if self.director is not None:
-            message = torch.tensor([*self.director.visit, self.director.is_timed], device="cpu")
+        message = torch.zeros(4, dtype=torch.int64, device="cpu")
+        if (director := self.director) is not None:
+            message = torch.tensor([*director.visit, director.is_timed, director.chosen], device="cpu")
         dist.broadcast(message, src=0, group=self._group.all_ranks)
-        arm, self._num_left, is_timed = message.tolist()
+        arm, self._num_left, is_timed, self._chosen = message.tolist()
         if arm != self._arm:
             self._change_to(arm)
         self._guard_plan(self.plans[arm] if arm > 0 and not is_timed else None)
@@ -261,10 +267,12 @@ class Tuner:
         self.plans = [base, *others]
 
     def _save_choice(self) -> None:
-        controller = None if self.director is None else self.director.controller
-        if self._fit is None or controller is None or not controller.searches or controller.is_searching:
+        if self.director is None or self._fit is None:
             return
-        chosen = self.plans[max(0, controller.chosen)]
+        controller = self.director.controller
+        if controller is None or not controller.searches or controller.is_searching:
+            return
+        chosen = self.plans[self.director.chosen]
         if chosen not in (self._saved, self.plans[0]):
             self._saved = chosen
             save_choice(self._fit, chosen)

@@ -11,7 +11,6 @@ from lightning_commopt.measure.runs.record import Stretch, TriedPlan, Tuning
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.text.formatting import MILLISECONDS, short_percent
 from lightning_commopt.tune.candidates import Candidate
-from lightning_commopt.tune.controller import Controller
 from lightning_commopt.tune.director import Director
 
 _WHY = {
@@ -49,7 +48,7 @@ def summary(director: Director, plans: list[CommPlan], history: Sequence[Stretch
     found = Tuning(
         status=director.status if not searches else searches[-1].why,
         base_step_s=_finite(searches[-1].base_s if searches else director.base_s),
-        chosen=plans[_chosen(controller)].name,
+        chosen=plans[director.chosen].name,
         num_search_steps=sum(found.num_steps for found in searches),
         lost_steps=director.lost_steps + sum(found.lost_s / found.base_s for found in searches if found.base_s > 0),
         calibration_lost_steps=director.lost_steps,
@@ -84,10 +83,10 @@ def _choice(director: Director, plans: list[CommPlan]) -> str:
         helps = director.shortlist is not None and bool(director.shortlist.not_allowed)
         return f"{own}. No {'allowed plan' if helps else 'plan'} is predicted to be faster{'' if helps else _HIDDEN}."
     if director.status == "resumed" and controller is not None and not controller.searches:
-        return f"The plan of the checkpoint stays: {plans[_chosen(controller)].name}."
+        return f"The plan of the checkpoint stays: {plans[director.chosen].name}."
     if controller is None or not controller.searches:
         return f"{own}. The fit ended within the search."
-    found, arm = controller.searches[-1], _chosen(controller)
+    found, arm = controller.searches[-1], director.chosen
     if not arm:
         left = [_LEFT[event.what] for event in controller.events if event.what in _LEFT]
         why = left[-1] if found.arm and left else _WHY.get(found.why, found.why)
@@ -110,10 +109,6 @@ def _predicted(director: Director, arm: int) -> str:
 def _is_predicted(director: Director) -> bool:
     """Returns whether predictions hold for the present: they were made before the step or the link has changed."""
     return director.controller is None or all(event.what != "drift" for event in director.controller.events)
-
-
-def _chosen(controller: Controller | None) -> int:
-    return 0 if controller is None else max(0, controller.chosen)
 
 
 def _finite(value: float) -> float | None:

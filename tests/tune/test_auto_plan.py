@@ -13,7 +13,7 @@ import pytest
 from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.tune import tuner as tuner_module
 from support.cross_section import sampled
-from support.lightnings import DDPStrategy, LightningModule, ModelCheckpoint
+from support.lightnings import Callback, DDPStrategy, LightningModule, ModelCheckpoint, Trainer
 from support.ranks import run_ranks
 from support.scripted_tuning import scripted
 from support.strategy_models import Gan, Manual, Params, Tiny, Unused, assert_same, loader, numbers, trainer
@@ -177,6 +177,49 @@ def test_a_choice_is_tried_first_in_the_next_fit(tmp_path: Path) -> None:
     assert again[1] == lossy[1] < 60
     assert again[2] < first[2]
     assert len([*tmp_path.rglob("*.json")]) == 2
+
+
+class StopWhileTried(Callback):
+    """Saves a checkpoint and ends the fit while a candidate is tried."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.tried = ""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        plan = trainer.strategy.plan  # type: ignore[attr-defined]
+        if plan.comm_hook is not None and not self.tried:
+            self.tried = plan.name
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def _fit_until_tried(path: str) -> dict[str, Any]:
+    with scripted({CommPlan.from_dict({"comm_hook": "int8"}): 0.6}):
+        strategy, stop = CommOptDDP(plan="auto", lossy=["int8"]), StopWhileTried(path)
+        job = trainer(strategy, max_epochs=40, callbacks=[stop])
+        job.fit(Tiny(), loader())
+        found: dict[str, Any] = {
+            "tried": stop.tried,
+            "kept": strategy.plan.name,
+            "verdict": strategy.auto_plan.describe(),
+        }
+        job.fit_loop.max_epochs = job.current_epoch + 1
+        job.fit(Tiny(), loader())
+        found["next"] = strategy.auto_plan.describe().get("status")
+        again = CommOptDDP(plan="auto", lossy=["int8"])
+        trainer(again, max_epochs=8).fit(Tiny(), loader(), ckpt_path=path)
+        found["resumed"] = again.auto_plan.describe().get("status")
+    return found
+
+
+def test_a_plan_that_is_only_tried_is_not_kept(tmp_path: Path) -> None:
+    """If it fails, a fit that ends within the search leaves the next one, or a resumed one, with a plan by chance."""
+    first, second = run_ranks(_fit_until_tried, str(tmp_path / "last.ckpt"))
+    assert first["tried"] == second["tried"] == "int8"
+    assert first["kept"] == second["kept"] == "uncompressed"
+    assert first["next"] == first["resumed"] == "measuring"
+    assert "The fit ended within the search" in first["verdict"]["verdict"]
 
 
 def _fit_alone() -> dict[str, Any]:

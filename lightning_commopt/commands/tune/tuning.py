@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune.auto_plan import AutoPlan
 from lightning_commopt.tune.controller import ControllerSettings
 from lightning_commopt.tune.options import TuneOptions
@@ -27,8 +28,8 @@ class Tuning(AutoPlan):
         if self._asked["ends_fit"] and self.has_decided:
             self._strategy.lightning_module.trainer.should_stop = True
 
-    def end_fit(self) -> None:
-        super().end_fit()
+    def end_fit(self, keep: Callable[[CommPlan], None] | None = None) -> None:
+        super().end_fit(keep)
         found = self.describe()
         if found:
             self._strategy.plan.save(self._asked["output"])
