@@ -2,8 +2,9 @@
 
 Each mutant is a copy of the checkout with one fault in a file of the gradient path: a wait, or what keeps memory for a
 stream, left out; a mask that ends one element early, or writes the first tile only; a loop that ends one pass early; a
-factor left out; a sign turned; a condition reversed. The tests about that file run on it until one fails. A mutant that
-none notices is printed with its line: a test is missing, or the fault changes nothing.
+factor left out; a sign turned; a condition reversed. The tests about that file run on it until one fails: those of the
+default run, then the others. A mutant that none notices is printed with its line: a test is missing, or the fault
+changes nothing.
 
     python benchmarks/mutants.py --output mutants.jsonl                 # all; goes on where an earlier run has stopped
     python benchmarks/mutants.py --output mutants.jsonl --part 2/8      # every eighth one, from the second on
@@ -208,12 +209,12 @@ class Checkout:
     def find_noticing(self, mutant: Mutant | None, tests: tuple[str, ...]) -> dict[str, Any]:
         """Runs the tests on a fault; returns the one that has noticed it, or None."""
         if mutant is None:
-            return self._run(tests)
+            return self._run(tests, is_mutant=False)
         source = (ROOT / mutant.file).read_bytes()
         mutated = source[: mutant.begin] + mutant.after.encode() + source[mutant.end :]
         try:
             self._write(mutant.file, mutated)
-            return self._run(tests)
+            return self._run(tests, is_mutant=True)
         finally:
             self._write(mutant.file, source)
 
@@ -222,10 +223,12 @@ class Checkout:
         for compiled in (self._root / file).parent.glob(f"__pycache__/{Path(file).stem}.*"):
             compiled.unlink()  # its time in whole seconds and its size may be the same
 
-    def _run(self, tests: tuple[str, ...]) -> dict[str, Any]:
+    def _run(self, tests: tuple[str, ...], *, is_mutant: bool) -> dict[str, Any]:
         path = os.pathsep.join(map(str, (self._root, self._root / "lightning_commopt" / "plugins")))
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         commands = [["-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]]
+        if is_mutant and "--all" not in tests:  # what the default run has missed
+            commands.append([*commands[0], "--all", "-m", "exhaustive"])
         if tests[0] == "python":
             commands, environment["TRITON_INTERPRET"] = [[program] for program in tests[1:]], "1"
         begin, found = time.monotonic(), None
