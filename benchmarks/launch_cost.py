@@ -63,7 +63,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "int4": Int4(),
     "powersgd, rank 4": PowerSGD(matrix_rank=4, min_compression_rate=0.1),
     "alternating, rank 4": AlternatingPowerSGD(matrix_rank=4, min_compression_rate=0.1),
-    "hierarchical int8, 2 a node": Hierarchical(inner=Int8()),
+    "hierarchical int8, 8 nodes of 8": Hierarchical(inner=Int8()),
 }
 
 
@@ -120,7 +120,7 @@ class _NoCollectives:
 def host_us(compressor: Compressor, num_repeats: int) -> tuple[float, int]:
     """Returns the microseconds of a bucket without collectives, the shortest of all repeats, and Triton's launches."""
     layout = Layout.of([torch.empty(shape) for shape in SMALL_SHAPES], torch.float32)
-    channel = cast(Channel, _NoCollectives(NUM_RANKS, _NoCollectives(2), _NoCollectives(NUM_RANKS // 2)))
+    channel = cast(Channel, _NoCollectives(NUM_RANKS, _NoCollectives(NUM_RANKS), _NoCollectives(NUM_RANKS)))
     flat = torch.ones(layout.numel)
     state = compressor.init(layout, flat.device, 5)
 

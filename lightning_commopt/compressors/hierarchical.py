@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import Wrapper
@@ -70,10 +71,11 @@ class Hierarchical(Wrapper):
             state["inner"] = self.inner.init(mine_layout, flat.device, state["step"])
         state["step"] += 1
 
-        longest = max(part.numel for _, part in parts)
-        message = within.scratch("message", (within.size, longest), flat.dtype, flat.device).zero_()
-        for row, (begin, part) in zip(message, parts, strict=True):
-            row[: part.numel].copy_(flat[begin : begin + part.numel])
+        in_bucket = [flat[begin : begin + part.numel] for begin, part in parts]
+        sizes = [part.numel for _, part in parts]
+        message = within.scratch("message", (within.size, max(sizes)), flat.dtype, flat.device)
+        message[:, min(sizes) :].zero_()  # what is behind a shorter part is sent too
+        foreach_copy_([row[:size] for row, size in zip(message, sizes, strict=True)], in_bucket)
         row = yield within.reduce_scatter(message.mul_(1 / within.size))
         mine = row[: mine_layout.numel]
         dropped = None if residual is None else torch.zeros_like(mine)
@@ -82,8 +84,7 @@ class Hierarchical(Wrapper):
             if dropped is not None:
                 self.inner.residual(mine_layout, state["inner"], dropped)
         gathered = yield within.all_gather(row)
-        for row, (begin, part) in zip(gathered, parts, strict=True):
-            flat[begin : begin + part.numel].copy_(row[: part.numel])
+        foreach_copy_(in_bucket, [row[:size] for row, size in zip(gathered, sizes, strict=True)])
         if residual is not None and dropped is not None:
             finite = flat.isfinite().all()
             residual.masked_fill_(finite, 0)
