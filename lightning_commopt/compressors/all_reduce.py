@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
-import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.finite import all_finite
 from lightning_commopt.compressors.registry import register_compressor
-
-if TYPE_CHECKING:
-    from lightning_commopt.compressors.channel import Channel
 
 
 @register_compressor("all_reduce")
@@ -23,9 +20,6 @@ class AllReduce(Compressor):
     """Averages the bucket as it is, in its own dtype, with DDP's own arithmetic: scale, then sum."""
 
     claims = Claims(is_lossy=False)
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        return {}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None

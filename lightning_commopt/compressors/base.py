@@ -11,13 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_commopt.compressors.channel import Channel, Pending
+from lightning_commopt.compressors.channel import Channel, Pending
 
 State = dict[str, Any]
 """Tensors, ints and lists or dicts of them: what a checkpoint can hold."""
@@ -96,7 +95,7 @@ def _bucket_stride(x: Tensor) -> tuple[int, ...]:
     return x.stride()
 
 
-Rounds = Generator["Pending", Tensor, None]
+Rounds = Generator[Pending, Tensor, None]
 
 
 def finish(rounds: Rounds, pending: Pending | None = None) -> None:
@@ -147,15 +146,15 @@ class Compressor(ABC):
         """What others need to know of it. ``claims = Claims(error_bound=0.9)`` in the class will do."""
         return Claims()
 
-    @abstractmethod
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the state for one bucket, equal on every rank.
+        """Returns the state for one bucket, equal on every rank; empty unless a compressor overrides this.
 
         Args:
             layout: what the bucket holds.
             device: where its gradients are.
             step: steps that were made before this one, under whatever layout.
         """
+        return {}
 
     @abstractmethod
     def rounds(

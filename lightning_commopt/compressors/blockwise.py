@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
 from lightning_commopt.compressors.kernels.blockwise_torch import round_blocks
@@ -17,9 +18,6 @@ from lightning_commopt.compressors.pieces import in_pieces
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
 from lightning_commopt.text.validation import check_power_of_two
-
-if TYPE_CHECKING:
-    from lightning_commopt.compressors.channel import Channel
 
 
 class Blockwise(Compressor):
@@ -33,9 +31,6 @@ class Blockwise(Compressor):
     @abstractmethod
     def block_format(self) -> BlockFormat:
         """Of what is sent."""
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        return {}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None

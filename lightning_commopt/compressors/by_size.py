@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Layout, Rounds, State
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.registry import EXAMPLE, register_compressor
 from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.text.validation import check_integer
-
-if TYPE_CHECKING:
-    from lightning_commopt.compressors.channel import Channel
 
 
 @register_compressor("by_size")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.cast import add_lost, narrow, sum_rows, widen
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
 from lightning_commopt.compressors.kernels.finite import all_finite
 from lightning_commopt.compressors.pieces import in_pieces
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.text.validation import check_choice
-
-if TYPE_CHECKING:
-    from lightning_commopt.compressors.channel import Channel
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -56,9 +54,6 @@ class Cast(Compressor):
         eps = torch.finfo(self.dtype).eps
         unseen = Claims.untracked_error if self.accumulate else eps / 2
         return Claims(error_bound=eps, untracked_error=unseen, is_recommended=self.dtype == torch.bfloat16)
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        return {}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None

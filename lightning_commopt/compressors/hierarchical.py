@@ -7,19 +7,17 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.text.validation import check_integer, warn_once
-
-if TYPE_CHECKING:
-    from lightning_commopt.compressors.channel import Channel
 
 
 @register_compressor("hierarchical")
@@ -93,9 +91,10 @@ class Hierarchical(Wrapper):
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what the rank with the largest part sends across nodes."""
-        num_nodes = world_size // self._known_ranks_per_node()
-        parts = shards(layout, self._known_ranks_per_node())
-        return max(self.inner.wire_bytes(part, num_nodes) for _, part in parts)
+        ranks_per_node = self._known_ranks_per_node()
+        num_nodes = world_size // ranks_per_node
+        parts = shards(layout, ranks_per_node) if num_nodes > 1 else ()
+        return max((self.inner.wire_bytes(part, num_nodes) for _, part in parts), default=0)
 
     def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
         """Returns what was given, or the residual of ``inner`` in this rank's part, as a mean over ranks counts it."""

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
 from lightning_commopt.compressors.base import Rounds
-
-if TYPE_CHECKING:
-    from lightning_commopt.compressors.channel import Channel, Pending
+from lightning_commopt.compressors.channel import Channel, Pending
 
 PIECE_NUMEL = 2**22
 """Elements in a piece: few enough that a large bucket has several, and so many that a collective's latency does not
 count. A thread that waited for one shares its core with backward, and may get it milliseconds later."""
 
-RoundsOfPiece: TypeAlias = Callable[[Tensor, Tensor | None, "Channel"], Rounds]
 
-
-def in_pieces(flat: Tensor, residual: Tensor | None, channel: Channel, multiple: int, rounds: RoundsOfPiece) -> Rounds:
+def in_pieces(
+    flat: Tensor,
+    residual: Tensor | None,
+    channel: Channel,
+    multiple: int,
+    rounds: Callable[[Tensor, Tensor | None, Channel], Rounds],
+) -> Rounds:
     """Runs the rounds of one piece after another, two pieces at a time.
 
     For compressors that treat every piece as they treat the whole. All ranks start the same collectives in the same

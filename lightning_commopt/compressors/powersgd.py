@@ -7,24 +7,21 @@ column by column. A tensor of factors holds those of all matrices of a bucket, c
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Claims, Layout, Rounds, State
-from lightning_commopt.compressors.bucket_matrices import BucketMatrices
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
 from lightning_commopt.compressors.kernels.matrices import views
 from lightning_commopt.compressors.kernels.orthonormal import orthonormal, orthonormalize
-from lightning_commopt.compressors.power_iteration import PowerIteration
+from lightning_commopt.compressors.power_iteration import BucketMatrices, PowerIteration
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
 from lightning_commopt.text.validation import check_switch
-
-if TYPE_CHECKING:
-    from lightning_commopt.compressors.channel import Channel
 
 
 @register_compressor("low_rank")

@@ -168,12 +168,6 @@ def compressor_name(compressor: Compressor) -> str:
     return type(compressor).__name__ if entry is None else entry.name
 
 
-def fixed_options(compressor: Compressor) -> frozenset[str]:
-    """Returns the options of a compressor that its name implies."""
-    entry = _entry_of(compressor)
-    return frozenset() if entry is None else frozenset(entry.fixed)
-
-
 def _path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -252,15 +246,13 @@ def short_name(compressor: Compressor) -> str:
     'hierarchical (int8 block 64)'
     """
     words = [f"rank {compressor.matrix_rank}"] if hasattr(compressor, "matrix_rank") else []
-    inner = ""
-    fields: tuple[dataclasses.Field[Any], ...] = ()
-    if dataclasses.is_dataclass(compressor):
-        fields = dataclasses.fields(compressor)
-    for field in fields:
+    inner, entry = "", _entry_of(compressor)
+    implied = {"matrix_rank", *(entry.fixed if entry else ())}
+    for field in dataclasses.fields(compressor) if dataclasses.is_dataclass(compressor) else ():
         value = getattr(compressor, field.name)
         if isinstance(value, Compressor):
             inner = f" ({short_name(value)})"
-        elif value != field.default and field.name not in ("matrix_rank", *fixed_options(compressor)):
+        elif value != field.default and field.name not in implied:
             words.append(option_in_words(field.name, value))
     return f"{compressor_name(compressor)}{inner}{' ' if words else ''}{', '.join(words)}"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -18,13 +18,11 @@ from torch import Tensor
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import Claims, Rounds, State
 from lightning_commopt.compressors.blockwise import BlockInt4, BlockInt8
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise
 from lightning_commopt.compressors.kernels.blockwise_format import MIN_SCALE, BlockFormat
 from lightning_commopt.compressors.kernels.cast import sum_rows
 from lightning_commopt.text.validation import check_switch
-
-if TYPE_CHECKING:
-    from lightning_commopt.compressors.channel import Channel
 
 _RESIDUAL_FORMAT = BlockFormat(8, 128)
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import Claims, Rounds, State
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.text.validation import check_integer, warn_once
-
-if TYPE_CHECKING:
-    from lightning_commopt.compressors.channel import Channel
 
 
 @final

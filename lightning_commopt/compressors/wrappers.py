@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
 from lightning_commopt.compressors.registry import EXAMPLE, compressor_name, register_compressor
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch
-
-if TYPE_CHECKING:
-    from lightning_commopt.compressors.channel import Channel
 
 
 @dataclass(frozen=True, kw_only=True)

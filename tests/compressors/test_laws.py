@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.commands.selftest.checks import candidates
 from lightning_commopt.commands.selftest.laws import LAWS, HasReference, as_ddp
 from lightning_commopt.commands.selftest.steps import Net, Setup, flatten, random_gradients, run_steps, send
-from lightning_commopt.compressors import AfterSteps, Compressor, Hierarchical, PowerSGD
+from lightning_commopt.compressors import AfterSteps, Compressor, Hierarchical, Int8, Layout, PowerSGD
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.sync.attach import attach_bucket_hook
 from support.cross_section import sampled
-from support.every_compressor import BF16, COMPRESSORS, FURTHER, REGISTERED
+from support.every_compressor import BF16, BF16_IN_FLOAT32, COMPRESSORS, FURTHER, REGISTERED
 from support.ranks import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -136,6 +136,14 @@ def test_traffic_across_nodes_falls_by_the_ranks_per_node() -> None:
     """If it fails, the hierarchy sends more to other nodes than it has to."""
     for flat, across_nodes in run_ranks(_bytes_of_even_parts, BF16, world_size=4):
         assert across_nodes == flat / 2
+
+
+def test_nothing_crosses_nodes_where_there_is_one_at_most() -> None:
+    """If it fails, a prediction for fewer ranks than a node had ends in a division by zero."""
+    layout = Layout.of([torch.empty(64, 64)], torch.float32)
+    for inner in (BF16_IN_FLOAT32, Int8()):
+        compressor = Hierarchical(inner=inner, ranks_per_node=4)
+        assert [compressor.wire_bytes(layout, world_size) for world_size in (2, 4)] == [0, 0]
 
 
 def _exact_recovery(matrix_rank: int) -> tuple[Tensor, Tensor]:
