@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,19 +10,18 @@ from torch import Tensor
 from lightning_commopt.compressors.channel import Pending
 
 
-class Ranks(Protocol):
-    """A channel, as far as its ranks are concerned."""
-
-    size: int
-    rank: int
-    within: Any
-    across: Any
-
-
 class AloneChannel:
-    """Replaces a channel: sends nothing, as if the other ranks had sent what this one does."""
+    """Replaces a channel: sends nothing, as if the other ranks had sent what this one does.
 
-    def __init__(self, channel: Ranks) -> None:
+    Args:
+        channel: or what else has ``size``, ``rank``, ``within`` and ``across``.
+
+    Attributes:
+        issued: the name of each collective, and the bytes of its whole message.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        self.issued: list[tuple[str, int]] = []
         self.size, self.rank = channel.size, channel.rank
         self.within = None if channel.within is None else type(self)(channel.within)
         self.across = None if channel.across is None else type(self)(channel.across)
@@ -34,13 +33,17 @@ class AloneChannel:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
+        self.issued.append(("all_reduce", tensor.nbytes))
         return Pending(tensor, [], lambda summed: summed.mul_(self.size))
 
     def reduce_scatter(self, message: Tensor) -> Pending:
+        self.issued.append(("reduce_scatter", message.nbytes))
         return Pending(message[self.rank].clone(), [], lambda summed: summed.mul_(self.size))
 
     def all_to_all(self, message: Tensor) -> Pending:
+        self.issued.append(("all_to_all", message.nbytes))
         return Pending(message[self.rank : self.rank + 1].repeat(self.size, 1), [])
 
     def all_gather(self, part: Tensor) -> Pending:
+        self.issued.append(("all_gather", part.nbytes * self.size))
         return Pending(part.repeat(self.size, 1), [])

@@ -30,21 +30,13 @@ _KIND = "commopt prediction"
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """What a run shows.
+    """What a run shows."""
 
-    Attributes:
-        plan: that it trained with.
-        workload: that it computed.
-        link: between its ranks, calibrated to its steps.
-        costs: of compressors on its device.
-        step_s: median of its steps.
-    """
-
-    plan: CommPlan
-    workload: Workload
-    link: Link
-    costs: Costs
-    step_s: float
+    plan: CommPlan  # that it trained with
+    workload: Workload  # that it computed
+    link: Link  # between its ranks, calibrated to its steps
+    costs: Costs  # of compressors on its device
+    step_s: float  # median of its steps
 
     @classmethod
     def of_steps(

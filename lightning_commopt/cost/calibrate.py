@@ -18,14 +18,7 @@ def calibrated(workload: Workload, link: Link, costs: Costs, plan: CommPlan, mea
     """Returns the link with another rate, such that the step of ``plan`` takes as long as it did.
 
     The rate changes by a factor of 4 at most, and only where the step waits for gradient sync; else the link does not
-    show in it.
-
-    Args:
-        workload: of the run.
-        link: from its buckets.
-        costs: of the compressor of ``plan``.
-        plan: that was running.
-        measured_step_s: of the run.
+    show in it. All arguments are of one run, ``link`` from its buckets.
     """
     sync_s = measured_step_s - fixed_s(workload, workload.num_ranks)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors import Compressor, Layout, compressor_from_config, compressor_to_config
 from lightning_commopt.compressors.alone import AloneChannel
-from lightning_commopt.compressors.channel import Channel, Pending
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.measure.clock import Clock, HostClock, clock_for
 
@@ -29,34 +29,21 @@ _LATE_STEP = 2**30  # a compressor that starts late has started
 
 
 class Stage(NamedTuple):
-    """Arithmetic, and the collective after it.
+    """Arithmetic, and the collective after it."""
 
-    Attributes:
-        fixed_s: of the arithmetic in every bucket.
-        s_per_byte: of it, by bytes of gradients.
-        operation: of the `Channel`; empty after the last arithmetic.
-        share: bytes of the message over all that the bucket sends, in terms of an all-reduce.
-    """
-
-    fixed_s: float
-    s_per_byte: float
-    operation: str = ""
-    share: float = 0.0
+    fixed_s: float  # of the arithmetic in every bucket
+    s_per_byte: float  # of it, by bytes of gradients
+    operation: str = ""  # of the `Channel`; empty after the last arithmetic
+    share: float = 0.0  # bytes of the message over all that the bucket sends, in terms of an all-reduce
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressorCost:
-    """What one bucket costs with a compressor.
+    """What one bucket costs with a compressor."""
 
-    Attributes:
-        compressor: that was measured.
-        stages: in order.
-        num_ranks: that it was measured for.
-    """
-
-    compressor: Compressor | None
-    stages: tuple[Stage, ...]
-    num_ranks: int
+    compressor: Compressor | None  # that was measured
+    stages: tuple[Stage, ...]  # in order
+    num_ranks: int  # that it was measured for
 
     def compute_s(self, gradient_bytes: float) -> float:
         """Returns the arithmetic of a bucket, all stages."""
@@ -135,12 +122,11 @@ def _layout(shapes: Sequence[tuple[int, ...]]) -> Layout:
     return Layout.of([torch.empty(shape, device="meta") for shape in shapes], torch.float32)
 
 
-class _Recorder(AloneChannel):
-    """Records the collectives that a compressor issues, without the time that replacing them takes."""
+class _WarmChannel(AloneChannel):
+    """Its memory costs nothing from the second bucket on."""
 
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
-        self.issued: list[tuple[str, int]] = []
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -149,44 +135,21 @@ class _Recorder(AloneChannel):
             kept = self._scratch[name, dtype] = torch.zeros(shape, dtype=dtype, device=device)
         return kept
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        self.issued.append(("all_reduce", tensor.nbytes))
-        return super().all_reduce(tensor)
-
-    def reduce_scatter(self, message: Tensor) -> Pending:
-        self.issued.append(("reduce_scatter", message.nbytes))
-        return super().reduce_scatter(message)
-
-    def all_to_all(self, message: Tensor) -> Pending:
-        self.issued.append(("all_to_all", message.nbytes))
-        return super().all_to_all(message)
-
-    def all_gather(self, part: Tensor) -> Pending:
-        self.issued.append(("all_gather", part.nbytes * self.size))
-        return super().all_gather(part)
-
-
-class _Timed(NamedTuple):
-    """Seconds before each collective and after the last one, and the collectives with their bytes."""
-
-    seconds: list[float]
-    issued: list[tuple[str, int]]
-
 
 def _measure(
     compressor: Compressor | None, layouts: Sequence[Layout], clock: Clock, device: torch.device, num_ranks: int
 ) -> CompressorCost:
     if compressor is None:
         return own_average(num_ranks=num_ranks)
-    small, large = (_run(compressor, layout, clock, device, num_ranks) for layout in layouts)
+    (small, _), (large, issued) = (_run(compressor, layout, clock, device, num_ranks) for layout in layouts)
     small_bytes, large_bytes = (layout.numel * layout.dtype.itemsize for layout in layouts)
-    sent = sum(num_bytes if operation == "all_reduce" else num_bytes / 2 for operation, num_bytes in large.issued)
+    sent = sum(num_bytes if operation == "all_reduce" else num_bytes / 2 for operation, num_bytes in issued)
     stages = []
-    for index, seconds in enumerate(large.seconds):
-        operation, num_bytes = (*large.issued, ("", 0))[index]
+    for index, seconds in enumerate(large):
+        operation, num_bytes = (*issued, ("", 0))[index]
         fixed_s, s_per_byte = 0.0, seconds / large_bytes
-        if len(small.seconds) == len(large.seconds):  # else the small bucket is not compressed
-            fixed_s, s_per_byte = _line((small_bytes, large_bytes), (small.seconds[index], seconds))
+        if len(small) == len(large):  # else the small bucket is not compressed
+            fixed_s, s_per_byte = _line((small_bytes, large_bytes), (small[index], seconds))
         stages.append(Stage(fixed_s, s_per_byte, operation, num_bytes / sent))
     return CompressorCost(compressor=compressor, stages=tuple(stages), num_ranks=num_ranks)
 
@@ -198,9 +161,14 @@ def _line(x: tuple[float, float], y: tuple[float, float]) -> tuple[float, float]
     return (start, slope) if start >= 0 and slope >= 0 else (0.0, y[1] / x[1])
 
 
-def _run(compressor: Compressor, layout: Layout, clock: Clock, device: torch.device, num_ranks: int) -> _Timed:
-    """Returns the medians over a few runs on one bucket, without the first."""
-    channel = _Recorder(SimpleNamespace(size=num_ranks, rank=0, within=None, across=None))
+def _run(
+    compressor: Compressor, layout: Layout, clock: Clock, device: torch.device, num_ranks: int
+) -> tuple[list[float], list[tuple[str, int]]]:
+    """Returns the seconds before each collective and after the last one, and the collectives with their bytes.
+
+    Seconds are medians over a few runs on one bucket, without the first.
+    """
+    channel = _WarmChannel(SimpleNamespace(size=num_ranks, rank=0, within=None, across=None))
     generator = torch.Generator(device).manual_seed(0)  # training's own must not notice
     flat = torch.randn(layout.numel, dtype=layout.dtype, device=device, generator=generator)
     state = compressor.init(layout, device, _LATE_STEP)
@@ -211,7 +179,7 @@ def _run(compressor: Compressor, layout: Layout, clock: Clock, device: torch.dev
             channel.issued = []
             other.add_(1)  # backward has other memory in the caches when a bucket's turn comes
             runs.append(_time_rounds(compressor.rounds(flat, layout, state, cast(Channel, channel)), clock))
-    return _Timed([median(stage) for stage in zip(*runs[1:], strict=True)], channel.issued)
+    return [median(stage) for stage in zip(*runs[1:], strict=True)], channel.issued
 
 
 def _time_rounds(rounds: Any, clock: Clock) -> list[float]:

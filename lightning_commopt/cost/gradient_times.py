@@ -83,7 +83,9 @@ class GradientTimes:
     @property
     def shares_core(self) -> bool:
         """Whether gradient sync has no processor of its own: one core for this rank, on CPU."""
-        return self.has_cpu_times and len(os.sched_getaffinity(0)) <= self._ranks_on_host
+        # Only Linux knows which cores this process may use.
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.has_cpu_times and num_cores <= self._ranks_on_host
 
     @property
     def comm_cpu_s(self) -> float:

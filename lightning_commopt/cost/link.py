@@ -22,29 +22,17 @@ GLOO_CPU_S = 0.9e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What lies between ranks, in terms of one message between two of them.
+    """What lies between ranks, in terms of one message between two of them."""
 
-    Attributes:
-        hop_s: of a message without content.
-        s_per_byte: of payload, in one direction.
-        cpu_s_per_byte: processor time that a rank spends on a byte of an all-reduce's payload.
-        cpu_s_per_message: that it spends on a collective besides.
-        burst_bytes: that pass at once after a pause, as a token bucket lets them; 0 for a link without one.
-        low_ratio: of the times of 95 % of all messages over the expected ones, the least.
-        high_ratio: the most.
-        has_trees: collectives may use trees, as NCCL's do; else rings only.
-        source: what it was measured on, in words.
-    """
-
-    hop_s: float
-    s_per_byte: float
-    cpu_s_per_byte: float = 0.0
-    cpu_s_per_message: float = 0.0
-    burst_bytes: float = 0.0
-    low_ratio: float = 0.9
-    high_ratio: float = 1.1
-    has_trees: bool = False
-    source: str = ""
+    hop_s: float  # of a message without content
+    s_per_byte: float  # of payload, in one direction
+    cpu_s_per_byte: float = 0.0  # processor time that a rank spends on a byte of an all-reduce's payload
+    cpu_s_per_message: float = 0.0  # that it spends on a collective besides
+    burst_bytes: float = 0.0  # that pass at once after a pause, as a token bucket lets them; 0 for a link without one
+    low_ratio: float = 0.9  # of the times of 95 % of all messages over the expected ones, the least
+    high_ratio: float = 1.1  # the most
+    has_trees: bool = False  # collectives may use trees, as NCCL's do; else rings only
+    source: str = ""  # what it was measured on, in words
 
     def at_rate(self, bits_per_s: float) -> Link:
         """Returns the same with another rate, as far as the processor keeps up with it.

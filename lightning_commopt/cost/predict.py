@@ -4,43 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from lightning_commopt.compressors import Compressor
+import torch
+
+from lightning_commopt.compressors import Compressor, Layout
 from lightning_commopt.compressors.pieces import PIECE_NUMEL
 from lightning_commopt.compressors.registry import compressor_name
-from lightning_commopt.cost.buckets import buckets_of, layout_of
 from lightning_commopt.cost.compressor_cost import CompressorCost, own_average
 from lightning_commopt.cost.link import Link
 from lightning_commopt.cost.simulate import Job, Outcome, Phase, simulate
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.text.validation import check_integer
 
 MODEL_ERROR = 0.05
 """Standard deviation of the model's error over a step, where it does not extrapolate."""
 
+MIB = 2**20
+_DEFAULT_CAPS_MIB = (1, 25)
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
 Costs = Mapping[Compressor | None, CompressorCost]
+Buckets = tuple[tuple[Gradient, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A step under a plan.
+    """A step under a plan."""
 
-    Attributes:
-        step_s: expected.
-        low_s: of the 95 % interval.
-        high_s: of it.
-        exposed_s: that backward has nothing left to compute and waits for gradient sync.
-        reasons: what it leans on, in words.
-    """
-
-    step_s: float
-    low_s: float
-    high_s: float
-    exposed_s: float
-    reasons: tuple[str, ...] = ()
+    step_s: float  # expected
+    low_s: float  # of the 95 % interval
+    high_s: float  # of it
+    exposed_s: float  # that backward has nothing left to compute and waits for gradient sync
+    reasons: tuple[str, ...] = ()  # what it leans on, in words
 
 
 def predict(
@@ -59,8 +58,7 @@ def predict(
         ValueError: ``num_ranks`` is below 1.
     """
     num_ranks = workload.num_ranks if num_ranks is None else num_ranks
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks!r}")
+    check_integer("num_ranks", num_ranks, at_least=1)
     expected, fast, slow = (
         outcome_of(plan, workload, _scaled(link, ratio), costs, num_ranks)
         for ratio in (1.0, link.low_ratio, link.high_ratio)
@@ -170,3 +168,48 @@ def _reasons(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num_r
     if num_ranks != workload.num_ranks:
         reasons.append(f"{workload.num_ranks} ranks were measured: more hops, and more ranks to wait for")
     return tuple(reasons)
+
+
+def buckets_of(plan: CommPlan, gradients: Sequence[Gradient]) -> Buckets:
+    """Returns DDP's buckets once it has laid them out anew: in the order in which gradients become ready.
+
+    Args:
+        plan: its ``bucket_cap_mb`` and ``find_unused_parameters`` count; the latter keeps DDP's first layout, in the
+            reverse order of definition, which is taken to be that of ``gradients``.
+        gradients: in the order in which they become ready.
+
+    Source: torch, ``compute_bucket_assignment_by_size``: a bucket is closed once it has reached its cap.
+    """
+    mib = _DEFAULT_CAPS_MIB if plan.bucket_cap_mb is None else plan.bucket_cap_mb
+    caps = [int(cap * MIB) for cap in (mib if isinstance(mib, Sequence) else (mib,))]
+    if plan.find_unused_parameters:
+        return tuple(tuple(reversed(bucket)) for bucket in reversed(_assign(list(reversed(gradients)), caps)))
+    return _assign(gradients, caps)
+
+
+def _assign(gradients: Iterable[Gradient], caps: Sequence[int]) -> Buckets:
+    """Returns the buckets in the order in which they are closed; the last cap holds for all that follow."""
+    buckets: list[tuple[Gradient, ...]] = []
+    unfinished: dict[int, list[Gradient]] = {}
+    num_closed: dict[int, int] = {}
+    for gradient in gradients:
+        bucket = unfinished.setdefault(gradient.itemsize, [])
+        bucket.append(gradient)
+        closed = num_closed.get(gradient.itemsize, 0)
+        if sum(member.num_bytes for member in bucket) >= caps[min(closed, len(caps) - 1)]:
+            buckets.append(tuple(unfinished.pop(gradient.itemsize)))
+            num_closed[gradient.itemsize] = closed + 1
+    return (*buckets, *map(tuple, unfinished.values()))
+
+
+def layout_of(bucket: Sequence[Gradient]) -> Layout:
+    """Returns what a compressor needs to know of a bucket, whose gradients are taken to be contiguous."""
+    strides = []
+    for gradient in bucket:
+        stride, size = [], 1
+        for length in reversed(gradient.shape):
+            stride.append(size)
+            size *= length
+        strides.append(tuple(reversed(stride)))
+    dtype = _DTYPES.get(bucket[0].itemsize, torch.float32)
+    return Layout(tuple(torch.Size(gradient.shape) for gradient in bucket), tuple(strides), dtype)

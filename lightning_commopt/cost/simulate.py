@@ -18,31 +18,19 @@ _TINY_S = 1e-12
 
 
 class Phase(NamedTuple):
-    """A part of what one piece of a bucket needs.
+    """A part of what one piece of a bucket needs."""
 
-    Attributes:
-        on_link: sends; else computes.
-        duration_s: alone.
-        cpu_share: of a processor that it keeps busy meanwhile.
-    """
-
-    on_link: bool
-    duration_s: float
-    cpu_share: float
+    on_link: bool  # sends; else computes
+    duration_s: float  # alone
+    cpu_share: float  # of a processor that it keeps busy meanwhile
 
 
 class Job(NamedTuple):
-    """A bucket, or a piece of one.
+    """A bucket, or a piece of one."""
 
-    Attributes:
-        bucket: number of it, from 0.
-        ready_s: backward's work that must be done before.
-        phases: one after another.
-    """
-
-    bucket: int
-    ready_s: float
-    phases: tuple[Phase, ...]
+    bucket: int  # number of it, from 0
+    ready_s: float  # backward's work that must be done before
+    phases: tuple[Phase, ...]  # one after another
 
 
 class Outcome(NamedTuple):
@@ -128,7 +116,7 @@ def simulate(
     """Runs one backward.
 
     Args:
-        jobs: in the order of buckets.
+        jobs: in the order of buckets; one that is ready later than backward ends is ready then.
         backward_s: work of backward.
         shares_core: backward and gradient sync have one processor together.
         num_lanes: jobs under way at a time.
@@ -147,7 +135,7 @@ def simulate(
     while waiting or running or done_s < backward_s - _TINY_S:
         is_computing = done_s < backward_s - _TINY_S
         wake_s = WAKE_S * (num_others + (shares_core and is_computing))
-        while waiting and len(running) < num_lanes and waiting[-1].ready_s <= done_s + _TINY_S:
+        while waiting and len(running) < num_lanes and min(waiting[-1].ready_s, backward_s) <= done_s + _TINY_S:
             if running and not overlaps_buckets and running[0].job.bucket != waiting[-1].bucket:
                 break
             running.append(_Running(waiting.pop(), link, wake_s))

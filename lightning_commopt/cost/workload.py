@@ -13,19 +13,12 @@ from lightning_commopt.text.validation import check_integer
 
 
 class Gradient(NamedTuple):
-    """The gradient of one parameter.
+    """The gradient of one parameter."""
 
-    Attributes:
-        name: of the parameter.
-        shape: of it.
-        itemsize: bytes of an element.
-        ready_s: from the start of backward until it is computed, if nothing else used the processor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-    ready_s: float
+    name: str  # of the parameter
+    shape: tuple[int, ...]  # of it
+    itemsize: int  # bytes of an element
+    ready_s: float  # from the start of backward until it is computed, if nothing else used the processor
 
     @property
     def num_bytes(self) -> int:
@@ -34,37 +27,21 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One optimizer step of one rank without communication. All times are medians over steps and ranks.
+    """One optimizer step of one rank without communication. All times are medians over steps and ranks."""
 
-    Attributes:
-        gradients: in the order in which they become ready, which is that of DDP's buckets.
-        forward_s: of the model, in all accumulated batches.
-        backward_s: that the synchronized backward computes.
-        rest_s: everything else in a step: data, optimizer, hooks, backwards that are not synchronized.
-        num_batches: that are accumulated for a step; gradients travel with the last one.
-        spread_s: standard deviation of a rank's computation from step to step.
-        num_ranks: that the steps were measured on.
-        straggler_s: that a step waits for whichever rank is last, with `num_ranks`.
-        comm_cpu_s: processor time of a step that other threads than backward's used: those of gradient sync.
-        shares_core: gradient sync has no processor of its own, so that its arithmetic slows backward down.
-        num_others: of other programs that want this rank's processor, in the mean.
-        device: "cpu" or "cuda".
-        is_per_gradient: `Gradient.ready_s` was measured for each; else interpolated between buckets.
-    """
-
-    gradients: tuple[Gradient, ...]
-    forward_s: float
-    backward_s: float
-    rest_s: float
-    num_batches: int = 1
-    spread_s: float = 0.0
-    num_ranks: int = 1
-    straggler_s: float = 0.0
-    comm_cpu_s: float = 0.0
-    shares_core: bool = False
-    num_others: float = 0.0
-    device: str = "cpu"
-    is_per_gradient: bool = True
+    gradients: tuple[Gradient, ...]  # in the order in which they become ready, which is that of DDP's buckets
+    forward_s: float  # of the model, in all accumulated batches
+    backward_s: float  # that the synchronized backward computes
+    rest_s: float  # everything else in a step: data, optimizer, hooks, backwards that are not synchronized
+    num_batches: int = 1  # that are accumulated for a step; gradients travel with the last one
+    spread_s: float = 0.0  # standard deviation of a rank's computation from step to step
+    num_ranks: int = 1  # that the steps were measured on
+    straggler_s: float = 0.0  # that a step waits for whichever rank is last, with `num_ranks`
+    comm_cpu_s: float = 0.0  # processor time of a step that other threads than backward's used: those of gradient sync
+    shares_core: bool = False  # gradient sync has no processor of its own, so that its arithmetic slows backward down
+    num_others: float = 0.0  # of other programs that want this rank's processor, in the mean
+    device: str = "cpu"  # "cpu" or "cuda"
+    is_per_gradient: bool = True  # `Gradient.ready_s` was measured for each; else interpolated between buckets
 
     @cached_property
     def gradient_bytes(self) -> int:

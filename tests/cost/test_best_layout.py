@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_commopt.compressors import Compressor, compressor_from_config
-from lightning_commopt.cost.best_layout import best_layout, layout_end_s
-from lightning_commopt.cost.buckets import buckets_of, caps_for
+from lightning_commopt.cost.candidates import best_layout, caps_for
 from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
 from lightning_commopt.cost.link import Link
+from lightning_commopt.cost.predict import buckets_of, jobs_of
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.plan import CommPlan, ddp_options
 
@@ -41,6 +41,17 @@ def workload(seed: int, num_gradients: int = 9) -> Workload:
     return Workload(gradients=tuple(gradients), forward_s=0.1, backward_s=at_s, rest_s=0.01, num_ranks=2)
 
 
+def end_of(sizes: tuple[int, ...], small: Workload, link: Link, compressor: Compressor | None) -> float:
+    """Returns when the gradient sync of a layout ends: buckets in order, one at a time."""
+    end_s, start, plan = 0.0, 0, CommPlan(comm_hook=compressor)
+    for size in sizes:
+        bucket = small.gradients[start : start + size]
+        jobs = jobs_of(plan, [bucket], link, COSTS, small.num_ranks, small.device)
+        end_s = max(end_s, bucket[-1].ready_s) + sum(phase.duration_s for job in jobs for phase in job.phases)
+        start += size
+    return end_s
+
+
 @pytest.mark.parametrize("compressor", [None, INT8], ids=str)
 @pytest.mark.parametrize("hop_s", [0.0, 1e-3, 1e-2])
 @pytest.mark.parametrize("s_per_byte", [1e-9, 1e-7])
@@ -49,7 +60,7 @@ def test_no_layout_ends_earlier(compressor: Compressor | None, hop_s: float, s_p
     link = Link(hop_s=hop_s, s_per_byte=s_per_byte)
     for seed in range(3):
         small = workload(seed)
-        ends_s = {sizes: layout_end_s(sizes, small, link, COSTS, compressor) for sizes in layouts(len(small.gradients))}
+        ends_s = {sizes: end_of(sizes, small, link, compressor) for sizes in layouts(len(small.gradients))}
         assert len(ends_s) == 256
         found = best_layout(small, link, COSTS, compressor)
         assert ends_s[found] == pytest.approx(min(ends_s.values()), rel=1e-9)

@@ -75,6 +75,15 @@ def test_the_model_reproduces_the_run() -> None:
     assert calibrated(work, link, {}, plan, 1.0) == link  # no link is that fast
 
 
+def test_a_run_whose_first_rank_is_slow_can_be_predicted() -> None:
+    """If it fails, the last bucket of rank 0 is ready after the end of the backward of the median rank."""
+    fast = [step(number) for number in range(5)]
+    slow = [_late(record, 0.0, 0.5) for record in fast]
+    basis = Basis.of_steps(CommPlan(), [slow, fast], OF_BUCKET, {}, num_ranks=2)
+    assert basis.workload.gradients[-1].ready_s > basis.workload.backward_s
+    assert basis.predict(CommPlan()).step_s == pytest.approx(basis.step_s, rel=0.1)
+
+
 def test_a_basis_survives_its_file(tmp_path: Path) -> None:
     steps = [[step(number) for number in range(5)]] * 2
     basis = Basis.of_steps(CommPlan(bucket_cap_mb=5), steps, OF_BUCKET, {}, num_ranks=2)

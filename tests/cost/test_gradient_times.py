@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -78,6 +79,19 @@ def test_waiting_is_no_computation() -> None:
         assert times.gradients()[-1].ready_s < 0.2
     finally:
         torch.set_num_threads(threads)
+
+
+def test_the_core_of_gradient_sync_where_no_affinity_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a fit on macOS ends with an error, as only Linux has ``os.sched_getaffinity``."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        shares = [GradientTimes((), torch.device("cpu"), ranks).shares_core for ranks in (3, 4)]
+    finally:
+        torch.set_num_threads(threads)
+    assert shares == [False, True]
 
 
 def test_before_a_backward() -> None:

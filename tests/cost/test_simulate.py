@@ -56,6 +56,12 @@ def test_a_link_that_needs_a_whole_core_is_slowed_down() -> None:
     assert outcome.backward_s == pytest.approx(5.0)
 
 
+def test_a_bucket_is_ready_when_backward_has_ended_at_the_latest() -> None:
+    """If it fails, a prediction waits in vain for a bucket of a rank whose backward is slower than the median."""
+    outcome = simulate([Job(0, 1.0, (sends(1),)), Job(1, 3.0, (sends(1),))], 2.5)
+    assert outcome.ends_s == pytest.approx((2.0, 3.5))
+
+
 def test_nothing_to_send_and_nothing_to_compute() -> None:
     assert simulate([], 2.0).end_s == pytest.approx(2.0)
     assert simulate([Job(0, 0.0, (sends(1),))], 0.0).end_s == pytest.approx(1.0)
