@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -27,10 +26,13 @@ class Blockwise(Compressor):
     mean again, and sends that to all. Lossy; inside `ErrorFeedback` what both roundings leave out is sent later.
     """
 
+    bits: ClassVar[int]
+    block_size: int
+
     @property
-    @abstractmethod
     def block_format(self) -> BlockFormat:
         """Of what is sent."""
+        return BlockFormat(self.bits, self.block_size)
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
@@ -97,16 +99,13 @@ class BlockInt8(Blockwise):
     Source: see `lightning_commopt.compressors.kernels.blockwise`.
     """
 
+    bits: ClassVar = 8
     block_size: int = 128
 
     def __post_init__(self) -> None:
         check_power_of_two("block_size", self.block_size, at_least=16, at_most=256)
 
     claims = Claims(error_bound=0.02, has_c_kernels=True, is_part=True, is_recommended=True)  # 0.010 with 256
-
-    @property
-    def block_format(self) -> BlockFormat:
-        return BlockFormat(8, self.block_size)
 
 
 @register_compressor("block_int4")
@@ -127,16 +126,13 @@ class BlockInt4(Blockwise):
     Source: see `lightning_commopt.compressors.kernels.blockwise`.
     """
 
+    bits: ClassVar = 4
     block_size: int = 32
 
     def __post_init__(self) -> None:
         check_power_of_two("block_size", self.block_size, at_least=32, at_most=256)
 
     claims = Claims(error_bound=0.2, has_c_kernels=True, is_part=True, is_recommended=True)  # 0.15 with 256
-
-    @property
-    def block_format(self) -> BlockFormat:
-        return BlockFormat(4, self.block_size)
 
 
 @register_compressor("int8")

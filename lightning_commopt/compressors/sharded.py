@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -107,12 +107,14 @@ class ShardedBlockwise(ShardedCompressor):
     no feedback.
     """
 
+    bits: ClassVar[int]
+    block_size: int
     error_feedback: bool
 
     @property
-    @abstractmethod
     def block_format(self) -> BlockFormat:
         """Of what is sent."""
+        return BlockFormat(self.bits, self.block_size)
 
     def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
         if not self.error_feedback:
@@ -182,6 +184,7 @@ class ShardedInt8(ShardedBlockwise):
         ValueError: a setting is out of range, or both ways to lose nothing are asked for.
     """
 
+    bits: ClassVar = BlockInt8.bits
     block_size: int = BlockInt8.block_size
     error_feedback: bool = False
     stochastic_rounding: bool = False
@@ -196,10 +199,6 @@ class ShardedInt8(ShardedBlockwise):
     @property
     def claims(self) -> Claims:
         return Claims(error_bound=0.02, untracked_error=1e-3, keeps_residual=self.error_feedback, has_c_kernels=True)
-
-    @property
-    def block_format(self) -> BlockFormat:
-        return BlockFormat(8, self.block_size)
 
     def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
         return {"seed": torch.tensor(seed)} if self.stochastic_rounding else super().init(numel, world_size, device)
@@ -234,6 +233,7 @@ class ShardedInt4(ShardedBlockwise):
         ValueError: a setting is out of range.
     """
 
+    bits: ClassVar = BlockInt4.bits
     block_size: int = BlockInt4.block_size
     error_feedback: bool = False
 
@@ -244,7 +244,3 @@ class ShardedInt4(ShardedBlockwise):
     @property
     def claims(self) -> Claims:
         return Claims(error_bound=0.15, untracked_error=1e-2, keeps_residual=self.error_feedback, has_c_kernels=True)
-
-    @property
-    def block_format(self) -> BlockFormat:
-        return BlockFormat(4, self.block_size)

@@ -53,19 +53,10 @@ class Basis:
         burst_bytes: float = 0.0,
         **workload: Any,
     ) -> Basis:
-        """Learns from some steps.
+        """Learns from some steps of a plan.
 
-        Args:
-            plan: that was running.
-            ranks: its steps, see `workload_of_steps`, as for the others.
-            layout: of its buckets.
-            costs: of compressors, in processor time where ``slowdown`` is not 1.
-            num_ranks: that trained.
-            gradients: from `GradientTimes`, as for the next two.
-            comm_cpu_s: processor time of gradient sync.
-            slowdown: by other processes.
-            burst_bytes: of the link.
-            **workload: further arguments of `workload_of_steps`.
+        ``gradients``, ``comm_cpu_s`` and ``slowdown`` are those of `GradientTimes`; where ``slowdown`` is not 1,
+        ``costs`` are in processor time. For the others see `workload_of_steps` and `link_of_steps`.
 
         Raises:
             ValueError: the steps have no buckets, or too few.

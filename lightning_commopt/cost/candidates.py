@@ -36,18 +36,10 @@ def candidates(
 ) -> list[Candidate]:
     """Returns plans with other buckets and compressors than ``base``, and ``base`` itself, by predicted time.
 
-    For each compressor the best layout as a list of caps, also of few neighbours taken together, where this torch takes
-    one and all gradients have one dtype; and DDP's own layout with the usual caps. Of plans with the same buckets the
-    first counts. Compressors whose cost was not measured are left out.
-
-    Args:
-        base: whose other options all candidates have.
-        workload: what is computed.
-        link: between the ranks.
-        costs: of the compressors.
-        compressors: to choose from; None is DDP's own average.
-        num_ranks: that train; None for as many as the workload was measured with.
-        with_lists: also lists of caps.
+    For each compressor, None being DDP's own average, the best layout as a list of caps, also of few neighbours taken
+    together, if ``with_lists``, where this torch takes one and all gradients have one dtype; and DDP's own layout with
+    the usual caps. Of plans with the same buckets the first counts. Compressors whose cost was not measured are left
+    out. ``num_ranks`` is None for as many as the workload was measured with.
     """
     with_lists = with_lists and not base.find_unused_parameters and "bucket_cap_mb_list" in ddp_options()
     with_lists = with_lists and len({gradient.itemsize for gradient in workload.gradients}) == 1

@@ -74,13 +74,8 @@ def measure_costs(
 ) -> dict[Compressor | None, CompressorCost]:
     """Measures compressors one after another, in some ten milliseconds each. No rank needs another one for it.
 
-    On CPU with one thread in processor time, which other programs do not disturb.
-
-    Args:
-        compressors: to measure; None is DDP's own average.
-        gradients: of the model, whose shapes the larger scratch bucket has as far as they fit.
-        device: of the gradients.
-        num_ranks: that training has.
+    On CPU with one thread in processor time, which other programs do not disturb. The larger scratch bucket has the
+    shapes of the model's gradients as far as they fit. None stands for DDP's own average.
 
     Returns:
         The costs of those that one rank can run alone.

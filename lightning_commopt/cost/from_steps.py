@@ -28,17 +28,10 @@ def workload_of_steps(
     shares_core: bool = False,
     comm_cpu_s: float = 0.0,
 ) -> Workload:
-    """Returns the workload of some steps with buckets.
+    """Returns the workload of the same steps of each rank, or of some; see `Workload` for the other arguments.
 
-    Args:
-        ranks: the same steps of each rank, or of some.
-        layout: of the buckets.
-        gradients: from `GradientTimes`; without them those of a bucket are taken to be of one size, and to become ready
-            evenly since the bucket before.
-        num_ranks: that trained.
-        device: "cpu" or "cuda".
-        shares_core: see `Workload`, as for the next one.
-        comm_cpu_s: of a step.
+    Without ``gradients``, from `GradientTimes`, those of a bucket are taken to be of one size, and to become ready
+    evenly since the bucket before.
 
     Raises:
         ValueError: no step has buckets.
@@ -62,7 +55,9 @@ def workload_of_steps(
         backward_s=backward_s,
         rest_s=median(part.rest_s for part in every),
         num_batches=_num_batches(next(record for record in ranks[0] if record.buckets)),
-        spread_s=min(median(map(_spread, computing)) for computing in seen),
+        spread_s=min(
+            median(stdev(times_s) if len(times_s) > 1 else 0.0 for times_s in computing) for computing in seen
+        ),
         num_ranks=num_ranks,
         straggler_s=min(map(_straggler_s, seen)),
         comm_cpu_s=comm_cpu_s,
@@ -85,13 +80,8 @@ def link_of_steps(
 
     The time of a bucket's collectives is that of the rank on which it is least: the last one to join waits for nobody.
 
-    Args:
-        ranks: the same steps of each rank.
-        num_ranks: that trained.
-        comm_cpu_s: processor time of gradient sync in a step, see `Workload`.
-        cost: of the compressor of these steps; its arithmetic is the part of ``comm_cpu_s`` that is not the link's.
-        has_trees: see `Link`, as for the next one.
-        burst_bytes: of the link, in every step.
+    The arithmetic of the compressor of these steps, by its ``cost``, is the part of ``comm_cpu_s`` that is not the
+    link's. For ``has_trees`` and ``burst_bytes`` see `Link`.
 
     Raises:
         ValueError: fewer than three buckets of one size were on the wire.
@@ -230,7 +220,3 @@ def _began_s(record: StepRecord) -> float:
 def _straggler_s(computing: Sequence[Sequence[float]]) -> float:
     """Returns how much longer than the mean rank the last one takes, from the seconds of each rank's steps."""
     return median(max(times_s) - fmean(times_s) for times_s in zip(*computing, strict=False))
-
-
-def _spread(times_s: Sequence[float]) -> float:
-    return stdev(times_s) if len(times_s) > 1 else 0.0

@@ -24,10 +24,7 @@ def basis_of_run(run_dir: Path) -> Basis:
 
     Without the file that `CommTimeMonitor` writes at the end of a fit, it is made of the last 200 steps of all ranks:
     gradients become ready evenly between two buckets then, and compressors are measured on this machine if the run was
-    on CPU.
-
-    Args:
-        run_dir: the directory that has ``comm_time``.
+    on CPU. ``run_dir`` is the directory that has ``comm_time``.
 
     Raises:
         FileNotFoundError: the run has no records.

@@ -45,24 +45,21 @@ class Prediction:
 def predict(
     plan: CommPlan, workload: Workload, link: Link, costs: Costs, *, num_ranks: int | None = None
 ) -> Prediction:
-    """Predicts a step.
+    """Predicts a step; of the plan its buckets and its compressor count.
 
-    Args:
-        plan: its buckets and its compressor count.
-        workload: what is computed.
-        link: between the ranks.
-        costs: of the plan's compressor on this device; without it, its arithmetic is taken to cost nothing.
-        num_ranks: that train; None for as many as the workload was measured with.
+    Without ``costs`` of that compressor its arithmetic is taken to cost nothing. ``num_ranks`` is None for as many as
+    the workload was measured with.
 
     Raises:
         ValueError: ``num_ranks`` is below 1.
     """
     num_ranks = workload.num_ranks if num_ranks is None else num_ranks
     check_integer("num_ranks", num_ranks, at_least=1)
-    expected, fast, slow = (
-        outcome_of(plan, workload, _scaled(link, ratio), costs, num_ranks)
+    links = (
+        dataclasses.replace(link, hop_s=ratio * link.hop_s, s_per_byte=ratio * link.s_per_byte)
         for ratio in (1.0, link.low_ratio, link.high_ratio)
     )
+    expected, fast, slow = (outcome_of(plan, workload, its_link, costs, num_ranks) for its_link in links)
     step_s = fixed_s(workload, num_ranks) + expected.end_s
     error_s = 2 * math.hypot(MODEL_ERROR * step_s, workload.spread_s)
     return Prediction(
@@ -75,16 +72,14 @@ def predict(
 
 
 def fixed_s(workload: Workload, num_ranks: int) -> float:
-    """Returns the part of a step outside of the synchronized backward."""
-    return workload.forward_s + workload.rest_s + straggler_s(workload, num_ranks)
+    """Returns the part of a step outside of the synchronized backward.
 
-
-def straggler_s(workload: Workload, num_ranks: int) -> float:
-    """Returns how long a step waits for its last rank: the expected largest of so many normal deviations."""
-    measured = _expected_largest(workload.num_ranks)
-    if workload.num_ranks > 1 and measured > 0:
-        return workload.straggler_s * _expected_largest(num_ranks) / measured
-    return workload.spread_s * _expected_largest(num_ranks)
+    In it a step waits for its last rank: the expected largest of so many normal deviations.
+    """
+    deviation_s = workload.spread_s
+    if workload.num_ranks > 1:
+        deviation_s = workload.straggler_s / _expected_largest(workload.num_ranks)
+    return workload.forward_s + workload.rest_s + deviation_s * _expected_largest(num_ranks)
 
 
 def jobs_of(
@@ -101,17 +96,11 @@ def jobs_of(
         numel = gradient_bytes // bucket[0].itemsize
         is_cut = device == "cpu" and plan.comm_hook is not None
         num_pieces = max(1, math.ceil(numel / PIECE_NUMEL)) if is_cut else 1
-        sent = wire_bytes(plan.comm_hook, bucket, num_ranks) / num_pieces
-        phases = _phases(cost, gradient_bytes / num_pieces, sent, link, num_ranks)
+        hook = plan.comm_hook
+        sent = gradient_bytes if hook is None else hook.wire_bytes(layout_of(bucket), num_ranks)  # as of an all-reduce
+        phases = _phases(cost, gradient_bytes / num_pieces, sent / num_pieces, link, num_ranks)
         jobs += [Job(index, ready_s, phases)] * num_pieces
     return jobs
-
-
-def wire_bytes(compressor: Compressor | None, bucket: Sequence[Gradient], num_ranks: int) -> int:
-    """Returns what one rank hands to collectives for a bucket, in terms of an all-reduce."""
-    if compressor is None:
-        return sum(gradient.num_bytes for gradient in bucket)
-    return compressor.wire_bytes(layout_of(bucket), num_ranks)
 
 
 def outcome_of(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num_ranks: int) -> Outcome:
@@ -145,10 +134,6 @@ def _phases(cost: CompressorCost, gradient_bytes: float, sent: float, link: Link
             cpu_s = link.cpu_s_per_message + halves * num_bytes * link.cpu_s_per_byte
             phases.append(Phase(True, max(duration_s, cpu_s), min(1.0, cpu_s / max(duration_s, cpu_s, 1e-12))))
     return tuple(phases)
-
-
-def _scaled(link: Link, ratio: float) -> Link:
-    return dataclasses.replace(link, hop_s=ratio * link.hop_s, s_per_byte=ratio * link.s_per_byte)
 
 
 def _expected_largest(num: int) -> float:
