@@ -40,9 +40,7 @@ class NcclOptions:
     def from_config(cls, config: Any) -> NcclOptions | None:
         """Makes options from what a strategy was given.
 
-        Args:
-            config: options; the name of a profile; a mapping of settings, which may have ``override`` and ``profile``
-                too; or None.
+        That is options; the name of a profile; a mapping of settings, also with ``override`` and ``profile``; or None.
 
         Raises:
             OptionError: there is no such profile or setting.
@@ -50,56 +48,41 @@ class NcclOptions:
         if config is None or isinstance(config, cls):
             return config
         if isinstance(config, str):
-            return cls(settings=load_profile(config))
+            return cls(settings=_load_profile(config))
         if not isinstance(config, Mapping):
             raise OptionError(f"nccl must be the name of a profile or a mapping of settings, got {config!r}")
         settings = {str(name): value for name, value in config.items()}
         override = settings.pop("override", False)
         profile = settings.pop("profile", None)
-        of_profile = {} if profile is None else dict(cls(settings=load_profile(profile)).settings)
-        return cls(settings={**of_profile, **dict(cls(settings=settings).settings)}, override=override)
+        of_profile = {} if profile is None else cls(settings=_load_profile(profile)).settings
+        return cls(settings={**of_profile, **cls(settings=settings).settings}, override=override)
 
     def apply(self, environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-        """Sets the variables; where the environment has another value, that stays, unless ``override`` is set.
+        """Sets the variables before a process group is made; returns what was set.
 
-        Args:
-            environment: of this process, before it makes a process group.
-
-        Returns:
-            What was set.
+        Where the environment has another value, that stays, unless ``override`` is set.
         """
-        kept = {
-            name: environment[name]
-            for name, value in self.settings.items()
-            if environment.get(name, value) != value and not self.override
-        }
-        for name, value in kept.items():
-            info(f"{name}={value} of the environment is kept, not {self.settings[name]}: nccl has no override=True.")
-        chosen = {name: value for name, value in self.settings.items() if name not in kept}
+        chosen = {}
+        for name, value in self.settings.items():
+            if self.override or environment.get(name, value) == value:
+                chosen[name] = value
+            else:
+                info(f"{name}={environment[name]} of the environment is kept, not {value}: nccl has no override=True.")
         environment.update(chosen)
         return chosen
 
 
-def profile_names() -> list[str]:
-    """Returns the profiles that there are: the configs of the group ``nccl``."""
-    return sorted(path.stem for path in _profiles().glob("*.yaml"))
+def profiles() -> dict[str, Path]:
+    """Returns the file of each profile: the configs of the group ``nccl``."""
+    return {path.stem: path for path in sorted((conf_dir() / "nccl").glob("*.yaml"))}
 
 
-def load_profile(name: Any) -> dict[str, Any]:
-    """Returns the settings of a profile, by short name.
-
-    Raises:
-        OptionError: there is none of that name.
-    """
-    if name not in profile_names():
-        known = profile_names()
+def _load_profile(name: Any) -> dict[str, Any]:
+    known = profiles()
+    if not isinstance(name, str) or name not in known:
         raise OptionError(f"nccl={name!r} is no profile; known: {', '.join(known)}{did_you_mean(name, known)}")
-    settings: dict[str, Any] = yaml.safe_load((_profiles() / f"{name}.yaml").read_text(encoding="utf-8"))
+    settings: dict[str, Any] = yaml.safe_load(known[name].read_text(encoding="utf-8"))
     return settings
-
-
-def _profiles() -> Path:
-    return conf_dir() / "nccl"
 
 
 def _checked(name: str, value: Any) -> tuple[str, str]:

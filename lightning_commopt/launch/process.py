@@ -39,14 +39,8 @@ def run_in_group(
 
     When its first process has ended, the rest of the group is killed. When we receive SIGINT, SIGTERM or SIGHUP, the
     group receives SIGINT, and SIGKILL after ``grace_s`` seconds (a rank in a hung collective obeys nothing else), or at
-    once when a second signal arrives. Signals that we ignore, as under nohup, stay ignored.
-
-    Args:
-        command: program and arguments.
-        env: the whole environment.
-        on_output: receives standard output and error.
-        grace_s: seconds for an orderly end after a signal.
-        server: starts the command; None to start it as a new program.
+    once when a second signal arrives. Signals that we ignore, as under nohup, stay ignored. ``env`` is the whole
+    environment; ``on_output`` receives standard output and error; ``server`` starts the command if there is one.
 
     Returns:
         The exit status of the first process; the negative number of the signal that ended it.

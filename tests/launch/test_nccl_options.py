@@ -11,7 +11,7 @@ from lightning_commopt import CommOptDDP, OptionError
 from lightning_commopt.callbacks import run_description
 from lightning_commopt.compat.hydra import VERSION_BASE
 from lightning_commopt.launch.conf_path import conf_dir
-from lightning_commopt.launch.nccl_options import NcclOptions, profile_names
+from lightning_commopt.launch.nccl_options import NcclOptions, profiles
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.sweep.launcher import register_launcher
 from lightning_commopt.train.sweep.resolvers import register_resolvers
@@ -46,10 +46,10 @@ def test_bad_settings(config: Any, message: str) -> None:
 
 def test_profiles() -> None:
     """If it fails, a profile cannot be used by name, or not as a Hydra config."""
-    assert profile_names() == ["debug", "ethernet", "infiniband", "pcie"]
+    assert list(profiles()) == ["debug", "ethernet", "infiniband", "pcie"]
     register_resolvers()
     register_launcher((), SweepObserver())
-    for name in profile_names():
+    for name in profiles():
         by_name = NcclOptions.from_config(name)
         with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
             of_group = compose("train", ["callbacks=[]", "logger=[]", f"+nccl={name}"]).strategy.nccl

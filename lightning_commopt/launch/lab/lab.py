@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning_commopt.launch.fork_server import server_for
-from lightning_commopt.launch.lab.namespaces import Keeper, LabError, find_unshare_options, program, run_program
+from lightning_commopt.launch.lab.namespaces import Keeper, LabError, find_unshare_options, path_of, run_program
 from lightning_commopt.launch.lab.ranks import Process, RankProcess, error_of, start_program, watch
 from lightning_commopt.text.validation import check_integer, check_positive
 
@@ -145,7 +145,8 @@ class NetLab:
                 env = {**os.environ, **variables, **(environment or {})}
                 started: Process
                 if server is None:
-                    started = start_program((*tree.enter(host, folder), *_taskset(cores), *command), env)
+                    pin = (path_of("taskset"), "--cpu-list", ",".join(map(str, cores))) if cores else ()
+                    started = start_program((*tree.enter(host, folder), *pin, *command), env)
                 else:
                     seen_here, of_host = f"/proc/{tree.pid}/root{folder}", tree.files(host)
                     started = server.start(
@@ -250,12 +251,4 @@ class NetLab:
             self._do("tc", *options, "qdisc", "replace", "dev", device, "root", "tbf", *shape)
 
     def _do(self, name: str, *arguments: str) -> None:
-        path = program(name)
-        assert path is not None, f"{name} was there when the lab was opened"
-        run_program(*self._opened().enter(), path, *arguments)
-
-
-def _taskset(cores: Sequence[int]) -> tuple[str, ...]:
-    taskset = program("taskset")
-    assert taskset is not None, "taskset was there when the lab was opened"
-    return (taskset, "--cpu-list", ",".join(map(str, cores))) if cores else ()
+        run_program(*self._opened().enter(), path_of(name), *arguments)

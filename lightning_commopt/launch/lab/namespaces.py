@@ -77,6 +77,13 @@ def program(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
 
 
+def path_of(name: str) -> str:
+    """Returns the path of a program that `find_unshare_options` has found."""
+    found = program(name)
+    assert found is not None, f"{name} was there when the lab was opened"
+    return found
+
+
 def run_program(*command: str) -> None:
     """Runs a short command to its end.
 
@@ -109,9 +116,9 @@ class Keeper:
     def __init__(self, unshare_options: Sequence[str], within: Keeper | None = None) -> None:
         self._unshare_options = tuple(unshare_options)
         self._has_processes = within is not None
-        make = (*unshare_options, *_NETWORK) if within is None else (*within.enter(), *_path("unshare"), *_PROCESSES)
-        prefix = () if within is not None else _path("unshare")
-        command = (*_path("setpriv"), "--pdeathsig", "KILL", *prefix, *make, *_path("cat"))
+        outside, kinds = ((), (*unshare_options, *_NETWORK)) if within is None else (within.enter(), _PROCESSES)
+        setpriv, unshare = (path_of("setpriv"), "--pdeathsig", "KILL"), path_of("unshare")
+        command = (*setpriv, *outside, unshare, *kinds, path_of("cat"))
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -138,7 +145,7 @@ class Keeper:
         user = ("--user", "--preserve-credentials") if self._unshare_options else ()
         processes = (f"--pid=/proc/{self.pid}/ns/pid_for_children",) if self._has_processes else ()
         where = () if folder is None else (f"--wd={root}{folder}",)
-        return (*_path("nsenter"), "--target", str(self.pid), *user, "--mount", *processes, network, *where, "--")
+        return (path_of("nsenter"), "--target", str(self.pid), *user, "--mount", *processes, network, *where, "--")
 
     def files(self, host: str) -> tuple[str, ...]:
         """Returns the namespaces that `enter` enters for a host, as files for ``setns``, in the necessary order.
@@ -188,7 +195,9 @@ class Keeper:
 def _why_refused(unshare_options: Sequence[str], command: Sequence[str]) -> str | None:
     """Returns the error of a command in new namespaces of every kind; None if it succeeded."""
     namespaces = tuple(dict.fromkeys((*_NETWORK, *_PROCESSES)))
-    return _error_of_command((*_path("unshare"), *unshare_options, *namespaces, "--", *_path(command[0]), *command[1:]))
+    return _error_of_command(
+        (path_of("unshare"), *unshare_options, *namespaces, "--", path_of(command[0]), *command[1:])
+    )
 
 
 def _error_of_command(command: Sequence[str]) -> str | None:
@@ -201,9 +210,3 @@ def _error_of_command(command: Sequence[str]) -> str | None:
     if answer.returncode == 0:
         return None
     return answer.stderr.strip() or f"ended with status {answer.returncode}"
-
-
-def _path(name: str) -> tuple[str]:
-    found = program(name)
-    assert found is not None, f"{name} was there when the lab was opened"
-    return (found,)
