@@ -101,9 +101,6 @@ def _train_or_explain(config: DictConfig) -> float | None:
 def train(config: DictConfig) -> float | None:
     """Runs a configuration: fits, validates, and writes ``config.yaml`` and ``run.json`` into the run's directory.
 
-    Args:
-        config: composed from ``train.yaml``.
-
     Returns:
         The final validation loss, if the model logs a ``val_loss``.
 

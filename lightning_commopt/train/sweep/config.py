@@ -6,8 +6,8 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
@@ -33,8 +33,7 @@ class ConfigError(CompactHydraException):
     """The user's configuration cannot be run; Hydra prints the message without a traceback."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabShape:
+class LabShape(NamedTuple):
     """The number of hosts in the network lab, and of ranks on each."""
 
     num_hosts: int
@@ -42,10 +41,7 @@ class LabShape:
 
 
 def check_config(config: DictConfig) -> None:
-    """Checks that all values resolve, and strategy, link, warm-up and repetition.
-
-    Args:
-        config: of one run, without the ``hydra`` node.
+    """Checks that all values of a run, without the ``hydra`` node, resolve; and strategy, link, warm-up and repetition.
 
     Raises:
         ConfigError: it cannot be run.

@@ -120,12 +120,8 @@ def _overrides_text(job: Job) -> str:
 def hint(error: BaseException | None, folder: Path) -> str | None:
     """Returns a hint at a misspelled name for an error of Hydra; None if no name is similar, or for other errors.
 
-    Args:
-        error: that ended the program.
-        folder: of the configuration; its folders are the groups.
-
-    Returns:
-        A line such as "experiment=quickstat: did you mean 'quickstart'?"
+    It is a line such as "experiment=quickstat: did you mean 'quickstart'?". The folders in ``folder``, of the
+    configuration, are the groups.
     """
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")

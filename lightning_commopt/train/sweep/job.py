@@ -224,15 +224,10 @@ def last_exception(lines: Sequence[str]) -> str | None:
 
 
 def cause_in_another_rank(error: str, lines: Sequence[str]) -> str | None:
-    """Returns the exception of another rank that caused an error.
+    """Returns the exception of another rank, in the mixed output of all, that caused the error of one.
 
-    Args:
-        error: of the rank that has failed.
-        lines: output of all ranks, mixed.
-
-    Returns:
-        The first exception that is not itself a consequence, after its rank; None if ``error`` is no lost connection
-        and no signal, or no exception explains it.
+    It is the first that is not itself a consequence, after its rank; None if ``error`` is no lost connection and no
+    signal, or no exception explains it.
 
     >>> cause_in_another_rank("RuntimeError: Connection closed by peer", ["[rank1]: ValueError: no such token"])
     'rank 1: ValueError: no such token'

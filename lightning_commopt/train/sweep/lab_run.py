@@ -38,15 +38,8 @@ def train_in_lab(config: DictConfig, folder: Path) -> RunRecord:
 def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: RunRecord, folder: Path) -> RunRecord:
     """Runs a command as every rank of a run, each pinned to one core, and forwards rank 0's output.
 
-    Args:
-        command: trains one rank, which finds its number and peers in its environment; rank 0 records the run.
-        link: rate of each host's link, for `NetLab`.
-        shape: hosts and their ranks.
-        unfinished: the record to write, with the reason, if the run ends before it has one.
-        folder: of the run.
-
-    Returns:
-        The record of the run.
+    A rank finds its number and peers in its environment; rank 0 records the run, whose record is returned. If the run
+    ends before it has one, ``unfinished`` is written, with the reason.
 
     Raises:
         RankFailed: a rank failed. All processes have ended, and the record has the reason.

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_commopt.text.validation import check_integer
 from lightning_commopt.train.workloads.classifier import Classifier
 
 _NUM_FEATURES = 784
@@ -80,9 +81,8 @@ class Blobs(LightningDataModule):
         batch_size: int = 512,
     ) -> None:
         super().__init__()
-        for name, number in (("num_samples", num_samples), ("num_validation_samples", num_validation_samples)):
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number!r}")
+        check_integer("num_samples", num_samples, at_least=1)
+        check_integer("num_validation_samples", num_validation_samples, at_least=1)
         if separation < 0:
             raise ValueError(f"separation must be at least 0, got {separation!r}")
         self.num_samples = num_samples

@@ -266,8 +266,8 @@ def test_blobs_of_all_batches_are_all_samples_once():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
-        ({"num_validation_samples": 0}, "num_validation_samples must be at least 1, got 0"),
+        ({"num_samples": 0}, "num_samples must be an integer of at least 1, got 0"),
+        ({"num_validation_samples": 0}, "num_validation_samples must be an integer of at least 1, got 0"),
         ({"separation": -1}, "separation must be at least 0, got -1"),
     ],
 )
