@@ -6,7 +6,8 @@ Shapes: ``n`` elements in a bucket, ``W`` ranks. Sizes on the wire are in bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,10 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.channel import Channel, Pending
+
+PIECE_NUMEL = 2**22
+"""Elements in a piece: few enough that a large bucket has several, and so many that a collective's latency does not
+count. A thread that waited for one shares its core with backward, and may get it milliseconds later."""
 
 State = dict[str, Any]
 """Tensors, ints and lists or dicts of them: what a checkpoint can hold."""
@@ -104,6 +109,44 @@ def finish(rounds: Rounds, pending: Pending | None = None) -> None:
         pending = next(rounds) if pending is None else pending
         while True:
             pending = rounds.send(pending.wait())
+
+
+def in_pieces(
+    flat: Tensor,
+    residual: Tensor | None,
+    channel: Channel,
+    multiple: int,
+    rounds: Callable[[Tensor, Tensor | None, Channel], Rounds],
+) -> Rounds:
+    """Runs the rounds of one piece of a bucket after another, two pieces at a time.
+
+    While one piece is on the wire, the next one is computed. For compressors that treat every piece as they treat the
+    whole: ``rounds`` gets the gradients of a piece, their residual, and a channel. All pieces but the last have a
+    ``multiple`` of elements. All ranks start the same collectives in the same order. On CUDA a bucket stays whole:
+    there whole buckets overlap, on two streams.
+    """
+    piece_numel = max(1, PIECE_NUMEL // multiple) * multiple
+    if flat.is_cuda or flat.numel() <= piece_numel:
+        yield from rounds(flat, residual, channel)
+        return
+    pieces = iter([slice(start, start + piece_numel) for start in range(0, flat.numel(), piece_numel)])
+    under_way: deque[tuple[Channel, Rounds, Pending]] = deque()
+
+    def start_next(lane: Channel) -> None:
+        if (piece := next(pieces, None)) is not None:
+            started = rounds(flat[piece], None if residual is None else residual[piece], lane)
+            under_way.append((lane, started, next(started)))
+
+    for lane in channel.lanes():
+        start_next(lane)
+    while under_way:
+        lane, started, pending = under_way.popleft()
+        pending.is_followed = bool(under_way)
+        arrived = yield pending
+        try:
+            under_way.append((lane, started, started.send(arrived)))
+        except StopIteration:
+            start_next(lane)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,13 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State, in_pieces
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.cast import add_lost, narrow, sum_rows, widen
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
 from lightning_commopt.compressors.kernels.finite import all_finite
-from lightning_commopt.compressors.pieces import in_pieces
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.text.validation import check_choice
-
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @register_compressor("bf16", aliases=("bfloat16",), dtype=torch.bfloat16)
@@ -45,7 +42,7 @@ class Cast(Compressor):
     accumulate: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, _DTYPES)
+        check_choice("dtype", self.dtype, (torch.bfloat16, torch.float16))
         check_choice("accumulate", self.accumulate, (None, "float32"))
 
     @property

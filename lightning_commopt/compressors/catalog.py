@@ -26,9 +26,9 @@ def ready_compressors() -> dict[str, Compressor]:
     ready = {}
     for name, entry in sorted(registered().items()):
         with suppress(TypeError, ValueError):  # no dataclass, or its defaults do not go together
-            if not any(entry.options.values()):
-                ready[name] = entry.cls(**entry.fixed)
-    return {name: compressor for name, compressor in ready.items() if not compressor.claims.is_part}
+            if not any(entry.options.values()) and not (compressor := entry.cls(**entry.fixed)).claims.is_part:
+                ready[name] = compressor
+    return ready
 
 
 def recommended() -> list[str]:

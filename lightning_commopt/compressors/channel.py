@@ -56,16 +56,11 @@ class _Traffic:
 class Channel:
     """The collectives that compressors may use, over one process group.
 
-    Args:
-        group: of the ranks.
-        within: the ranks of this node, if the group is divided into nodes.
-        across: the ranks of all nodes that have this rank's place in theirs, if the group is divided into nodes.
-
     Attributes:
         size: number of ranks in the group.
         rank: of this process in the group.
-        within: a channel over the ranks of this node, or None.
-        across: a channel over this rank's peers on all nodes, or None.
+        within: a channel over the ranks of this node, if the group is divided into nodes.
+        across: a channel over the ranks of all nodes that have this rank's place in theirs, likewise.
     """
 
     def __init__(
@@ -104,15 +99,9 @@ class Channel:
         return self._lanes
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns uninitialized memory for a message; the next bucket gets the same memory.
+        """Returns uninitialized memory for a message; the next bucket gets the same memory under this name.
 
         On CPU fresh memory would cost as much as a message's arithmetic: the system clears it page by page.
-
-        Args:
-            name: what it is for; a bucket may have one of each.
-            shape: of what is needed.
-            dtype: of its elements.
-            device: where.
         """
         if device.type != "cpu":  # torch keeps memory there by itself
             return torch.empty(shape, dtype=dtype, device=device)
@@ -209,9 +198,6 @@ def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """Returns the backend that a group has for each kind of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
 
     ``dist.get_backend`` returns what the group was made with: a name, or pairs such as "cuda:nccl".
-
-    Args:
-        group: None for the default group.
     """
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}

@@ -91,9 +91,10 @@ class Hierarchical(Wrapper):
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what the rank with the largest part sends across nodes."""
-        ranks_per_node = self._known_ranks_per_node()
-        num_nodes = world_size // ranks_per_node
-        parts = shards(layout, ranks_per_node) if num_nodes > 1 else ()
+        if self.ranks_per_node is None:
+            raise ValueError("ranks_per_node must be given to compute what crosses nodes, as no training runs")
+        num_nodes = world_size // self.ranks_per_node
+        parts = shards(layout, self.ranks_per_node) if num_nodes > 1 else ()
         return max((self.inner.wire_bytes(part, num_nodes) for _, part in parts), default=0)
 
     def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
@@ -108,19 +109,9 @@ class Hierarchical(Wrapper):
         residual[start : start + part.numel] = of_part * state["ranks_per_node"]
         return residual
 
-    def _known_ranks_per_node(self) -> int:
-        if self.ranks_per_node is None:
-            raise ValueError("ranks_per_node must be given to compute what crosses nodes, as no training runs")
-        return self.ranks_per_node
-
 
 def place_on_nodes(compressor: Compressor, world_size: int, ranks_per_node: int) -> tuple[Compressor, int | None]:
-    """Sets ``ranks_per_node`` of a `Hierarchical`, wherever it stands in the composition.
-
-    Args:
-        compressor: perhaps with a `Hierarchical` in it.
-        world_size: number of ranks.
-        ranks_per_node: that the launcher started, for one that leaves it open.
+    """Sets ``ranks_per_node`` of a `Hierarchical` that leaves it open, wherever it stands in the composition.
 
     Returns:
         The compressor, and the ranks per node, None if there is no `Hierarchical` in it.
@@ -147,15 +138,7 @@ def place_on_nodes(compressor: Compressor, world_size: int, ranks_per_node: int)
 
 @lru_cache(maxsize=1024)
 def shards(layout: Layout, num: int) -> tuple[tuple[int, Layout], ...]:
-    """Cuts a bucket into parts of about the same size, between rows of its matrices.
-
-    Args:
-        layout: of the bucket.
-        num: of parts.
-
-    Returns:
-        The first element of each part, and its layout.
-    """
+    """Returns the first element and the layout of ``num`` parts of about the same size, cut between matrix rows."""
     cuts = [0, *(_nearest_row(layout, layout.numel * i // num) for i in range(1, num)), layout.numel]
     return tuple((start, _between(layout, start, end)) for start, end in pairwise(cuts))
 

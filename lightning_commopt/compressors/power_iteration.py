@@ -131,13 +131,7 @@ class PowerIteration(Compressor):
 
 @lru_cache(maxsize=1024)
 def _cut(layout: Layout, matrix_rank: int, min_compression_rate: float) -> Parts:
-    """Returns how to cut a bucket.
-
-    Args:
-        layout: of the bucket.
-        matrix_rank: columns of the factors; a matrix with a shorter side gets as many as that side.
-        min_compression_rate: ``m * k / (r * (m + k))`` from which on a matrix is compressed.
-    """
+    """Returns how to cut a bucket; see `PowerIteration` for the settings."""
     matrices: list[Matrix] = []
     rest: list[tuple[int, int]] = []
     for start, (m, k) in zip(layout.offsets, layout.matrix_sides, strict=True):
@@ -188,13 +182,7 @@ class BucketMatrices:
         return message
 
     def compress_transposed(self, p: Tensor, scale: float, own: Tensor) -> Tensor:
-        """Returns the second message: ``Q = M^T P`` of every matrix times ``scale``.
-
-        Args:
-            p: ``(sum of r * m,)``.
-            scale: factor.
-            own: ``(sum of r * k,)``, gets the products without ``scale``.
-        """
+        """Returns the second message, ``Q = M^T P`` of every matrix times ``scale``; ``own`` gets it without that."""
         sums = self._residual if self._holds_sums and self._residual is not None else self._bucket
         message = torch.empty_like(own)
         compress(sums, None, self._parts, None, p, message, own, scale, by_rows=False)

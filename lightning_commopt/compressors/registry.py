@@ -209,13 +209,7 @@ def _import_compressor(path: str, may_import: bool) -> type[Compressor]:
 
 
 def check_options(name: str, known: Mapping[str, bool], given: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless all options are known, and all that must be given are.
-
-    Args:
-        name: of the compressor.
-        known: see `options_of`.
-        given: options and values.
-    """
+    """Raises a ValueError unless all options are ``known``, see `options_of`, and all that must be given are."""
     unknown = [option for option in given if option not in known]
     if unknown:
         names, hint = ", ".join(known) or "no options", did_you_mean(unknown[0], known)

@@ -101,11 +101,7 @@ class ShardedHierarchical(ShardedCompressor):
         state["given"] = residual
 
     def on_nodes(self, numbers_of_shards: Collection[int], ranks_per_node: int) -> ShardedHierarchical:
-        """Returns the same with ``ranks_per_node`` set, if it is not.
-
-        Args:
-            numbers_of_shards: of all units.
-            ranks_per_node: that the launcher started.
+        """Returns the same with ``ranks_per_node`` as the launcher started, if it is not set; for shards of all units.
 
         Raises:
             ValueError: nodes of that many ranks cannot be made of the ranks that have shards of one unit.

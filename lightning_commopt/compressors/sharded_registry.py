@@ -20,9 +20,8 @@ _BY_NAME: Mapping[str, type[ShardedCompressor]] = {**SHARDED, "hierarchical": Sh
 def sharded_from_config(config: Any) -> ShardedCompressor | None:
     """Builds a compressor from what a user writes.
 
-    Args:
-        config: a name; a mapping with ``name`` and that compressor's options, of which ``inner`` is again any of these;
-            a `ShardedCompressor`; None or "none".
+    That is a name; a mapping with ``name`` and that compressor's options, of which ``inner`` is again any of these; a
+    `ShardedCompressor`; None or "none".
 
     Raises:
         ValueError: unknown name or option, a compressor that needs whole gradients, or a value is out of range.

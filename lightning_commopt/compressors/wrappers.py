@@ -46,13 +46,6 @@ class Wrapper(Compressor):
         return self.inner.residual(layout, state["inner"], given)
 
 
-def _residual_owner(compressor: Compressor) -> Compressor:
-    """Returns the part of a composition that keeps the residual."""
-    while isinstance(compressor, Wrapper) and not isinstance(compressor, ErrorFeedback):
-        compressor = compressor.inner
-    return compressor
-
-
 @register_compressor("error_feedback")
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +75,10 @@ class ErrorFeedback(Wrapper):
         super().__post_init__()
         check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
         if self.inner.claims.keeps_residual:
-            its_owner = _residual_owner(self.inner)
-            name, is_option = compressor_name(its_owner), hasattr(its_owner, "error_feedback")
+            owner = self.inner
+            while isinstance(owner, Wrapper) and not isinstance(owner, ErrorFeedback):
+                owner = owner.inner
+            name, is_option = compressor_name(owner), hasattr(owner, "error_feedback")
             raise ValueError(
                 f"'error_feedback' cannot be around {name!r}, which keeps a residual of its own:"
                 f" {f'give {name!r} error_feedback=False, or' if is_option else 'use one of the two:'} leave out the"

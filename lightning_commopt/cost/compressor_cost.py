@@ -20,8 +20,8 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.measure.clock import Clock, HostClock, clock_for
 
-SMALL_BYTES, LARGE_BYTES = 2**18, 2**24
-"""Sizes of the two scratch buckets; the larger one is a piece of those that `in_pieces` cuts."""
+LARGE_BYTES = 2**24
+"""Of the larger of two scratch buckets: a piece of those that `in_pieces` cuts."""
 
 _NUM_RUNS = 3
 _CACHE_BYTES = 2**25

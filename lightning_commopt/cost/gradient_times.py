@@ -23,12 +23,8 @@ class GradientTimes:
     """Marks the gradients of a few backwards, on the clock of the device; nothing waits for it.
 
     On CPU with one thread times are processor times of the thread that computes backward, so that what gradient sync
-    takes from its core does not count. `close` removes the hooks.
-
-    Args:
-        parameters: with their names; those that require no gradient are left out.
-        device: of them.
-        ranks_on_host: that share this host's processors; None for torchrun's ``LOCAL_WORLD_SIZE``, else this one only.
+    takes from its core does not count. `close` removes the hooks. ``ranks_on_host`` share this host's processors; None
+    for torchrun's ``LOCAL_WORLD_SIZE``, else this one only.
     """
 
     def __init__(
@@ -119,17 +115,16 @@ class GradientTimes:
             self._clock.wait_for(list(kept[-1].values())[-1])
         order = [name for name in kept[-1] if name]
         order += [name for name in self._parameters if name not in kept[-1]]
-        ready_s = {name: self._ready_s(name, kept) for name in order}
         last_s, found = 0.0, []
         for name in order:
-            last_s = max(last_s, self.slowdown * (ready_s[name] or 0.0))
+            last_s = max(last_s, self.slowdown * self._ready_s(name, kept))
             parameter = self._parameters[name]
             found.append(Gradient(name, tuple(parameter.shape), parameter.element_size(), last_s))
         return tuple(found)
 
-    def _ready_s(self, name: str, backwards: list[dict[str, Any]]) -> float | None:
+    def _ready_s(self, name: str, backwards: list[dict[str, Any]]) -> float:
         times = [self._seconds(marks[name]) - self._seconds(marks[""]) for marks in backwards if name in marks]
-        return median(times) if times else None
+        return median(times) if times else 0.0
 
 
 def _queued_s() -> float:

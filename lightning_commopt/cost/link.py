@@ -48,12 +48,7 @@ class Link:
         """Returns how long a collective takes on an idle link.
 
         A ring for an all-reduce; the direct exchange of our `Channel` for its halves. NCCL takes a tree where that is
-        faster, which needs twice the bytes of a large ring's link.
-
-        Args:
-            operation: "all_reduce", "reduce_scatter", "all_to_all" or "all_gather".
-            num_bytes: of the whole message, ``(W, s)`` for the last three.
-            num_ranks: that take part, ``W``.
+        faster, which needs twice the bytes of a large ring's link. ``num_bytes`` are of the whole message.
         """
         if num_ranks < 2:
             return 0.0

@@ -11,7 +11,7 @@ from statistics import NormalDist
 import torch
 
 from lightning_commopt.compressors import Compressor, Layout
-from lightning_commopt.compressors.pieces import PIECE_NUMEL
+from lightning_commopt.compressors.base import PIECE_NUMEL
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.compressor_cost import CompressorCost, own_average
 from lightning_commopt.cost.link import Link
@@ -158,10 +158,8 @@ def _reasons(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num_r
 def buckets_of(plan: CommPlan, gradients: Sequence[Gradient]) -> Buckets:
     """Returns DDP's buckets once it has laid them out anew: in the order in which gradients become ready.
 
-    Args:
-        plan: its ``bucket_cap_mb`` and ``find_unused_parameters`` count; the latter keeps DDP's first layout, in the
-            reverse order of definition, which is taken to be that of ``gradients``.
-        gradients: in the order in which they become ready.
+    ``find_unused_parameters`` keeps DDP's first layout, in the reverse order of definition, which is taken to be that
+    of ``gradients``.
 
     Source: torch, ``compute_bucket_assignment_by_size``: a bucket is closed once it has reached its cap.
     """

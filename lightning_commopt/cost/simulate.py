@@ -45,11 +45,7 @@ class Outcome(NamedTuple):
 
 
 class _Link:
-    """What may pass at once, in seconds of sending: it grows while nothing is sent.
-
-    Args:
-        burst_s: the most; 0 for a link without a token bucket.
-    """
+    """What may pass at once, in seconds of sending: it grows to ``burst_s`` at most while nothing is sent."""
 
     def __init__(self, burst_s: float) -> None:
         self._burst_s = self._at_once_s = burst_s
@@ -65,15 +61,7 @@ class _Link:
 
 
 class _Running:
-    """A job under way.
-
-    Attributes:
-        left_s: of its phase.
-        cpu_share: of a processor that the phase keeps busy meanwhile.
-        idle_share: of the link in this phase.
-    """
-
-    __slots__ = ("cpu_share", "idle_share", "job", "left_s", "number")
+    """A job under way; of its phase what is left, the share of a processor that it needs, and the link's idle one."""
 
     def __init__(self, job: Job, link: _Link, wake_s: float) -> None:
         self.job = job

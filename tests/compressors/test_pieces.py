@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compressors import Compressor, ErrorFeedback, Int8, Rounds, pieces
+from lightning_commopt.compressors import Compressor, ErrorFeedback, Int8, Rounds, base
+from lightning_commopt.compressors.base import in_pieces
 from lightning_commopt.compressors.channel import Pending
-from lightning_commopt.compressors.pieces import in_pieces
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.recorder import StepRecorder
@@ -40,7 +40,7 @@ class _Log:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 4)
+    monkeypatch.setattr(base, "PIECE_NUMEL", 4)
 
 
 def _rounds(flat: Tensor, residual: Tensor | None, log: Any) -> Rounds:
@@ -103,7 +103,7 @@ def _whole_and_in_pieces(compressors: dict[str, Compressor]) -> dict[str, tuple[
     for name, compressor in compressors.items():
         whole = _outcome(compressor)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(pieces, "PIECE_NUMEL", 200)
+            patched.setattr(base, "PIECE_NUMEL", 200)
             outcomes[name] = whole, _outcome(compressor)
     return outcomes
 
