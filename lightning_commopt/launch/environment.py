@@ -219,7 +219,7 @@ def _from_list(text: str, port: int) -> RankIdentity:
 
 def _is_own_address(host: str) -> bool:
     """Returns whether a name or address is of this host: then a socket can be bound to it."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.bind(address)

@@ -99,7 +99,7 @@ def resolve(host: str) -> str | None:
     """Returns the IPv4 address of a host; None if its name resolves to nothing."""
     try:
         return socket.gethostbyname(host)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for a name with an empty part, or one that is too long
         return None
 
 
@@ -162,7 +162,7 @@ def try_port(host: str, port: int, *, limit_s: float) -> PortFailure | None:
             f"{host} refuses connections to port {port}: nothing listens there, so rank 0 does not run,"
             " or the port is wrong (MASTER_PORT, --port)",
         )
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
         return PortFailure(
             "unknown", f"the name {host} cannot be resolved: is it right (MASTER_ADDR, --hosts)? ({error})"
         )

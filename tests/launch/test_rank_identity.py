@@ -111,6 +111,7 @@ def test_of_a_list() -> None:
     ("hosts", "environment", "words"),
     [
         ("198.51.100.1,198.51.100.2", {}, "is not this host"),
+        ("trainer..svc,198.51.100.2", {}, "is not this host"),
         ("127.0.0.1,127.0.0.2", {}, "has this host twice"),
         ("127.0.0.1", {}, "two or more different"),
         ("a,,b", {}, "two or more different"),
