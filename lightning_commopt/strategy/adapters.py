@@ -30,11 +30,7 @@ def adapter_in_use(name: str) -> Any:
 
 
 def move_to_package_of(accelerator: object, strategy: Any) -> None:
-    """Makes a strategy of ours that for the Trainer of another package, if a Trainer of that one takes it.
-
-    Args:
-        accelerator: of the Trainer.
-        strategy: of a class that `ADAPTERS` has, or derived from one.
+    """Makes a strategy of ours that for the Trainer of another package, if the accelerator of such a one is set in it.
 
     Raises:
         MisconfigurationException: it is of a class that is derived from another package's strategy of ours.

@@ -44,12 +44,7 @@ def aliases() -> dict[str, dict[str, Any]]:
 
 
 def register_aliases(registry: Any, strategy: Callable[..., Any]) -> None:
-    """Makes all names known to a registry, but for those that it knows.
-
-    Args:
-        registry: a ``_StrategyRegistry``, of a Trainer or of Fabric.
-        strategy: makes a strategy from the arguments that a name stands for.
-    """
+    """Makes all names known to a registry, of a Trainer or of Fabric, but for those that it knows."""
     for name, arguments in aliases().items():
         if name not in registry:
             shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items() if value is not None)

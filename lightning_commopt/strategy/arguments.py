@@ -36,11 +36,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def document_plan_options(strategy: _Class) -> _Class:
-    """Puts the descriptions of a plan's options into a docstring that refers to them; LightningCLI's help shows it.
-
-    Args:
-        strategy: takes these options as keywords, which type checkers and LightningCLI find in the signature only.
-    """
+    """Puts the descriptions of a plan's options into a docstring that refers to them; LightningCLI's help shows it."""
     if strategy.__doc__ and CommPlan.__doc__:  # python -OO has neither
         options = CommPlan.__doc__.partition("Attributes:\n")[2].partition("\n\n")[0]
         strategy.__doc__ = re.sub(r"(?m)^ *static_graph: see `CommPlan`.*$", lambda _: options, strategy.__doc__)
@@ -90,10 +86,7 @@ def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Checks those arguments of a strategy that are no options of a plan.
-
-    Args:
-        arguments: values by name; names that are not checked here may be among them.
+    """Checks those arguments of a strategy that are no options of a plan; others may be among them.
 
     Raises:
         OptionError: a value has the wrong type or is out of range, or two exclude each other.
@@ -116,17 +109,18 @@ def _optional(is_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or is_allowed(value)
 
 
-def _is_no_name(value: Any) -> bool:
-    return not isinstance(value, str | int | float)
+def _is_count(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
 
 
 _CALLABLE = _optional(callable), "a callable or None"
-_NUM_STEPS = (
-    _optional(lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
-    "a number of steps above 0 or None",
-)
+_NUM_STEPS = _is_count, "a number of steps above 0 or None"
+_SWITCH = (lambda value: isinstance(value, bool)), "true or false"
 _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "accelerator": (_is_no_name, 'an Accelerator or None; names such as "gpu" are for the Trainer or Fabric'),
+    "accelerator": (
+        lambda value: not isinstance(value, str | int | float),
+        'an Accelerator or None; names such as "gpu" are for the Trainer or Fabric',
+    ),
     "parallel_devices": (_optional(lambda value: isinstance(value, list)), "a list of torch.device or None"),
     "process_group_backend": (
         _optional(lambda value: isinstance(value, str) and value != ""),
@@ -141,14 +135,11 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ddp_comm_wrapper": _CALLABLE,
     "model_averaging_period": _NUM_STEPS,
     "sigterm_every_n_steps": _NUM_STEPS,
-    "watch": (lambda value: isinstance(value, bool), "true or false"),
-    "save_comm_state": (lambda value: isinstance(value, bool), "true or false"),
+    "watch": _SWITCH,
+    "save_comm_state": _SWITCH,
     "param_hook": (lambda value: value in (None, "int8"), '"int8" or None'),
-    "separate_reduce_scatter_group": (lambda value: isinstance(value, bool), "true or false"),
-    "reduce_scatter_max_input_buffers": (
-        _optional(lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
-        "a number of buffers above 0 or None",
-    ),
+    "separate_reduce_scatter_group": _SWITCH,
+    "reduce_scatter_max_input_buffers": (_is_count, "a number of buffers above 0 or None"),
 }
 
 

@@ -25,12 +25,7 @@ _Strategy = TypeVar("_Strategy")
 
 
 def strategy_from_plan(cls: type[_Strategy], plan: CommPlan | str | Path, **kwargs: Any) -> _Strategy:
-    """Makes a strategy from a plan.
-
-    Args:
-        cls: of the strategy; its keywords are the options of a plan.
-        plan: the plan, or the path of a file that `CommPlan.save` wrote.
-        **kwargs: the arguments of the strategy that are no options of a plan.
+    """Makes a strategy from a plan, or from the path of a file that `CommPlan.save` wrote, and its other arguments.
 
     Raises:
         OptionError: the file holds no valid plan.
@@ -56,12 +51,8 @@ def plan_of(strategy: object) -> CommPlan | None:
 def join_group(strategy: Any, *, watch: bool = True, nccl: NcclOptions | None = None) -> Generator[None, None, None]:
     """Has a strategy make its process group within: one that fits it, of this attempt of the job alone.
 
-    It trains with its own number of processes then, whatever ran in this process before.
-
-    Args:
-        strategy: Lightning's ``DDPStrategy``, of a Trainer or of Fabric.
-        watch: report what the group waits for.
-        nccl: set before the group is made.
+    It trains with its own number of processes then, whatever ran in this process before. With ``watch`` it is reported
+    what the group waits for.
 
     Raises:
         MisconfigurationException: the group has more or fewer ranks than the strategy.
@@ -135,13 +126,7 @@ def _looks_at_loss(group: Mapping[str, Any]) -> bool:
 
 
 def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch.device) -> None:
-    """Sets NCCL's variables, and warns of mistakes in those of the environment. Before the process group is made.
-
-    Args:
-        options: of the strategy.
-        backend: of the process group; None for the one of the device.
-        device: that this rank trains on.
-    """
+    """Sets NCCL's variables, and warns of mistakes in those of the environment. Before the process group is made."""
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     if "nccl" not in backend:
         if options is not None:
@@ -155,11 +140,7 @@ def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torc
 
 
 def explain_one_rank(unused_hook: str | None) -> None:
-    """Says on one rank why there is no wrapper.
-
-    Args:
-        unused_hook: the option whose hook has therefore nothing to do; None if there is no hook.
-    """
+    """Logs on one rank why there is no wrapper, and the option whose hook has therefore nothing to do, if any."""
     info(
         "CommOptDDP: one process, so there are no gradients to synchronize: the model is trained without the"
         f" DistributedDataParallel wrapper{f'; {unused_hook} is not used' if unused_hook else ''}."

@@ -37,12 +37,7 @@ def watch_fit(strategy: CommOptStrategy) -> FitWatch | None:
 
 
 def check_sigterm(strategy: Any, every_n_steps: int | None) -> SigtermCheck | None:
-    """Replaces Lightning's check for SIGTERM in a fit of several ranks; None where nothing is to be replaced.
-
-    Args:
-        strategy: for a Trainer; its process group exists.
-        every_n_steps: optimizer steps; None for Lightning's own check.
-    """
+    """Replaces Lightning's check for SIGTERM in a fit of several ranks; None where nothing is to be replaced."""
     if every_n_steps is None or strategy.world_size == 1 or not is_fit(strategy):
         return None
     trainer = strategy.lightning_module.trainer

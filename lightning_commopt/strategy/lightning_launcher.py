@@ -77,11 +77,7 @@ class _MultirunLauncher(_SubprocessScriptLauncher):
 
 
 def configure_multirun_launcher(strategy: Any) -> None:
-    """Gives a strategy the launcher for the job of a Hydra multirun, if it runs in one and starts its own processes.
-
-    Args:
-        strategy: Lightning's ``DDPStrategy``, whose own launcher is configured.
-    """
+    """Gives a strategy the launcher for the job of a Hydra multirun, if it runs in one and starts its own processes."""
     launcher = strategy.launcher  # of the strategy's own package; None where somebody else starts the processes
     if launcher is None or strategy._start_method != "popen":
         return

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from lightning_commopt.compat.sigterm import SigtermCheck
 from lightning_commopt.compressors.sharded import ShardedCompressor
@@ -92,7 +92,10 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         given = named_arguments(locals())
         check_arguments(given)
         self.sharded_sync = sharded_sync(given.pop("comm_hook"))
-        self._gathered = gathered_parameters(given.pop("param_hook"))
+        self._gathered: GatheredParameters | None = None
+        if given.pop("param_hook") is not None:
+            check_available("param_hook")
+            self._gathered = GatheredParameters()
         self._saves_comm_state = given.pop("save_comm_state")
         self._fsdp_options = fsdp_options(
             given.pop("separate_reduce_scatter_group"), given.pop("reduce_scatter_max_input_buffers")
@@ -230,18 +233,6 @@ def sharded_sync(comm_hook: Any) -> ShardedSync | None:
     return ShardedSync(compressor)
 
 
-def gathered_parameters(param_hook: str | None) -> GatheredParameters | None:
-    """Returns what compresses all-gathers as an option asks for; None if that is not to compress.
-
-    Raises:
-        OptionError: this torch has no comm objects.
-    """
-    if param_hook is None:
-        return None
-    check_available("param_hook")
-    return GatheredParameters()
-
-
 def fsdp_options(separate_group: bool, max_input_buffers: int | None) -> dict[str, Any]:
     """Returns what is to be set on each unit, by the name of the method of ``FSDPModule``.
 
@@ -259,17 +250,10 @@ def fsdp_options(separate_group: bool, max_input_buffers: int | None) -> dict[st
 
 
 def gradient_bytes(sharded: Iterable[Module]) -> tuple[int, int]:
-    """Returns the bytes of all gradients that a rank has without sharding and with it, in the parameters' dtype.
-
-    Args:
-        sharded: the modules on which ``fully_shard`` was called.
-    """
-    parameters: dict[Parameter, None] = {}
-    for module in sharded:
-        parameters.update(dict.fromkeys(each for each in module.parameters() if each.requires_grad))
+    """Returns the bytes of all gradients that a rank has without sharding and with it, in the parameters' dtype."""
     unsharded_bytes = sharded_bytes = 0
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
+    for parameter in {parameter for module in sharded for parameter in module.parameters()}:
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
             local = parameter.to_local()
             # Of a mesh of replicas, shards and parts of a tensor the first sharded dimension is that of FSDP.
             dimension = next((i for i, each in enumerate(parameter.placements) if not each.is_replicate()), None)

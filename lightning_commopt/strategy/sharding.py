@@ -13,8 +13,6 @@ from torch.nn import Module
 
 from lightning_commopt.plan import OptionError
 
-__all__ = ["shard"]
-
 _OF_LIGHTNING = "data_parallel"
 
 

@@ -55,8 +55,7 @@ class ParameterSync(ABC):
             MisconfigurationException: a parameter has no gradient, or a sparse one.
         """
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - those that hold none have nothing to do
         """Releases the parameters."""
 
     def _active(self) -> tuple[int, ...]:
@@ -98,9 +97,6 @@ class AfterBackward(ParameterSync):
             if sync is not None:
                 sync.arrive()
                 sync.end(gradient.nbytes)
-
-    def close(self) -> None:
-        """Does nothing: it holds no parameter."""
 
 
 class WhileBackwardRuns(ParameterSync):
