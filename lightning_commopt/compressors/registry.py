@@ -242,7 +242,10 @@ def short_name(compressor: Compressor) -> str:
     words = [f"rank {compressor.matrix_rank}"] if hasattr(compressor, "matrix_rank") else []
     inner, entry = "", _entry_of(compressor)
     implied = {"matrix_rank", *(entry.fixed if entry else ())}
-    for field in dataclasses.fields(compressor) if dataclasses.is_dataclass(compressor) else ():
+    fields: tuple[dataclasses.Field[Any], ...] = ()
+    if dataclasses.is_dataclass(compressor):
+        fields = dataclasses.fields(compressor)
+    for field in fields:
         value = getattr(compressor, field.name)
         if isinstance(value, Compressor):
             inner = f" ({short_name(value)})"
