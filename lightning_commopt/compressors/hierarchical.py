@@ -113,8 +113,7 @@ class Hierarchical(Wrapper):
 def place_on_nodes(compressor: Compressor, world_size: int, ranks_per_node: int) -> tuple[Compressor, int | None]:
     """Sets ``ranks_per_node`` of a `Hierarchical` that leaves it open, wherever it stands in the composition.
 
-    Returns:
-        The compressor, and the ranks per node, None if there is no `Hierarchical` in it.
+    Returns the compressor, and the ranks per node, None if there is no `Hierarchical` in it.
 
     Raises:
         ValueError: nodes of that many ranks cannot be made of all ranks.

@@ -23,13 +23,9 @@ def forecasts(basis: Basis) -> list[Forecast]:
     for candidate in ranked:
         if candidate.plan != basis.plan:
             best.setdefault(candidate.plan.comm_hook, candidate)
-    found = [_forecast(candidate, basis.plan) for candidate in best.values()]
-    found = [*sorted(found, key=lambda one: one.error_bound), _accumulating(basis)]
-    measured = basis.step_s / basis.predict(basis.plan).step_s  # differs from 1 where no link explains the steps
-    return [
-        one._replace(step_s=measured * one.step_s, low_s=measured * one.low_s, high_s=measured * one.high_s)
-        for one in found
-    ]
+    scale = basis.step_s / basis.predict(basis.plan).step_s  # differs from 1 where no link explains the steps
+    found = [_forecast(candidate, basis.plan, scale) for candidate in best.values()]
+    return [*sorted(found, key=lambda one: one.error_bound), _accumulating(basis, scale / _NUM_BATCHES)]
 
 
 def recommended_compressors() -> list[Compressor | None]:
@@ -38,7 +34,7 @@ def recommended_compressors() -> list[Compressor | None]:
     return [None, *(ready[name] for name in recommended())]
 
 
-def _forecast(candidate: Candidate, present: CommPlan) -> Forecast:
+def _forecast(candidate: Candidate, present: CommPlan, scale: float) -> Forecast:
     plan, found = candidate
     settings = []
     if plan.comm_hook != present.comm_hook:
@@ -50,21 +46,21 @@ def _forecast(candidate: Candidate, present: CommPlan) -> Forecast:
         setting=", ".join(settings),
         is_lossy=claims is not None and claims.is_lossy,
         error_bound=0.0 if claims is None else claims.error_bound or 0.0,
-        step_s=found.step_s,
-        low_s=found.low_s,
-        high_s=found.high_s,
+        step_s=scale * found.step_s,
+        low_s=scale * found.low_s,
+        high_s=scale * found.high_s,
     )
 
 
-def _accumulating(basis: Basis) -> Forecast:
+def _accumulating(basis: Basis, scale: float) -> Forecast:
     num_batches = _NUM_BATCHES * basis.workload.num_batches
     more = dataclasses.replace(basis, workload=basis.workload.accumulating(num_batches)).predict(basis.plan)
     return Forecast(
         setting=f"Trainer(accumulate_grad_batches={num_batches})",
         is_lossy=False,
         error_bound=1.0,
-        step_s=more.step_s / _NUM_BATCHES,
-        low_s=more.low_s / _NUM_BATCHES,
-        high_s=more.high_s / _NUM_BATCHES,
+        step_s=scale * more.step_s,
+        low_s=scale * more.low_s,
+        high_s=scale * more.high_s,
         note=f"a step then takes {_NUM_BATCHES} times the samples, which changes training",
     )

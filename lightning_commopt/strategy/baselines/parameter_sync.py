@@ -127,8 +127,10 @@ class WhileBackwardRuns(ParameterSync):
         finally:
             self._backward = None
         _refuse_missing([self._named[index].name for index in active if index not in backward.landed])
-        for pending in backward.pending:
-            pending.wait()
+        for work, seen in backward.pending:
+            work.wait()
+            if seen is not None:
+                seen.wait()
         if active and active not in self._orders:
             self._orders[active] = self._order_of_rank_0(list(backward.landed))
 
@@ -152,10 +154,10 @@ class WhileBackwardRuns(ParameterSync):
         while (place := len(backward.pending)) < len(backward.order) and backward.order[place] in backward.landed:
             backward.pending.append(self._send(place, backward.order[place], len(backward.order)))
 
-    def _send(self, place: int, index: int, num_active: int) -> _Pending:
+    def _send(self, place: int, index: int, num_active: int) -> tuple[dist.Work, Future[None] | None]:
         gradient = _values(self._named[index])
         if not self._observers:
-            return _Pending(self._all_reduce(gradient, None), None)
+            return self._all_reduce(gradient, None), None
         sync = self._ready(place, index, gradient, is_last=place == num_active - 1)
         work = self._all_reduce(gradient, sync)
 
@@ -165,7 +167,7 @@ class WhileBackwardRuns(ParameterSync):
             sync.end(gradient.nbytes)
 
         # The future's callback runs as soon as the all-reduce is done; on CUDA, in a stream that waits for it.
-        return _Pending(work, work.get_future().then(finish))
+        return work, work.get_future().then(finish)
 
     def _order_of_rank_0(self, landed: list[int]) -> list[int]:
         order = torch.tensor(landed, device=self._named[landed[0]].parameter.device)
@@ -178,25 +180,13 @@ class _Named(NamedTuple):
     parameter: Parameter
 
 
-class _Pending(NamedTuple):
-    """A running all-reduce, and the observers to notify when it is done."""
-
-    work: dist.Work
-    seen: Future[None] | None
-
-    def wait(self) -> None:
-        self.work.wait()
-        if self.seen is not None:
-            self.seen.wait()
-
-
 @dataclass
 class _Backward:
-    """A backward that runs: the order in which to send, what has its gradient, and what was sent."""
+    """A backward that runs: the order in which to send, what has its gradient, and each all-reduce and its report."""
 
     order: list[int]
     landed: dict[int, None] = field(default_factory=dict)
-    pending: list[_Pending] = field(default_factory=list)
+    pending: list[tuple[dist.Work, Future[None] | None]] = field(default_factory=list)
 
 
 def _values(named: _Named) -> Tensor:

@@ -43,10 +43,7 @@ class JobComposer:
     sweep_config: DictConfig
 
     def rounds(self, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[list[Job]]:
-        """Composes and checks the jobs of one call of the sweeper.
-
-        Returns:
-            For each repetition the jobs, in the given order.
+        """Composes and checks the jobs of one call of the sweeper: for each repetition all, in the given order.
 
         Raises:
             ConfigError: a job cannot be run, or has another ``repeat`` than the others.
@@ -186,8 +183,7 @@ def find_changed_keys(job: Job) -> list[str]:
 def set_aside(folder: Path, sweep_dir: Path) -> Path | None:
     """Moves an earlier run out of a job's folder, so that files of two runs do not mix and none is lost.
 
-    Returns:
-        Its new folder; None if there was none, or the job's folder is outside of the sweep's.
+    Returns its new folder; None if there was none, or the job's folder is outside of the sweep's.
     """
     if not (folder / RUN_FILE).exists() or sweep_dir not in folder.parents:
         return None
