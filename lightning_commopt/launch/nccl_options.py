@@ -96,6 +96,6 @@ def _checked(name: str, value: Any) -> tuple[str, str]:
     if variable.removed_in is not None:
         raise OptionError(f"nccl: {full} has no effect since NCCL {variable.removed_in}, which removed it")
     text = str(int(value)) if isinstance(value, bool) else str(value)
-    if not variable.accepts(text):
+    if not isinstance(value, str | int | float) or not variable.accepts(text):
         raise OptionError(f"nccl: {full} must be {variable.allowed}, got {value!r}")
     return full, text

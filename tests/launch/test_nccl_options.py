@@ -35,6 +35,9 @@ def test_names_and_values() -> None:
         ({"override": "yes", "algo": "Ring"}, "override must be true or false"),
         ("pci", "known: debug, ethernet, infiniband, pcie; did you mean 'pcie'"),
         ({"profile": "pci"}, "is no profile"),
+        ({"profile": ["pcie"]}, "is no profile"),
+        ({"socket_ifname": None}, "NCCL_SOCKET_IFNAME must be a list of names .*, got None"),
+        ({"topo_file": ["a.xml"]}, "NCCL_TOPO_FILE must be a path without ~, got .'a.xml'"),
         (3, "must be the name of a profile or a mapping"),
     ],
 )
