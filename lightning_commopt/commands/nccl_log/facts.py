@@ -245,9 +245,8 @@ class Communicator:
     def num_nodes(self) -> int | None:
         """Nodes that NCCL sees; None where no line says so and not all ranks are there."""
         named = next((each.num_nodes for each in self.all_members if each.num_nodes is not None), None)
-        return (
-            len(self.machines) if named is None and self.is_complete and all(m.host for m in self.machines) else named
-        )
+        are_known = named is None and self.is_complete and all(machine.host for machine in self.machines)
+        return len(self.machines) if are_known else named
 
     @property
     def is_complete(self) -> bool:
@@ -278,6 +277,7 @@ class NcclLog:
     files: list[str] = field(default_factory=list)
     num_lines: int = 0  # of NCCL
     silent_files: list[str] = field(default_factory=list)  # without a line of NCCL
+    damaged_files: dict[str, str] = field(default_factory=dict)  # compressed, and cut or changed: why reading has ended
     versions: dict[str, Fact] = field(default_factory=dict)  # that lines without a process name
     packages: dict[str, Fact] = field(default_factory=dict)  # of Python; the job may load another NCCL
     listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # by nccl-tests: host, pid, device, bus

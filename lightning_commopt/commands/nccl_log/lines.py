@@ -66,6 +66,7 @@ def read_messages(path: Path) -> Iterator[Message]:
 
     Raises:
         OSError: the file cannot be read.
+        EOFError, zlib.error, gzip.BadGzipFile: it is compressed, and cut or damaged here.
     """
     with ExitStack() as stack:
         name = "standard input" if str(path) == "-" else str(path)
@@ -81,7 +82,7 @@ def read_messages(path: Path) -> Iterator[Message]:
                 yield from split_line(text.rstrip("\r\n"), name, number, is_whole=raw.endswith(b"\n"))
 
 
-def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any]:
+def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any] | gzip.GzipFile:
     if str(path) == "-":
         stream = io.BufferedReader(cast(io.RawIOBase, sys.stdin.buffer), 1 << 20)
         stack.callback(stream.detach)  # standard input stays open
@@ -97,16 +98,16 @@ def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any]:
             raw = cast(io.RawIOBase, stack.enter_context(shown))
         stream = stack.enter_context(io.BufferedReader(raw, 1 << 20))
     if stream.peek(2)[:2] == b"\x1f\x8b":
-        unpacked = cast(io.RawIOBase, gzip.GzipFile(fileobj=stream))
-        return stack.enter_context(io.BufferedReader(unpacked, 1 << 20))
+        # Another buffer around it would lose what is in front of the place where the file is cut or damaged.
+        return stack.enter_context(gzip.GzipFile(fileobj=stream))
     return stream
 
 
-def _raw_lines(stream: io.BufferedReader[Any], stack: ExitStack) -> Iterator[bytes]:
+def _raw_lines(stream: io.BufferedReader[Any] | gzip.GzipFile, stack: ExitStack) -> Iterator[bytes]:
     begin = stream.peek(4)[:4]
     if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or (len(begin) == 4 and begin[1] == begin[3] == 0 < begin[0]):
         encoding = "utf-16" if begin[0] > 0x7F else "utf-16-le"
-        text = stack.enter_context(io.TextIOWrapper(stream, encoding, errors="replace", newline="\n"))
+        text = stack.enter_context(io.TextIOWrapper(cast(BinaryIO, stream), encoding, errors="replace", newline="\n"))
         return iter(lambda: text.readline(_MAX_BYTES).encode(), b"")
     return iter(partial(stream.readline, _MAX_BYTES), b"")
 

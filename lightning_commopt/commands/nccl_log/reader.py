@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from gzip import BadGzipFile
 from pathlib import Path
 
 from lightning_commopt.commands.nccl_log import grammar
@@ -42,17 +44,22 @@ def read_log(paths: Sequence[Path], *, keeps_order: bool = False) -> NcclLog:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory; name the files in it, such as {path}/*.log")
         before = reader.num_lines
-        reader.read(read_messages(path))
+        try:
+            reader.read(read_messages(path))
+        except (EOFError, zlib.error, BadGzipFile) as error:
+            reader.log.damaged_files[str(path)] = str(error)
         reader.log.files.append(str(path))
         if reader.num_lines == before:
             reader.log.silent_files.append(str(path))
     if not reader.num_lines:
-        raise ValueError(_nothing_found(paths))
+        raise ValueError(_nothing_found(paths, reader.log.damaged_files))
     return reader.finish()
 
 
-def _nothing_found(paths: Sequence[Path]) -> str:
+def _nothing_found(paths: Sequence[Path], damaged: Mapping[str, str]) -> str:
     names = ", ".join(map(str, paths))
+    if damaged:
+        return f"{names}: no line of NCCL before {' and '.join(damaged)} is cut or damaged"
     if any(path.is_file() and b"\0" in _beginning(path) for path in paths):
         return f"{names}: no line of NCCL, and not a text file"
     return f"{names}: no line of NCCL; set NCCL_DEBUG=INFO for the job, and NCCL_DEBUG_FILE=nccl.%h.%p.log for files"

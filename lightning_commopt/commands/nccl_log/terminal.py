@@ -98,6 +98,7 @@ def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
     return {
         "files": log.files,
         "silent_files": log.silent_files,
+        "damaged_files": log.damaged_files,
         "num_nccl_lines": log.num_lines,
         "versions": versions_of(log),
         "communicators": [_plain_communicator(each) for each in log.communicators],
@@ -166,6 +167,8 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     print_text(f"NCCL {version}: {lines}", console, "bold")
     for file in log.silent_files:
         print_text(f"warning: {file} has no line of NCCL", console, "yellow")
+    for file, error in log.damaged_files.items():
+        print_text(f"warning: {file} is cut or damaged, and was read up to there: {error}", console, "yellow")
     shown = sorted(log.communicators, key=lambda each: -len(each.all_members))[:_MAX_COMMUNICATORS]
     others = [each for each in log.communicators if each not in shown]
     for communicator in sorted(shown, key=lambda each: each.number):
@@ -227,9 +230,7 @@ def _size_text(communicator: Communicator) -> str:
     if communicator.count > 1:
         return f"each of {count(size, 'rank') if size else f'at least {communicator.min_ranks} ranks'}"
     if size is None:
-        if not present:
-            return "ranks unknown"
-        return f"{present} of at least {count(max(communicator.min_ranks, 1), 'rank')}"
+        return f"{present} of at least {count(communicator.min_ranks, 'rank')}" if present else "ranks unknown"
     return count(size, "rank") if present == size else f"{present} of {count(size, 'rank')}"
 
 

@@ -319,6 +319,30 @@ def test_compressed_utf16_and_standard_input(encoding: str, tmp_path: Path, monk
     assert [len(each.members) for each in read_log([path]).communicators] == [8]
 
 
+@pytest.mark.parametrize("fault", ["cut", "damaged", "checksum"])
+def test_a_compressed_log_is_read_up_to_where_it_is_cut_or_damaged(fault: str, tmp_path: Path) -> None:
+    """Such as one that was copied while the job was writing it."""
+    path, whole = (
+        tmp_path / "log.gz",
+        bytearray(gzip.compress("".join(HEALTHY.mixed(seed) for seed in range(9)).encode())),
+    )
+    middle = len(whole) // 2
+    if fault == "cut":
+        del whole[middle:]
+    else:
+        begin = -8 if fault == "checksum" else middle
+        whole[begin : begin + 4] = b"\xff" * 4
+    path.write_bytes(whole)
+    result = CliRunner().invoke(app, ["nccl-log", str(path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 0
+    assert f"warning: {path} is cut or damaged, and was read up to there" in result.output
+    assert "communicator 1: 8 ranks, 2 hosts" in result.output
+    path.write_bytes(whole[:30])
+    result = CliRunner().invoke(app, ["nccl-log", str(path)])
+    assert result.exit_code == 2
+    assert result.output == f"commopt: {path}: no line of NCCL before {path} is cut or damaged\n"
+
+
 def test_two_jobs_in_one_call_are_two_communicators(tmp_path: Path) -> None:
     """Without ids, each file that is complete by itself is a job."""
     for name in ("one", "two"):
