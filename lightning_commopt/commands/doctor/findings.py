@@ -29,7 +29,7 @@ def find(
         found.append(_finding("error", "no_all_reduce", where="all hosts", error=gloo_error))
     hosts = list({facts.host: facts for facts in reversed(everybody)}.values())[::-1]
     for facts in hosts:
-        of_host = [*_of_host(facts), *(find_wrong_interfaces(facts) if len(hosts) > 1 else ())]
+        of_host = [*_of_host(facts), *find_wrong_interfaces(facts, has_others=len(hosts) > 1)]
         of_host += find_in_adapters(facts)
         shown = [finding for finding in facts.topology if finding.severity != "note"]
         of_host += [replace(finding, advice=f"{finding.advice}; commopt topo shows all") for finding in shown]
@@ -65,18 +65,18 @@ def _of_host(facts: Facts) -> Iterator[Finding]:
         yield _finding("warning", "too_many_threads", ranks=ranks, threads=threads, cores=cores, best=best)
 
 
-def find_wrong_interfaces(facts: Facts) -> Iterator[Finding]:
-    """Finds interfaces that other hosts cannot reach, or that do not exist."""
+def find_wrong_interfaces(facts: Facts, *, has_others: bool) -> Iterator[Finding]:
+    """Finds interfaces that do not exist, or that other hosts, if there are any, cannot reach."""
     there = ", ".join(f"{interface.name} {interface.address}" for interface in facts.interfaces) or "none"
     named = facts.environment.get("GLOO_SOCKET_IFNAME")
     if named and facts.gloo_interface is None:
         yield _finding("error", "gloo_interface", named=named, there=there)
-    elif not named and (facts.address is None or ipaddress.ip_address(facts.address).is_loopback):
+    elif has_others and not named and (facts.address is None or ipaddress.ip_address(facts.address).is_loopback):
         yield _finding("error", "host_name", address=facts.address or "nothing")
     named = facts.environment.get("NCCL_SOCKET_IFNAME")
-    if named and facts.nccl_interface is None:
+    if named and facts.nccl_interface is None and (has_others or facts.gpus):
         yield _finding("error", "nccl_interface", named=named, there=there)
-    elif facts.gpus and facts.nccl_interface is not None and facts.nccl_interface.name.startswith(_OF_ONE_HOST):
+    elif has_others and facts.gpus and facts.nccl_interface and facts.nccl_interface.name.startswith(_OF_ONE_HOST):
         yield _finding("error", "nccl_interface_of_one_host", name=facts.nccl_interface.name, there=there)
 
 

@@ -47,6 +47,13 @@ def test_a_healthy_host_has_no_findings() -> None:
         ({"shared_memory_bytes": 2**26}, "warning", "/dev/shm has 64 MiB", "--ipc=host"),
         ({"num_threads": 64}, "warning", "8 ranks with 64 threads each share 64 cores", "OMP_NUM_THREADS=8"),
         ({"environment": {"NCCL_DEBGU": "INFO"}}, "error", "did you mean NCCL_DEBUG?", "unset NCCL_DEBGU"),
+        (
+            {"environment": {"GLOO_SOCKET_IFNAME": "ib{0}"}},
+            "error",
+            "GLOO_SOCKET_IFNAME=ib{0}, and there is no",
+            "set it",
+        ),
+        ({"environment": {"NCCL_SOCKET_IFNAME": "ib"}}, "error", "NCCL_SOCKET_IFNAME=ib leaves no interface", "set it"),
         ({"max_locked_bytes": 2**16}, "error", "lock 0 MiB", "ulimit -l unlimited"),
         ({"has_peer_memory": False}, "warning", "nvidia_peermem is not loaded", "modprobe"),
         ({"ports": [Port(name="mlx5_1:1", state="DOWN", rate="", errors={})]}, "warning", "mlx5_1:1 is DOWN", "cable"),
