@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -14,3 +15,16 @@ def errors_in_a_line(status: int = 1) -> Iterator[None]:
     except (OSError, ValueError) as error:
         typer.echo(f"commopt: {error}", err=True)
         raise typer.Exit(status) from None
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Checks that files can be written, before what takes minutes.
+
+    Raises:
+        ValueError: one is a folder, or in a folder that does not exist.
+    """
+    for path in paths:
+        if path is not None and path.is_dir():
+            raise ValueError(f"{path} cannot be written: it is a folder, and must be a file")
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path} cannot be written: there is no folder {path.absolute().parent}")

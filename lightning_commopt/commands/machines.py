@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lightning_commopt.commands.errors import errors_in_a_line
+from lightning_commopt.commands.errors import check_outputs, errors_in_a_line
 
 
 def selftest(
@@ -27,6 +27,7 @@ def selftest(
 
     console = Console()
     with errors_in_a_line(status=2), progress_lines(console) as on_progress:
+        check_outputs(output)
         on_progress("starting two ranks")
         found = run_selftest(device, on_progress, is_full=full)
         if output is not None:  # before anything is printed, which may fail

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from lightning_commopt.commands.errors import check_outputs
 from lightning_commopt.text.terminal import print_text
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ def bench(
     )
     from lightning_commopt.measure.link.model import MODEL_KIND
 
-    _check_folders(output, csv, page, model)
+    check_outputs(output, csv, page, model)
+    if load is not None and from_run is not None:
+        raise ValueError(f"--load {load} and --from-run {from_run} are two sources: give one of them")
     predicted = [parse_size("--predict", size) for size in predict.split(",")] if predict else []
     if load is not None and kind_of(load) == MODEL_KIND:
         if (output, csv, page, model) != (None,) * 4:
@@ -141,13 +144,6 @@ def bench(
     _show(result, json, predicted)
     _write(result, output, csv, page, model)
     raise typer.Exit(1 if result.num_wrong or not result.measured else 0)
-
-
-def _check_folders(*paths: Path | None) -> None:
-    """Checks before measuring, which may take hours, that the result can be written."""
-    for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path} cannot be written: {path.absolute().parent} is no folder")
 
 
 def _messages_of(plan: Path, run_dir: Path | None, hooks: list[Any]) -> tuple[list[int], list[Any]]:

@@ -41,14 +41,14 @@ def run_tuned(command: Sequence[str], *, lossy: Sequence[str], output: Path, end
         The status of the command; and what was found, None if nothing was. The plan is in ``output``.
 
     Raises:
-        ValueError: a name in ``lossy`` is unknown.
-        OSError: the command cannot be started, or the folder of ``output`` does not exist.
+        ValueError: a name in ``lossy`` is unknown, or ``output`` cannot be written.
+        OSError: the command cannot be started.
     """
+    from lightning_commopt.commands.errors import check_outputs
     from lightning_commopt.tune.options import TuneOptions
 
     TuneOptions.of("auto", list(lossy), {})
-    if not output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"--output={output}: there is no folder {output.absolute().parent}")
+    check_outputs(output)
     with tempfile.TemporaryDirectory(prefix="commopt-tune-") as folder:
         (Path(folder) / "sitecustomize.py").write_text(_SITECUSTOMIZE, encoding="utf-8")
         verdict = Path(folder) / "verdict.txt"

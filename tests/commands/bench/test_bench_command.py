@@ -140,6 +140,8 @@ MISTAKES = [
     (("--plan", "binary.json"), "binary.json"),
     (("--plan", "list.json"), "list.json holds no plan: a plan must be a JSON object"),
     (("--page", "missing/bench.html"), "missing/bench.html cannot be written"),
+    (("--output", "."), ". cannot be written: it is a folder"),
+    (("--load", "model.json", "--from-run", "."), "--load model.json and --from-run . are two sources"),
     (("--predict", "25X"), "--predict must be a number of bytes"),
     (("--buckets-of", "."), "needs the plan of that run"),
     (("--from-run", "."), "has no records of steps"),

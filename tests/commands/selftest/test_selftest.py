@@ -181,6 +181,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert written["info"]["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize(("output", "words"), [(".", "it is a folder"), ("nowhere/self.json", "there is no folder")])
+def test_a_file_that_cannot_be_written_is_reported_first(output: str, words: str) -> None:
+    """If it fails, minutes of checks end in an error, and nobody sees what they found."""
+    ran = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--output", output])
+    assert ran.exit_code == 2
+    assert ran.output.startswith(f"commopt: {output} cannot be written: {words}")
+
+
 @pytest.mark.parametrize("device", ["tpu", "cuda"])
 def test_a_device_that_there_is_not(device: str) -> None:
     """If it fails, a wrong --device ends in a traceback."""

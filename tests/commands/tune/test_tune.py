@@ -106,7 +106,12 @@ def test_a_fit_of_one_rank_is_no_search(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [("--lossy=int7", "lossy: .*int7"), ("--output=nowhere/plan.json", "there is no folder")]
+    ("option", "message"),
+    [
+        ("--lossy=int7", "lossy: .*int7"),
+        ("--output=nowhere/plan.json", "there is no folder"),
+        ("--output=.", "it is a folder"),
+    ],
 )
 def test_wrong_options_start_nothing(option: str, message: str) -> None:
     ran = CliRunner().invoke(app, ["tune", option, "--", "there-is-no-such-command"])
