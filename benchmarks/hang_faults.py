@@ -1,4 +1,4 @@
-"""The faults that `hangs.py` injects, and what must be told of each: written down before any run."""
+"""The faults that `hangs.py` injects, and what must be reported of each: written down before any run."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ _GROUP_TIMEOUT_S = 40.0
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """What `CommOptDDP` says of a fault by itself, on stderr of a rank other than that at fault.
+    """What `CommOptDDP` prints of a fault by itself, on stderr of a rank other than that at fault.
 
     Attributes:
-        pattern: of what it says; ``{rank}`` is the rank at fault.
+        pattern: of what it prints; ``{rank}`` is the rank at fault.
         is_own: whether it counts on stderr of the rank at fault too, as only it can know.
-        is_before_training: it comes before the first step, and tells all that there is to tell. Another one leaves it
-            to a `HangMonitor` to tell the phase and the operation.
-        is_enough: it is all that there is to tell, as all ranks end by themselves and none is waited for.
-        operation: pattern of what it says that ranks do; None where they are in no operation, and it must name none.
+        is_before_training: it comes before the first step, and has all that there is to report. Another one leaves it
+            to a `HangMonitor` to report the phase and the operation.
+        is_enough: it is all that there is to report, as all ranks end by themselves and none is waited for.
+        operation: pattern of what ranks do according to it; None where they are in no operation, and it must name none.
     """
 
     pattern: str
@@ -31,7 +31,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault, the job that it happens in, and what must be told of it.
+    """A fault, the job that it happens in, and what must be reported of it.
 
     Attributes:
         what: in words.
@@ -39,16 +39,16 @@ class Fault:
         kinds: of a `HangMonitor`'s report that are right; none where it must come to no report.
         phases: that are right.
         operation: pattern of the operation that a report must name.
-        sentence: pattern of what a report must say too, in its sentence; ``{rank}`` is the rank at fault.
-        message: of `CommOptDDP`; None where it says nothing.
+        sentence: pattern of what the sentence of a report must contain too; ``{rank}`` is the rank at fault.
+        message: of `CommOptDDP`; None where it prints nothing.
         world_size: number of ranks; 3 where collectives are compared, as of two that differ neither is the odd one.
         needs_lab: each rank is on a host of its own.
-        strategies: that can tell of it.
-        is_cut_off: the rank at fault is out of reach, so it tells by itself which others it cannot reach.
+        strategies: that can report it.
+        is_cut_off: the rank at fault is out of reach, so it reports by itself which others it cannot reach.
         is_survivor: the process of the rank at fault cannot end by itself.
         group_timeout_s: of the process group.
-        limit_s: from the fault until it must have been told: ``after_s`` and 10 s, ten times ``after_s`` and 10 s in
-            callbacks, or the group's timeout where the group does not come about.
+        limit_s: from the fault until it must have been reported: ``after_s`` and 10 s, ten times ``after_s`` and 10 s
+            in callbacks, or the group's timeout where the group does not come about.
     """
 
     what: str
@@ -85,7 +85,7 @@ FAULTS: dict[str, Fault] = {
         kinds=("died",),
         phases=("forward",),
         operation=_SYNC,
-        message=Message(pattern=r"Rank {rank} has died: its process \d+ has gone"),
+        message=Message(pattern=r"Rank {rank} has died: its process \d+ has ended"),
         world_size=3,
     ),
     "exception": Fault(

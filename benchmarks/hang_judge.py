@@ -1,4 +1,4 @@
-"""Whether what was told of a fault is what must be told of it."""
+"""Whether what was reported of a fault is what must be reported of it."""
 
 import json
 import re
@@ -18,19 +18,19 @@ _ANY_OPERATION = re.compile(r"gradient sync|all_?reduce|broadcast|all_?gather|ba
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What one run has told, held against what it must.
+    """What one run has reported, compared with what it must.
 
     Attributes:
-        is_told: something of ours was said at all.
+        is_reported: something of ours was printed at all.
         right_rank: the rank at fault was named, with the right reason, and no other; all of that once.
         right_phase: as the fault asks; of a message before training, that no rank has begun a step.
         right_operation: as the fault asks, also where it asks for none.
-        right_sentence: it says what else the fault asks for.
-        source: "report" or "message"; None if nothing was told.
-        sentence: what was told.
+        right_sentence: it has what else the fault asks for.
+        source: "report" or "message"; None if nothing was reported.
+        sentence: what was reported.
     """
 
-    is_told: bool
+    is_reported: bool
     right_rank: bool
     right_phase: bool
     right_operation: bool
@@ -50,7 +50,7 @@ def read_report(folder: Path) -> dict[str, Any] | None:
 
 
 def judge(fault: Fault, report: Mapping[str, Any] | None, outputs: Sequence[str]) -> Verdict:
-    """Judges one run by its report if there is one, else by what `CommOptDDP` has said by itself.
+    """Judges one run by its report if there is one, else by what `CommOptDDP` has printed by itself.
 
     Args:
         fault: that was injected.
@@ -61,7 +61,7 @@ def judge(fault: Fault, report: Mapping[str, Any] | None, outputs: Sequence[str]
     num_printed = sum(len(MONITOR_LINE.findall(output)) for output in heard)
     if report is not None:
         return Verdict(
-            is_told=num_printed > 0,
+            is_reported=num_printed > 0,
             right_rank=num_printed == 1 and report["kind"] in fault.kinds and list(report["ranks"]) == [fault.rank],
             right_phase=report["phase"] in fault.phases,
             right_operation=_is_operation(fault.operation, report["operation"]),
@@ -72,7 +72,7 @@ def judge(fault: Fault, report: Mapping[str, Any] | None, outputs: Sequence[str]
     found = find_message(fault, outputs)
     if fault.message is None or found is None:
         return Verdict(
-            is_told=False,
+            is_reported=False,
             right_rank=False,
             right_phase=False,
             right_operation=False,
@@ -87,7 +87,7 @@ def judge(fault: Fault, report: Mapping[str, Any] | None, outputs: Sequence[str]
     else:
         has_operation = re.search(_of(fault, message.operation), lines) is not None
     return Verdict(
-        is_told=True,
+        is_reported=True,
         right_rank=num_printed == 0,
         right_phase=message.is_enough or (message.is_before_training and not has_begun),
         right_operation=message.is_enough or (message.is_before_training and has_operation),
@@ -98,7 +98,7 @@ def judge(fault: Fault, report: Mapping[str, Any] | None, outputs: Sequence[str]
 
 
 def find_message(fault: Fault, outputs: Sequence[str]) -> tuple[str, str] | None:
-    """Returns the first thing that `CommOptDDP` says of a fault that is right, and the lines that it stands in.
+    """Returns the first thing that `CommOptDDP` prints of a fault that is right, and the lines that it stands in.
 
     Returns:
         None if there is none.

@@ -2,9 +2,9 @@
 
 Each run is a job of 2 or 3 real processes with real Lightning Trainers on gloo, in which one thing goes wrong
 (`hanging_script.py`, `hanging_callbacks.py`). Those of this host are forked from a process that has imported torch and
-Lightning. What must be told of a fault was written down before any run (`hang_faults.py`); `hang_judge.py` compares.
-Faults of the network need hosts of their own, in the network lab. Faults at the start are told by `CommOptDDP` before
-any callback runs.
+Lightning. What must be reported of a fault was written down before any run (`hang_faults.py`); `hang_judge.py`
+compares. Faults of the network need hosts of their own, in the network lab. Faults at the start are reported by
+`CommOptDDP` before any callback runs.
 
 python benchmarks/hangs.py --num-runs 10 --num-at-once 3 --output benchmarks/results/hangs_HARDWARE_DATE.json
 python benchmarks/hangs.py --num-runs 1 --faults killed,network --strategy commopt    # a first look
@@ -43,7 +43,7 @@ POLL_S = 0.1
 COPIED_S = 1.0  # for the threads that copy the ranks' output
 COUNTED = (
     "is_injected",
-    "is_told",
+    "is_reported",
     "right_rank",
     "right_phase",
     "right_operation",
@@ -54,7 +54,7 @@ COUNTED = (
 
 
 def run_once(name: str, strategy: str, server: ForkServer, has_monitor: bool, wait_s: float) -> dict[str, Any]:
-    """Runs one job until all its processes have ended or time is up; returns what was told, and the judgement."""
+    """Runs one job until all its processes have ended or time is up; returns what was reported, and the judgement."""
     fault = FAULTS[name]
     with ExitStack() as closing:
         load = os.getloadavg()[0]
@@ -62,20 +62,20 @@ def run_once(name: str, strategy: str, server: ForkServer, has_monitor: bool, wa
         lab = closing.enter_context(NetLab(fault.world_size)) if fault.needs_lab else None
         job = Job(name, strategy, has_monitor, folder, server, lab)
         closing.callback(job.close)
-        told_at_s = watch(job, wait_s)
+        reported_at_s = watch(job, wait_s)
         outputs, begin_s, left = job.outputs, job.fault_at_s, job.left()
         report = read_report(folder / "host0") if has_monitor else None
         verdict = judge(fault, report, outputs)
-        at_s = told_at_s.get(verdict.source or "") if verdict.is_told else None
-        told_s = None if at_s is None or begin_s is None else at_s - begin_s
+        at_s = reported_at_s.get(verdict.source or "") if verdict.is_reported else None
+        reported_s = None if at_s is None or begin_s is None else at_s - begin_s
         is_right = verdict.right_rank and verdict.right_phase and verdict.right_operation and verdict.right_sentence
         shown = [output.replace(sys.prefix, ".venv").splitlines()[-20:] for output in outputs]
         kept = None if report is None else {key: report[key] for key in report if not is_right or key != "snapshots"}
         return {
             **asdict(verdict),
             "is_injected": begin_s is not None,
-            "told_s": told_s,
-            "in_time": told_s is not None and told_s <= fault.limit_s,
+            "reported_s": reported_s,
+            "in_time": reported_s is not None and reported_s <= fault.limit_s,
             "all_ended": not left,
             "statuses": job.statuses,
             "report": kept,
@@ -90,7 +90,7 @@ def watch(job: Job, wait_s: float) -> dict[str, float]:
     Returns:
         When a monitor's "report" and a "message" of `CommOptDDP` were first seen, in seconds since the epoch.
     """
-    told_at_s: dict[str, float] = {}
+    reported_at_s: dict[str, float] = {}
     deadline = time.time() + START_S
     while True:
         is_over = not job.left()
@@ -99,22 +99,24 @@ def watch(job: Job, wait_s: float) -> dict[str, float]:
             time.sleep(COPIED_S)
         outputs = job.outputs
         if any(MONITOR_LINE.search(output) for output in outputs):
-            told_at_s.setdefault("report", time.time())
+            reported_at_s.setdefault("report", time.time())
         if find_message(job.fault, outputs) is not None:
-            told_at_s.setdefault("message", time.time())
+            reported_at_s.setdefault("message", time.time())
         if is_over:
-            return told_at_s
+            return reported_at_s
         time.sleep(POLL_S)
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns how often each thing was right, and the seconds until it was told."""
-    told_s = [run["told_s"] for run in runs if run["told_s"] is not None]
+    """Returns how often each thing was right, and the seconds until it was reported."""
+    reported_s = [run["reported_s"] for run in runs if run["reported_s"] is not None]
     counts = {key: sum(run[key] for run in runs) for key in COUNTED}
-    seconds = {"min": min(told_s), "median": float(np.median(told_s)), "max": max(told_s)} if told_s else None
+    seconds = (
+        {"min": min(reported_s), "median": float(np.median(reported_s)), "max": max(reported_s)} if reported_s else None
+    )
     statuses = sorted({", ".join(str(status) for status in run["statuses"].values()) for run in runs})
     sources = sorted({str(run["source"]) for run in runs})
-    return {"num_runs": len(runs), **counts, "told_s": seconds, "statuses": statuses, "sources": sources}
+    return {"num_runs": len(runs), **counts, "reported_s": seconds, "statuses": statuses, "sources": sources}
 
 
 def print_table(results: Sequence[dict[str, Any]]) -> None:
@@ -129,7 +131,7 @@ def print_table(results: Sequence[dict[str, Any]]) -> None:
         "operation",
         "sentence",
         "in time",
-        "s until told",
+        "s until reported",
         "ended",
         "exit",
     )
@@ -137,7 +139,7 @@ def print_table(results: Sequence[dict[str, Any]]) -> None:
         table.add_column(heading, justify="left" if heading in ("fault", "strategy", "exit") else "right")
     for result in results:
         found = result["summary"]
-        seconds = found["told_s"]
+        seconds = found["reported_s"]
         table.add_row(
             FAULTS[result["fault"]].what,
             result["strategy"],
@@ -151,12 +153,12 @@ def print_table(results: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Runs all faults in turns, and prints and stores what was told."""
+    """Runs all faults in turns, and prints and stores what was reported."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-runs", type=int, default=10)
     parser.add_argument("--faults", default=",".join(FAULTS), help="names with commas between them")
     parser.add_argument("--strategy", default=",".join(STRATEGIES), help="ddp, commopt, or both")
-    parser.add_argument("--no-monitor", action="store_true", help="what is told without a HangMonitor")
+    parser.add_argument("--no-monitor", action="store_true", help="what is reported without a HangMonitor")
     parser.add_argument("--wait-s", type=float, default=90.0, help="seconds after a fault until the run is ended")
     parser.add_argument("--num-at-once", type=int, default=1, help="runs beside each other")
     parser.add_argument("--output", type=Path)

@@ -4,8 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hang_faults import FAULTS
 from hang_judge import FIRST_STEP, judge
+
+from lightning_commopt.watch.peers import Lifelines, Peers, namespace_name
 
 _SENTENCE = "HangMonitor: rank 1 is stopped (process 7) in forward of step 3\n"
 _REPORT = {
@@ -46,19 +49,19 @@ def test_what_is_wrong_does_not(changes: dict[str, Any], wrong: str) -> None:
 
 @pytest.mark.parametrize("outputs", [["", "", ""], [_SENTENCE, "", _SENTENCE], [_SENTENCE * 2, "", ""]])
 def test_a_report_is_seen_once(outputs: list[str]) -> None:
-    """If it fails, a file on a disk counts as told, or one report over the other does."""
+    """If it fails, a file on a disk counts as reported, or one report over the other does."""
     assert not judge(FAULTS["stopped"], _REPORT, outputs).right_rank
 
 
-def test_a_rank_that_is_cut_off_tells_by_itself() -> None:
-    """If it fails, two hosts that cannot reach each other must agree on who speaks."""
+def test_a_rank_that_is_cut_off_reports_by_itself() -> None:
+    """If it fails, two hosts that cannot reach each other must agree on who reports."""
     fault = replace(FAULTS["stopped"], is_cut_off=True)
     assert judge(fault, _REPORT, [_SENTENCE, _SENTENCE, ""]).right_rank
     assert not judge(fault, _REPORT, ["", _SENTENCE, ""]).right_rank
 
 
 def test_a_sentence_must_name_the_hook() -> None:
-    """If it fails, a report passes that does not tell whose callback it is, or in which hook of it."""
+    """If it fails, a report passes that does not name whose callback it is, or in which hook of it."""
     fault = FAULTS["batch_end"]
     for text, is_right in {
         "rank 1 is still in callback Upload.on_train_batch_end of step 3": True,
@@ -74,7 +77,7 @@ def test_a_message_that_is_enough() -> None:
     fault = FAULTS["interrupt"]
     found = judge(fault, None, ["Rank 1 has ended the fit with KeyboardInterrupt().", ""])
     assert (found.right_rank, found.right_phase, found.right_operation, found.right_sentence) == (True,) * 4
-    assert not judge(fault, None, ["Rank 0 has ended the fit with KeyboardInterrupt().", ""]).is_told
+    assert not judge(fault, None, ["Rank 0 has ended the fit with KeyboardInterrupt().", ""]).is_reported
 
 
 def test_an_operation_where_there_is_none() -> None:
@@ -84,19 +87,30 @@ def test_an_operation_where_there_is_none() -> None:
     assert judge(fault, _REPORT | {"operation": None}, [_SENTENCE]).right_operation
 
 
+def _death(rank: int) -> str:
+    """Returns the message about a rank whose process there is no more."""
+    store = dist.HashStore()
+    store.set(f"process/{rank}", f"{namespace_name('pid')} {2**22 + 1} 0")
+    peers = Peers(store, 0, 3, (0, rank), Lifelines(store, 0, [0], "localhost"))
+    peers.learn()
+    failure = peers.failure()
+    assert failure is not None
+    return failure.text
+
+
 @pytest.mark.parametrize(
     ("outputs", "is_right"),
     [
-        (["Rank 1 has died: its process 12 has gone in the middle of the fit.", "", ""], True),
-        (["Rank 2 has died: its process 12 has gone in the middle of the fit.", "", ""], False),
-        (["", "Rank 1 has died: its process 12 has gone in the middle of the fit.", ""], False),
+        ([_death(1), "", ""], True),
+        ([_death(2), "", ""], False),
+        (["", _death(1), ""], False),
         (["Connection closed by peer", "", ""], False),
     ],
 )
 def test_messages_of_the_strategy(outputs: list[str], is_right: bool) -> None:
-    """If it fails, torch's own error counts, or what only the faulty rank has said."""
+    """If it fails, torch's own error counts, or what only the faulty rank has printed, or our message does not."""
     verdict = judge(FAULTS["killed"], None, outputs)
-    assert (verdict.is_told, verdict.right_rank) == (is_right, is_right)
+    assert (verdict.is_reported, verdict.right_rank) == (is_right, is_right)
     assert not verdict.right_phase
     assert not verdict.right_operation
 
@@ -118,6 +132,6 @@ _ABSENT = "rank 0 on a waits at 10.0.0.1:29500 for rank 2; ranks 0, 1 are here. 
     ],
 )
 def test_messages_before_training(fault: str, output: str, right: tuple[bool, bool, bool]) -> None:
-    """If it fails, a message passes that comes late, or tells too little or too much."""
+    """If it fails, a message passes that comes late, or has too little or too much."""
     verdict = judge(FAULTS[fault], None, [output, ""])
     assert (verdict.right_rank, verdict.right_phase, verdict.right_operation) == right
