@@ -16,7 +16,6 @@ from typing import ClassVar
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
-from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
@@ -31,6 +30,7 @@ from lightning_commopt.train.sweep.composing import (
     find_finished_run,
     set_aside,
 )
+from lightning_commopt.train.sweep.config import ConfigError
 from lightning_commopt.train.sweep.job import Job, JobResult, SweepObserver, run_job, save_summary
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
@@ -71,12 +71,11 @@ class FreshProcessLauncher(Launcher):
         """Checks all jobs, runs them, and returns the final validation loss of each.
 
         Raises:
-            HydraException: this process is itself one of several ranks.
-            ConfigError: a job cannot be run, or would overwrite another one.
+            ConfigError: this process is itself one of several ranks; a job cannot be run, or would overwrite another.
             InterruptedRun: this process received a signal to stop; its children have ended.
         """
         if "LOCAL_RANK" in os.environ or num_started_ranks() > 1:
-            raise HydraException(
+            raise ConfigError(
                 "A sweep starts its own ranks: run it without torchrun, in one process; "
                 "under SLURM without srun, or with srun --ntasks=1."
             )

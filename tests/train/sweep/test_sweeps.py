@@ -5,7 +5,6 @@ import math
 
 import pytest
 from fake_sweeps import JOB, fake_sweep
-from hydra.errors import HydraException
 
 from lightning_commopt.measure.runs.files import SUMMARY_FILE
 from lightning_commopt.measure.runs.record import RunRecord
@@ -180,7 +179,7 @@ def test_a_sweep_within_a_job_of_several_ranks_is_refused(tmp_path, monkeypatch,
     """If it fails, several sweeps at once write into the same directories."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(HydraException, match=r"without torchrun, .* without srun, or with srun --ntasks=1"):
+    with pytest.raises(ConfigError, match=r"without torchrun, .* without srun, or with srun --ntasks=1"):
         fake_sweep(tmp_path, "seed=1,2")
     assert numbers_in(tmp_path) == []
 
