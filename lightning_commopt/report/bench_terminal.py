@@ -243,6 +243,8 @@ def _payoff(name: str, pairs: list[tuple[Row, Row]]) -> str:
     largest = pairs[-1][0].case.size_bytes
     ratio = pairs[-1][1].time_s.median / pairs[-1][0].time_s.median
     at_largest = f"{number(ratio)} times as fast as all_reduce at {size_text(largest)}"
+    if pays_from is None and ratio > 1:
+        return f"{name} is {at_largest}, which may be noise; more --repetitions show whether it pays."
     if pays_from is None:
         return f"{name} does not pay on this link up to {size_text(largest)}; it is {at_largest}."
     return f"{name} pays on this link from {size_text(pays_from)} on; it is {at_largest}."
