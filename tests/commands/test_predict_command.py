@@ -73,7 +73,7 @@ def test_named_compressors_only(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--link=fast"], "rate must be a number with kbit, mbit or gbit"),
+        (["--link=fast"], "--link must be a number with kbit, mbit or gbit"),
         (["--link=unlimited"], "--link must be a rate such as 25gbit"),
         (["--comm-hook=int9"], "int9"),
         (["--ranks=0"], "--ranks"),

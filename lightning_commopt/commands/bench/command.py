@@ -247,7 +247,7 @@ def _start_ranks(
     device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)
     if link is not None and device_type != "cpu":
         raise ValueError(f"--link {link} is for ranks on CPU: --device must be cpu, got {device}")
-    parse_rate(link)
+    parse_rate(link, "--link")
     num_hosts = 1 if link is None else hosts or 2
     per_host = nproc_per_node or (num_devices if link is None else 1)
     check_size(settings, num_hosts * per_host, per_host, device_type)

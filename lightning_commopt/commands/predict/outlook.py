@@ -100,7 +100,7 @@ def outlook(
     world = dataclasses.replace(basis, costs=dict(basis.costs) | _missing_costs(basis, wanted))
     words = [count(num_ranks or num_measured, "rank")]
     if link is not None:
-        bits_per_s = parse_rate(link)
+        bits_per_s = parse_rate(link, "--link")
         if bits_per_s is None:
             raise ValueError(f"--link must be a rate such as 25gbit, got {link!r}")
         world = dataclasses.replace(world, link=basis.link.at_rate(bits_per_s))

@@ -28,8 +28,12 @@ _QUEUE = "50ms"
 _ADD_NAMES = 'cp /etc/hosts /run/hosts && printf %s "$1" >> /run/hosts && mount --bind /run/hosts /etc/hosts || true'
 
 
-def parse_rate(rate: str | None) -> int | None:
+def parse_rate(rate: str | None, name: str = "rate") -> int | None:
     """Returns bits per second of a rate in the notation of ``tc``; None for None or "unlimited".
+
+    Args:
+        rate: such as "2.5gbit".
+        name: of the option, for the message.
 
     Raises:
         ValueError: it is none of these.
@@ -43,7 +47,7 @@ def parse_rate(rate: str | None) -> int | None:
     bits = round(float(found[1]) * _UNITS[found[2]]) if found else 0
     if not _MIN_RATE <= bits <= _MAX_RATE:
         raise ValueError(
-            "rate must be a number with kbit, mbit or gbit, from 100kbit to 100gbit, "
+            f"{name} must be a number with kbit, mbit or gbit, from 100kbit to 100gbit, "
             f"or 'unlimited' or None, got {rate!r}"
         )
     return bits

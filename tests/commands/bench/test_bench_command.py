@@ -125,7 +125,7 @@ MISTAKES = [
     (("-f", "1"), "-f must be above 1"),
     (("allreduce",), "did you mean 'all_reduce'"),
     (("-d", "float31"), "dtypes must be one of"),
-    (("--link", "1gb"), "rate must be a number with kbit, mbit or gbit"),
+    (("--link", "1gb"), "--link must be a number with kbit, mbit or gbit"),
     (("--hosts", "3"), "--hosts 3 needs a link"),
     (("--link", "1gbit", "--hosts", "1"), "number of ranks must be an integer of at least 2, got 1"),
     (("--link", "1gbit", "--device", "cuda"), "cuda"),
