@@ -153,11 +153,10 @@ def _messages_of(plan: Path, run_dir: Path | None, hooks: list[Any]) -> tuple[li
 
     loaded = CommPlan.load(plan)  # its errors name the file
     try:
-        found = messages_of(loaded, run_dir)
+        sizes_bytes, own = messages_of(loaded, run_dir)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{plan}: {error}") from None
-    own = [] if found.comm_hook is None else [found.comm_hook]
-    return list(found.sizes_bytes), own + hooks
+    return sizes_bytes, own + hooks
 
 
 def _show(result: "BenchResult", json: bool, sizes_bytes: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_commopt.compressors import Compressor, compressor_from_config, compressor_to_config
 from lightning_commopt.measure.files import read_run
@@ -15,15 +15,10 @@ _DDP_DEFAULT_MIB = (1, 25)
 """DDP's first bucket, and all others."""
 
 
-class PlanMessages(NamedTuple):
-    """What a plan sends in a step."""
+def messages_of(plan: CommPlan, run_dir: Path | None = None) -> tuple[list[int], list[Any]]:
+    """Returns the sizes of a plan's buckets, each once, and its comm hook as in configurations, if it has one.
 
-    sizes_bytes: tuple[int, ...]  # of its buckets, each size once
-    comm_hook: Any  # its compressor as in configurations; None without
-
-
-def messages_of(plan: CommPlan, run_dir: Path | None = None) -> PlanMessages:
-    """Returns the messages of a plan: buckets have the size of its caps, or those of a run with this plan.
+    Buckets have the size of the plan's caps, or those of a run with it.
 
     Raises:
         FileNotFoundError: the run has no records of steps.
@@ -31,10 +26,10 @@ def messages_of(plan: CommPlan, run_dir: Path | None = None) -> PlanMessages:
     """
     sizes_bytes = _sizes_of_caps(plan.bucket_cap_mb) if run_dir is None else _sizes_of_run(run_dir)
     if plan.comm_hook is None:
-        return PlanMessages(sizes_bytes, None)
+        return sizes_bytes, []
     config = compressor_to_config(plan.comm_hook)
     name = config["name"]
-    return PlanMessages(sizes_bytes, name if _compressor_of(name) == plan.comm_hook else config)
+    return sizes_bytes, [name if _compressor_of(name) == plan.comm_hook else config]
 
 
 def _compressor_of(name: str) -> Compressor | None:
@@ -45,15 +40,15 @@ def _compressor_of(name: str) -> Compressor | None:
         return None
 
 
-def _sizes_of_caps(cap_mib: float | Sequence[float] | None) -> tuple[int, ...]:
+def _sizes_of_caps(cap_mib: float | Sequence[float] | None) -> list[int]:
     caps = _DDP_DEFAULT_MIB if cap_mib is None else cap_mib if isinstance(cap_mib, Sequence) else (cap_mib,)
-    return tuple(sorted({max(1, round(cap * _MIB)) for cap in caps}))
+    return sorted({max(1, round(cap * _MIB)) for cap in caps})
 
 
-def _sizes_of_run(run_dir: Path) -> tuple[int, ...]:
+def _sizes_of_run(run_dir: Path) -> list[int]:
     first, *_ = read_run(run_dir)
     layout = first.layouts[-1] if first.layouts else {}
-    sizes = tuple(sorted({bucket.gradient_bytes for bucket in layout.values()}))
+    sizes = sorted({bucket.gradient_bytes for bucket in layout.values()})
     if not sizes:
         raise ValueError(f"{run_dir}: the steps in it have no buckets: DDP had one rank, or another strategy trained")
     return sizes
