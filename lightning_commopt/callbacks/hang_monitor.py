@@ -167,7 +167,7 @@ class HangMonitor(PhaseCallback):
         if trainer.should_stop and self._watched is not None:
             self._watched.note_stop("trainer.should_stop")
 
-    def _end(self, *args: Any) -> None:
+    def _end(self, trainer: Trainer | None = None, pl_module: LightningModule | None = None) -> None:
         self._is_ending = True
         self._enter_number(kinds.END)
 
@@ -207,22 +207,28 @@ class HangMonitor(PhaseCallback):
         elif trainer.state.fn != "fit":
             self._end()
 
-    def _start_evaluation(self, trainer: Trainer, *args: Any) -> None:
+    def _start_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meet()
         self._enter_evaluation(kinds.EVALUATION_START)
 
-    def _start_evaluation_batch(self, trainer: Trainer, module: Any, batch: Any, index: int, loader: int = 0) -> None:
-        self._enter_evaluation(kinds.EVALUATION_BATCH, index)
+    def _start_evaluation_batch(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._enter_evaluation(kinds.EVALUATION_BATCH, batch_idx)
 
     def _end_evaluation_batch(
-        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int, loader: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
-        self._enter_evaluation(kinds.EVALUATION_DATA, index)
+        self._enter_evaluation(kinds.EVALUATION_DATA, batch_idx)
 
-    on_validation_start = on_test_start = on_predict_start = _start_evaluation  # type: ignore[assignment]
-    on_test_end = on_predict_end = _end  # type: ignore[assignment]
-    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _start_evaluation  # type: ignore[assignment]
-    on_validation_batch_start = _start_evaluation_batch  # type: ignore[assignment]
-    on_test_batch_start = on_predict_batch_start = _start_evaluation_batch  # type: ignore[assignment]
-    on_validation_batch_end = on_test_batch_end = _end_evaluation_batch  # type: ignore[assignment]
-    on_predict_batch_end = _end_evaluation_batch  # type: ignore[assignment]
+    on_validation_start = on_test_start = on_predict_start = _start_evaluation
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _start_evaluation
+    on_test_end = on_predict_end = _end
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _start_evaluation_batch
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_evaluation_batch

@@ -195,7 +195,7 @@ def _read_fits(path: Path) -> list[RankRecords]:
                     fits.append(fit := RankRecords.of_header(path, values))
                 elif fit is not None:
                     layout = fit.add_line(values, layout)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError):
                 if fit is not None:
                     fit.num_broken_lines += 1
     newest = max((fit.header["format"] for fit in fits), default=FORMAT)

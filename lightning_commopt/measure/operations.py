@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from lightning_commopt.measure.record import PHASES, StepRecord
@@ -50,7 +51,7 @@ class OperationTotals:
 
     def __init__(self, num_warmup_steps: int = 0) -> None:
         self._num_steps = -num_warmup_steps
-        self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+        self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(partial(list, (0, 0, 0.0)))
 
     def add(self, records: Iterable[StepRecord]) -> None:
         for record in records:

@@ -218,7 +218,7 @@ class StepRecord:
         """Returns the record of a parsed line of `to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: something is missing, or has another type or shape.
+            KeyError, OverflowError, TypeError, ValueError: something is missing, or has another type or shape.
         """
         return cls(
             step=int(values["step"]),

@@ -74,7 +74,10 @@ def write_files(report: Report, output: Path, table: Path | None = None) -> tupl
 
 
 def write_csv(report: Report, path: Path) -> None:
-    """Writes a row for each setting: names as in the JSON, with ``_low`` and ``_high`` for the ends of intervals."""
+    """Writes a row for each setting: names as in the JSON, with ``_low`` and ``_high`` for the ends of intervals.
+
+    Of the searches of ``plan="auto"`` it has ``chosen`` and ``lost_steps`` of all repetitions, with "; " between them.
+    """
     rows = [_row(group, setting) for group in report.groups for setting in group.settings]
     columns = dict.fromkeys([*(name for numbers, _ in rows for name in numbers), *(n for _, own in rows for n in own)])
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -111,6 +114,7 @@ def _plain_run(run: Run) -> dict[str, Any]:
         "settings": chosen_settings(run),
         "overrides": list(run.record.overrides),
         **{name: getattr(run.record, name) for name in _RUN_FIELDS},
+        "tuning": None if run.tuning is None else dataclasses.asdict(run.tuning),
     }
 
 
@@ -139,5 +143,8 @@ def _row(group: Group, setting: Setting) -> tuple[dict[str, Any], dict[str, str]
                 row[f"{column.key}{suffix}"] = None if value is None else getattr(value, end)
         else:
             row[column.key] = value
+    if searches := [run.tuning for run in setting.runs if run.tuning is not None]:
+        row["chosen"] = "; ".join(search.chosen for search in searches)
+        row["lost_steps"] = "; ".join(f"{search.lost_steps:g}" for search in searches)
     values = {name if name not in row else f"setting {name}": value for name, value in setting.values.items()}
     return row, values

@@ -207,15 +207,15 @@ def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
 
     It has the node ``strategy`` (in users' projects often ``trainer.strategy``) and other values that were varied.
     """
+    known = {name: value for name, value in run.settings.items() if value is not None}
+    strategy = next(filter(None, (nested(known, prefix) for prefix in _STRATEGIES)), {})
+    has_unnamed_compressor = "plan.comm_hook" in run.settings  # recorded by its repr
     plan = None
     if run.record.plan is not None:
         plan = nested({name: run.settings[name] for name in run.record.plan}, "plan.")
-    has_unnamed_compressor = "plan.comm_hook" in run.settings  # recorded by its repr
-    if plan is not None:
+        if run.record.sync_method == "auto":
+            plan |= {"plan": "auto", **{name: strategy[name] for name in ("lossy",) if name in strategy}}
         strategy = {"_target_": "lightning_commopt.CommOptDDP", **plan}
-    else:
-        known = {name: value for name, value in run.settings.items() if value is not None}
-        strategy = next(filter(None, (nested(known, prefix) for prefix in _STRATEGIES)), {})
     others = {}
     for name in run.record.chosen:
         is_group = _CONFIG_GROUPS.fullmatch(name) or any(other.startswith(f"{name}.") for other in run.settings)

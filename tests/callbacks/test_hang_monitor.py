@@ -211,10 +211,10 @@ def test_a_missing_monitor_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -
     module: Any = None
     monitor.setup(trainer, module, "validate")
     with pytest.warns(UserWarning, match="not all ranks' monitors have started within a minute"):
-        monitor.on_validation_start(trainer, None)
+        monitor.on_validation_start(trainer, module)
     for _ in range(3):  # a warning is an error in tests
-        monitor.on_validation_epoch_end(trainer, None)
-        monitor.on_validation_start(trainer, None)
+        monitor.on_validation_epoch_end(trainer, module)
+        monitor.on_validation_start(trainer, module)
     assert watched.num_waits == 1
 
 

@@ -1,10 +1,15 @@
+import copy
+import inspect
+import pickle
 import warnings
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_commopt import callbacks
 from lightning_commopt.callbacks.phases import PhaseCallback
-from support.lightnings import LightningModule, Trainer
+from support.lightnings import Callback, LightningModule, Trainer
 
 
 class Phases(PhaseCallback):
@@ -52,3 +57,21 @@ def test_only_a_fit_waits_for_batches():
         phases.entered.clear()
         trainer.validate(Line(), loader, verbose=False)
     assert set(phases.entered) <= {None}
+
+
+@pytest.mark.parametrize("name", callbacks.__all__)
+def test_a_callback_can_be_sent_to_other_processes(name: str) -> None:
+    """If it fails, start_method="spawn" cannot hand the Trainer to its processes."""
+    callback = getattr(callbacks, name)(**{"start_step": 3} if name == "CUDAProfilerWindow" else {})
+    for copied in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
+        assert type(copied) is type(callback)
+        assert copied.state_key == callback.state_key
+
+
+@pytest.mark.parametrize("name", callbacks.__all__)
+def test_hooks_have_lightnings_arguments(name: str) -> None:
+    """If it fails, a subclass cannot call a hook of ours with the names that Lightning has for its arguments."""
+    hooks = {hook: own for hook, own in vars(Callback).items() if hook.startswith("on_")}
+    for hook, lightnings in hooks.items():
+        own = inspect.signature(getattr(getattr(callbacks, name), hook))
+        assert list(own.parameters) == list(inspect.signature(lightnings).parameters), hook

@@ -142,6 +142,8 @@ def test_a_fit_after_a_killed_one_begins_on_a_new_line(tmp_path):
         "{}",
         '{"type": "step"}',
         '{"type": "layout", "buckets": 3}',
+        '{"type": "layout", "buckets": [{"index": 1e999, "gradient_bytes": 1, "names": []}]}',
+        '{"type": "step", "step": Infinity}',
         "\x00\x00",
         "\xff",
     ],

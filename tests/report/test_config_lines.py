@@ -51,6 +51,21 @@ def test_yaml_is_an_experiment_of_commopt_train(tmp_path, monkeypatch, plan):
     assert CommPlan.from_dict(options) == plan
 
 
+@pytest.mark.parametrize("options", [{}, {"lossy": ["int8"]}])
+@pytest.mark.parametrize("node", ["strategy", "trainer.strategy"])
+def test_a_plan_that_was_to_be_found_is_to_be_found_again(tmp_path, node, options):
+    """If it fails, the lines of plan="auto" train with the plan that it has begun with."""
+    config = {"plan": "auto", "static_graph": True, **options}
+    for name in reversed(node.split(".")):
+        config = {name: config}
+    lines = _lines(tmp_path, f"{node}.plan=auto", sync_method="auto", plan={"static_graph": True}, config=config)
+    given = {"static_graph": True, "plan": "auto", **options}
+    assert yaml.safe_load("\n".join(lines))["strategy"] == {"_target_": "lightning_commopt.CommOptDDP", **given}
+    python = lines[-1].removeprefix("# in Python: ")
+    assert eval(python, {"CommOptDDP": lambda **arguments: arguments}) == given
+    CommOptDDP(**given)
+
+
 def test_an_unknown_compressor_is_kept_as_it_is(tmp_path):
     hook = {"name": "of_a_later_version", "x": 1}
     assert yaml.safe_load("\n".join(_lines(tmp_path, plan={"comm_hook": hook})))["strategy"]["comm_hook"] == hook

@@ -6,7 +6,8 @@ import pytest
 
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.outputs import to_plain, write_csv
-from support.sample_runs import four_methods_report, ladder_report, sample_report, save_rates
+from support.sample_runs import four_methods_report, ladder_report, sample_report, save_rates, save_run
+from support.sample_tuning import INT8, SMALL, sample_tuning
 
 
 @pytest.mark.parametrize("make", [sample_report, ladder_report, four_methods_report])
@@ -59,3 +60,24 @@ def test_csv_has_a_row_for_each_setting(tmp_path):
     assert "+65 % on 8x L40S (PCIe) (write-up" in bf16["published"]
     baseline = next(row for row in rows if row["setting"] == "one bucket")
     assert (baseline["difference"], baseline["speedup"]) == ("baseline", "")
+
+
+def test_json_and_csv_have_the_search_of_each_repetition(tmp_path):
+    """If it fails, only the page shows which plan plan="auto" has found, and what that cost."""
+    found = [sample_tuning({INT8: 0.4, SMALL: 1.4}), sample_tuning({INT8: 1.4})]
+    for repetition, tuning in enumerate(found):
+        overrides = ("strategy.plan=auto", f"repetition={repetition}")
+        save_run(tmp_path / "auto" / str(repetition), *overrides, sync_method="auto", tuning=tuning)
+    save_run(tmp_path / "none", "strategy.plan=null")
+    report = build_report([tmp_path])
+    (auto, plain) = json.loads(json.dumps(to_plain(report), allow_nan=False))["groups"][0]["settings"]
+    assert [run["tuning"] for run in auto["runs"]] == found
+    assert [run["tuning"] for run in plain["runs"]] == [None]
+    write_csv(report, tmp_path / "report.csv")
+    with (tmp_path / "report.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lost_steps = [f"{tuning['lost_steps']:g}" for tuning in found]
+    assert [(row["chosen"], row["lost_steps"]) for row in rows] == [
+        ("int8; uncompressed", "; ".join(lost_steps)),
+        ("", ""),
+    ]
