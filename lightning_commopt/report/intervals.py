@@ -117,13 +117,9 @@ def measure_setting(found: SettingRuns) -> Setting:
     """Returns a setting with the numbers of its own runs, before any comparison with others."""
     records = [run.record for run in found.runs]
     first, cap = records[0], bucket_cap(found.runs[0])
-    # CommTimeMonitor observes no gradient sync of FSDP, DeepSpeed and others.
-    observed = [
-        record
-        for record in records
-        if (record.world_size or 1) == 1 or record.comm_time.get("comm_s") != 0 or record.wire_bytes_per_step
-    ]
-    wire_bytes = median_interval(record.wire_bytes_per_step for record in observed)
+    observed = [record for record in records if record.is_observed]
+    counted = [record for record in records if record.wire_bytes_per_step] or observed
+    wire_bytes = median_interval(record.wire_bytes_per_step for record in counted)
     peak_memory_bytes = median_interval(record.peak_memory_bytes for record in records)
     return Setting(
         name=found.name,

@@ -83,17 +83,20 @@ def test_numbers_of_a_step_are_those_of_the_records(tmp_path):
     assert setting.is_lossy
 
 
+@pytest.mark.parametrize("wire_bytes", [0.0, 231_040.0])
 @pytest.mark.parametrize(("world_size", "is_known"), [(1, True), (2, False)])
-def test_a_gradient_sync_that_nobody_sees_is_not_none(tmp_path, world_size, is_known):
+def test_a_gradient_sync_that_nobody_sees_is_not_none(tmp_path, world_size, is_known, wire_bytes):
     """If it fails, FSDP is said to hide all of its communication."""
-    comm_time = {"step_s": 0.1, "comm_s": 0.0, "exposed_s": 0.0, "wire_bytes": 0.0}
-    fields = {"comm_time": comm_time, "wire_bytes_per_step": 0.0, "world_size": world_size}
+    comm_time = {"step_s": 0.1, "comm_s": 0.0, "exposed_s": 0.0, "exposed_share": 0.0, "wire_bytes": 0.0}
+    fields = {"comm_time": comm_time, "wire_bytes_per_step": wire_bytes, "world_size": world_size}
     setting = _group(
         tmp_path, ("strategy=fsdp", {"plan": None, "strategy": "ModelParallelStrategy", **fields})
     ).settings[0]
     assert setting.step_s is not None
-    for name in ("comm_s", "exposed_s", "exposed_share", "wire_bytes"):
+    for name in ("comm_s", "exposed_s", "exposed_share"):
         assert (getattr(setting, name) is not None) is is_known
+    assert (setting.runs[0].record.exposed_share is not None) is is_known
+    assert (setting.wire_bytes is not None) is (is_known or wire_bytes > 0)  # our FSDP2 counts its bytes
 
 
 def test_lossy_is_what_the_record_says(tmp_path):

@@ -88,9 +88,14 @@ class RunRecord:
     error: str | None = None
 
     @property
+    def is_observed(self) -> bool:
+        """Whether `CommTimeMonitor`, if there was one, saw the gradient sync; it sees none of FSDP or DeepSpeed."""
+        return (self.world_size or 1) == 1 or self.comm_time.get("comm_s") != 0
+
+    @property
     def exposed_share(self) -> float | None:
-        """Share of a step that waits for communication, 0 to 1; None without `CommTimeMonitor`."""
-        return self.comm_time.get("exposed_share")
+        """Share of a step that waits for communication, 0 to 1; None if it was not observed."""
+        return self.comm_time.get("exposed_share") if self.is_observed else None
 
     def save(self, folder: Path) -> None:
         """Writes the record into the folder of its run, atomically."""
