@@ -49,10 +49,10 @@ def published_figures(
     figures: tuple[Published, ...] = ()
     is_same_baseline = True
     if variant is not None:
-        figures = _LADDER.get(variant, ())
+        figures = _LADDER.get(text_of(variant), ())
         is_same_baseline = baseline.get("variant") == "one_bucket"
     elif method is not None:
-        speedup = _METHODS.get(settings.get("model.size", ""), {}).get(method, {}).get(world_size)
+        speedup = _METHODS.get(text_of(settings.get("model.size")), {}).get(text_of(method), {}).get(world_size)
         if speedup is not None:
             label = f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)"
             figures = (Published(label=label, source=_METHODS_SOURCE, speedup=speedup),)

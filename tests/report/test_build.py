@@ -298,6 +298,14 @@ def test_a_sweep_of_ones_own_has_no_published_figures(tmp_path):
     assert not any(setting.published for group in sample_report(tmp_path).groups for setting in group.settings)
 
 
+@pytest.mark.parametrize(
+    "config", [{"variant": ["a", "b"]}, {"method": ["ddp"]}, {"method": "ddp", "model": {"size": [8]}}]
+)
+def test_a_project_may_have_lists_where_ours_has_names(tmp_path, config):
+    """If it fails, a setting of a user's project that has a name of ours ends the report."""
+    assert _group(tmp_path, ("", {"config": config})).settings[0].published == ()
+
+
 def test_conditions_say_what_a_reader_must_know(tmp_path):
     conditions = sample_report(tmp_path).conditions
     assert conditions["runs"] == "24 finished"

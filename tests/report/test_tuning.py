@@ -121,7 +121,22 @@ def test_several_settings_have_a_chart_each(tmp_path: Path) -> None:
     assert all(": Started on uncompressed, ended on " in chart.title for chart in charts)
 
 
-@pytest.mark.parametrize("change", [{"candidates": [{}]}, {"history": 3}, {"history": [{"plan": "x"}]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"candidates": [{}]},
+        {"history": 3},
+        {"history": [{"plan": "x"}]},
+        {"history": [{"plan": 1.5, "first_step": 0, "num_steps": 1, "seconds": [0.1]}]},
+        {"history": [{"plan": "x", "first_step": 0, "num_steps": 1, "seconds": ["0.1"]}]},
+        {"candidates": [{"plan": "x", "predicted_s": [], "gain": None}]},
+        {"candidates": [{"plan": "x", "predicted_s": None, "gain": [0.1, "0.1", 0.2]}]},
+        {"base_step_s": "0.1"},
+        {"verdict": ["x"]},
+        {"events": [[1200]]},
+        {"events": [["drift", 1200]]},
+    ],
+)
 def test_a_search_that_cannot_be_read_is_a_warning(tmp_path: Path, change: dict[str, Any]) -> None:
     """If it fails, one broken file ends a report of many runs."""
     save_run(tmp_path / "0", samples_per_s=1.0, tuning={**sample_tuning({INT8: 0.4}), **change})

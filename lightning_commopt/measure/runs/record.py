@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.settings import flat
 
 Status = Literal["running", "finished", "failed"]
+_Record = TypeVar("_Record")
 
 _OPTIONS = {"callbacks": "callbacks.commopt_run.val_loss=NAME", "trainer": "trainer.callbacks.2.val_loss=NAME"}
 _VALIDATION = ("val", "valid", "validation")
@@ -116,14 +117,11 @@ class RunRecord:
         if isinstance(plan := values.get("plan"), dict):  # older records keep the plan outside of the settings
             options = flat(plan, "plan.")
             values |= {"settings": options | values.get("settings", {}), "plan": list(options)}
-        types = get_type_hints(cls)
+        known = {field.name for field in dataclasses.fields(cls)}
         kept: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in types
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in known
         }
-        for name, value in kept.items():
-            if not _is_a(value, types[name]):
-                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is not {cls.__annotations__[name]}")
-        return cls(**kept)
+        return _checked(cls(**kept), f"{path}: ")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -131,6 +129,14 @@ def write_json(path: Path, value: Any) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(path)
+
+
+def _checked(record: _Record, where: str = "") -> _Record:
+    """Returns an instance of a dataclass if its fields have the types of their annotations; else raises ValueError."""
+    for name, type_hint in get_type_hints(type(record)).items():
+        if not _is_a(value := getattr(record, name), type_hint):
+            raise ValueError(f"{where}{name} is {str(value)[:80]!r}, which is not {type(record).__annotations__[name]}")
+    return record
 
 
 def _is_a(value: Any, type_hint: Any) -> bool:
@@ -142,9 +148,11 @@ def _is_a(value: Any, type_hint: Any) -> bool:
         return value in inner
     if origin in (Union, UnionType):
         return any(_is_a(value, allowed) for allowed in inner)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_is_a(element, inner[0]) for element in value)
-    if origin is dict:
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return isinstance(value, (list, tuple)) and len(value) == len(inner) and all(map(_is_a, value, inner))
+    if origin in (tuple, Sequence):
+        return isinstance(value, (list, tuple)) and all(_is_a(element, inner[0]) for element in value)
+    if origin in (dict, Mapping):
         return isinstance(value, dict) and all(_is_a(element, inner[1]) for element in value.values())
     if type_hint in (int, float) and isinstance(value, bool):
         return False
@@ -191,8 +199,8 @@ class TriedPlan:
     """
 
     plan: str
-    predicted_s: Sequence[float] | None
-    gain: Sequence[float] | None
+    predicted_s: tuple[float, float, float] | None
+    gain: tuple[float, float, float] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,8 +260,8 @@ class Tuning:
         """Returns what ``tuning`` in ``run.json`` holds.
 
         Raises:
-            KeyError, TypeError: something is missing, or has another shape.
+            KeyError, TypeError, ValueError: something is missing, or has another type or shape.
         """
-        candidates = [TriedPlan(**one) for one in values["candidates"]]
-        history = [Stretch(**one) for one in values["history"]]
-        return cls(**{**values, "candidates": candidates, "history": history})
+        candidates = [_checked(TriedPlan(**one)) for one in values["candidates"]]
+        history = [_checked(Stretch(**one)) for one in values["history"]]
+        return _checked(cls(**{**values, "candidates": candidates, "history": history}))
