@@ -15,6 +15,7 @@ from lightning_commopt.tune import cache
 from lightning_commopt.tune.calibration import Calibration
 from lightning_commopt.tune.candidates import Candidate, Shortlist
 from lightning_commopt.tune.director import Director
+from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.step_timer import StepTimer
 from lightning_commopt.tune.tuner import Tuner
 
@@ -38,12 +39,12 @@ def scripted(
     """
     steps: list[CommPlan] = []
     predict = Calibration.shortlist
-    init, direct = Tuner.__init__, Director.__init__
-    tuners: list[Tuner] = []
+    init, direct, measure = Tuner.__init__, Director.__init__, StepTimer.take
+    hosts: list[Host] = []
 
-    def begin(tuner: Tuner, *args: Any) -> None:
-        tuners.append(tuner)
-        init(tuner, *args)
+    def begin(tuner: Tuner, group: Any, host: Host, *args: Any) -> None:
+        hosts.append(host)
+        init(tuner, group, host, *args)
 
     def shortlist(calibration: Calibration, ranks: Any, base: CommPlan, *args: Any) -> Shortlist:
         real = predict(calibration, ranks, base, *args)
@@ -52,9 +53,9 @@ def scripted(
         return Shortlist(Candidate(base, 1.0, 1.0, 1.0), tuple(found), {"int8": 0.31})
 
     def take(timer: StepTimer) -> list[float]:
-        plan = tuners[-1]._strategy.plan
-        steps.extend([plan] * len(timer._spans))
-        return [candidates.get(plan, 1.0) * BASE_S] * len(timer._spans)
+        plan, num_steps = hosts[-1].strategy.plan, len(measure(timer))
+        steps.extend([plan] * num_steps)
+        return [candidates.get(plan, 1.0) * BASE_S] * num_steps
 
     with (
         TemporaryDirectory() as new,
