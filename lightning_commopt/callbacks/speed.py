@@ -117,7 +117,7 @@ class SpeedMonitor(StepClock, Callback):
             num_bytes = _gradient_bytes_of_ddp(trainer)
             self._wire_bytes = None if num_bytes is None else self._wire_bytes + num_bytes
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _stop(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.is_running:
             return
         _synchronize(pl_module)
@@ -125,7 +125,8 @@ class SpeedMonitor(StepClock, Callback):
         if self._wire_bytes_at_start is not None and self._wire_bytes is not None:
             self._wire_bytes += trainer.strategy.wire_bytes - self._wire_bytes_at_start  # type: ignore[attr-defined]
 
-    on_train_epoch_end = on_train_end = on_validation_start
+    # Not named after one of them: `HangMonitor` reports the name of the function that a rank is in.
+    on_validation_start = on_train_epoch_end = on_train_end = _stop
 
 
 def _synchronize(module: LightningModule) -> None:

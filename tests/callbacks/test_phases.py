@@ -69,6 +69,14 @@ def test_a_callback_can_be_sent_to_other_processes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", callbacks.__all__)
+def test_no_hook_has_the_name_of_another(name: str) -> None:
+    """If it fails, HangMonitor says that a rank is in a hook that it is not in."""
+    for hook in [hook for hook in vars(Callback) if hook.startswith("on_")]:
+        function = getattr(getattr(callbacks, name), hook).__name__
+        assert function == hook or not function.startswith("on_")
+
+
+@pytest.mark.parametrize("name", callbacks.__all__)
 def test_hooks_have_lightnings_arguments(name: str) -> None:
     """If it fails, a subclass cannot call a hook of ours with the names that Lightning has for its arguments."""
     hooks = {hook: own for hook, own in vars(Callback).items() if hook.startswith("on_")}
