@@ -70,5 +70,6 @@ class OperationTotals:
         for (phase, operation, source), sums in self._sums.items():
             num_calls, num_bytes, seconds = (total / self._num_steps for total in sums)
             means.append(Operation(operation, phase, source, num_calls, num_bytes, seconds if seconds > 0 else None))
-        phases = (*PHASES, "pause")
-        return tuple(sorted(means, key=lambda one: (phases.index(one.phase), -(one.seconds or 0.0), one.operation)))
+        places = {phase: place for place, phase in enumerate((*PHASES, "pause"))}
+        means.sort(key=lambda one: (places.get(one.phase, len(places)), -(one.seconds or 0.0), one.operation))
+        return tuple(means)

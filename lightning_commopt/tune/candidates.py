@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.cost.calibrate import calibrated
 from lightning_commopt.cost.candidates import candidates
 from lightning_commopt.cost.link import Link
-from lightning_commopt.cost.predict import Costs, Prediction, predict
+from lightning_commopt.cost.predict import Costs, Prediction, buckets_of, predict
 from lightning_commopt.cost.workload import Workload
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune.options import TuneOptions
 
 MAX_CANDIDATES = 3
 _LEAST_GAIN = 0.01  # that a prediction must promise; the search wants more
-_SAME = 0.01  # predictions that are nearer are of the same plan, for a search
+_LEAST_RATIO = 2  # of the numbers of buckets: what a bucket costs besides its bytes is what predictions miss most
 
 
 class Candidate(NamedTuple):
@@ -48,8 +47,8 @@ def shortlist(
 ) -> Shortlist:
     """Returns the plans that are worth trying.
 
-    Of each compressor the layouts that differ in time count, at most `MAX_CANDIDATES` in all, and every compressor
-    that promises something is among them before a second layout of another.
+    They are at most `MAX_CANDIDATES`, and every compressor that promises something is among them before a second layout
+    of another, which has at least twice or at most half as many buckets as the first.
 
     Args:
         base: the user's plan.
@@ -67,8 +66,9 @@ def shortlist(
     chosen: list[tuple[CommPlan, Prediction]] = []
     for is_second in (False, True):
         for plan, prediction in promising:
-            others = [other for other in chosen if other[0].comm_hook == plan.comm_hook]
-            if len(chosen) < MAX_CANDIDATES and bool(others) == is_second and _differs(plan, prediction, others):
+            others = [other for other, _ in chosen if other.comm_hook == plan.comm_hook]
+            is_other = all(_differ(plan, other, workload) for other in others)
+            if len(chosen) < MAX_CANDIDATES and bool(others) == is_second and is_other:
                 chosen.append((plan, prediction))
     chosen.sort(key=lambda one: one[1].step_s)
     return Shortlist(
@@ -82,8 +82,9 @@ def _candidate(plan: CommPlan, prediction: Prediction) -> Candidate:
     return Candidate(plan, prediction.step_s, prediction.low_s, prediction.high_s)
 
 
-def _differs(plan: CommPlan, prediction: Prediction, others: Sequence[tuple[CommPlan, Prediction]]) -> bool:
-    return all(plan != other and abs(prediction.step_s / known.step_s - 1) > _SAME for other, known in others)
+def _differ(one: CommPlan, other: CommPlan, workload: Workload) -> bool:
+    few, many = sorted(len(buckets_of(plan, workload.gradients)) for plan in (one, other))
+    return many >= _LEAST_RATIO * few
 
 
 def _not_allowed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -10,7 +11,7 @@ from lightning_commopt import CommPlan
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.cost.compressor_cost import own_average
 from lightning_commopt.cost.link import Link
-from lightning_commopt.cost.predict import predict
+from lightning_commopt.cost.predict import buckets_of, predict
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.plan import ddp_options
 from lightning_commopt.tune.candidates import MAX_CANDIDATES, Shortlist, shortlist
@@ -76,3 +77,13 @@ def test_unused_parameters_take_no_layout_lists() -> None:
     assert not any(isinstance(one.plan.bucket_cap_mb, tuple) for one in found.candidates)
     if "bucket_cap_mb_list" in ddp_options():
         assert any(isinstance(one.plan.bucket_cap_mb, tuple) for one in _list(_SLOW, ("bf16",)).candidates)
+
+
+@pytest.mark.parametrize("lossy", [(), ("int8",)])
+def test_a_second_layout_has_far_more_or_fewer_buckets(lossy: tuple[str, ...]) -> None:
+    """If it fails, visits are spent on layouts that are alike, though a bucket may cost more than predicted."""
+    plans = [one.plan for one in _list(_SLOW, lossy).candidates]
+    for hook in {plan.comm_hook for plan in plans}:
+        numbers = sorted(len(buckets_of(plan, _GRADIENTS)) for plan in plans if plan.comm_hook == hook)
+        assert all(many >= 2 * few for few, many in itertools.pairwise(numbers)), plans
+    assert len(plans) > len({plan.comm_hook for plan in plans})

@@ -58,7 +58,7 @@ def read_losses(folder: Path) -> list[LossPoint]:
             )
             for line in lines
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{path}: a line is not a point of a loss curve ({type(error).__name__}: {error})") from error
 
 

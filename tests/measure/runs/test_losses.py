@@ -101,7 +101,11 @@ def test_a_curve_comes_back_as_it_was(tmp_path):
     assert read_losses(tmp_path) == POINTS
 
 
-@pytest.mark.parametrize("line", ["{", "[]", json.dumps({"kind": "train", "step": 1})])
+_POINT = {"kind": "train", "step": 1, "seconds": 0.0, "loss": 0.0}
+_BROKEN = ["{", "[]", json.dumps({"kind": "train", "step": 1}), json.dumps({**_POINT, "step": float("inf")})]
+
+
+@pytest.mark.parametrize("line", _BROKEN)
 def test_a_broken_line_is_named(tmp_path, line):
     (tmp_path / LOSS_FILE).write_text(line + "\n")
     with pytest.raises(ValueError, match=LOSS_FILE):
