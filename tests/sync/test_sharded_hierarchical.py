@@ -47,6 +47,7 @@ def _messages() -> dict[str, str]:
     return messages
 
 
+@pytest.mark.exhaustive
 def test_laws() -> None:
     """If it fails, averages differ from those in float64, or more bytes cross nodes than are declared."""
     assert run_ranks(_messages, world_size=4) == [{}] * 4
