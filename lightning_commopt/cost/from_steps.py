@@ -10,7 +10,7 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from lightning_commopt.cost.compressor_cost import CompressorCost
-from lightning_commopt.cost.link import GLOO_CPU_S, USUAL_HOP_S, Link
+from lightning_commopt.cost.link import GLOO_CPU_S, TYPICAL_HOP_S, Link
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
 from lightning_commopt.measure.link.from_steps import MIN_TIMES
@@ -140,7 +140,7 @@ def _line(points: Sequence[Point], num_hops: int) -> Segment:
     all_s, all_bytes = sum(point.time_s for point in points), sum(point.size_bytes for point in points)
     if len(points) > 1 and last.s_per_byte > all_s / all_bytes / 2:
         return last
-    latency_s = min(num_hops * USUAL_HOP_S, all_s / len(points) / 2)
+    latency_s = min(num_hops * TYPICAL_HOP_S, all_s / len(points) / 2)
     return last._replace(latency_s=latency_s, s_per_byte=(all_s - len(points) * latency_s) / all_bytes)
 
 

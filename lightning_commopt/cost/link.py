@@ -13,7 +13,7 @@ from lightning_commopt.text.validation import check_positive
 PAYLOAD_SHARE = 1448 / 1514
 """Payload over bytes on an Ethernet link with TCP and timestamps, in full frames of 1500 bytes."""
 
-USUAL_HOP_S = 1e-4
+TYPICAL_HOP_S = 1e-4
 """Of TCP between hosts of a rack, where steps do not show it."""
 
 GLOO_CPU_S = 0.9e-3

@@ -15,8 +15,8 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune.options import TuneOptions
 
 MAX_CANDIDATES = 3
-_LEAST_GAIN = 0.01  # that a prediction must promise; the search wants more
-_LEAST_RATIO = 2  # of the numbers of buckets: what a bucket costs besides its bytes is what predictions miss most
+_MIN_GAIN = 0.01  # that a prediction must promise; the search wants more
+_MIN_RATIO = 2  # of the numbers of buckets: what a bucket costs besides its bytes is what predictions miss most
 
 
 class Candidate(NamedTuple):
@@ -62,7 +62,7 @@ def shortlist(
     own = predict(base, workload, link, costs)
     found = candidates(base, workload, link, costs, (base.comm_hook, *options.lossy))
     found = [one for one in found if one.plan != base and options.fits(one.plan, base)]
-    promising = [one for one in found if one.prediction.step_s < (1 - _LEAST_GAIN) * own.step_s]
+    promising = [one for one in found if one.prediction.step_s < (1 - _MIN_GAIN) * own.step_s]
     chosen: list[tuple[CommPlan, Prediction]] = []
     for is_second in (False, True):
         for plan, prediction in promising:
@@ -84,7 +84,7 @@ def _candidate(plan: CommPlan, prediction: Prediction) -> Candidate:
 
 def _differ(one: CommPlan, other: CommPlan, workload: Workload) -> bool:
     few, many = sorted(len(buckets_of(plan, workload.gradients)) for plan in (one, other))
-    return many >= _LEAST_RATIO * few
+    return many >= _MIN_RATIO * few
 
 
 def _not_allowed(
@@ -98,4 +98,4 @@ def _not_allowed(
         if compressor.claims.is_recommended and compressor.claims.is_lossy and compressor not in options.lossy:
             step_s = predict(dataclasses.replace(base, comm_hook=compressor), workload, link, {}).step_s
             saved[name] = 1 - step_s / best_s
-    return {name: share for name, share in saved.items() if share >= _LEAST_GAIN}
+    return {name: share for name, share in saved.items() if share >= _MIN_GAIN}

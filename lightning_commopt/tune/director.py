@@ -17,8 +17,8 @@ CALIBRATE = -1
 """The arm of a visit with the user's plan that is observed."""
 
 _NUM_START_STEPS, _NUM_FIRST_STEPS = 3, 2
-_LEAST_CHANGE_STEPS = 2.0  # what a change of the plan costs, before one was made
-_LEAST_CHANGES = 2  # to observe the user's plan and back
+_MIN_CHANGE_STEPS = 2.0  # what a change of the plan costs, before one was made
+_MIN_CHANGES = 2  # to observe the user's plan and back
 
 _LOSSY_HANDICAP = 0.02  # of a step, that a lossy plan must save beyond a lossless one
 Status = Literal["measuring", "too short", "unpredictable", "nothing promising", "searching", "resumed"]
@@ -162,8 +162,8 @@ class Director:
 
     def _can_calibrate(self) -> bool:
         known = self._num_done if math.isinf(self._num_steps) else self._num_steps
-        num_changes = _LEAST_CHANGES * (2 + self._num_calibrations)  # as many for a search, at least
-        return self._settings.max_regret * known >= num_changes * _LEAST_CHANGE_STEPS
+        num_changes = _MIN_CHANGES * (2 + self._num_calibrations)  # as many for a search, at least
+        return self._settings.max_regret * known >= num_changes * _MIN_CHANGE_STEPS
 
 
 def _is_lossy(plan: CommPlan) -> bool:

@@ -14,7 +14,7 @@ _SURE = 3.5
 _SIGMA_OF_MEDIAN = 1.2533  # of a median of normally distributed values, over that of their mean
 _SIGMA_OF_SPREAD = {2: 1.7725, 3: 1.3820, 4: 1.4826}  # standard deviation over the median distance from the median
 _PRIOR_VISITS = 4.0  # weight of the noise within visits in an estimate of the noise between them
-_LEAST_SIGMA = 0.002
+_MIN_SIGMA = 0.002
 _UNSEEN_SIGMA, _UNSEEN_WEIGHT = 0.03, 0.5  # noise from visit to visit, before it was seen
 _MOST = 100.0  # logarithm of a time over another
 
@@ -107,7 +107,7 @@ def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[fl
     distances = [abs(math.log(s) - visit.log_s) for visit in visits if len(visit.seconds) > 1 for s in visit.seconds]
     num_typical = statistics.median([len(visit.seconds) for visit in visits])
     spread = statistics.median(distances) * _SIGMA_OF_SPREAD.get(int(num_typical), 1.4826) if distances else 0.0
-    within = (_SIGMA_OF_MEDIAN * max(spread, _LEAST_SIGMA)) ** 2 / num_typical
+    within = (_SIGMA_OF_MEDIAN * max(spread, _MIN_SIGMA)) ** 2 / num_typical
     # What the user's plan differs from one visit to the next counts in full: noise that lasts for some visits, but not
     # for all, would otherwise look like a difference between plans.
     base = [visit.log_s for visit in visits if visit.arm == 0]

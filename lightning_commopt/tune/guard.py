@@ -24,7 +24,7 @@ EVERY_STEPS = 200
 
 _WINDOWS = (range(4), range(24, 28))  # of a look: what a large gradient leaves in a residual is sent in between
 _MAX_ELEMENTS = 2**13
-_LEAST_LIMIT = 0.1
+_MIN_LIMIT = 0.1
 _NUM_BOUNDS = 4.0  # as many times further off than its class declares for normally distributed gradients
 _STRIDE = 7  # from one bucket to the next
 
@@ -35,7 +35,7 @@ def error_limit(compressor: Compressor) -> float:
     A residual is part of what is sent, so one average may be further off than a compressor's bound.
     """
     bound = compressor.claims.error_bound
-    return max(_LEAST_LIMIT, _NUM_BOUNDS * (1.0 if bound is None else bound))
+    return max(_MIN_LIMIT, _NUM_BOUNDS * (1.0 if bound is None else bound))
 
 
 class Guard:

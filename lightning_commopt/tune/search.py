@@ -18,7 +18,7 @@ _NUM_START_STEPS = 3  # of a fit: memory is allocated, kernels are loaded
 _NUM_TRIES = 3  # of a visit in which no step counts, as every one had a validation or another batch size
 _UNKNOWN_SLOWDOWN = 1.5  # of a candidate without a prediction
 _UNKNOWN_CHANGE = 1.0  # steps that a change takes, and that the first step after it takes longer
-_MOST_SLOWDOWN = 1.5  # in a single step that is not the first: the visit ends
+_MAX_SLOWDOWN = 1.5  # in a single step that is not the first: the visit ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +156,9 @@ class Search:
             self._settling_s += first
             if settings.num_settling_steps > 1:
                 others = yield from self._steps(arm, settings.num_settling_steps - 1)
-                if arm and others and min(others) > _MOST_SLOWDOWN * self._base_s:
+                if arm and others and min(others) > _MAX_SLOWDOWN * self._base_s:
                     others += yield from self._steps(arm, 1)  # a single step may be slow by chance
-                    if min(others) > _MOST_SLOWDOWN * self._base_s:
+                    if min(others) > _MAX_SLOWDOWN * self._base_s:
                         self._visits.append(TimedVisit(arm, self._num_steps, tuple(others)))
                         return True
         began, seconds = self._num_steps, list[float]()
