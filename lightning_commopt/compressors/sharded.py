@@ -198,7 +198,7 @@ class ShardedInt8(ShardedBlockwise):
 
     @property
     def claims(self) -> Claims:
-        return Claims(error_bound=0.02, untracked_error=1e-3, keeps_residual=self.error_feedback, has_c_kernels=True)
+        return Claims(error_bound=0.02, untracked_error=1e-4, keeps_residual=self.error_feedback, has_c_kernels=True)
 
     def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
         return {"seed": torch.tensor(seed)} if self.stochastic_rounding else super().init(numel, world_size, device)
@@ -243,4 +243,4 @@ class ShardedInt4(ShardedBlockwise):
 
     @property
     def claims(self) -> Claims:
-        return Claims(error_bound=0.15, untracked_error=1e-2, keeps_residual=self.error_feedback, has_c_kernels=True)
+        return Claims(error_bound=0.15, untracked_error=1e-3, keeps_residual=self.error_feedback, has_c_kernels=True)

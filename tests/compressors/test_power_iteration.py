@@ -87,3 +87,13 @@ def test_bad_options_are_refused(comm_hook: dict[str, object], message: str) -> 
     """If it fails, a bad option of a compressor is accepted, or the error does not say what is allowed."""
     with pytest.raises(ValueError, match=message):
         CommOptDDP(comm_hook=comm_hook)
+
+
+@pytest.mark.parametrize(("sides", "is_compressed"), [((8, 8), False), ((9, 8), True)])
+def test_matrices_that_factors_do_not_make_smaller_travel_as_they_are(
+    sides: tuple[int, int], is_compressed: bool
+) -> None:
+    """Factors of rank 2 have ``2 * (m + k)`` elements; with ``min_compression_rate=2`` matrices need twice as many."""
+    layout = Layout.of([torch.zeros(sides)], torch.float32)
+    numel = 2 * sum(sides) if is_compressed else layout.numel
+    assert PowerSGD(matrix_rank=2, min_compression_rate=2).wire_bytes(layout, 2) == 4 * numel

@@ -41,6 +41,8 @@ def test_rounds_are_those_of_the_algorithm(costs: dict[str, CompressorCost]) -> 
     assert operations["bf16"] == ["all_reduce"]
     assert operations["int8"] == ["all_to_all", "all_gather"]
     assert operations["powersgd"] == ["all_reduce", "all_reduce"]
+    first, second = costs["int8"].stages[:-1]
+    assert first.share == second.share == 1.0  # as much to all ranks as from all of them
 
 
 def test_json_keeps_everything(costs: dict[str, CompressorCost]) -> None:

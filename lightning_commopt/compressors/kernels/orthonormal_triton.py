@@ -194,8 +194,8 @@ def _combine_rows(
 ):
     """Writes the combinations ``T`` ``(r, NUM)`` of the candidates of a ``factor`` whose rows are orthonormal.
 
-    Gram-Schmidt, twice for each row, in the scalar product ``G = C @ C.T``. Of every candidate it keeps the square of
-    what the rows so far leave of it.
+    Gram-Schmidt in float64 and in the scalar product ``G = C @ C.T``, whose own rounding is above what a second pass
+    removes. Of every candidate it keeps the square of what the rows so far leave of it.
     """
     begin, num_tiles, r = tl.load(factor), tl.load(factor + 1), tl.load(factor + 2)
     flat = tl.arange(0, NUM * NUM)
@@ -220,10 +220,9 @@ def _combine_rows(
             best = tl.min(tl.where(is_best, c, NUM), 0)
             is_pick = tl.where(tl.sum(is_pick.to(tl.int32), 0) > 0, c == i, c == best)
         row = tl.where(is_pick, 1.0, 0.0).to(tl.float64)
-        for _ in range(2):
-            products = tl.sum(gram * row[None, :], 1)
-            along = tl.sum(basis * products[None, :], 1)
-            row -= tl.sum(basis * along[:, None], 0)
+        products = tl.sum(gram * row[None, :], 1)
+        along = tl.sum(basis * products[None, :], 1)
+        row -= tl.sum(basis * along[:, None], 0)
         products = tl.sum(gram * row[None, :], 1)
         square = tl.sum(row * products, 0)
         inverse = tl.where(square > 0, 1 / tl.sqrt(tl.where(square > 0, square, 1.0)), 0.0)

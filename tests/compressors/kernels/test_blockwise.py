@@ -398,15 +398,22 @@ def test_triton_gives_the_bits_of_plain_torch_in_its_interpreter() -> None:
 @pytest.mark.parametrize("form", ["torch"], indirect=True)
 def test_triton_gives_the_bits_of_plain_torch_on_cuda() -> None:
     forms_agree("triton", "cuda", DTYPES, error=0, bfloat16_error=0)
-    subnormals_agree("cuda")
+    extremes_agree("cuda")
 
 
-def subnormals_agree(device: str) -> None:
-    """Compares the bits of steps whose scales, divided by the number of ranks, are subnormal."""
+def extremes_agree(device: str) -> None:
+    """Compares the bits of steps whose scales, divided by the number of ranks, are subnormal, and of the largest."""
     for world_size, numel in ((3, 300), (7, 2000)):
         case = (numel, world_size, BlockFormat(8, 16), torch.float32, torch.float32, 2.0**-119)
         plain, in_triton = results("torch", "cpu", *case), results("triton", device, *case)
         torch.testing.assert_close(in_triton[:2], plain[:2], rtol=0, atol=0)
+    for block_format in (BlockFormat(8, 32), BlockFormat(4, 32)):
+        flat, sent = torch.linspace(-1, 1, 64) * torch.finfo(torch.float32).max, []
+        for form, its_device in (("torch", "cpu"), ("triton", device)):
+            sent.append(empty_message(64, 1, block_format, its_device))
+            with in_form(form):
+                blockwise.encode(flat.to(its_device), None, sent[-1], block_format)
+        assert sent[1].cpu().equal(sent[0])
 
 
 if __name__ == "__main__":
@@ -414,5 +421,5 @@ if __name__ == "__main__":
     rounds_once = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
     forms_agree("triton", "cpu", DTYPES, error=0 if rounds_once else 2**-22, bfloat16_error=2**-7, every=5)
     if rounds_once:
-        subnormals_agree("cpu")
+        extremes_agree("cpu")
     print("agree")

@@ -183,7 +183,7 @@ def test_threads_change_no_bit_in_c(by_rows: bool) -> None:
     """If it fails, a resume with another number of threads goes another way."""
     results = []
     for threads in (1, 2, 3):
-        bucket = Bucket([(600, 700), (300, 1001)], 3, torch.float32)
+        bucket = Bucket([(600, 700), (300, 1001), (5, 9)], 3, torch.float32)  # of (5, 9) the last thread has one
         torch.set_num_threads(threads)
         with in_form("c"):
             results.append([*fold(bucket, by_rows), bucket.residual, *multiply(bucket, by_rows=False)])
