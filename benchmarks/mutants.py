@@ -53,6 +53,8 @@ def _compiled(*names: str) -> tuple[str, ...]:
 _FOLDER = "lightning_commopt/compressors"
 TESTS = {
     "lightning_commopt/sync/*.py": ("tests/streams", "tests/sync"),
+    f"{_FOLDER}/sharded*.py": ("tests/sync", "-k", "sharded"),
+    f"{_FOLDER}/alone.py": ("tests/cost/test_compressor_cost.py",),
     f"{_FOLDER}/*.py": ("tests/compressors", "tests/streams", "-k", "not interpreter and not compile"),
     f"{_FOLDER}/kernels/blockwise*_triton.py": _interpreted("blockwise"),
     f"{_FOLDER}/kernels/division_triton.py": _interpreted("blockwise"),

@@ -121,9 +121,8 @@ def results(
     mean, is_finite = (sent * 2).to(narrow), torch.ones(140, dtype=torch.bool, device=device)
     is_finite[-1] = finite
     cast.widen(flat, residual, mean, SCALE, is_finite)
-    flat_after = flat.clone()
-    cast.add_lost(residual, flat, flat.to(narrow), 3, is_finite)
-    return [sent.cpu(), *added, flat_after.cpu(), residual.cpu()]
+    cast.add_lost(residual, sums.clone(), rounded, 3, is_finite)
+    return [sent.cpu(), *added, flat.cpu(), residual.cpu()]
 
 
 def both_forms_agree(device: str) -> None:
