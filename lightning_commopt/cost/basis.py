@@ -63,7 +63,7 @@ class Basis:
         """
         costs = {hook: cost.slower(slowdown) for hook, cost in costs.items()}
         comm_cpu_s *= slowdown
-        found = workload_of_steps(ranks, layout, gradients, num_ranks=num_ranks, comm_cpu_s=comm_cpu_s, **workload)
+        found = workload_of_steps(ranks, layout, gradients, num_ranks=num_ranks, **workload)
         found = replace(found, num_others=slowdown - 1)
         link = link_of_steps(
             ranks,

@@ -43,7 +43,6 @@ class CompressorCost:
 
     compressor: Compressor | None  # that was measured
     stages: tuple[Stage, ...]  # in order
-    num_ranks: int  # that it was measured for
 
     def compute_s(self, gradient_bytes: float) -> float:
         """Returns the arithmetic of a bucket, all stages."""
@@ -57,7 +56,7 @@ class CompressorCost:
     def to_plain(self) -> dict[str, Any]:
         """Returns it in JSON types."""
         hook = None if self.compressor is None else compressor_to_config(self.compressor)
-        return {"comm_hook": hook, "stages": [list(stage) for stage in self.stages], "num_ranks": self.num_ranks}
+        return {"comm_hook": hook, "stages": [list(stage) for stage in self.stages]}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> CompressorCost:
@@ -65,7 +64,6 @@ class CompressorCost:
         return cls(
             compressor=compressor_from_config(plain["comm_hook"]),
             stages=tuple(Stage(*stage) for stage in plain["stages"]),
-            num_ranks=int(plain["num_ranks"]),
         )
 
 
@@ -96,10 +94,10 @@ class _ThreadClock(HostClock):
     mark = staticmethod(time.thread_time)
 
 
-def own_average(*, num_ranks: int, s_per_byte: float = 0.0) -> CompressorCost:
+def own_average(s_per_byte: float = 0.0) -> CompressorCost:
     """Returns the cost of DDP's own average: one all-reduce, whose arithmetic is usually a part of backward."""
     stages = Stage(0.0, s_per_byte, "all_reduce", 1.0), Stage(0.0, 0.0)
-    return CompressorCost(compressor=None, stages=stages, num_ranks=num_ranks)
+    return CompressorCost(compressor=None, stages=stages)
 
 
 def _shapes(gradients: Sequence[Gradient]) -> list[tuple[int, ...]]:
@@ -135,7 +133,7 @@ def _measure(
     compressor: Compressor | None, layouts: Sequence[Layout], clock: Clock, device: torch.device, num_ranks: int
 ) -> CompressorCost:
     if compressor is None:
-        return own_average(num_ranks=num_ranks)
+        return own_average()
     (small, _), (large, issued) = (_run(compressor, layout, clock, device, num_ranks) for layout in layouts)
     small_bytes, large_bytes = (layout.numel * layout.dtype.itemsize for layout in layouts)
     sent = sum(num_bytes if operation == "all_reduce" else num_bytes / 2 for operation, num_bytes in issued)
@@ -146,7 +144,7 @@ def _measure(
         if len(small) == len(large):  # else the small bucket is not compressed
             fixed_s, s_per_byte = _line((small_bytes, large_bytes), (small[index], seconds))
         stages.append(Stage(fixed_s, s_per_byte, operation, num_bytes / sent))
-    return CompressorCost(compressor=compressor, stages=tuple(stages), num_ranks=num_ranks)
+    return CompressorCost(compressor=compressor, stages=tuple(stages))
 
 
 def _line(x: tuple[float, float], y: tuple[float, float]) -> tuple[float, float]:

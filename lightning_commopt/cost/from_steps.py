@@ -26,7 +26,6 @@ def workload_of_steps(
     num_ranks: int,
     device: str = "cpu",
     shares_core: bool = False,
-    comm_cpu_s: float = 0.0,
 ) -> Workload:
     """Returns the workload of the same steps of each rank, or of some; see `Workload` for the other arguments.
 
@@ -60,7 +59,6 @@ def workload_of_steps(
         ),
         num_ranks=num_ranks,
         straggler_s=min(map(_straggler_s, seen)),
-        comm_cpu_s=comm_cpu_s,
         shares_core=shares_core,
         device=device,
         is_per_gradient=is_per_gradient,

@@ -88,7 +88,7 @@ def jobs_of(
     """Returns what gradient sync has to do for some buckets of a backward."""
     cost = costs.get(plan.comm_hook)
     if cost is None or plan.comm_hook is None:
-        cost = own_average(num_ranks=num_ranks)
+        cost = own_average()
     jobs = []
     for index, bucket in enumerate(buckets):
         gradient_bytes = sum(gradient.num_bytes for gradient in bucket)

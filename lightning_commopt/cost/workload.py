@@ -37,7 +37,6 @@ class Workload:
     spread_s: float = 0.0  # standard deviation of a rank's computation from step to step
     num_ranks: int = 1  # that the steps were measured on
     straggler_s: float = 0.0  # that a step waits for whichever rank is last, with `num_ranks`
-    comm_cpu_s: float = 0.0  # processor time of a step that other threads than backward's used: those of gradient sync
     shares_core: bool = False  # gradient sync has no processor of its own, so that its arithmetic slows backward down
     num_others: float = 0.0  # of other programs that want this rank's processor, in the mean
     device: str = "cpu"  # "cpu" or "cuda"

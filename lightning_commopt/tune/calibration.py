@@ -91,7 +91,6 @@ class Calibration:
             num_ranks=num_ranks,
             device=self._strategy.root_device.type,
             shares_core=times.shares_core,
-            comm_cpu_s=times.comm_cpu_s,
         )
         link = link_of_steps(records, num_ranks=num_ranks, comm_cpu_s=times.comm_cpu_s, cost=costs.get(base.comm_hook))
         return shortlist(base, self._options, workload, link, costs, measured_s)

@@ -20,7 +20,6 @@ COSTS = {
     INT8: CompressorCost(
         compressor=INT8,
         stages=(Stage(1e-4, 1e-9, "all_to_all", 1.0), Stage(1e-4, 1e-9, "all_gather", 1.0), Stage(0.0, 5e-10)),
-        num_ranks=2,
     )
 }
 

@@ -23,7 +23,6 @@ INT8 = compressor_from_config("int8")
 COST = CompressorCost(
     compressor=INT8,
     stages=(Stage(0.0, 0.0, "all_to_all", 1.0), Stage(0.0, 0.0, "all_gather", 1.0), Stage(0.0, 0.0)),
-    num_ranks=2,
 )
 COSTS = {INT8: COST}
 

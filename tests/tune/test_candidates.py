@@ -19,7 +19,7 @@ from lightning_commopt.tune.options import TuneOptions
 
 _GRADIENTS = tuple(Gradient(f"layer.{i}", (1024, 1024), 4, 0.01 * (i + 1)) for i in range(20))
 _WORKLOAD = Workload(gradients=_GRADIENTS, forward_s=0.1, backward_s=0.2, rest_s=0.01, num_ranks=2)
-_OWN = own_average(s_per_byte=0.0, num_ranks=2)
+_OWN = own_average()
 _INT8, _BF16 = map(compressor_from_config, ("int8", "bf16"))
 _COSTS = {compressor: dataclasses.replace(_OWN, compressor=compressor) for compressor in (None, _INT8, _BF16)}
 
