@@ -2,19 +2,15 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import uuid
 from pathlib import Path
 
 from hang_faults import FAULTS
 
-from lightning_commopt.launch.fork_server import ForkServer
-from lightning_commopt.launch.forked_process import ForkedProcess
 from lightning_commopt.launch.lab import NetLab
 from lightning_commopt.launch.lab.lab import DEVICE, MASTER_PORT
 
@@ -26,8 +22,6 @@ ADD_WRONG_INTERFACE = (
 )
 BLOCK_RANK_1 = "ip route add blackhole 10.0.0.2/32 && "
 
-_forking = threading.Lock()
-
 
 class Job:
     """The processes of one run, with their output in files; all are ended when it is closed.
@@ -37,16 +31,13 @@ class Job:
         strategy: "ddp" or "commopt".
         has_monitor: with a `HangMonitor`.
         folder: for everything that the run leaves.
-        server: that forks ranks on this host.
         lab: whose hosts the ranks run on; None for processes of this host.
     """
 
-    def __init__(
-        self, name: str, strategy: str, has_monitor: bool, folder: Path, server: ForkServer, lab: NetLab | None
-    ) -> None:
+    def __init__(self, name: str, strategy: str, has_monitor: bool, folder: Path, lab: NetLab | None) -> None:
         self.fault = FAULTS[name]
         self.folder = folder
-        self._server, self._has_monitor = server, has_monitor
+        self._has_monitor = has_monitor
         self._mark = f"COMMOPT_RUN={uuid.uuid4().hex}"
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         if lab is not None:
@@ -69,23 +60,14 @@ class Job:
             if not (name == "absent" and rank == self.fault.rank)
         }
 
-    def _start(
-        self, rank: int, name: str, env: dict[str, str], lab: NetLab | None
-    ) -> subprocess.Popen[bytes] | ForkedProcess:
+    def _start(self, rank: int, name: str, env: dict[str, str], lab: NetLab | None) -> subprocess.Popen[bytes]:
         key, _, value = self._mark.partition("=")
         env |= {key: value, "LOCAL_RANK": str(rank if lab is None else 0), "NODE_RANK": str(0 if lab is None else rank)}
-        output = self.folder / f"rank{rank}.txt"
-        if lab is None:
-            with _forking:
-                forked = self._server.start(
-                    [sys.executable, "-m", SCRIPT.stem], env=env, folder=str(SCRIPT.parent), is_session=True
-                )
-            threading.Thread(target=keep_output, args=(forked, output), daemon=True).start()
-            return forked
         before = {("interface", 1): ADD_WRONG_INTERFACE, ("port", 0): BLOCK_RANK_1}.get((name, rank), "")
-        with output.open("wb") as file:
+        host = () if lab is None else lab.enter(rank)
+        with (self.folder / f"rank{rank}.txt").open("wb") as file:
             return subprocess.Popen(
-                [*lab.enter(rank), "sh", "-c", f"{before}exec {sys.executable} {SCRIPT}"],
+                [*host, "sh", "-c", f"{before}exec {sys.executable} {SCRIPT}"],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -141,13 +123,6 @@ class Job:
             return state not in "ZX" and (is_of_rank or self._mark.encode() in (entry / "environ").read_bytes())
         except OSError:
             return False
-
-
-def keep_output(process: ForkedProcess, path: Path) -> None:
-    """Writes to a file what a rank, and all that it has started, say."""
-    assert process.stdout is not None
-    with process.stdout as output, path.open("wb", buffering=0) as file:
-        shutil.copyfileobj(output, file)
 
 
 def free_port() -> int:

@@ -1,17 +1,15 @@
 """Whether a training run that stands still names the rank, the phase and the operation, for one fault after the other.
 
 Each run is a job of 2 or 3 real processes with real Lightning Trainers on gloo, in which one thing goes wrong
-(`hanging_script.py`, `hanging_callbacks.py`). Those of this host are forked from a process that has imported torch and
-Lightning. What must be reported of a fault was written down before any run (`hang_faults.py`); `hang_judge.py`
-compares. Faults of the network need hosts of their own, in the network lab. Faults at the start are reported by
-`CommOptDDP` before any callback runs.
+(`hanging_script.py`, `hanging_callbacks.py`). What must be reported of a fault was written down before any run
+(`hang_faults.py`); `hang_judge.py` compares. Faults of the network need hosts of their own, in the network lab. Faults
+at the start are reported by `CommOptDDP` before any callback runs.
 
 python benchmarks/hangs.py --num-runs 10 --num-at-once 3 --output benchmarks/results/hangs_HARDWARE_DATE.json
 python benchmarks/hangs.py --num-runs 1 --faults killed,network --strategy commopt    # a first look
 """
 
 import argparse
-import importlib
 import os
 import signal
 import sys
@@ -27,20 +25,17 @@ from typing import Any
 
 import numpy as np
 from hang_faults import FAULTS
-from hang_job import SCRIPT, Job
+from hang_job import Job
 from hang_judge import MONITOR_LINE, find_message, judge, read_report
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
 
-from lightning_commopt.launch.fork_server import ForkServer
 from lightning_commopt.launch.lab import NetLab
 
-PRELOADED = ("torch._dynamo", "lightning.pytorch", "lightning_commopt.lightning", "lightning_commopt.callbacks")
 STRATEGIES = ("ddp", "commopt")
 START_S = 180
 POLL_S = 0.1
-COPIED_S = 1.0  # for the threads that copy the ranks' output
 COUNTED = (
     "is_injected",
     "is_reported",
@@ -53,14 +48,14 @@ COUNTED = (
 )
 
 
-def run_once(name: str, strategy: str, server: ForkServer, has_monitor: bool, wait_s: float) -> dict[str, Any]:
+def run_once(name: str, strategy: str, has_monitor: bool, wait_s: float) -> dict[str, Any]:
     """Runs one job until all its processes have ended or time is up; returns what was reported, and the judgement."""
     fault = FAULTS[name]
     with ExitStack() as closing:
         load = os.getloadavg()[0]
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         lab = closing.enter_context(NetLab(fault.world_size)) if fault.needs_lab else None
-        job = Job(name, strategy, has_monitor, folder, server, lab)
+        job = Job(name, strategy, has_monitor, folder, lab)
         closing.callback(job.close)
         reported_at_s = watch(job, wait_s)
         outputs, begin_s, left = job.outputs, job.fault_at_s, job.left()
@@ -95,8 +90,6 @@ def watch(job: Job, wait_s: float) -> dict[str, float]:
     while True:
         is_over = not job.left()
         is_over |= time.time() > (deadline if job.fault_at_s is None else wait_s + job.fault_at_s)
-        if is_over:
-            time.sleep(COPIED_S)
         outputs = job.outputs
         if any(MONITOR_LINE.search(output) for output in outputs):
             reported_at_s.setdefault("report", time.time())
@@ -168,9 +161,6 @@ def main() -> None:
         parser.error(f"{unknown!r} is none of {', '.join([*FAULTS, *STRATEGIES])}")
     load = os.getloadavg()[0]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ranks
-    for module in PRELOADED:
-        importlib.import_module(module)
-    server = ForkServer(SCRIPT.stem)
     results: list[dict[str, Any]] = [
         {"fault": name, "strategy": strategy, "runs": []}
         for name in names
@@ -185,7 +175,7 @@ def main() -> None:
     storing = threading.Lock()
 
     def add_run(result: dict[str, Any]) -> None:
-        run = run_once(result["fault"], result["strategy"], server, not arguments.no_monitor, arguments.wait_s)
+        run = run_once(result["fault"], result["strategy"], not arguments.no_monitor, arguments.wait_s)
         is_right = all(run[key] for key in COUNTED if key.startswith("right_")) and run["in_time"]
         mark = "right" if is_right else "WRONG" if run["is_injected"] else "NOT INJECTED"
         with storing:

@@ -17,8 +17,7 @@ from typing import Any
 
 from results_file import write_result
 
-from lightning_commopt.commands.bench.start import MODULE, bench_in_lab
-from lightning_commopt.launch.fork_server import preload
+from lightning_commopt.commands.bench.start import bench_in_lab
 from lightning_commopt.measure.link.bench_result import BenchResult, Row
 from lightning_commopt.measure.link.bench_settings import BenchSettings, size_text
 from lightning_commopt.measure.link.model import Curve
@@ -88,7 +87,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
-    preload(MODULE)
     links = []
     for num_hosts in arguments.num_hosts:
         for rate in arguments.rates:

@@ -143,14 +143,6 @@ def is_interactive() -> bool:
     return any(module._IS_INTERACTIVE for module in modules if module is not None)
 
 
-def renew_rank() -> None:
-    """Updates the rank for rank-0 messages from the environment, which Lightning reads once, when imported."""
-    for fabric in _FABRICS:
-        module = sys.modules.get(f"{fabric}.utilities.rank_zero")
-        if module is not None:
-            module.rank_zero_only.rank = module._get_rank() or 0
-
-
 def is_lightnings_ddp(strategy: object) -> bool:
     """Returns whether a strategy is Lightning's ``DDPStrategy`` itself, not a subclass."""
     cls = type(strategy)

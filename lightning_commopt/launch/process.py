@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
-from lightning_commopt.launch.fork_server import ForkServer
-from lightning_commopt.launch.lab.ranks import Process, start_program
+from lightning_commopt.launch.lab.ranks import start_program
 
 _POLL_S = 0.1
 _CHUNK_BYTES = 65536
@@ -29,18 +28,14 @@ class InterruptedRun(BaseException):
 
 
 def run_in_group(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    on_output: Callable[[bytes], None],
-    grace_s: float = 5,
-    server: ForkServer | None = None,
+    command: Sequence[str], env: Mapping[str, str], on_output: Callable[[bytes], None], grace_s: float = 5
 ) -> int:
     """Runs a command in a process group of its own and waits for it.
 
     When its first process has ended, the rest of the group is killed. When we receive SIGINT, SIGTERM or SIGHUP, the
     group receives SIGINT, and SIGKILL after ``grace_s`` seconds (a rank in a hung collective obeys nothing else), or at
     once when a second signal arrives. Signals that we ignore, as under nohup, stay ignored. ``env`` is the whole
-    environment; ``on_output`` receives standard output and error; ``server`` starts the command if there is one.
+    environment; ``on_output`` receives standard output and error.
 
     Returns:
         The exit status of the first process; the negative number of the signal that ended it.
@@ -49,8 +44,7 @@ def run_in_group(
         InterruptedRun: we received one of the signals.
     """
     with collect_signals() as received:
-        starting = partial(server.start, is_session=True, is_server=True) if server else start_program
-        process = starting(command, env=env)
+        process = start_program(command, env)
         try:
             _follow(process, on_output, received, grace_s)
         finally:
@@ -81,7 +75,10 @@ def raise_signals() -> Iterator[None]:
 
 
 def _follow(
-    process: Process, on_output: Callable[[bytes], None], received: list[signal.Signals], grace_s: float
+    process: subprocess.Popen[bytes],
+    on_output: Callable[[bytes], None],
+    received: list[signal.Signals],
+    grace_s: float,
 ) -> None:
     """Forwards output until the first process has ended or may be killed."""
     assert process.stdout is not None

@@ -14,7 +14,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from lightning_commopt.launch.environment import RANK_VARIABLES
-from lightning_commopt.launch.fork_server import is_preloaded, server_for
 from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.sync.groups import leave_process_group
 
@@ -67,13 +66,7 @@ class _MultirunLauncher(_SubprocessScriptLauncher):
         for local_rank in range(1, self.num_processes):
             command, folder = single_run_command(local_rank)
             environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
-            server = server_for(command)
-            process = (
-                subprocess.Popen(command, env=environment, cwd=folder)
-                if server is None
-                else server.start(command, env=environment, folder=folder)
-            )
-            self.procs.append(process)  # type: ignore[arg-type]
+            self.procs.append(subprocess.Popen(command, env=environment, cwd=folder))
 
 
 def configure_multirun_launcher(strategy: Any) -> None:
@@ -81,6 +74,6 @@ def configure_multirun_launcher(strategy: Any) -> None:
     launcher = strategy.launcher  # of the strategy's own package; None where somebody else starts the processes
     if launcher is None or strategy._start_method != "popen":
         return
-    if multirun_job_dir() is not None or is_preloaded():
+    if multirun_job_dir() is not None:
         launcher_class = type("MultirunLauncher", (_MultirunLauncher, type(launcher)), {})
         strategy._launcher = launcher_class(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)

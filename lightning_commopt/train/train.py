@@ -21,7 +21,6 @@ from lightning_commopt.callbacks import RunRecorder
 from lightning_commopt.compat.hydra import VERSION_BASE, allow_targets, get_args_parser, packages_of_targets
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.launch.environment import is_first_rank, is_lab_rank
-from lightning_commopt.launch.fork_server import preload
 from lightning_commopt.launch.hydra_command import config_flags
 from lightning_commopt.launch.process import InterruptedRun
 from lightning_commopt.measure.runs.files import CONFIG_FILE
@@ -51,8 +50,6 @@ def main() -> None:
     """Runs ``commopt-train`` with the arguments of this process."""
     print_in_any_encoding()
     sys.argv[1:] = flags_first(sys.argv[1:])
-    if get_args_parser().parse_known_args()[0].multirun:
-        preload("lightning_commopt.train.train")
     console = Console()
     status: int | str | None = 0
     was_interrupted = False

@@ -1,14 +1,16 @@
-"""Joins a process group as one rank of a host each, and says how many batches it trained; run by ``joining_lab``.
+"""Joins a process group as one rank of a host each, and prints how many batches it trained; run by ``test_join_watch``.
 
-Usage: joining_script.py BEFORE TELL_AFTER_S TIMEOUT_S [GLOO_SOCKET_IFNAME of rank 1]
+Usage: joining_script.py FOLDER BEFORE REPORT_AFTER_S TIMEOUT_S [GLOO_SOCKET_IFNAME of rank 1]
 
-BEFORE is what the shell of each host does first.
+The ranks wait for each other in FOLDER, then the shell of each host does BEFORE.
 """
 
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.watch import join_watch
@@ -16,9 +18,12 @@ from support.strategy_models import Tiny, loader, trainer
 
 
 def main() -> None:
-    before, tell_after_s, timeout_s, *interface = sys.argv[1:]
+    folder, before, report_after_s, timeout_s, *interface = sys.argv[1:]
+    Path(folder, os.environ["RANK"]).touch()
+    while len(os.listdir(folder)) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.02)
     subprocess.run(["sh", "-c", before])
-    join_watch._REPORT_AFTER_S = float(tell_after_s)
+    join_watch._REPORT_AFTER_S = float(report_after_s)
     join_watch.LOOK_S, join_watch._TRY_S = 0.1, 1.0
     if interface and os.environ["RANK"] == "1":
         os.environ["GLOO_SOCKET_IFNAME"] = interface[0]

@@ -1,20 +1,22 @@
 """Ranks that wait for others while the process group is made say for whom, and why."""
 
-import json
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch.distributed as dist
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.launch.interfaces import Interface, Listening, find_listening, list_interfaces
+from lightning_commopt.launch.lab import NetLab, RankError
 from lightning_commopt.watch import join_watch
 from lightning_commopt.watch.join_texts import (
     Arrival,
@@ -28,7 +30,7 @@ from lightning_commopt.watch.join_watch import JoinWatch
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import Tiny, loader, trainer
 
-_PROGRAM = Path(__file__).parent / "joining_lab.py"
+_SCRIPT = Path(__file__).parent / "joining_script.py"
 _LIMIT_S = 120
 _STORE = "10.0.0.1:29500"
 
@@ -208,16 +210,21 @@ _CASES: dict[str, tuple[object, ...]] = {
 
 @pytest.fixture(scope="module")
 def told(lab_machine: None) -> dict[str, list[list[str]]]:
-    """What the watch of each rank says, in each case. In all of them some rank fails."""
-    paths = (_PROGRAM.parent, _PROGRAM.parents[1], _PROGRAM.parents[2])
-    environment = {**os.environ, "PYTHONPATH": ":".join(map(str, paths))}
-    command = [sys.executable, "-W", "ignore", str(_PROGRAM), json.dumps([*_CASES.values()]), str(_LIMIT_S)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * _LIMIT_S)
-    assert ran.returncode == 0, ran.stderr
-    return {
-        name: [[line for line in said.splitlines() if " s in init_process_group: " in line] for said in outputs]
-        for name, outputs in zip(_CASES, json.loads(ran.stdout), strict=True)
-    }
+    """What the watch of each rank reports, in each case, all side by side. In all of them some rank fails."""
+
+    def run(case: tuple[object, ...]) -> list[list[str]]:
+        num_hosts, *arguments = case
+        assert isinstance(num_hosts, int)
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_SCRIPT.parents[1])}
+        with TemporaryDirectory() as folder, NetLab(num_hosts) as lab:
+            command = (sys.executable, "-W", "ignore", str(_SCRIPT), folder, *map(str, arguments))
+            with pytest.raises(RankError) as failed:
+                lab.run(command, environment=environment, timeout_s=2 * _LIMIT_S)
+        outputs = failed.value.outputs
+        return [[line for line in said.splitlines() if " s in init_process_group: " in line] for said in outputs]
+
+    with ThreadPoolExecutor(len(_CASES)) as pool:
+        return dict(zip(_CASES, pool.map(run, _CASES.values()), strict=True))
 
 
 @pytest.mark.exhaustive

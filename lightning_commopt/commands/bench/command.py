@@ -238,9 +238,8 @@ def _measure(
 def _start_ranks(
     settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
 ) -> "BenchResult":
-    from lightning_commopt.commands.bench.job import device_type_of  # and so before ranks are forked
-    from lightning_commopt.commands.bench.start import MODULE, bench_here, bench_in_lab, check_size
-    from lightning_commopt.launch.fork_server import preload
+    from lightning_commopt.commands.bench.job import device_type_of
+    from lightning_commopt.commands.bench.start import bench_here, bench_in_lab, check_size
     from lightning_commopt.launch.lab import parse_rate
 
     device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)
@@ -250,7 +249,6 @@ def _start_ranks(
     num_hosts = 1 if link is None else hosts or 2
     per_host = nproc_per_node or (num_devices if link is None else 1)
     check_size(settings, num_hosts * per_host, per_host, device_type)
-    preload(MODULE)
     with _progress_bar() as progress:
         if link is None:
             return bench_here(settings, num_ranks=per_host, device_type=device_type, on_progress=progress)

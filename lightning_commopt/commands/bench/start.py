@@ -9,21 +9,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_commopt.commands.bench.cases import num_ranks_of_scopes
-from lightning_commopt.launch.fork_server import server_for
 from lightning_commopt.launch.lab import NetLab, parse_rate, why_not
 from lightning_commopt.launch.lab.ranks import RankProcess, error_of, start_program, watch
 from lightning_commopt.launch.process import InterruptedRun, collect_signals
 from lightning_commopt.measure.link.bench_result import BenchResult
 from lightning_commopt.measure.link.bench_settings import BenchSettings, size_text
 from lightning_commopt.text.validation import check_integer
-
-MODULE = "lightning_commopt.commands.bench.job"
-"""What each rank runs."""
 
 PROGRESS = "COMMOPT PROGRESS "
 """Begins a line of rank 0 with the arguments of `OnProgress`, as JSON."""
@@ -48,12 +43,11 @@ def bench_here(
     check_size(settings, num_ranks, num_ranks, device_type)
     with tempfile.TemporaryDirectory(prefix="commopt-bench-") as folder, ExitStack() as closing:
         job = _Job(Path(folder), settings, device_type, {}, on_progress)
-        ranks, server = [], server_for(job.command)
+        ranks = []
         with collect_signals() as received:  # an exception could lose a process that was just started
             for rank in range(num_ranks):
                 env = {**os.environ, **_variables(rank, num_ranks, device_type)}
-                starting = partial(server.start, is_session=True) if server else start_program
-                ranks.append(RankProcess(rank, starting(job.command, env=env), job.on_output))
+                ranks.append(RankProcess(rank, start_program(job.command, env), job.on_output))
                 closing.callback(_end, ranks[-1])
         if received:
             raise InterruptedRun(received[0])
@@ -115,7 +109,7 @@ class _Job:
         content = {"settings": settings.to_dict(), "device_type": device_type, "notes": notes}
         content |= {"store": str(folder / "store"), "result": str(self._result)}
         (folder / "job.json").write_text(json.dumps(content), encoding="utf-8")
-        self.command = [sys.executable, "-m", MODULE, str(folder / "job.json")]
+        self.command = [sys.executable, "-m", "lightning_commopt.commands.bench.job", str(folder / "job.json")]
 
     def on_output(self, rank: int, output: bytes) -> None:
         """Reads progress from output, which may end within a line."""

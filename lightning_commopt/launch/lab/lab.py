@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from lightning_commopt.launch.fork_server import server_for
 from lightning_commopt.launch.lab.namespaces import Keeper, LabError, find_unshare_options, path_of, run_program
-from lightning_commopt.launch.lab.ranks import Process, RankProcess, error_of, start_program, watch
+from lightning_commopt.launch.lab.ranks import RankProcess, error_of, start_program, watch
 from lightning_commopt.text.validation import check_integer, check_positive
 
 DEVICE = "eth0"
@@ -115,9 +114,8 @@ class NetLab:
     ) -> list[str]:
         """Runs a command as every rank of a job and waits for all of them.
 
-        Each rank has the variables of ``torchrun`` in its environment, and the device for gloo and NCCL. A `ForkServer`
-        of this process that can start the command does. No process that was started here, or by those, is left when
-        this returns or raises.
+        Each rank has the variables of ``torchrun`` in its environment, and the device for gloo and NCCL. No process
+        that was started here, or by those, is left when this returns or raises.
 
         Args:
             command: program and arguments.
@@ -138,25 +136,16 @@ class NetLab:
         check_integer("ranks_per_host", ranks_per_host, at_least=1)
         if timeout_s is not None:
             check_positive("timeout_s", timeout_s)
-        keeper, server, folder = self._opened(), server_for(command), os.getcwd()
+        keeper, folder = self._opened(), os.getcwd()
+        cores = sorted(os.sched_getaffinity(0))
         ranks: list[RankProcess] = []
         with ExitStack() as closing, Keeper(self._unshare_options, within=keeper) as tree:
             for rank in range(self.num_hosts * ranks_per_host):
                 host = f"host{rank // ranks_per_host}"
-                all_cores = sorted(os.sched_getaffinity(0))
-                cores = (all_cores[rank % len(all_cores)],) if pin_to_cores else ()
                 variables = self._variables(rank, ranks_per_host, pin_to_cores)
                 env = {**os.environ, **variables, **(environment or {})}
-                started: Process
-                if server is None:
-                    pin = (path_of("taskset"), "--cpu-list", ",".join(map(str, cores))) if cores else ()
-                    started = start_program((*tree.enter(host, folder), *pin, *command), env)
-                else:
-                    seen_here, of_host = f"/proc/{tree.pid}/root{folder}", tree.files(host)
-                    started = server.start(
-                        command, env=env, folder=seen_here, namespaces=of_host, cores=cores, is_session=True
-                    )
-                process = RankProcess(rank, started, on_output)
+                pin = (path_of("taskset"), "--cpu-list", str(cores[rank % len(cores)])) if pin_to_cores else ()
+                process = RankProcess(rank, start_program((*tree.enter(host, folder), *pin, *command), env), on_output)
                 ranks.append(process)
                 closing.callback(process.close)
             stopped = watch(ranks, timeout_s)

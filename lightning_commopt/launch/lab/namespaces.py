@@ -147,19 +147,6 @@ class Keeper:
         where = () if folder is None else (f"--wd={root}{folder}",)
         return (path_of("nsenter"), "--target", str(self.pid), *user, "--mount", *processes, network, *where, "--")
 
-    def files(self, host: str) -> tuple[str, ...]:
-        """Returns the namespaces that `enter` enters for a host, as files for ``setns``, in the necessary order.
-
-        Only children enter those of processes.
-        """
-        of_ours = f"/proc/{self.pid}/ns"
-        return (
-            *((f"{of_ours}/user",) if self._unshare_options else ()),
-            f"/proc/{self.pid}/root/run/netns/{host}",
-            *((f"{of_ours}/pid_for_children",) if self._has_processes else ()),
-            f"{of_ours}/mnt",
-        )
-
     def close(self) -> None:
         """Ends the namespaces; returns when no process is left in them."""
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):

@@ -8,8 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from lightning_commopt.launch.forked_process import ForkedProcess
-
 _POLL_S = 0.05
 _CHUNK_BYTES = 65536
 _LINES_IN_MESSAGE = 40
@@ -31,10 +29,7 @@ class RankError(RuntimeError):
         self.outputs = outputs
 
 
-Process = subprocess.Popen[bytes] | ForkedProcess
-
-
-def start_program(command: Sequence[str], env: Mapping[str, str]) -> Process:
+def start_program(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts a program as the leader of a session, with no input and with its output in a pipe."""
     return subprocess.Popen(
         command,
@@ -49,7 +44,9 @@ def start_program(command: Sequence[str], env: Mapping[str, str]) -> Process:
 class RankProcess:
     """One rank: a process and its output so far."""
 
-    def __init__(self, rank: int, process: Process, on_output: Callable[[int, bytes], None] | None) -> None:
+    def __init__(
+        self, rank: int, process: subprocess.Popen[bytes], on_output: Callable[[int, bytes], None] | None
+    ) -> None:
         self.rank = rank
         self.process = process
         self._on_output = on_output

@@ -94,7 +94,6 @@ class JobComposer:
             folder=folder,
             config_yaml=config_yaml,
             content=content,
-            is_on_cpu=run_config.trainer.accelerator == "cpu",
             note=note,
         )
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import yaml
 
-from lightning_commopt.launch.fork_server import server_for
 from lightning_commopt.launch.process import InterruptedRun, run_in_group
 from lightning_commopt.measure.runs.files import LOG_FILE, RUN_FILE, SUMMARY_FILE
 from lightning_commopt.measure.runs.record import RunRecord, write_json
@@ -32,7 +31,6 @@ class Job:
     folder: Path  # of the run
     config_yaml: str  # the run's resolved configuration
     content: str  # the part of the configuration that affects training: jobs with equal content train the same
-    is_on_cpu: bool = False  # it may be forked from a process that has imported everything, which CUDA does not allow
     note: str | None = None  # for the user, before the job runs
 
     @property
@@ -90,9 +88,8 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
             observer.on_output(text, is_final)
 
         reader = LineReader(on_line)
-        server = server_for(job.command) if job.is_on_cpu else None
         try:
-            reason = _reason(run_in_group(job.command, env, reader.feed, server=server))
+            reason = _reason(run_in_group(job.command, env, reader.feed))
         except InterruptedRun as error:
             interrupted, reason = error, str(error)
         reader.close()
