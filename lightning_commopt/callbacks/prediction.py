@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.callbacks.publisher import StepFiles
-from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.basis import Basis, recommended_compressors
+from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.cost.compressor_cost import measure_costs
-from lightning_commopt.cost.forecasts import forecasts, recommended_compressors
 from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.measure.recorder import RecordedStep
@@ -85,26 +85,23 @@ class PredictionRecorder:
             return []
         device = self._strategy.root_device
         try:
-            gradients = self._times.gradients()
+            found = self._times.arguments()
             hooks = dict.fromkeys([*recommended_compressors(), plan.comm_hook])
             basis = Basis.of_steps(
                 plan,
                 [[step.record for step in self._steps if step.record.buckets]],
                 self._steps[-1].layout,
-                measure_costs(hooks, gradients, device, self._num_ranks),
+                measure_costs(hooks, found["gradients"], device, self._num_ranks),
                 num_ranks=self._num_ranks,
-                gradients=gradients,
                 device=device.type,
-                comm_cpu_s=self._times.comm_cpu_s,
-                slowdown=self._times.slowdown,
-                shares_core=self._times.shares_core,
+                **found,
             )
         except ValueError:  # too few steps, or no buckets
             return []
-        found = forecasts(basis)
+        others = forecasts(basis)
         if files is not None:
-            files.save_basis(basis, found)
-        return found
+            files.save_basis(basis, others)
+        return others
 
 
 def _plan(strategy: Strategy, comm_hook: str) -> CommPlan | None:

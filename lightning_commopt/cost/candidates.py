@@ -1,18 +1,22 @@
-"""The plans that are worth trying for a workload, the fastest first."""
+"""The plans that are worth trying for a workload, the fastest first; and the settings that a verdict recommends."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.link import Link
-from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of, predict
+from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of
 from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.plan import CommPlan, ddp_options
 
+_NUM_BATCHES = 4  # that a forecast accumulates
 _CAPS_MB = (5, 10, 25, 50, 100, 200, 400)
 _MAX_GROUPS = (96, 16, 6)  # fewer buckets than the layout that ends first take less of a core that backward needs
 
@@ -25,39 +29,48 @@ class Candidate(NamedTuple):
 
 
 def candidates(
-    base: CommPlan,
-    workload: Workload,
-    link: Link,
-    costs: Costs,
+    basis: Basis,
     compressors: Iterable[Compressor | None],
     *,
     num_ranks: int | None = None,
     with_lists: bool = True,
 ) -> list[Candidate]:
-    """Returns plans with other buckets and compressors than ``base``, and ``base`` itself, by predicted time.
+    """Returns plans with other buckets and compressors than that of ``basis``, and this one, by predicted time.
 
     For each compressor, None being DDP's own average, the best layout as a list of caps, also of few neighbours taken
     together, if ``with_lists``, where this torch takes one and all gradients have one dtype; and DDP's own layout with
     the usual caps. Of plans with the same buckets the first counts. Compressors whose cost was not measured are left
     out. ``num_ranks`` is None for as many as the workload was measured with.
     """
+    base, workload = basis.plan, basis.workload
     with_lists = with_lists and not base.find_unused_parameters and "bucket_cap_mb_list" in ddp_options()
     with_lists = with_lists and len({gradient.itemsize for gradient in workload.gradients}) == 1
     plans = [base]
     for compressor in compressors:
-        if compressor is not None and compressor not in costs:
+        if compressor is not None and compressor not in basis.costs:
             continue
         same_hook = dataclasses.replace(base, comm_hook=compressor)
         plans += [same_hook, *(dataclasses.replace(same_hook, bucket_cap_mb=cap) for cap in _CAPS_MB)]
         for max_groups in _MAX_GROUPS if with_lists else ():
-            sizes = best_layout(workload, link, costs, compressor, num_ranks=num_ranks, max_groups=max_groups)
+            sizes = best_layout(
+                workload, basis.link, basis.costs, compressor, num_ranks=num_ranks, max_groups=max_groups
+            )
             plans.append(dataclasses.replace(same_hook, bucket_cap_mb=caps_for(sizes, workload.gradients)))
     unique: dict[tuple[Compressor | None, tuple[int, ...]], CommPlan] = {}
     for plan in plans:
         sizes = tuple(map(len, buckets_of(plan, workload.gradients)))
         unique.setdefault((plan.comm_hook, sizes), plan)
-    found = [Candidate(plan, predict(plan, workload, link, costs, num_ranks=num_ranks)) for plan in unique.values()]
+    found = [Candidate(plan, basis.predict(plan, num_ranks=num_ranks)) for plan in unique.values()]
     return sorted(found, key=lambda candidate: candidate.prediction.step_s)
+
+
+def best_of_each(basis: Basis, compressors: Iterable[Compressor | None], **options: Any) -> list[Candidate]:
+    """Returns the best candidate with each compressor, the fastest first; ``options`` are those of `candidates`."""
+    best: dict[Compressor | None, Candidate] = {}
+    for candidate in candidates(basis, compressors, **options):
+        if candidate.plan != basis.plan:
+            best.setdefault(candidate.plan.comm_hook, candidate)
+    return list(best.values())
 
 
 def best_layout(
@@ -126,3 +139,43 @@ def caps_for(sizes: Sequence[int], gradients: Sequence[Gradient]) -> tuple[float
         caps.append(sum(gradient.num_bytes for gradient in gradients[start : start + size]) / MIB)
         start += size
     return tuple(caps)
+
+
+def forecasts(basis: Basis) -> list[Forecast]:
+    """Returns the best plan with each recommended compressor and plain caps, exact ones first, and accumulation."""
+    best = best_of_each(basis, recommended_compressors(), with_lists=False)
+    scale = basis.step_s / basis.predict(basis.plan).step_s  # differs from 1 where no link explains the steps
+    found = [_forecast(candidate, basis.plan, scale) for candidate in best]
+    return [*sorted(found, key=lambda one: one.error_bound), _accumulating(basis, scale / _NUM_BATCHES)]
+
+
+def _forecast(candidate: Candidate, present: CommPlan, scale: float) -> Forecast:
+    plan, found = candidate
+    settings = []
+    if plan.comm_hook != present.comm_hook:
+        settings.append(f'comm_hook="{"none" if plan.comm_hook is None else compressor_name(plan.comm_hook)}"')
+    if plan.bucket_cap_mb != present.bucket_cap_mb:
+        settings.append(f"bucket_cap_mb={plan.bucket_cap_mb}")
+    claims = None if plan.comm_hook is None else plan.comm_hook.claims
+    return Forecast(
+        setting=", ".join(settings),
+        is_lossy=claims is not None and claims.is_lossy,
+        error_bound=0.0 if claims is None else claims.error_bound or 0.0,
+        step_s=scale * found.step_s,
+        low_s=scale * found.low_s,
+        high_s=scale * found.high_s,
+    )
+
+
+def _accumulating(basis: Basis, scale: float) -> Forecast:
+    num_batches = _NUM_BATCHES * basis.workload.num_batches
+    more = dataclasses.replace(basis, workload=basis.workload.accumulating(num_batches)).predict(basis.plan)
+    return Forecast(
+        setting=f"Trainer(accumulate_grad_batches={num_batches})",
+        is_lossy=False,
+        error_bound=1.0,
+        step_s=scale * more.step_s,
+        low_s=scale * more.low_s,
+        high_s=scale * more.high_s,
+        note=f"a step then takes {_NUM_BATCHES} times the samples, which changes training",
+    )

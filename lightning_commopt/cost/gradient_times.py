@@ -93,6 +93,11 @@ class GradientTimes:
             for (earlier_process, earlier_thread), (process, thread) in pairwise(self._cpu_s)
         )
 
+    def arguments(self) -> dict[str, Any]:
+        """Returns what was found, as `Basis.of_steps` takes it; for errors see `gradients`."""
+        names = ("comm_cpu_s", "slowdown", "shares_core")
+        return {"gradients": self.gradients(), **{name: getattr(self, name) for name in names}}
+
     def close(self) -> None:
         """Removes the hooks from the parameters."""
         for handle in self._handles:

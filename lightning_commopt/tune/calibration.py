@@ -1,23 +1,29 @@
-"""Calibration: measures in a few steps with the user's plan what predictions lean on."""
+"""Calibration: measures in a few steps with the user's plan what predictions lean on; and which plans these promise."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_commopt.compat.loops import wrap_method
-from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
-from lightning_commopt.cost.from_steps import link_of_steps, workload_of_steps
+from lightning_commopt.compressors.catalog import ready_compressors
+from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.candidates import candidates
+from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
+from lightning_commopt.cost.predict import Costs, Prediction, buckets_of, predict
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.observed import before_backward
-from lightning_commopt.tune.candidates import Shortlist, shortlist
 from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 
 NUM_STEPS = 6
+MAX_CANDIDATES = 3
+_MIN_GAIN = 0.01  # that a prediction must promise; the search wants more
+_MIN_RATIO = 2  # of the numbers of buckets: what a bucket costs besides its bytes is what predictions miss most
 _NUM_SETTLING_STEPS = 3  # DDP lays out its buckets after the first, or, with a static graph, the second
 
 
@@ -62,38 +68,33 @@ class Calibration:
         self._times.close()
         self._strategy.sync_observers.remove(self._recorder)
 
-    def measure(self) -> dict[Any, CompressorCost]:
+    def measure(self) -> Costs:
         """Measures the compressors; all ranks of a machine at the same time."""
         compressors = {self._strategy.plan.comm_hook, *self._options.lossy}
         gradients = self._times.gradients()
         return measure_costs(compressors, gradients, self._strategy.root_device, self._strategy.world_size)
 
-    def shortlist(
-        self, ranks: list[list[RecordedStep]], base: CommPlan, costs: dict[Any, CompressorCost], measured_s: float
-    ) -> Shortlist:
-        """Returns what to try; on rank 0.
+    def basis(self, ranks: list[list[RecordedStep]], costs: Costs, step_s: float) -> Basis:
+        """Returns what the steps of all ranks show, whose plan is the user's; on rank 0.
 
         Args:
-            ranks: the steps of all ranks.
-            base: the user's plan, which was running.
+            ranks: the steps of each rank.
             costs: of the compressors, on this rank.
-            measured_s: a step with it.
+            step_s: that a step takes which nobody observes.
 
         Raises:
             ValueError: nothing can be predicted from these steps.
         """
-        records = [[step.record for step in steps] for steps in ranks]
-        num_ranks, times = self._strategy.world_size, self._times
-        workload = workload_of_steps(
-            records,
+        return Basis.of_steps(
+            self._strategy.plan,
+            [[step.record for step in steps] for steps in ranks],
             ranks[0][-1].layout,
-            times.gradients(),
-            num_ranks=num_ranks,
+            costs,
+            num_ranks=self._strategy.world_size,
             device=self._strategy.root_device.type,
-            shares_core=times.shares_core,
+            step_s=step_s,
+            **self._times.arguments(),
         )
-        link = link_of_steps(records, num_ranks=num_ranks, comm_cpu_s=times.comm_cpu_s, cost=costs.get(base.comm_hook))
-        return shortlist(base, self._options, workload, link, costs, measured_s)
 
     def _before_backward(self, inner: Callable[..., None], *args: Any) -> None:
         inner(*args)
@@ -104,3 +105,74 @@ class Calibration:
     def _after_backward(self, inner: Callable[..., None], *args: Any) -> None:
         self._recorder.enter("other")
         inner(*args)
+
+
+class Candidate(NamedTuple):
+    """A plan to try, and its predicted step."""
+
+    plan: CommPlan
+    predicted_s: float
+    low_s: float
+    high_s: float
+
+
+class Shortlist(NamedTuple):
+    """What to try.
+
+    Attributes:
+        base: prediction of the user's plan.
+        candidates: the most promising first; empty if nothing promises to be faster.
+        not_allowed: by name of a compressor that was not allowed, the share of a step that it would save at most.
+    """
+
+    base: Candidate
+    candidates: tuple[Candidate, ...]
+    not_allowed: dict[str, float]
+
+
+def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
+    """Returns the plans that are worth trying, from what steps with the user's plan have shown.
+
+    They are at most `MAX_CANDIDATES`, and every compressor that promises something is among them before a second layout
+    of another, which has at least twice or at most half as many buckets as the first.
+    """
+    base = basis.plan
+    own = basis.predict(base)
+    found = candidates(basis, (base.comm_hook, *options.lossy))
+    found = [one for one in found if one.plan != base and options.fits(one.plan, base)]
+    promising = [one for one in found if one.prediction.step_s < (1 - _MIN_GAIN) * own.step_s]
+    chosen: list[tuple[CommPlan, Prediction]] = []
+    for is_second in (False, True):
+        for plan, prediction in promising:
+            others = [other for other, _ in chosen if other.comm_hook == plan.comm_hook]
+            is_other = all(_differ(plan, other, basis) for other in others)
+            if len(chosen) < MAX_CANDIDATES and bool(others) == is_second and is_other:
+                chosen.append((plan, prediction))
+    chosen.sort(key=lambda one: one[1].step_s)
+    return Shortlist(
+        _candidate(base, own),
+        tuple(_candidate(*one) for one in chosen),
+        _not_allowed(basis, options, min([own.step_s, *(one.prediction.step_s for one in found)])),
+    )
+
+
+def _candidate(plan: CommPlan, prediction: Prediction) -> Candidate:
+    return Candidate(plan, prediction.step_s, prediction.low_s, prediction.high_s)
+
+
+def _differ(one: CommPlan, other: CommPlan, basis: Basis) -> bool:
+    few, many = sorted(len(buckets_of(plan, basis.workload.gradients)) for plan in (one, other))
+    return many >= _MIN_RATIO * few
+
+
+def _not_allowed(basis: Basis, options: TuneOptions, best_s: float) -> dict[str, float]:
+    """Returns what compressors would save beside the best allowed plan, if their arithmetic cost nothing."""
+    if options.has_fixed_hook:
+        return {}
+    saved = {}
+    for name, compressor in ready_compressors().items():
+        if compressor.claims.is_recommended and compressor.claims.is_lossy and compressor not in options.lossy:
+            plan = dataclasses.replace(basis.plan, comm_hook=compressor)
+            step_s = predict(plan, basis.workload, basis.link, {}).step_s
+            saved[name] = 1 - step_s / best_s
+    return {name: share for name, share in saved.items() if share >= _MIN_GAIN}

@@ -8,8 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Literal
 
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.tune.calibration import NUM_STEPS
-from lightning_commopt.tune.candidates import Shortlist
+from lightning_commopt.tune.calibration import NUM_STEPS, Shortlist
 from lightning_commopt.tune.controller import WATCH_STEPS, Controller, ControllerSettings
 from lightning_commopt.tune.search import Report, Visit
 

@@ -18,15 +18,15 @@ from lightning_commopt.plan import CommPlan, ddp_options
 from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.text.validation import warn
 from lightning_commopt.tune.cache import describe_fit, load_choice, save_choice
-from lightning_commopt.tune.calibration import Calibration
+from lightning_commopt.tune.calibration import Calibration, shortlist
 from lightning_commopt.tune.controller import ControllerSettings
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.guard import Guard, error_limit
-from lightning_commopt.tune.history import History
 from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.search import Report
 from lightning_commopt.tune.step_timer import StepTimer
+from lightning_commopt.tune.verdict import History
 
 _ROW = 128
 """Numbers that a rank sends: the steps of a visit, at most `WATCH_STEPS`, and the change before it."""
@@ -243,7 +243,7 @@ class Tuner:
     def _end_calibration(self, calibration: Calibration) -> None:
         """Measures compressors, and has rank 0 choose the candidates."""
         calibration.close()
-        steps, base = calibration.steps(), self.plans[0]
+        steps = calibration.steps()
         costs = calibration.measure()
         is_rank_0 = self.director is not None
         ranks: list[Any] | None = [None] * self._strategy.world_size if is_rank_0 else None
@@ -251,7 +251,8 @@ class Tuner:
         plans: list[CommPlan] = []
         if self.director is not None and ranks is not None:
             try:
-                self.director.shortlist = calibration.shortlist(ranks, base, costs, self.director.base_s)
+                basis = calibration.basis(ranks, costs, self.director.base_s)
+                self.director.shortlist = shortlist(basis, self._options)
                 plans = [one.plan for one in self.director.shortlist.candidates]
             except Exception as error:  # a prediction must not end a fit, and the other ranks wait
                 warn(f"plan='auto': step times cannot be predicted ({type(error).__name__}: {error}).")

@@ -17,9 +17,9 @@ import lightning_commopt
 from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.compressors import Layout, register_compressor, registry
 from lightning_commopt.compressors.catalog import example_compressors, recommended
-from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.basis import Basis, recommended_compressors
+from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.cost.compressor_cost import measure_costs
-from lightning_commopt.cost.forecasts import forecasts, recommended_compressors
 from lightning_commopt.cost.link import Link
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.verdict import verdict

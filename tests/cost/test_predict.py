@@ -8,6 +8,7 @@ import time
 import pytest
 
 from lightning_commopt.compressors import compressor_from_config
+from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.candidates import candidates
 from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
 from lightning_commopt.cost.link import Link
@@ -110,7 +111,8 @@ def test_sixteen_thousand_ranks_take_no_time(hook: object) -> None:
 
 
 def test_candidates_begin_with_the_fastest() -> None:
-    found = candidates(CommPlan(bucket_cap_mb=100), WORK, LINK, COSTS, [None, INT8, compressor_from_config("bf16")])
+    basis = Basis(plan=CommPlan(bucket_cap_mb=100), workload=WORK, link=LINK, costs=COSTS, step_s=1.0)
+    found = candidates(basis, [None, INT8, compressor_from_config("bf16")])
     times_s = [candidate.prediction.step_s for candidate in found]
     assert times_s == sorted(times_s)
     assert found[0].plan.comm_hook == INT8

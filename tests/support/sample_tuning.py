@@ -13,11 +13,10 @@ from lightning_commopt.measure.record import Collective
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Report
-from lightning_commopt.tune.candidates import Candidate, Shortlist
+from lightning_commopt.tune.calibration import Candidate, Shortlist
 from lightning_commopt.tune.director import CALIBRATE, Director
-from lightning_commopt.tune.history import History
 from lightning_commopt.tune.search import Report as VisitReport
-from lightning_commopt.tune.verdict import summary
+from lightning_commopt.tune.verdict import History, summary
 from support.sample_runs import SampleRun, write_run
 
 BASE_S = 0.2

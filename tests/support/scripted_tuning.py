@@ -10,10 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 from lightning_commopt.cost import compressor_cost
+from lightning_commopt.cost.basis import Basis
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune import cache
-from lightning_commopt.tune.calibration import Calibration
-from lightning_commopt.tune.candidates import Candidate, Shortlist
+from lightning_commopt.tune import tuner as tuner_module
+from lightning_commopt.tune.calibration import Candidate, Shortlist
 from lightning_commopt.tune.director import Director
 from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.step_timer import StepTimer
@@ -38,7 +39,7 @@ def scripted(
         The plan of every step that was timed.
     """
     steps: list[CommPlan] = []
-    predict = Calibration.shortlist
+    predict = tuner_module.shortlist
     init, direct, measure = Tuner.__init__, Director.__init__, StepTimer.take
     hosts: list[Host] = []
 
@@ -46,11 +47,11 @@ def scripted(
         hosts.append(host)
         init(tuner, group, host, *args)
 
-    def shortlist(calibration: Calibration, ranks: Any, base: CommPlan, *args: Any) -> Shortlist:
-        real = predict(calibration, ranks, base, *args)
+    def shortlist(basis: Basis, *args: Any) -> Shortlist:
+        real = predict(basis, *args)
         assert real.base.predicted_s > 0
         found = [Candidate(plan, share, share, share) for plan, share in candidates.items()]
-        return Shortlist(Candidate(base, 1.0, 1.0, 1.0), tuple(found), {"int8": 0.31})
+        return Shortlist(Candidate(basis.plan, 1.0, 1.0, 1.0), tuple(found), {"int8": 0.31})
 
     def take(timer: StepTimer) -> list[float]:
         plan, num_steps = hosts[-1].strategy.plan, len(measure(timer))
@@ -62,7 +63,7 @@ def scripted(
         patch.object(cache, "_folder", lambda: Path(folder or new)),
         patch.object(Tuner, "__init__", begin),
         patch.object(Director, "__init__", lambda director, _, **options: direct(director, num_steps, **options)),
-        patch.object(Calibration, "shortlist", shortlist),
+        patch.object(tuner_module, "shortlist", shortlist),
         patch.object(StepTimer, "take", take),
         patch.object(compressor_cost, "LARGE_BYTES", 2**20),
     ):

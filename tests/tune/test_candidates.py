@@ -9,12 +9,13 @@ import pytest
 
 from lightning_commopt import CommPlan
 from lightning_commopt.compressors import compressor_from_config
+from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.compressor_cost import own_average
 from lightning_commopt.cost.link import Link
 from lightning_commopt.cost.predict import buckets_of, predict
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.plan import ddp_options
-from lightning_commopt.tune.candidates import MAX_CANDIDATES, Shortlist, shortlist
+from lightning_commopt.tune.calibration import MAX_CANDIDATES, Shortlist, shortlist
 from lightning_commopt.tune.options import TuneOptions
 
 _GRADIENTS = tuple(Gradient(f"layer.{i}", (1024, 1024), 4, 0.01 * (i + 1)) for i in range(20))
@@ -28,7 +29,7 @@ def _list(link: Link, lossy: tuple[str, ...] = (), base: CommPlan | None = None,
     base = base or CommPlan()
     allowed = TuneOptions(lossy=tuple(map(compressor_from_config, lossy)), **options)  # type: ignore[arg-type]
     measured_s = predict(base, _WORKLOAD, link, _COSTS).step_s
-    return shortlist(base, allowed, _WORKLOAD, link, _COSTS, measured_s)
+    return shortlist(Basis(plan=base, workload=_WORKLOAD, link=link, costs=_COSTS, step_s=measured_s), allowed)
 
 
 _SLOW, _FAST = Link(hop_s=1e-4, s_per_byte=8e-9), Link(hop_s=1e-6, s_per_byte=1e-12)

@@ -3,7 +3,7 @@
 import math
 
 from lightning_commopt.measure.runs.record import Stretch
-from lightning_commopt.tune.history import History
+from lightning_commopt.tune.verdict import History
 
 
 def test_steps_in_a_row_with_one_plan_are_one_stretch() -> None:

@@ -14,11 +14,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lightning_commopt.compressors import Compressor, compressor_from_config
-from lightning_commopt.cost.basis import Basis
-from lightning_commopt.cost.candidates import Candidate, candidates
+from lightning_commopt.cost.basis import Basis, basis_of_run, recommended_compressors
+from lightning_commopt.cost.candidates import Candidate, best_of_each
 from lightning_commopt.cost.compressor_cost import measure_costs
-from lightning_commopt.cost.forecasts import recommended_compressors
-from lightning_commopt.cost.of_run import basis_of_run
 from lightning_commopt.cost.predict import Prediction
 from lightning_commopt.launch.lab import parse_rate
 from lightning_commopt.text.formatting import count, number
@@ -109,13 +107,9 @@ def outlook(
         world = dataclasses.replace(world, workload=basis.workload.accumulating(num_batches))
         words.append("1 batch a step" if num_batches == 1 else f"{num_batches} batches a step")
     present = Candidate(world.plan, world.predict(world.plan, num_ranks=num_ranks))
-    ranked = candidates(world.plan, world.workload, world.link, world.costs, wanted, num_ranks=num_ranks)
-    best: dict[Compressor | None, Candidate] = {}
-    for candidate in ranked:
-        if candidate.plan != world.plan:
-            best.setdefault(candidate.plan.comm_hook, candidate)
+    best = best_of_each(world, wanted, num_ranks=num_ranks)
     title = f" A step of {run_dir} with {', '.join(words)}"
-    return Outlook(title=title, present=present, others=tuple(best.values()))
+    return Outlook(title=title, present=present, others=tuple(best))
 
 
 def plan_text(candidate: Candidate) -> str:
