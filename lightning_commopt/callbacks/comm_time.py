@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from lightning_commopt.callbacks.collectives import AllRanks, CollectiveWatch, borrow_gathering_group
-from lightning_commopt.callbacks.phases import PhaseCallback, epoch_ends
+from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import MetricPublisher, StepFiles
 from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
@@ -199,9 +199,10 @@ class CommTimeMonitor(PhaseCallback):
             self.teardown(trainer, pl_module, "fit")  # Lightning does not call it after an exception
 
     def _enter(self, phase: str | None) -> None:
-        for part in (self._recorder, self._prediction):
-            if part is not None:
-                part.enter(phase)
+        if self._recorder is not None:
+            self._recorder.enter(phase)
+        if self._prediction is not None and not self._prediction.is_over:
+            self._prediction.enter(phase)
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
         self._num_samples += count_samples(trainer, batch) or 0
@@ -216,7 +217,7 @@ class CommTimeMonitor(PhaseCallback):
             if self._recorder.num_pending >= self._every_n_steps + self._recorder.num_lag_steps:
                 self._receive(trainer)
                 self._send(trainer)
-        if epoch_ends(trainer):
+        if trainer.is_last_batch or self._global_step == trainer.max_steps:
             self._catch_up(trainer)
         self.new_steps, self._windows = tuple(self._windows), []
 

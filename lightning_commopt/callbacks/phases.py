@@ -112,8 +112,3 @@ def batch_follows(trainer: Trainer) -> bool:
     if trainer.fit_loop.epoch_loop.done:
         return False
     return trainer.validating or not is_validation_next(trainer)
-
-
-def epoch_ends(trainer: Trainer) -> bool:
-    """Returns whether the batch that ends is the last one of its epoch or of the fit; for ``on_train_batch_end``."""
-    return trainer.is_last_batch or trainer.global_step == trainer.max_steps

@@ -27,7 +27,11 @@ _NUM_STEPS = 100
 
 
 class PredictionRecorder:
-    """Times the gradients of ten backwards after the warm-up, and keeps the last steps. On rank 0 only."""
+    """Times the gradients of ten backwards after the warm-up, and keeps the last steps. On rank 0 only.
+
+    Attributes:
+        is_over: no further gradients are timed, so `enter` need not be called.
+    """
 
     def __init__(self, trainer: Trainer, module: LightningModule, num_warmup_backwards: int) -> None:
         self._strategy = trainer.strategy
@@ -37,15 +41,13 @@ class PredictionRecorder:
         self._num_left = num_warmup_backwards
         self._times: GradientTimes | None = None
         self._steps: deque[RecordedStep] = deque(maxlen=_NUM_STEPS)
-        self._is_over = not (trainer.is_global_zero and isinstance(trainer.strategy.model, DistributedDataParallel))
+        self.is_over = not (trainer.is_global_zero and isinstance(trainer.strategy.model, DistributedDataParallel))
 
     def enter(self, phase: str | None) -> None:
         """Must be called when a phase of a step begins; "backward" right before a backward."""
-        if self._is_over or phase not in ("forward", "backward"):
-            return
-        if phase == "forward":
-            if self._times is not None:
-                self._times.begin_forward()
+        if phase == "forward" and self._times is not None:
+            self._times.begin_forward()
+        if phase != "backward":
             return
         self._num_left -= 1
         if self._num_left >= 0:
@@ -69,7 +71,7 @@ class PredictionRecorder:
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
-        self._is_over = True
+        self.is_over = True
         if self._times is not None:
             self._times.close()
 

@@ -103,8 +103,8 @@ class _GroupHooks:
         self._without_future: set[Any] = set()
         members: Mapping[str, Any] = torch._C._distributed_c10d.HookOpName.__members__
         self._names = {value: _name_of(name) for name, value in members.items() if name not in _IGNORED}
-        group.register_pre_hook(_HOOK_ID, self._guarded(self._before))
-        group.register_post_hook(_HOOK_ID, self._guarded(self._after))
+        group.register_pre_hook(_HOOK_ID, self._before)
+        group.register_post_hook(_HOOK_ID, self._after)
 
     def remove(self, listener: Listener) -> None:
         if listener in self.listeners:
@@ -114,46 +114,36 @@ class _GroupHooks:
             group.unregister_pre_hook(_HOOK_ID)
             group.unregister_post_hook(_HOOK_ID)
 
-    def _guarded(self, hook: Callable[[Any], None]) -> Callable[[Any], None]:
-        def call(args: Any) -> None:
-            try:
-                hook(args)
-            except Exception as error:  # else the collective would fail
-                self.listeners.clear()
-                warn_once(f"collectives are not observed any more: {type(error).__name__}: {error}")
-
-        return call
-
     def _before(self, args: Any) -> None:
         name = self._names.get(args.name)
         if name is None:
             return
-        # Each access makes a list of tensors.
-        sent = 0 if name == "all_gather" else _nbytes(args.input_tensors)
-        received = 0 if name in _INPUTS_ARE_MORE else _nbytes(args.output_tensors)
-        num_bytes = sent if sent > received else received
-        issued = [one for listener in self.listeners if (one := listener(name, num_bytes)) is not None]
+        try:
+            # Each access makes a list of tensors.
+            sent = 0 if name == "all_gather" else _nbytes(args.input_tensors)
+            received = 0 if name in _INPUTS_ARE_MORE else _nbytes(args.output_tensors)
+            num_bytes = sent if sent > received else received
+            issued = [one for listener in self.listeners if (one := listener(name, num_bytes)) is not None]
+        except Exception as error:  # else the collective would fail
+            self.listeners.clear()
+            warn_once(f"collectives are not observed any more: {type(error).__name__}: {error}")
+            return
         if issued and self.sees_end:
             self._open[args.op_id] = issued
 
     def _after(self, args: Any) -> None:
         issued = self._open.pop(args.op_id, None)
-        if issued is None or (name := args.name) in self._without_future:
-            return
-        work = args.work
-        if work is None:
-            return
-        try:
-            future = work.get_future()
-        except RuntimeError:  # as gloo's reduce_scatter; an exception each time would take 40 us
-            self._without_future.add(name)
+        if issued is None or args.name in self._without_future or (work := args.work) is None:
             return
 
         def end(_: Any) -> None:
             for one in issued:
                 one.end()
 
-        future.add_done_callback(end)
+        try:
+            work.get_future().add_done_callback(end)
+        except Exception:  # as with gloo's reduce_scatter; an exception each time would take 40 us
+            self._without_future.add(args.name)
 
 
 _HOOKS: WeakKeyDictionary[dist.ProcessGroup, _GroupHooks] = WeakKeyDictionary()

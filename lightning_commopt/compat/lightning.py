@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -101,13 +102,19 @@ def count_samples(trainer: Trainer, batch: Any) -> int | None:
     """Returns how many samples Lightning finds in a batch, 0 in None, which it skips; None if it finds no tensor."""
     if batch is None:
         return 0
-    package = package_of(trainer)
-    misconfiguration = import_module(f"{package}.utilities.exceptions").MisconfigurationException
+    extract_batch_size, misconfiguration = _batch_size_functions(type(trainer))
     try:
-        size: int = import_module(f"{package}.utilities.data").extract_batch_size(batch)
+        return extract_batch_size(batch)
     except (misconfiguration, RecursionError):  # the latter for a batch that contains itself
         return None
-    return size
+
+
+@cache
+def _batch_size_functions(trainer: type) -> tuple[Callable[[Any], int], type[Exception]]:
+    """Returns ``extract_batch_size`` of a Trainer's package, and what it raises; cached, as it is called every step."""
+    utilities = f"{package_of_class(trainer)}.utilities"
+    misconfiguration = import_module(f"{utilities}.exceptions").MisconfigurationException
+    return import_module(f"{utilities}.data").extract_batch_size, misconfiguration
 
 
 def batches_that_stepped(trainer: Trainer) -> int:

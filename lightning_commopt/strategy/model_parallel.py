@@ -22,6 +22,7 @@ from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import check_arguments, named_arguments
 from lightning_commopt.strategy.base import refuse_ray
 from lightning_commopt.strategy.fit import check_sigterm, is_fit
+from lightning_commopt.sync.checks import explain_error
 from lightning_commopt.sync.sharded import ShardedSync, check_available
 from lightning_commopt.sync.sharded_checkpoint import describe, gather_in_file, restore, save_in_directory
 from lightning_commopt.sync.sharded_gather import GatheredParameters
@@ -205,6 +206,11 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         if saved is not None and self.sharded_sync is not None and is_fit(self):
             restore(self.sharded_sync, saved, path if path.is_dir() else None)
         return checkpoint
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Explains torch's message about parameters that were not gathered."""
+        explain_error(exception)
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Gives FSDP2's own reduce-scatter and Lightning's check for SIGTERM back."""

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn import Module
 
+from lightning_commopt.compat.lightning import PACKAGES
 from lightning_commopt.plan import OptionError
 
 _OF_LIGHTNING = "data_parallel"
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def shard(
@@ -28,7 +30,9 @@ def shard(
 
     Call it in ``configure_model``: ``shard(self, self.device_mesh, blocks=Block)``. Each block becomes a unit, whose
     parameters are gathered when its forward and its backward begin, and freed after them; what is in no block becomes
-    one more unit. A module that is sharded already is left alone, so that ``configure_model`` may run again.
+    one more unit, whose parameters are gathered in the forward of ``module``; in its steps, such as ``training_step``,
+    where a LightningModule has no forward and no manual optimization. A module that is sharded already is left alone,
+    so that ``configure_model`` may run again.
 
     Args:
         module: whole, also on the meta device.
@@ -56,6 +60,16 @@ def shard(
         fsdp["reshard_after_forward"] = False
     for unit in (*units, module):
         fully_shard(unit, mesh=mesh, **fsdp)
+    if _has_steps_only(module):
+        for step in _STEPS:
+            register_fsdp_forward_method(module, step)
+
+
+def _has_steps_only(module: Module) -> bool:
+    """Returns whether it is a LightningModule that defines no forward and leaves backward to the Trainer."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    is_lightnings = owner.__module__.startswith(tuple(f"{package}." for package in PACKAGES))
+    return is_lightnings and bool(getattr(module, "automatic_optimization", False))
 
 
 def _units(module: Module, blocks: Any) -> list[Module]:

@@ -28,6 +28,11 @@ _EXPLANATIONS = {
         " training_step. If that is intended (two optimizers that are toggled, for instance), use"
         " strategy=CommOptDDP(find_unused_parameters=True)."
     ),
+    "got mixed torch.Tensor and DTensor": (
+        "A sharded parameter was used while it was not gathered, which its unit does in forward only. Parameters in no"
+        " block are gathered by the forward of the module that was sharded: call self(...) in training_step rather than"
+        " a part of the module, or shard that part, with shard(self.part, self.device_mesh, blocks=...)."
+    ),
     "First bucket should be smaller/equal to other buckets": (
         "torch.compile cuts a module's graph at DDP's buckets, the first time after 1 MiB, and takes no smaller"
         " bucket_cap_mb: use at least 1, or torch._dynamo.config.optimize_ddp = 'no_optimization', which leaves the"
@@ -128,6 +133,6 @@ def warn_if_never_compressed(comm_hook: Compressor | None, num_steps: int) -> No
 
 
 def explain_error(exception: BaseException) -> None:
-    """Replaces torch's messages about unused parameters, and modules compiled with small buckets, by what to do."""
+    """Replaces those of torch's messages that do not show the remedy; see `_EXPLANATIONS`."""
     for message, explanation in _EXPLANATIONS.items():
         exception.args = tuple(explanation if message in str(each) else each for each in exception.args)

@@ -29,7 +29,8 @@ _HOOKS_THAT_CAST_TO_16_BITS = (
 # DDP rebuilds its buckets once, in the second or third backward.
 _SETTLING_BACKWARDS = 4
 
-_REDUCERS: WeakKeyDictionary[DistributedDataParallel, ObservedReducer] = WeakKeyDictionary()
+# By the model: to be called before every backward. The values do not refer to the model.
+_BEFORE_BACKWARD: WeakKeyDictionary[DistributedDataParallel, Callable[[], None]] = WeakKeyDictionary()
 
 DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -70,7 +71,7 @@ def observe_wrapped(strategy: Any) -> None:
                 " 2.14 on the collectives of each phase."
             )
         return
-    if model in _REDUCERS:
+    if model in _BEFORE_BACKWARD:
         return
     if not registered_hooks(model):
         observe_all_reduce(model, observers)
@@ -81,20 +82,17 @@ def observe_wrapped(strategy: Any) -> None:
 def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> None:
     """Notifies ``observers`` of DDP's own average; for a model that was just wrapped, without a hook."""
     if can_observe_reducer(model):
-        _REDUCERS[model] = ObservedReducer(model, observers)
+        _BEFORE_BACKWARD[model] = ObservedReducer(model, observers).before_backward
     else:
-        model.register_comm_hook(None, ObservedAllReduce(model, observers).reduce)
+        hook = ObservedAllReduce(model, observers)
+        model.register_comm_hook(None, hook.reduce)
+        _BEFORE_BACKWARD[model] = hook.look_for_kept_gradients
 
 
 def before_backward(model: object) -> None:
     """Must be called before every backward through a model that may be observed."""
-    if not isinstance(model, DistributedDataParallel):
-        return
-    if (reducer := _REDUCERS.get(model)) is not None:
-        reducer.before_backward()
-    for owner in registered_hooks(model):
-        if isinstance(owner, ObservedAllReduce):
-            owner.look_for_kept_gradients()
+    if isinstance(model, DistributedDataParallel) and (call := _BEFORE_BACKWARD.get(model)) is not None:
+        call()
 
 
 class _ObservedBuckets:

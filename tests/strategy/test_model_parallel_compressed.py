@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
 
 from lightning_commopt import CommOptModelParallel, OptionError, shard
 from lightning_commopt.compressors.sharded import ShardedInt8
 from support.cross_section import sampled
-from support.lightnings import ModelParallelStrategy
+from support.lightnings import LightningModule, ModelParallelStrategy
 from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 
@@ -47,6 +48,53 @@ def _fit(strategy: Any, num_replicas: int = 1, replicated: bool = False, **optio
     with torch.random.fork_rng():
         run.fit(model, loader(32 * dist.get_world_size()))
     return {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}
+
+
+class _StepsOnly(LightningModule):
+    """The same layers in a module without a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Tiny().layers
+
+    def configure_model(self) -> None:
+        shard(self, self.device_mesh, blocks=150)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.layers(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
+
+    configure_optimizers = Tiny.configure_optimizers
+    lr = Tiny.lr
+
+
+class _PastForward(_Sharded):
+    """Uses a part of itself, and not its forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.layers(batch[0]), batch[1])
+
+
+def _fit_without_forward() -> tuple[Params, Params, str]:
+    expected = _fit(CommOptModelParallel(comm_hook="int8"))
+    model = _StepsOnly()
+    run = trainer(CommOptModelParallel(comm_hook="int8"), max_epochs=2, limit_val_batches=2)
+    with torch.random.fork_rng():
+        run.fit(model, loader(32 * dist.get_world_size()), loader(32))
+    try:
+        trainer(CommOptModelParallel(), max_epochs=1).fit(_PastForward(), loader(32))
+    except RuntimeError as error:
+        explanation = str(error)
+    return {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}, expected, explanation
+
+
+def test_parameters_are_gathered_without_a_forward() -> None:
+    """If it fails, a LightningModule whose steps call a part of it cannot be sharded, or nothing explains why."""
+    for got, expected, explanation in run_ranks(_fit_without_forward):
+        assert_same(got, expected)
+        assert "call self(...) in training_step" in explanation
 
 
 def _in_both_ways(
