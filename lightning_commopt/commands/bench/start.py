@@ -8,14 +8,12 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from lightning_commopt.commands.bench.cases import num_ranks_of_scopes
 from lightning_commopt.launch.lab import NetLab, parse_rate, why_not
-from lightning_commopt.launch.lab.ranks import RankProcess, error_of, start_program, watch
-from lightning_commopt.launch.process import InterruptedRun, collect_signals
+from lightning_commopt.launch.process import run_ranks
 from lightning_commopt.measure.link.bench_result import BenchResult
 from lightning_commopt.measure.link.bench_settings import BenchSettings, size_text
 from lightning_commopt.text.validation import check_integer
@@ -41,21 +39,10 @@ def bench_here(
         RankError: a rank failed; the message has its last output.
     """
     check_size(settings, num_ranks, num_ranks, device_type)
-    with tempfile.TemporaryDirectory(prefix="commopt-bench-") as folder, ExitStack() as closing:
+    with tempfile.TemporaryDirectory(prefix="commopt-bench-") as folder:
         job = _Job(Path(folder), settings, device_type, {}, on_progress)
-        ranks = []
-        with collect_signals() as received:  # an exception could lose a process that was just started
-            for rank in range(num_ranks):
-                env = {**os.environ, **_variables(rank, num_ranks, device_type)}
-                ranks.append(RankProcess(rank, start_program(job.command, env), job.on_output))
-                closing.callback(_end, ranks[-1])
-        if received:
-            raise InterruptedRun(received[0])
-        stopped = watch(ranks, None)
-        status = stopped.process.returncode if stopped else None
-        closing.close()
-        if stopped:
-            raise error_of(stopped, status, None, ranks)
+        envs = [{**os.environ, **_variables(rank, num_ranks, device_type)} for rank in range(num_ranks)]
+        run_ranks([(job.command, env) for env in envs], on_output=job.on_output)
         return job.result()
 
 
@@ -141,12 +128,6 @@ def check_size(settings: BenchSettings, num_ranks: int, ranks_per_node: int, dev
             f"messages of {size_text(largest)} on {num_ranks} ranks take {needed / 1e9:.1f} GB of memory,"
             f" and {int(found[1]) * 1024 / 1e9:.1f} GB are available: choose a smaller -e"
         )
-
-
-def _end(process: RankProcess) -> None:
-    if process.process.poll() is None:
-        os.killpg(process.process.pid, 9)
-    process.close()
 
 
 def _variables(rank: int, num_ranks: int, device_type: str) -> dict[str, str]:

@@ -2,6 +2,6 @@
 
 from lightning_commopt.launch.lab.lab import NetLab, parse_rate
 from lightning_commopt.launch.lab.namespaces import LabError, why_not
-from lightning_commopt.launch.lab.ranks import RankError
+from lightning_commopt.launch.process import RankError
 
 __all__ = ["LabError", "NetLab", "RankError", "parse_rate", "why_not"]

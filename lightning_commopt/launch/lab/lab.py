@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from lightning_commopt.launch.lab.namespaces import Keeper, LabError, find_unshare_options, path_of, run_program
-from lightning_commopt.launch.lab.ranks import RankProcess, error_of, start_program, watch
+from lightning_commopt.launch.process import run_ranks
 from lightning_commopt.text.validation import check_integer, check_positive
 
 DEVICE = "eth0"
@@ -110,7 +109,7 @@ class NetLab:
         environment: Mapping[str, str] | None = None,
         pin_to_cores: bool = False,
         timeout_s: float | None = None,
-        on_output: Callable[[int, bytes], None] | None = None,
+        on_output: Callable[[int, bytes], None] = lambda rank, output: None,
     ) -> list[str]:
         """Runs a command as every rank of a job and waits for all of them.
 
@@ -136,23 +135,15 @@ class NetLab:
         check_integer("ranks_per_host", ranks_per_host, at_least=1)
         if timeout_s is not None:
             check_positive("timeout_s", timeout_s)
-        keeper, folder = self._opened(), os.getcwd()
-        cores = sorted(os.sched_getaffinity(0))
-        ranks: list[RankProcess] = []
-        with ExitStack() as closing, Keeper(self._unshare_options, within=keeper) as tree:
+        keeper, cores = self._opened(), sorted(os.sched_getaffinity(0))
+        with Keeper(self._unshare_options, within=keeper) as tree:
+            programs = []
             for rank in range(self.num_hosts * ranks_per_host):
-                host = f"host{rank // ranks_per_host}"
-                variables = self._variables(rank, ranks_per_host, pin_to_cores)
-                env = {**os.environ, **variables, **(environment or {})}
+                enter = tree.enter(f"host{rank // ranks_per_host}", os.getcwd())
                 pin = (path_of("taskset"), "--cpu-list", str(cores[rank % len(cores)])) if pin_to_cores else ()
-                process = RankProcess(rank, start_program((*tree.enter(host, folder), *pin, *command), env), on_output)
-                ranks.append(process)
-                closing.callback(process.close)
-            stopped = watch(ranks, timeout_s)
-            status = stopped.process.returncode if stopped else None
-        if stopped:
-            raise error_of(stopped, status, timeout_s, ranks)
-        return [process.output for process in ranks]
+                variables = self._variables(rank, ranks_per_host, pin_to_cores)
+                programs.append(((*enter, *pin, *command), {**os.environ, **variables, **(environment or {})}))
+            return run_ranks(programs, on_output=on_output, timeout_s=timeout_s, end=tree.close)
 
     def change_rate(self, rate: str) -> None:
         """Changes the rate of each link in each direction; ranks may be running.

@@ -18,6 +18,7 @@ from lightning_commopt.commands.app import app
 from lightning_commopt.commands.bench import start
 from lightning_commopt.commands.bench.plan_messages import messages_of
 from lightning_commopt.commands.bench.start import bench_in_lab
+from lightning_commopt.launch import process as processes
 from lightning_commopt.launch.process import InterruptedRun, raise_signals
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.link.bench_result import BenchResult
@@ -254,7 +255,7 @@ def test_a_signal_while_ranks_start_leaves_no_process(monkeypatch: pytest.Monkey
         os.kill(os.getpid(), signal.SIGTERM)
         return started[-1]
 
-    monkeypatch.setattr(start, "start_program", start_and_interrupt)
+    monkeypatch.setattr(processes, "start_program", start_and_interrupt)
     settings = BenchSettings(collectives=("all_reduce",), sizes_bytes=(64,))
     try:
         with pytest.raises(InterruptedRun), raise_signals():
