@@ -110,9 +110,18 @@ class Connection:
     line: Line
 
     @property
+    def pair(self) -> tuple[int, int]:
+        return self.sender, self.receiver
+
+    @property
     def path(self) -> str:
-        shown = f"{self.kind}/{self.method}" if self.method else self.kind
-        return f"{shown}/GDRDMA" if self.has_gdr else shown
+        return "/".join([self.kind, *filter(None, [self.method]), *(["GDRDMA"] if self.has_gdr else [])])
+
+    @property
+    def is_between_hosts(self) -> bool:
+        """Whether both ends have one bus id, which a host has only once; a device number has fewer digits."""
+        sender, receiver = self.labels
+        return self.kind == "NET" and sender == receiver and len(sender) > 2
 
 
 @dataclass(kw_only=True)
@@ -134,10 +143,6 @@ class Process:
     failed_tid: int | None = None
     uses_p2p: bool = False  # on any connection of any communicator
     notes: dict[str, Line] = field(default_factory=dict)  # facts that there is one of, by a name of ours
-
-    @property
-    def says_something(self) -> bool:
-        return bool(self.settings or self.bootstrap or self.network or self.notes or self.gdr or self.failed_at)
 
     @property
     def machine(self) -> Machine:
@@ -189,12 +194,6 @@ class Member:
     searches: list[SearchResult] = field(default_factory=list)
     nvlinks: dict[tuple[str, str], Line] = field(default_factory=dict)  # from one GPU to another, by bus id
     notes: dict[str, Line] = field(default_factory=dict)
-
-    @property
-    def num_channels(self) -> int:
-        """Channels of collectives; where they are not printed, those that have been seen; 0 for none."""
-        seen = [channel for channel, *_ in self.connections]
-        return self.channels.get("coll") or (max(seen) + 1 if seen else 0)
 
     def reach(self, stage: int, *ranks: int) -> None:
         """Notes how far initialization is, and ranks that the communicator has."""
@@ -265,9 +264,23 @@ class Communicator:
             found.setdefault(member.process.machine, []).append(rank)
         return found
 
+    @property
+    def spans_hosts(self) -> bool | None:
+        """Whether there are several hosts; None where the log does not say."""
+        if self.num_nodes is not None:
+            return self.num_nodes > 1
+        hosts = {each.process.host for each in self.all_members if each.process.host}
+        if len(hosts) > 1 or any(each.is_between_hosts for each in self.connections):
+            return True
+        return False if self.num_ranks == 1 else None
+
     @cached_property
     def connections(self) -> list[Connection]:
         return [each for member in self.all_members for each in member.connections.values()]
+
+    @property
+    def processes(self) -> list[Process]:
+        return list({id(member.process): member.process for member in self.all_members}.values())
 
 
 @dataclass(kw_only=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 
-from lightning_commopt.commands.nccl_log.facts import STAGES, Communicator, Fact, NcclLog, Process
-from lightning_commopt.commands.nccl_log.finding import finding, processes_of, ranks_of, reason
+from lightning_commopt.commands.nccl_log.facts import STAGES, Communicator, Fact, NcclLog
+from lightning_commopt.commands.nccl_log.finding import finding, ranks_of, reason
 from lightning_commopt.commands.nccl_log.paths import SLOW_PATHS
 from lightning_commopt.commands.nccl_log.warnings import find_ras, find_timeouts, find_warnings
 from lightning_commopt.text.findings import Finding, Severity, worst_first
@@ -28,9 +29,9 @@ _OF_ONE_RANK = ("NCCL_HOSTID", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_TOPO_D
 
 def find_all(log: NcclLog) -> list[Finding]:
     """Finds what is wrong, slow or unequal, and what could not be judged; once where communicators have it alike."""
-    found = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *find_process_differences(log)]
+    found = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *_find_differences(log)]
     for communicator in log.communicators:
-        for find in (find_rank_problems, *SLOW_PATHS):
+        for find in (_find_missing, _find_unfinished, *SLOW_PATHS):
             where = f"communicator {communicator.number}" if communicator.count == 1 else "communicators without an id"
             found += [replace(each, where=where) for each in find(communicator)]
     for find in SLOW_PATHS:
@@ -48,84 +49,78 @@ def _find_settings(log: NcclLog) -> Iterator[Finding]:
     for code, pattern in _SETTINGS:
         found = {name: fact for p in log.processes for name, fact in sorted(p.settings.items()) if pattern.match(name)}
         if found:
-            what = f"the environment sets {', '.join(f'{name}={fact.value}' for name, fact in found.items())}"
-            yield finding("note", code, what, reason(code), *found.values())
+            settings = ", ".join(f"{name}={fact.value}" for name, fact in found.items())
+            yield finding("note", code, *found.values(), settings=settings)
 
 
 def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
     """Finds large messages that go by the protocol for small ones."""
-    sizes = [choice for choice in log.choices if choice.num_bytes >= _LARGE_BYTES and choice.protocol == "LL"]
-    measured = [each.num_bytes for each in log.inspected.bus_gb_per_s if each.protocol == "LL"]
-    largest = max([*(choice.num_bytes for choice in sizes), *measured], default=0)
+    chosen = max((each for each in log.choices if each.protocol == "LL"), key=attrgetter("num_bytes"), default=None)
+    measured = max((each.num_bytes for each in log.inspected.bus_gb_per_s if each.protocol == "LL"), default=0)
+    largest = measured if chosen is None else max(measured, chosen.num_bytes)
     if largest >= _LARGE_BYTES:
         proto = next((p.settings["NCCL_PROTO"] for p in log.processes if "NCCL_PROTO" in p.settings), None)
-        first = max(sizes, key=lambda choice: choice.num_bytes, default=None)
-        what = f"messages of {largest / 2**20:.0f} MiB go by the protocol LL"
         why = f"the environment sets NCCL_PROTO={proto.value}" if proto else "NCCL's tuner, or its plugin, chose it"
-        evidence = (proto, first and log.choice_lines[first])
-        yield finding("slow", "small_protocol", what, reason("small_protocol", why=why), *evidence)
+        line = log.choice_lines[chosen] if chosen and chosen.num_bytes >= _LARGE_BYTES else None
+        yield finding("slow", "small_protocol", proto, line, mib=largest / 2**20, cause=why)
 
 
 def _find_unknown(log: NcclLog, found: list[Finding]) -> Iterator[Finding]:
-    """Says what could not be judged, because no line of the log is about it."""
+    """Reports what could not be judged, because no line of the log is about it."""
     silent = [each for each in log.communicators if (each.num_ranks or 2) > 1 and not each.connections]
     if silent or (log.processes and not log.communicators):
         members = [member for each in silent for member in each.all_members]
         who = ranks_of(members) if members else "ranks"
-        whose = f"how {who} talk{'' if who.startswith('ranks') else 's'}"
-        no_network = ", and which network they use" if not any(p.network for p in log.processes) else ""
-        what = f"unknown: {whose}{no_network}"
-        yield finding("note", "unknown", what, reason("no_connections"))
+        no_network = "" if any(p.network for p in log.processes) else ", and which network they use"
+        what = f"unknown: how {who} talk{'' if who.startswith('ranks') else 's'}{no_network}"
+        yield finding("note", "unknown", what=what, why=reason("no_connections"))
     elif not log.communicators and not found and not log.choices and not log.inspected.num_records:
-        what = "unknown: how ranks talk; the log has only a version" if log.versions else "unknown: how ranks talk"
-        yield finding("note", "unknown", what, reason("no_rank"))
+        what = f"unknown: how ranks talk{'; the log has only a version' if log.versions else ''}"
+        yield finding("note", "unknown", what=what, why=reason("no_rank"))
 
 
-def find_process_differences(log: NcclLog) -> Iterator[Finding]:
+def _find_differences(log: NcclLog) -> Iterator[Finding]:
     """Finds processes of a communicator that differ in version, driver, network, interface or environment."""
     ranks = _ranks_by_process(log)
-    yield from _find_versions(log, ranks)
+    yield from _find_versions(log)
     for communicator in log.communicators:
-        processes = processes_of(communicator)
         for code, name, advice in (
             ("driver", "CUDA drivers", "the same driver on every host"),
             ("network", "networks", "ranks that use different networks cannot talk; make NCCL_NET and plugins equal"),
         ):
-            facts = {id(p): fact for p in processes if (fact := getattr(p, code)) is not None}
+            facts = {id(p): fact for p in communicator.processes if (fact := getattr(p, code)) is not None}
             yield from _differing(code, name, advice, facts, ranks)
-        ready = {id(m.process) for m in communicator.all_members if m.finished and m.started}
-        yield from _find_setting_differences(
-            [p for p in processes if id(p) in ready and p.bootstrap is not None], ranks
-        )
+        ready = {id(m.process): m.process for m in communicator.all_members if m.finished and m.started}
+        settings = {key: process.settings for key, process in ready.items() if process.bootstrap is not None}
+        yield from _find_setting_differences(settings, ranks)
 
 
-def _find_setting_differences(complete: list[Process], ranks: Mapping[int, str]) -> Iterator[Finding]:
-    for name in sorted({name for process in complete for name in process.settings} - set(_OF_ONE_RANK)):
-        have = {id(p): p.settings[name] for p in complete if name in p.settings}
-        absent = [p for p in complete if name not in p.settings]
+def _find_setting_differences(
+    settings: Mapping[int, Mapping[str, Fact]], ranks: Mapping[int, str]
+) -> Iterator[Finding]:
+    for name in sorted({name for of_process in settings.values() for name in of_process} - set(_OF_ONE_RANK)):
+        have = {key: of_process[name] for key, of_process in settings.items() if name in of_process}
+        absent = [key for key in settings if key not in have]
         if len({fact.value for fact in have.values()}) > 1:
             yield from _differing("settings", f"values of {name}", f"set {name} alike on all hosts", have, ranks)
         elif absent and name in _READ_BY_ALL:
             first = next(iter(have.values()))
-            without = _named([id(process) for process in absent], ranks)
-            what = f"{name}={first.value} is set on {_named(have, ranks)}, not on {without}"
-            yield finding("differs", "different_settings", what, reason("missing_setting", name=name), first)
+            what = f"{name}={first.value} is set on {_named(have, ranks)}, not on {_named(absent, ranks)}"
+            yield finding("differs", "different_settings", first, what=what, why=reason("missing_setting", name=name))
 
 
-def _find_versions(log: NcclLog, ranks: Mapping[int, str]) -> Iterator[Finding]:
+def _find_versions(log: NcclLog) -> Iterator[Finding]:
     """Finds versions that differ: an error in one communicator, else there may be several jobs."""
-    for communicator in log.communicators:
-        facts = {id(p): p.version for p in processes_of(communicator) if p.version is not None}
-        named = {fact.value.partition("+")[0]: fact for fact in facts.values()}
-        if len(named) > 1 and communicator.count == 1:
-            what = f"ranks have several versions of NCCL: {', '.join(sorted(named))}"
-            yield finding("error", "different_version", what, reason("different_version"), *named.values())
+    whole = [each for each in log.communicators if each.count == 1]
+    groups: list[tuple[Severity, str, list[Fact | None]]] = [
+        *(("error", "different_version", [process.version for process in each.processes]) for each in whole),
+        ("note", "several_versions", [*(process.version for process in log.processes), *log.versions.values()]),
+    ]
+    for severity, code, facts in groups:
+        named = {fact.value.partition("+")[0]: fact for fact in facts if fact is not None}
+        if len(named) > 1:
+            yield finding(severity, code, *named.values(), versions=", ".join(sorted(named)))
             return
-    facts_of_all = [*(p.version for p in log.processes if p.version is not None), *log.versions.values()]
-    named = {fact.value.partition("+")[0]: fact for fact in facts_of_all}
-    if len(named) > 1:
-        what = f"the log has several versions of NCCL: {', '.join(sorted(named))}"
-        yield finding("note", "several_versions", what, reason("several_versions"), *named.values())
 
 
 def _differing(
@@ -136,67 +131,60 @@ def _differing(
         by_value.setdefault(fact.value, []).append(process)
     if len(by_value) > 1:
         shown = "; ".join(f"{value} on {_named(each, ranks)}" for value, each in by_value.items())
-        what = f"ranks have different {name}: {shown}"
         firsts = [facts[each[0]] for each in by_value.values()][:4]
-        yield finding("differs", f"different_{code}", what, reason("different", advice=advice), *firsts)
+        what, why = f"ranks have different {name}: {shown}", reason("different", advice=advice)
+        yield finding("differs", f"different_{code}", *firsts, what=what, why=why)
 
 
 def _ranks_by_process(log: NcclLog) -> dict[int, str]:
     """Returns how to call each process: by the ranks that it has in the largest communicator."""
-    names: dict[int, str] = {}
+    names = {id(each): f"{each.host}:{each.pid}" if each.host else "a process" for each in log.processes}
     for communicator in sorted(log.communicators, key=lambda each: len(each.members)):
         by_process: dict[int, list[int]] = {}
         for rank, member in communicator.members.items():
             by_process.setdefault(id(member.process), []).append(rank)
         names.update({process: ranks_text(ranks) for process, ranks in by_process.items()})
-    for process in log.processes:
-        names.setdefault(id(process), f"{process.host}:{process.pid}" if process.host else "a process")
     return names
 
 
 def _named(processes: Iterable[int], ranks: Mapping[int, str]) -> str:
     names = list(dict.fromkeys(ranks[each] for each in processes))
     numbers = [name.split()[1] for name in names if name.startswith("rank ")]
-    if len(numbers) == len(names):
-        return ranks_text(map(int, numbers))
-    return list_some(names)
-
-
-def find_rank_problems(communicator: Communicator) -> Iterator[Finding]:
-    """Finds ranks that are missing, that are not initialized at the end of the log, and that are unlike the others."""
-    if communicator.count > 1:
-        return  # whose lines these are is not known
-    yield from _find_missing(communicator)
-    yield from _find_unfinished(communicator)
+    return ranks_text(map(int, numbers)) if len(numbers) == len(names) else list_some(names)
 
 
 def _find_missing(communicator: Communicator) -> Iterator[Finding]:
-    missing, present = communicator.missing, list(communicator.members)
-    if missing and present:
-        first = next(m for m in communicator.members.values() if m.num_ranks is not None)
-        what = f"the log has {ranks_text(present)} of {communicator.num_ranks}, and no line names {ranks_text(missing)}"
-        yield finding("note", "missing_ranks", what, reason("missing_ranks"), first.started or first.last)
+    missing, members = communicator.missing, communicator.members
+    if missing and members and communicator.count == 1:
+        first = next(m for m in members.values() if m.num_ranks is not None)
+        present = f"{ranks_text(members)} of {communicator.num_ranks}"
+        yield finding(
+            "note", "missing_ranks", first.started or first.last, present=present, missing=ranks_text(missing)
+        )
 
 
 def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
-    """Finds ranks without ``Init COMPLETE``; a log that begins behind the start of a rank says nothing about it.
+    """Finds ranks without ``Init COMPLETE``; a log that begins behind the start of a rank proves nothing about it.
 
     That is an error only where all ranks are in the log, or where others are ready: else the log may just be cut.
     """
-    began = {rank: m for rank, m in communicator.members.items() if m.started is not None}
-    open_ones = {rank: m for rank, m in began.items() if not (m.finished or m.ended)}
-    if not open_ones:
+    members = communicator.members
+    open_ones = {rank: m for rank, m in members.items() if m.started and not (m.finished or m.ended)}
+    if not open_ones or communicator.count > 1:  # of several that look alike it is not known whose lines these are
         return
-    finished = [rank for rank, member in communicator.members.items() if member.finished]
+    finished = [rank for rank, member in members.items() if member.finished]
     first = min(member.stage for member in open_ones.values())
     behind = [rank for rank, member in open_ones.items() if member.stage == first]
     ahead = bool(finished) or max(member.stage for member in open_ones.values()) - first > 1
     ahead = ahead and first < len(STAGES) - 2  # all rings are connected: the end is a matter of milliseconds
     who = f"{ranks_text(behind)} {'is' if len(behind) == 1 else 'are'}"
-    others = f"; {ranks_text(finished)} finished" if finished else ""
-    shown = [open_ones[rank] for rank in [*behind, *(rank for rank in open_ones if rank not in behind)][:2]]
-    what = f"the log of {ranks_text(open_ones)} ends before initialization was complete{others}"
-    where = f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}"
-    why = reason("unfinished_init", where=where, ranks=ranks_text(behind))
-    severity: Severity = "error" if ahead and not communicator.missing else "note"
-    yield finding(severity, "unfinished_init", what, why, *[member.last for member in shown])
+    shown = [open_ones[rank].last for rank in [*behind, *(rank for rank in open_ones if rank not in behind)][:2]]
+    yield finding(
+        "error" if ahead and not communicator.missing else "note",
+        "unfinished_init",
+        *shown,
+        unfinished=ranks_text(open_ones),
+        others=f"; {ranks_text(finished)} finished" if finished else "",
+        where=f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}",
+        ranks=ranks_text(behind),
+    )

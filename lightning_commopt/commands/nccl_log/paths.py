@@ -6,23 +6,11 @@ In a host, and between hosts: TCP instead of RDMA, no GPUDirect, interfaces that
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Fact, Process
-from lightning_commopt.commands.nccl_log.finding import (
-    Reason,
-    finding,
-    first_of,
-    is_between,
-    pairs_of,
-    pairs_text,
-    processes_of,
-    reason,
-    setting,
-    spans_hosts,
-    switched_on,
-)
-from lightning_commopt.text.findings import Finding, Severity
+from lightning_commopt.commands.nccl_log.finding import Reason, finding, reason
+from lightning_commopt.text.findings import Finding, Line, Severity
 from lightning_commopt.text.formatting import list_some
 
 _FAR = ("PHB", "NODE", "SYS")
@@ -32,57 +20,81 @@ _VIRTUAL = re.compile(
     re.IGNORECASE,
 )
 _LINK_LOCAL = ("fe80", "169.254.")
-
-
-def select(communicator: Communicator, matches: Callable[[Connection], bool]) -> list[Connection]:
-    """Returns some of the connections."""
-    return [each for each in communicator.connections if matches(each)]
-
-
-def ends_of(communicator: Communicator, found: list[Connection]) -> list[Process]:
-    """Returns the processes of the ranks that some connections join; of communicators without an id, all."""
-    if not communicator.members:
-        return processes_of(communicator)
-    return processes_of(communicator, {rank for pair in pairs_of(found) for rank in pair})
+_OFF = ("0", "no", "false", "")  # values of a switch
 
 
 def is_in_host(communicator: Communicator, connection: Connection) -> bool | None:
     """Returns whether both ends are on one host; None where the log does not say."""
     if connection.kind != "NET":
         return True
-    if is_between(connection):
+    if connection.is_between_hosts:
         return False
-    if communicator.num_nodes == 1:
-        return True
-    ends = [communicator.members.get(rank) for rank in (connection.sender, connection.receiver)]
-    machines = [None if end is None else end.process.machine for end in ends]
-    if machines[0] is None or machines[1] is None or not machines[0].host or not machines[1].host:
-        return None
-    if machines[0].host != machines[1].host or (machines[0].address and machines[1].address):
-        return machines[0] == machines[1]
     num_nodes = communicator.num_nodes
+    if num_nodes == 1:
+        return True
+    one, other = (communicator.members.get(rank) for rank in connection.pair)
+    if one is None or other is None or not one.process.host or not other.process.host:
+        return None
+    first, second = one.process.machine, other.process.machine
+    if first.host != second.host or (first.address and second.address):
+        return first == second
     return None if num_nodes is not None and num_nodes == communicator.num_ranks else True
 
 
+def _pairs_text(found: Sequence[Connection]) -> str:
+    """Returns the pairs of ranks that connections join, whichever of them sends."""
+    pairs = sorted({(min(each.pair), max(each.pair)) for each in found})
+    shown = [f"{first} and {second}" for first, second in pairs]
+    return f"ranks {shown[0]}" if len(shown) == 1 else f"{len(shown)} pairs of ranks ({list_some(shown)})"
+
+
+def _setting(processes: Sequence[Process], name: str) -> Fact | None:
+    return next((process.settings[name] for process in processes if name in process.settings), None)
+
+
+def _switched_on(processes: Sequence[Process], name: str, *, on: bool = True) -> Fact | None:
+    """Returns a variable such as ``NCCL_P2P_DISABLE``, where a process has it and it is not 0, or with not on, is 0."""
+    found = (process.settings[name] for process in processes if name in process.settings)
+    return next((fact for fact in found if (fact.value.lower() not in _OFF) == on), None)
+
+
+def _first_of(processes: Sequence[Process], note: str) -> Line | None:
+    return next((process.notes[note] for process in processes if note in process.notes), None)
+
+
+def _ends_of(communicator: Communicator, found: Sequence[Connection]) -> list[Process]:
+    """Returns the processes of the ranks that some connections join; of communicators without an id, all."""
+    if not communicator.members:
+        return communicator.processes
+    ranks = {rank for each in found for rank in each.pair}
+    return [member.process for rank, member in communicator.members.items() if rank in ranks]
+
+
 def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
-    found = select(communicator, lambda each: each.kind == "NET" and is_in_host(communicator, each) is True)
+    networks = [each for each in communicator.connections if each.kind == "NET"]
+    found = [each for each in networks if is_in_host(communicator, each) is True]
     if not found:
         return
-    ends = ends_of(communicator, found)
+    ends = _ends_of(communicator, found)
     why = _forbidden_paths(ends) or _split_host(communicator, ends)
-    is_shared = any(each.kind != "NET" for each in communicator.connections)
+    is_shared = len(networks) < len(communicator.connections)
     is_by_design = why is None and (is_shared or any(each.has_gdr for each in found))
+    if is_by_design:
+        why = reason("nic_is_faster")
+        unknown = f"unknown: {why.why}; or settings that the log lacks forbid other paths"
+        why = why if is_shared else why._replace(why=unknown)
+    elif why is None:
+        level = _setting(ends, "NCCL_P2P_LEVEL")
+        excludes = f", and NCCL_P2P_LEVEL={level.value} excludes P2P" if level else ""
+        why = reason("no_shared_memory", level, level=excludes)
     hosts = sorted({process.host for process in ends if process.host})
     where = f"on one host ({hosts[0]})" if len(hosts) == 1 else f"each on one host ({list_some(hosts) or 'unnamed'})"
-    why = why or (reason("nic_is_faster") if is_by_design else _no_shared_memory(ends))
-    if is_by_design and not is_shared:
-        why = why._replace(why=f"unknown: {why.why}; or settings that the log lacks forbid other paths")
-    what = f"{pairs_text(pairs_of(found))} are {where} but talk over {found[0].path}"
-    yield finding("note" if is_by_design else "slow", "network_in_host", what, why, found[0])
+    what = f"{_pairs_text(found)} are {where} but talk over {found[0].path}"
+    yield finding("note" if is_by_design else "slow", "network_in_host", found[0], what=what, why=why)
 
 
 def _forbidden_paths(ends: list[Process]) -> Reason | None:
-    no_p2p, no_shm = switched_on(ends, "NCCL_P2P_DISABLE"), switched_on(ends, "NCCL_SHM_DISABLE")
+    no_p2p, no_shm = _switched_on(ends, "NCCL_P2P_DISABLE"), _switched_on(ends, "NCCL_SHM_DISABLE")
     if no_shm is None:
         return None
     names = "NCCL_P2P_DISABLE and NCCL_SHM_DISABLE" if no_p2p else "NCCL_SHM_DISABLE"
@@ -95,33 +107,28 @@ def _split_host(communicator: Communicator, ends: list[Process]) -> Reason | Non
     num_hosts = len(communicator.machines)
     if communicator.num_nodes is None or communicator.num_nodes <= num_hosts or communicator.missing:
         return None
-    host_id = setting(ends, "NCCL_HOSTID")
+    host_id = _setting(ends, "NCCL_HOSTID")
     cause = f"NCCL_HOSTID={host_id.value}" if host_id else "containers that share the host's name"
     return reason("split_host", host_id, num_nodes=communicator.num_nodes, num_hosts=num_hosts, cause=cause)
 
 
-def _no_shared_memory(ends: list[Process]) -> Reason:
-    level = setting(ends, "NCCL_P2P_LEVEL")
-    excludes = f", and NCCL_P2P_LEVEL={level.value} excludes P2P" if level else ""
-    return reason("no_shared_memory", level, level=excludes)
-
-
 def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
-    found = select(communicator, lambda each: each.kind == "SHM")
-    why = _shared_memory_reason(communicator, ends_of(communicator, found), found)
+    found = [each for each in communicator.connections if each.kind == "SHM"]
+    why = _shared_memory_reason(communicator, found)
     if found:
-        what = f"{pairs_text(pairs_of(found))} copy through host memory ({found[0].path}) instead of P2P"
-    elif why.evidence and not communicator.connections and communicator.num_ranks != 1:
+        what = f"{_pairs_text(found)} copy through host memory ({found[0].path}) instead of P2P"
+    elif why.evidence and why.evidence[0] and not communicator.connections and communicator.num_ranks != 1:
         what = "GPUs of a host talk without P2P: through host memory (SHM), or the network"
     else:
         return
     advice = "nvidia-smi topo -m shows the links; where they stay slow, send fewer bytes: comm_hook=bf16"
-    advice = f"{why.advice}; {advice}"
-    yield finding("slow" if found else "note", "shared_memory", what, why._replace(advice=advice), *found[:1])
+    why = why._replace(advice=f"{why.advice}; {advice}")
+    yield finding("slow" if found else "note", "shared_memory", *found[:1], what=what, why=why)
 
 
-def _shared_memory_reason(communicator: Communicator, ends: list[Process], found: list[Connection]) -> Reason:
-    no_p2p, level = switched_on(ends, "NCCL_P2P_DISABLE"), setting(ends, "NCCL_P2P_LEVEL")
+def _shared_memory_reason(communicator: Communicator, found: list[Connection]) -> Reason:
+    ends = _ends_of(communicator, found)
+    no_p2p, level = _switched_on(ends, "NCCL_P2P_DISABLE"), _setting(ends, "NCCL_P2P_LEVEL")
     first = found[0].line if found else None
     is_late = no_p2p and first and first.file == no_p2p.line.file and first.number < no_p2p.line.number
     if no_p2p and not is_late and not any(end.uses_p2p for end in ends):
@@ -129,32 +136,28 @@ def _shared_memory_reason(communicator: Communicator, ends: list[Process], found
     if level and level.value.upper() in ("LOC", "0"):
         return reason("p2p_level_never", level, value=level.value)
     for note in ("p2p_refused", "p2p_disabled"):
-        if refused := first_of(ends, note):
+        if refused := _first_of(ends, note):
             return reason(note, refused)
     limit = f"NCCL_P2P_LEVEL={level.value} in the environment" if level else "NCCL's limit for P2P"
-    is_mixed = bool(select(communicator, lambda each: each.kind == "P2P"))
+    is_mixed = any(each.kind == "P2P" for each in communicator.connections)
     others = "; other pairs of this host use P2P, and a ring is as slow as its slowest link" if is_mixed else ""
     return reason("no_p2p", level if found else None, limit=limit, others=others)
 
 
 def _find_indirect(communicator: Communicator) -> Iterator[Finding]:
-    found = select(communicator, lambda each: each.kind == "P2P" and each.method.startswith("indirect"))
+    found = [each for each in communicator.connections if each.kind == "P2P" and each.method.startswith("indirect")]
     if found:
-        what = f"{pairs_text(pairs_of(found))} talk through a third GPU ({found[0].path})"
-        yield finding("slow", "indirect_p2p", what, reason("indirect_p2p"), found[0])
+        yield finding("slow", "indirect_p2p", found[0], pairs=_pairs_text(found), path=found[0].path)
 
 
 def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
     searches = [search for member in communicator.all_members for search in member.searches if search.num_channels]
     rings = [search for search in searches if search.pattern == _RING_PATTERN] or searches
-    far = next((search for search in rings if search.intra in _FAR), None)
-    if far is not None:
-        what = f"the ring in a host crosses a {far.intra} link, {far.intra_gb_per_s:g} GB/s a channel"
-        yield finding("slow", "far_link", what, reason("far_link"), far)
+    if far := next((search for search in rings if search.intra in _FAR), None):
+        yield finding("slow", "far_link", far, far=far)
     far = next((search for search in rings if search.inter in _FAR), None)
-    if far is not None and (spans_hosts(communicator) or (far.intra == "LOC" and communicator.num_ranks != 1)):
-        what = f"between hosts, GPUs reach their NICs by a {far.inter} link, {far.inter_gb_per_s:g} GB/s a channel"
-        yield finding("slow", "far_nic", what, reason("far_nic"), far)
+    if far and (communicator.spans_hosts or (far.intra == "LOC" and communicator.num_ranks != 1)):
+        yield finding("slow", "far_nic", far, far=far)
 
 
 def _find_one_way(communicator: Communicator) -> Iterator[Finding]:
@@ -163,49 +166,47 @@ def _find_one_way(communicator: Communicator) -> Iterator[Finding]:
     listed = {first for first, _ in links}
     one_way = [pair for pair in links if pair[::-1] not in links and pair[1] in listed]
     if one_way:
-        what = f"NCCL sees NVLink in one direction only: {list_some([f'{a} > {b}' for a, b in one_way])} (bus ids)"
-        yield finding("slow", "one_way_nvlink", what, reason("one_way_nvlink"), *[links[pair] for pair in one_way[:2]])
+        shown = list_some([f"{one} > {other}" for one, other in one_way])
+        yield finding("slow", "one_way_nvlink", *[links[pair] for pair in one_way[:2]], shown=shown)
 
 
 def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
-    found = select(communicator, lambda each: each.method == "Socket" and is_in_host(communicator, each) is not True)
-    processes = ends_of(communicator, found) if found else processes_of(communicator)
+    sockets = [each for each in communicator.connections if each.method == "Socket"]
+    found = [each for each in sockets if is_in_host(communicator, each) is not True]
+    processes = _ends_of(communicator, found) if found else communicator.processes
     networks = [each.network for each in processes if each.network is not None]
     chosen = next((each for each in networks if each.value != "Socket"), networks[0] if networks else None)
-    several = spans_hosts(communicator)
-    if chosen is None and several and (no_ib := switched_on(processes, "NCCL_IB_DISABLE")):
+    several = communicator.spans_hosts
+    if chosen is None and several and (no_ib := _switched_on(processes, "NCCL_IB_DISABLE")):
         chosen = Fact("Socket", no_ib.line)  # only a plugin would change that
     is_tcp = chosen is not None and chosen.value == "Socket"
     if not found and not (is_tcp and several is not False and not communicator.connections):
         return
-    why = _socket_reason(processes)
     names = sorted({name for process in processes for name in process.interfaces})
     interfaces = f", {', '.join(names[:4])}" if names else ""
     if found:
-        what = f"{pairs_text(pairs_of(found))} talk over TCP ({found[0].path}{interfaces})"
+        what = f"{_pairs_text(found)} talk over TCP ({found[0].path}{interfaces})"
     else:
         when = "hosts talk" if several else "if there are several hosts, they talk"
         what = f"{when} over TCP (network Socket{interfaces})"
+    why = _socket_reason(processes)
     why = why._replace(advice=f"{why.advice}; on TCP alone, compress: bf16, int8 and PowerSGD pay most here")
     severity: Severity = "slow" if found or several else "note"
-    yield finding(severity, "socket_network", what, why, *found[:1], None if found else chosen)
+    yield finding(severity, "socket_network", found[0] if found else chosen, what=what, why=why)
 
 
 def _socket_reason(ends: list[Process]) -> Reason:
     """Returns why ranks do not use RDMA."""
-    no_ib, forced = switched_on(ends, "NCCL_IB_DISABLE"), setting(ends, "NCCL_NET")
-    chosen, no_device = setting(ends, "NCCL_IB_HCA"), first_of(ends, "no_ib")
-    no_library, no_open = first_of(ends, "no_ibverbs"), first_of(ends, "no_open")
+    forced, chosen = _setting(ends, "NCCL_NET"), _setting(ends, "NCCL_IB_HCA")
     nics = {name: line for process in ends for name, line in process.nics.items()}
-    if no_ib:
+    if no_ib := _switched_on(ends, "NCCL_IB_DISABLE"):
         return reason("ib_disabled", no_ib, value=no_ib.value)
     if forced and forced.value.lower() == "socket":
         return reason("socket_chosen", forced)
-    if no_library:
-        return reason("no_ibverbs", no_library)
-    if no_open:
-        return reason("nic_not_opened", no_open)
-    if no_device:
+    for note, code in (("no_ibverbs", "no_ibverbs"), ("no_open", "nic_not_opened")):
+        if line := _first_of(ends, note):
+            return reason(code, line)
+    if no_device := _first_of(ends, "no_ib"):
         none = f"NCCL_IB_HCA={chosen.value} may match none" if chosen else "there is none"
         return reason("no_ib_device", no_device, chosen, none=none)
     if nics:
@@ -214,25 +215,28 @@ def _socket_reason(ends: list[Process]) -> Reason:
 
 
 def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
-    if not spans_hosts(communicator):
+    if not communicator.spans_hosts:
         return
-    for process in processes_of(communicator):
-        usable = {name: fact for name, fact in process.interfaces.items() if not _is_unreachable(name, fact.value)}
+    for process in communicator.processes:
+        usable = [name for name, fact in process.interfaces.items() if not _is_unreachable(name, fact.value)]
         is_tcp = process.network is None or process.network.value == "Socket"
         for name in dict.fromkeys((process.interface, *(process.interfaces if is_tcp else ()))):
             fact = process.interfaces.get(name)
             address = fact.value if fact else process.address
-            if not name or not _is_unreachable(name, address):
-                continue
-            chosen = process.settings.get("NCCL_SOCKET_IFNAME")
-            cause = f"the environment sets NCCL_SOCKET_IFNAME={chosen.value}" if chosen else "NCCL took what is up"
-            kind = "link-local address" if address.startswith(_LINK_LOCAL) else "virtual interface"
-            names = ",".join(usable) or "the interface that the hosts share, as eth0 or ib0 (ip -br addr)"
-            what = f"{process.host or 'a process'} offers peers on other hosts the interface {name} ({address})"
-            severity: Severity = "warning" if usable else "error"
-            why = reason("virtual_interface", chosen=cause, kind=kind, names=names)
-            yield finding(severity, "virtual_interface", what, why, chosen, process.bootstrap, fact)
-            return
+            if name and _is_unreachable(name, address):
+                named = process.settings.get("NCCL_SOCKET_IFNAME")
+                cause = f"the environment sets NCCL_SOCKET_IFNAME={named.value}" if named else "NCCL took what is up"
+                yield finding(
+                    "warning" if usable else "error",
+                    "virtual_interface",
+                    *(named, process.bootstrap, fact),
+                    host=process.host or "a process",
+                    interface=f"{name} ({address})",
+                    cause=cause,
+                    kind="link-local address" if address.startswith(_LINK_LOCAL) else "virtual interface",
+                    names=",".join(usable) or "the interface that the hosts share, as eth0 or ib0 (ip -br addr)",
+                )
+                return
 
 
 def _is_unreachable(name: str, address: str) -> bool:
@@ -240,44 +244,42 @@ def _is_unreachable(name: str, address: str) -> bool:
 
 
 def _find_no_gdr(communicator: Communicator) -> Iterator[Finding]:
-    rdma = select(communicator, lambda each: each.kind == "NET" and each.method != "Socket")
+    rdma = [each for each in communicator.connections if each.kind == "NET" and each.method != "Socket"]
     without = [each for each in rdma if not each.has_gdr]
-    ends = ends_of(communicator, without) if without else processes_of(communicator)
-    disabled = {name: line for process in ends for name, line in process.gdr.items() if "isabled" in line.text}
-    if not without and (not disabled or rdma or spans_hosts(communicator) is False):
-        return
-    why = _gdr_reason(rdma, without, ends)
+    ends = _ends_of(communicator, without) if without else communicator.processes
+    disabled = [name for process in ends for name, line in process.gdr.items() if "isabled" in line.text]
     if without:
         share = f"{len(without)} of {len(rdma)} connections" if len(without) < len(rdma) else "all connections"
-        what = f"{share} over NET/{without[0].method} work without GPUDirect RDMA: {pairs_text(pairs_of(without))}"
+        what = f"{share} over NET/{without[0].method} work without GPUDirect RDMA: {_pairs_text(without)}"
+    elif disabled and not rdma and communicator.spans_hosts is not False:
+        what = f"NCCL disabled GPUDirect RDMA for {list_some(dict.fromkeys(disabled))}"
     else:
-        what = f"NCCL disabled GPUDirect RDMA for {list_some(list(disabled))}"
-    severity: Severity = "slow" if without or spans_hosts(communicator) else "note"
-    yield finding(severity, "no_gdr", what, why, *without[:1])
+        return
+    severity: Severity = "slow" if without or communicator.spans_hosts else "note"
+    yield finding(severity, "no_gdr", *without[:1], what=what, why=_gdr_reason(rdma, without, ends))
 
 
 def _gdr_reason(rdma: list[Connection], without: list[Connection], ends: list[Process]) -> Reason:
     """Returns why NICs do not read and write GPUs' memory, on some connections or on all."""
-    level = setting(ends, "NCCL_NET_GDR_LEVEL") or setting(ends, "NCCL_IB_GDR_LEVEL")
-    no_read, disabled = switched_on(ends, "NCCL_NET_GDR_READ", on=False), first_of(ends, "gdr_disabled")
+    level = _setting(ends, "NCCL_NET_GDR_LEVEL") or _setting(ends, "NCCL_IB_GDR_LEVEL")
+    no_read, disabled = _switched_on(ends, "NCCL_NET_GDR_READ", on=False), _first_of(ends, "gdr_disabled")
     sends_only = bool(without) and all(each.direction == "send" for each in without)
-    is_partial = len(without) < len(rdma)
-    nics = {name: line for process in ends for name, line in process.nics.items()}
     method = without[0].method if without else "IB"
     if sends_only and no_read:
         return reason("gdr_read_off", no_read)
-    if sends_only and is_partial:
+    if sends_only and len(without) < len(rdma):
         return reason("gdr_sends_staged")
     if level and level.value.upper() in ("LOC", "0", "-1"):
         return reason("gdr_level", level, value=level.value)
+    nics = {name: line for process in ends for name, line in process.nics.items()}
     if omni_path := next((line for name, line in nics.items() if name.startswith("hfi")), None):
         return reason("gdr_omni_path", omni_path)
     if disabled and "distance" in disabled.text:
         return reason("gdr_distance", disabled)
     if not method.startswith("IB") or (disabled and "HCA" not in disabled.text):
         return reason("gdr_plugin", disabled, unknown="" if disabled else "unknown: perhaps ", method=method)
-    said = [*(line for end in ends for line in end.notes.values()), *(end.version.line for end in ends if end.version)]
-    if any("rccl" in line.text.lower() for line in said):
+    lines = [*(line for end in ends for line in end.notes.values()), *(end.version.line for end in ends if end.version)]
+    if any("rccl" in line.text.lower() for line in lines):
         why = "the kernel offers RCCL no GPUDirect RDMA" if disabled else "unknown: the log does not say why"
         return reason("gdr_rccl", disabled, reason=why)
     if disabled:

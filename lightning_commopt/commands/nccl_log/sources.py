@@ -123,10 +123,14 @@ class Sources:
         return host
 
     def processes(self) -> list[Process]:
-        """Returns the processes that said something, with their addresses."""
-        said = [each.process for each in self._sources.values() if each.members or each.process.says_something]
-        _complete_addresses(said)
-        return said
+        """Returns the processes that wrote anything about themselves or a rank, with their addresses."""
+        found = []
+        for source in self._sources.values():
+            p = source.process
+            if source.members or any((p.settings, p.bootstrap, p.network, p.notes, p.gdr, p.failed_at)):
+                found.append(p)
+        _complete_addresses(found)
+        return found
 
     def members(self) -> list[Member]:
         return [member for source in self._sources.values() for member in source.members]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -19,7 +20,7 @@ _OF_CONNECTION = ("channel", "sender", "receiver", "path", "nic", "direction")
 _MAX_PAIRS = 6
 _MAX_RINGS = 4
 _MAX_RANKS = 16
-_MAX_CHOICES = 12
+_MAX_ROWS = 12
 _MAX_COMMUNICATORS = 4
 
 
@@ -44,8 +45,7 @@ def paths_of(communicator: Communicator) -> list[Path]:
     groups: dict[tuple[str, str], dict[tuple[int, int], set[int]]] = {}
     for each in communicator.connections:
         place = {True: "in a host", False: "between hosts", None: ""}[is_in_host(communicator, each)]
-        pairs = groups.setdefault((each.path, place), {})
-        pairs.setdefault((each.sender, each.receiver), set()).add(each.channel)
+        groups.setdefault((each.path, place), {}).setdefault(each.pair, set()).add(each.channel)
     found = [Path(name, place, sorted(pairs), max(map(len, pairs.values()))) for (name, place), pairs in groups.items()]
     return sorted(found, key=lambda path: -len(path.pairs))
 
@@ -82,13 +82,14 @@ def extras_of(communicator: Communicator) -> dict[str, str]:
     return found
 
 
-def channels_of(communicator: Communicator) -> int:
-    """Returns the channels of collectives."""
-    return max((member.num_channels for member in communicator.all_members), default=0)
+def _channels_of(communicator: Communicator) -> int:
+    """Returns the channels of collectives; where they are not printed, those that have been seen; 0 for none."""
+    seen = (max((channel + 1 for channel, *_ in each.connections), default=0) for each in communicator.all_members)
+    named = (each.channels.get("coll") for each in communicator.all_members)
+    return max((one or other for one, other in zip(named, seen, strict=True)), default=0)
 
 
-def networks_of(communicator: Communicator) -> list[str]:
-    """Returns the networks that ranks chose."""
+def _networks_of(communicator: Communicator) -> list[str]:
     facts = [member.process.network for member in communicator.all_members]
     return list(dict.fromkeys(fact.value for fact in facts if fact is not None))
 
@@ -124,8 +125,8 @@ def _plain_communicator(communicator: Communicator) -> dict[str, Any]:
         "min_ranks": communicator.min_ranks,
         "num_nodes": communicator.num_nodes,
         "missing_ranks": communicator.missing,
-        "num_channels": channels_of(communicator),
-        "networks": networks_of(communicator),
+        "num_channels": _channels_of(communicator),
+        "networks": _networks_of(communicator),
         "ranks": [_plain_member(rank, member) for rank, member in communicator.members.items()],
         "paths": [path._asdict() for path in paths_of(communicator)],
         "rings": [{"ranks": ring, "channels": channels} for ring, channels in rings_of(communicator).items()],
@@ -138,9 +139,7 @@ def _plain_member(rank: int, member: Member) -> dict[str, Any]:
         "rank": rank,
         "host": member.process.host,
         "pid": member.process.pid,
-        "device": member.device,
-        "bus_id": member.bus_id,
-        "channels": member.channels,
+        **{name: getattr(member, name) for name in ("device", "bus_id", "channels")},
         "finished_init": member.finished is not None,
         "connections": [{name: getattr(each, name) for name in _OF_CONNECTION} for each in member.connections.values()],
     }
@@ -169,12 +168,11 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
         print_text(f"warning: {file} has no line of NCCL", console, "yellow")
     for file, error in log.damaged_files.items():
         print_text(f"warning: {file} is cut or damaged, and was read up to there: {error}", console, "yellow")
-    shown = sorted(log.communicators, key=lambda each: -len(each.all_members))[:_MAX_COMMUNICATORS]
-    others = [each for each in log.communicators if each not in shown]
-    for communicator in sorted(shown, key=lambda each: each.number):
+    largest = sorted(log.communicators, key=lambda each: -len(each.all_members))
+    for communicator in sorted(largest[:_MAX_COMMUNICATORS], key=lambda each: each.number):
         _print_communicator(communicator, console)
-    if others:
-        sizes = list_some([each.num_ranks or "?" for each in others], _MAX_CHOICES)
+    if others := [each for each in log.communicators if each in largest[_MAX_COMMUNICATORS:]]:
+        sizes = list_some([each.num_ranks or "?" for each in others], _MAX_ROWS)
         print_text(f"{len(others)} more communicators, of {sizes} ranks: see --json", console)
     _print_rest(log, console)
     _print_choices(log, console)
@@ -188,9 +186,9 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
 
 def _print_communicator(communicator: Communicator, console: Console) -> None:
     parts = [_size_text(communicator), _hosts_text(communicator)]
-    if num_channels := channels_of(communicator):
+    if num_channels := _channels_of(communicator):
         parts.append(count(num_channels, "channel"))
-    if networks := networks_of(communicator):
+    if networks := _networks_of(communicator):
         parts.append(f"network {' and '.join(networks)}")
     parts += [f"{name}: {value}" for name, value in extras_of(communicator).items()]
     console.print()
@@ -200,7 +198,11 @@ def _print_communicator(communicator: Communicator, console: Console) -> None:
     print_text(f"{name}: {', '.join(parts)}", console, "bold")
     for machine, ranks in communicator.machines.items():
         print_text(f"  {' '.join(filter(None, machine)) or 'host unknown'}: {ranks_text(ranks)}", console)
-    _print_paths(communicator, console)
+    rows = [
+        [path.name, path.place, list_some([f"{one} > {other}" for one, other in path.pairs], _MAX_PAIRS), path[-1]]
+        for path in paths_of(communicator)
+    ]
+    _print_table(("path", "where", "pairs (sender > receiver)", "channels"), rows, console)
     rings = list(rings_of(communicator).items())
     for ring, channels in rings[:_MAX_RINGS]:
         order = " ".join(map(str, ring[:_MAX_RANKS])) + (" ..." if len(ring) > _MAX_RANKS else "")
@@ -208,21 +210,6 @@ def _print_communicator(communicator: Communicator, console: Console) -> None:
         print_text(f"  ring on {name} {numbers_text(channels)}: {order}", console)
     if len(rings) > _MAX_RINGS:
         print_text(f"  and {len(rings) - _MAX_RINGS} other rings", console)
-
-
-def _print_rest(log: NcclLog, console: Console) -> None:
-    """Prints where the processes are that name no communicator, and the ranks of which only nccl-tests says so."""
-    hosts = Counter(member.process.host or "an unknown host" for member in log.rest.unknown)
-    if hosts:
-        shown = list_some([f"{number} on {host}" for host, number in hosts.items()], _MAX_PAIRS)
-        nics = list(dict.fromkeys(name for member in log.rest.unknown for name in member.process.nics))
-        parts = [shown, *(f"network {name}" for name in networks_of(log.rest))]
-        parts += [f"NICs {list_some(nics, _MAX_PAIRS)}"] if nics else []
-        print_text(f"processes that name no communicator: {', '.join(parts)}", console)
-    if log.listed and not log.communicators:
-        listed = Counter(host for host, *_ in log.listed.values())
-        shown = list_some([f"{count(number, 'rank')} on {host}" for host, number in listed.items()], _MAX_PAIRS)
-        print_text(f"nccl-tests lists {shown}", console)
 
 
 def _size_text(communicator: Communicator) -> str:
@@ -237,25 +224,31 @@ def _size_text(communicator: Communicator) -> str:
 def _hosts_text(communicator: Communicator) -> str:
     if communicator.num_nodes is not None:
         return count(communicator.num_nodes, "host")
-    hosts = {member.process.machine for member in communicator.all_members if member.process.host}
+    hosts = {process.machine for process in communicator.processes if process.host}
     return f"{count(len(hosts), 'host')} or more" if hosts else "hosts unknown"
 
 
-def _print_paths(communicator: Communicator, console: Console) -> None:
-    table = TextTable("path", "where", "pairs (sender > receiver)", "channels")
-    paths = paths_of(communicator)
-    for path in paths:
-        pairs = list_some([f"{sender} > {receiver}" for sender, receiver in path.pairs], _MAX_PAIRS)
-        table.add_row(path.name, path.place, pairs, str(path.num_channels))
-    if paths:
-        console.print(table)
+def _print_rest(log: NcclLog, console: Console) -> None:
+    """Prints where the processes are that name no communicator, and the ranks that only nccl-tests lists."""
+    rest = log.rest.processes
+    if rest:
+        hosts = Counter(process.host or "an unknown host" for process in rest)
+        nics = list(dict.fromkeys(name for process in rest for name in process.nics))
+        parts = [list_some([f"{number} on {host}" for host, number in hosts.items()], _MAX_PAIRS)]
+        parts += [f"network {name}" for name in _networks_of(log.rest)]
+        parts += [f"NICs {list_some(nics, _MAX_PAIRS)}"] if nics else []
+        print_text(f"processes that name no communicator: {', '.join(parts)}", console)
+    if log.listed and not log.communicators:
+        listed = Counter(host for host, *_ in log.listed.values())
+        shown = list_some([f"{count(number, 'rank')} on {host}" for host, number in listed.items()], _MAX_PAIRS)
+        print_text(f"nccl-tests lists {shown}", console)
 
 
 def _print_choices(log: NcclLog, console: Console) -> None:
-    shown = sorted(log.choices.most_common(_MAX_CHOICES), key=lambda item: item[0].num_bytes)
-    rows = [[*map(str, (*choice, times))] for choice, times in shown]
+    shown = sorted(log.choices.most_common(_MAX_ROWS), key=lambda item: item[0].num_bytes)
     columns = ("operation", "bytes", "algorithm", "protocol", "channels", "times")
-    _print_table("the tuner's choices", columns, rows, len(log.choices), console)
+    rows = [[*choice, times] for choice, times in shown]
+    _print_table(columns, rows, console, "the tuner's choices", len(log.choices))
 
 
 def _print_inspected(log: NcclLog, console: Console) -> None:
@@ -270,20 +263,24 @@ def _print_inspected(log: NcclLog, console: Console) -> None:
 def _print_measured(first: str, measured: list[Matched], title: str, console: Console) -> None:
     columns = (first, "operation", "bytes", "algorithm", "protocol", "times", "bus GB/s")
     rows = [
-        [name, *(str(each or "unknown") for each in kind[1:]), str(times), number(gb_per_s)]
-        for name, kind, times, gb_per_s in measured[:_MAX_CHOICES]
+        [name, *(each or "unknown" for each in kind[1:]), times, number(gb_per_s)]
+        for name, kind, times, gb_per_s in measured[:_MAX_ROWS]
     ]
-    _print_table(title, columns, rows, len(measured), console)
+    _print_table(columns, rows, console, title, len(measured))
 
 
-def _print_table(title: str, columns: tuple[str, ...], rows: list[list[str]], num_rows: int, console: Console) -> None:
+def _print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], console: Console, title: str = "", num_rows: int = 0
+) -> None:
+    """Prints the first rows of a table below its title, and how many more there are."""
     if not rows:
         return
     table = TextTable(*columns)
     for row in rows:
-        table.add_row(*row)
-    console.print()
-    print_text(title, console, "bold")
+        table.add_row(*map(str, row))
+    if title:
+        console.print()
+        print_text(title, console, "bold")
     console.print(table)
     if num_rows > len(rows):
         print_text(f"and {num_rows - len(rows)} more: see --json", console)

@@ -14,7 +14,10 @@ from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_o
 from lightning_commopt.text.findings import Finding, Severity, read_texts
 from lightning_commopt.text.formatting import list_some, ranks_text
 
-_CODES = "an error of CUDA|an error of the system|an internal error|an invalid argument|an invalid usage|a remote error"
+_RESULTS = (  # of NCCL's functions, by their number
+    *("success", "an error of CUDA", "an error of the system", "an internal error", "an invalid argument"),
+    *("an invalid usage", "a remote error"),
+)
 _LATE = 1.5  # times the limit: the watchdog looks every few seconds, so more is no waiting of a collective
 
 
@@ -24,8 +27,7 @@ class WarnText(NamedTuple):
     code: str
     place: re.Pattern[str]  # of NCCL's file and line
     pattern: re.Pattern[str]  # of the text
-    why: str
-    advice: str
+    reason: Reason
     severity: Severity
     follows: bool  # whether it is only the consequence of another warning, where there is one
 
@@ -37,7 +39,8 @@ def _table() -> list[WarnText]:
         place, pattern = re.compile(values.get("in", "")), re.compile(values["text"], re.IGNORECASE)
         kinds = values.get("as", "error").split(", ")
         severity = cast(Severity, "error" if kinds[0] == "follows" else kinds[0])
-        found.append(WarnText(code, place, pattern, values["why"], values["try"], severity, "follows" in kinds))
+        why = Reason(values["why"], values["try"])
+        found.append(WarnText(code, place, pattern, why, severity, "follows" in kinds))
     return found
 
 
@@ -57,46 +60,42 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
 
     What only follows from another warning is a note, where there is that other one.
     """
-    groups: dict[str, list[LoggedWarning]] = {}
-    known: dict[str, WarnText] = {}
+    groups: dict[str | WarnText, list[LoggedWarning]] = {}
     for warning in log.warnings:
-        entry = explain(warning.text, warning.place)
-        key = f"unknown: {re.sub(r'[0-9a-fx]{3,}|[0-9]+', '#', warning.text)[:80]}" if entry is None else entry.code
-        groups.setdefault(key, []).append(warning)
-        if entry is not None:
-            known[key] = entry
-    has_cause = any(key not in known or (known[key].severity == "error" and not known[key].follows) for key in groups)
-    for key, warnings in groups.items():
-        entry = known.get(key)
+        text = re.sub(r"[0-9a-fx]{3,}|[0-9]+", "#", warning.text)[:80]
+        groups.setdefault(explain(warning.text, warning.place) or text, []).append(warning)
+    has_cause = any(isinstance(kind, str) or (kind.severity == "error" and not kind.follows) for kind in groups)
+    for kind, warnings in groups.items():
         text = max((each.text for each in warnings), key=len)[:200] or "without text"
         what = f"{_who(warnings)}: {text}" + (f" ({len(warnings)} times)" if len(warnings) > 1 else "")
-        if entry is None:
-            yield finding("warning", "warning", what, reason("no_explanation"), *warnings[:3])
-        elif entry.follows and has_cause:
-            yield finding("note", entry.code, what, Reason(entry.why, "begin with the other errors"), *warnings[:3])
+        if isinstance(kind, str):
+            yield finding("warning", "warning", *warnings[:3], what=what, why=reason("no_explanation"))
+        elif kind.follows and has_cause:
+            why = kind.reason._replace(advice="begin with the other errors")
+            yield finding("note", kind.code, *warnings[:3], what=what, why=why)
         else:
-            yield finding(entry.severity, entry.code, what, Reason(entry.why, entry.advice), *warnings[:3])
+            yield finding(kind.severity, kind.code, *warnings[:3], what=what, why=kind.reason)
     yield from _find_silent_errors(log)
 
 
 def _who(warnings: list[LoggedWarning]) -> str:
-    ranks = [each.rank for each in warnings if each.rank is not None]
+    ranks = {each.rank for each in warnings if each.rank is not None}
     hosts = sorted({each.host for each in warnings if each.host})
     where = f" on {', '.join(hosts[:4])}" if hosts else ""
-    return f"{ranks_text(ranks)} warn{'s' if len(set(ranks)) == 1 else ''}{where}" if ranks else f"a warning{where}"
+    return f"{ranks_text(ranks)} warn{'s' if len(ranks) == 1 else ''}{where}" if ranks else f"a warning{where}"
 
 
 def _find_silent_errors(log: NcclLog) -> Iterator[Finding]:
     """Finds errors that NCCL hands on where no warning says why."""
     failed = {id(process): process.failed_at for process in log.processes if process.failed_at is not None}
-    members = [member for communicator in log.communicators for member in communicator.all_members]
     if failed and not log.warnings:
+        members = [member for communicator in log.communicators for member in communicator.all_members]
         first = next(iter(failed.values()))
         place, _, code = first.value.partition(" -> ")
-        result = dict(enumerate(_CODES.split("|"), start=1)).get(int(code), "an error")
+        result = _RESULTS[int(code)] if 0 < int(code) < len(_RESULTS) else "an error"
         what = f"{ranks_of(m for m in members if id(m.process) in failed)} failed at {place} with {result}"
         why = reason("silent_socket_error" if "socket" in place else "silent_error")
-        yield finding("error", "silent_error", what, why, first)
+        yield finding("error", "silent_error", first, what=what, why=why)
 
 
 def find_timeouts(log: NcclLog) -> Iterator[Finding]:
@@ -134,7 +133,7 @@ def _timeout(group: str, timeouts: list[Timeout], log: NcclLog) -> Finding:
     waited = max((each.waited_s for each in timeouts if each.waited_s is not None), default=None)
     after, where = f" after {waited:.0f} s" if waited else "", f" in {group}" if group else ""
     what = f"a collective timed out{after}{where}: {shown}"
-    return finding("error", "collective_timeout", what, why, *timeouts[:2])
+    return finding("error", "collective_timeout", *timeouts[:2], what=what, why=why)
 
 
 def _asleep(timeouts: list[Timeout]) -> Reason | None:
@@ -148,24 +147,23 @@ def _asleep(timeouts: list[Timeout]) -> Reason | None:
 
 
 def _behind(group: str, log: NcclLog) -> Reason | None:
-    """Returns the reason, where ranks say that they started fewer collectives of this group than others."""
+    """Returns the reason, where ranks started fewer collectives of this group than others, by their own lines."""
     groups: dict[str, dict[int, Progress]] = {}
     for each in log.progress.values():
         if each.group == group or not (group and each.group):
             groups.setdefault(each.group, {})[each.rank] = each
-    for name, said in groups.items():
-        most = max(each.enqueued for each in said.values())
-        behind = sorted(rank for rank, each in said.items() if each.enqueued < most)
+    for name, by_rank in groups.items():
+        most = max(each.enqueued for each in by_rank.values())
+        behind = sorted(rank for rank, each in by_rank.items() if each.enqueued < most)
         if behind and (name or len(groups) == 1):
-            last = said[behind[0]]
+            last = by_rank[behind[0]]
             return reason("behind", last, ranks=ranks_text(behind), number=last.enqueued, most=most)
     return None
 
 
 def _reason(group: str, timeouts: list[Timeout], num_calls: int, log: NcclLog) -> Reason:
     ranks = {each.rank for each in timeouts}
-    sequences = {each.sequence for each in timeouts}
-    if len(sequences) > 1:
+    if len({each.sequence for each in timeouts}) > 1:
         if not group or len(timeouts) > len(ranks):
             return reason("unnamed_groups")
         late = min(timeouts, key=lambda each: (each.sequence is None, each.sequence or 0))
@@ -197,4 +195,4 @@ def find_ras(reports: list[RasReport]) -> Iterator[Finding]:
         if report.details:
             what = f"RAS reports {report.status} for {whose}: {list_some(report.details, 8)}"
             severity: Severity = "warning" if report.status in ("MISMATCH", "TIMEOUT") else "error"
-            yield finding(severity, "ras", what, reason(f"ras_{report.status.lower()}"), report.line)
+            yield finding(severity, "ras", report, what=what, why=reason(f"ras_{report.status.lower()}"))
