@@ -192,6 +192,7 @@ class Member:
     has_trees: bool = False
     channels: dict[str, int] = field(default_factory=dict)  # by kind: coll, collnet, nvls, p2p
     searches: list[SearchResult] = field(default_factory=list)
+    listed_gpu: str = ""  # bus id of the GPU whose links the topology lists at the moment
     nvlinks: dict[tuple[str, str], Line] = field(default_factory=dict)  # from one GPU to another, by bus id
     notes: dict[str, Line] = field(default_factory=dict)
 

@@ -1,23 +1,46 @@
-"""Reads logs of ``NCCL_DEBUG=INFO``, of all ranks in any order, into facts; what it does not know it leaves out."""
+"""Reads logs of ``NCCL_DEBUG=INFO``, of all ranks in any order, into facts; what it does not know it leaves out.
+
+Also what PyTorch's watchdog, NCCL's RAS and nccl-tests write into such logs.
+"""
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from gzip import BadGzipFile
 from pathlib import Path
 
-from lightning_commopt.commands.nccl_log import grammar
 from lightning_commopt.commands.nccl_log.communicators import add_listed, add_unnamed, group_members
-from lightning_commopt.commands.nccl_log.facts import Fact, LoggedWarning, NcclLog, RasReport
+from lightning_commopt.commands.nccl_log.facts import Choice, Fact, LoggedWarning, NcclLog, Progress, RasReport, Timeout
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader
 from lightning_commopt.commands.nccl_log.lines import Message, read_messages
-from lightning_commopt.commands.nccl_log.message_readers import MemberReader, read_process_line
+from lightning_commopt.commands.nccl_log.messages import find_version, read_process_line, read_rank_line
 from lightning_commopt.commands.nccl_log.sources import Sources
 from lightning_commopt.commands.nccl_log.warnings import explain
 from lightning_commopt.text.findings import Line
 
+_CHOICE = re.compile(r"(?:(\w+): )?(\d+) Bytes -> Algo (\w+) proto (\w+)(?:.*channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\})?")
+_KERNEL_CHOICE = re.compile(r"(\w+) \[([\w ]+)\]: (\d+) Bytes -> (?:Kernel )?(\S+)(?: nchannels (\d+))?")
+_ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
+_PROTOCOLS = ("LL", "LL128", "SIMPLE")
+_PACKAGE = re.compile(r"(?:nvidia-nccl-cu\d+|using nccl)[ =]+(\d+\.\d+\.\d+)")
+_LISTED = re.compile(
+    r"#\s+Rank\s+(\d+)(?:\s+Group\s+\d+)?\s+Pid\s+(\d+)\s+on\s+(\S+)\s+device\s+(\d+)\s+\[(?:0x|0000:)?(\w\w)"
+)
+_TIMEOUT = re.compile(
+    r"Watchdog caught collective operation timeout:\s*WorkNCCL\((.*?Timeout\(ms\) ?= ?\d+)\)"
+    r"(?: ran for (\d+) milliseconds)?"
+)
+_PROGRESS = re.compile(
+    r"(?:work: (\d+), )?last enqueued(?: NCCL)? work: (-?\d+), last completed(?: NCCL)? work: (-?\d+)", re.IGNORECASE
+)
+_TORCH_ERROR = re.compile(
+    r"(?:NCCL error(?: in| \d)?|nccl[A-Z]\w+ failed): .*?((?:unhandled \w+|internal) error|invalid (?:usage|argument)"
+    r"|remote process exited)",
+    re.IGNORECASE,
+)
+_GROUP_AND_RANK = re.compile(r"\[(?:(PG [^\[\]]*?) )?Rank (\d+)\]|\[rank(\d+)\]")
 _LAST_ERROR = re.compile(r"Last (?:error:|NCCL warning\(error\):)")
 _NO_ERROR = re.compile(r"Exception raised|frame #|Traceback|nccl(?:(?:UnhandledCuda|System|Internal|Remote)E|Invalid)")
 _TEST_FAILURE = re.compile(r"Test (CUDA|NCCL) failure \S+ '(.+?)(?: / .*)?'|(watchdog got stuck for \d+ seconds)")
@@ -40,6 +63,7 @@ def read_log(paths: Sequence[Path], *, keeps_order: bool = False) -> NcclLog:
         ValueError: no line of any file is NCCL's.
     """
     reader = LogReader(InspectorReader(keeps_order=keeps_order))
+    damaged = reader.log.damaged_files
     for path in paths:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory; name the files in it, such as {path}/*.log")
@@ -47,27 +71,24 @@ def read_log(paths: Sequence[Path], *, keeps_order: bool = False) -> NcclLog:
         try:
             reader.read(read_messages(path))
         except (EOFError, zlib.error, BadGzipFile) as error:
-            reader.log.damaged_files[str(path)] = str(error)
+            damaged[str(path)] = str(error)
         reader.log.files.append(str(path))
         if reader.num_lines == before:
             reader.log.silent_files.append(str(path))
-    if not reader.num_lines:
-        raise ValueError(_nothing_found(paths, reader.log.damaged_files))
-    return reader.finish()
-
-
-def _nothing_found(paths: Sequence[Path], damaged: Mapping[str, str]) -> str:
+    if reader.num_lines:
+        return reader.finish()
     names = ", ".join(map(str, paths))
     if damaged:
-        return f"{names}: no line of NCCL before {' and '.join(damaged)} is cut or damaged"
-    if any(path.is_file() and b"\0" in _beginning(path) for path in paths):
-        return f"{names}: no line of NCCL, and not a text file"
-    return f"{names}: no line of NCCL; set NCCL_DEBUG=INFO for the job, and NCCL_DEBUG_FILE=nccl.%h.%p.log for files"
+        raise ValueError(f"{names}: no line of NCCL before {' and '.join(damaged)} is cut or damaged")
+    if any(path.is_file() and _is_binary(path) for path in paths):
+        raise ValueError(f"{names}: no line of NCCL, and not a text file")
+    advice = "set NCCL_DEBUG=INFO for the job, and NCCL_DEBUG_FILE=nccl.%h.%p.log for files"
+    raise ValueError(f"{names}: no line of NCCL; {advice}")
 
 
-def _beginning(path: Path) -> bytes:
+def _is_binary(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(4096)
+        return b"\0" in file.read(4096)
 
 
 class LogReader:
@@ -76,7 +97,6 @@ class LogReader:
     def __init__(self, inspector: InspectorReader) -> None:
         self.log = NcclLog()
         self._sources = Sources()
-        self._members = MemberReader()
         self._inspector = inspector
         self._last_error: int | None = None  # the rank whose "Last error:" goes on in the next line; -1 where unknown
         self._wrapped: Message | None = None  # a line of the watchdog that a terminal broke
@@ -113,24 +133,32 @@ class LogReader:
                 self._warn(message.text, message.line, rank=rank, host=source.process.host, place=message.place)
             read_process_line(source.process, message)
         elif " Bytes -> " in message.text:
-            choice = grammar.parse_choice(message.text) if message.is_whole else None
+            choice = _parse_choice(message.text) if message.is_whole else None
             if choice is not None:
                 self.log.choices[choice] += 1
                 self.log.choice_lines.setdefault(choice, message.line)
         elif not read_process_line(source.process, message):
-            self._members.read(source, message)
+            read_rank_line(source, message)
 
     def _warn(self, text: str, line: Line, *, rank: int | None = None, host: str = "", place: str = "") -> None:
         self.log.warnings.append(LoggedWarning(text=text, place=place, host=host, rank=rank, line=line))
 
     def _read_other(self, message: Message) -> None:
         """Reads a line that has no head of NCCL's: a version, PyTorch's errors and watchdog, nccl-tests' list."""
-        found = [read_ras(message, self.log.ras), self._read_error(message), self._read_watchdog(message)]
-        found.append(self._read_version(message))
-        if listed := grammar.LISTED.search(message.text):
-            host, pid, device, bus = listed[3], int(listed[2]), int(listed[4]), listed[5].lower()
-            self.log.listed[int(listed[1])] = (host, pid, device, f"{bus}000")
-        self.log.num_lines += any(found) or listed is not None
+        readers = (self._read_ras, self._read_error, self._read_watchdog, self._read_version, self._read_listed)
+        found = [read(message) for read in readers]  # a line may be several of them
+        self.log.num_lines += any(found)
+
+    def _read_ras(self, message: Message) -> bool:
+        text, reports = message.text, self.log.ras
+        if found := _RAS_HEAD.match(text):
+            reports.append(RasReport(comm_id=found[1] or "", status=found[2], line=message.line))
+            return True
+        last = reports[-1] if reports else None
+        if last and _RAS_DETAIL.match(text) and message.number == last.line.number + len(last.details) + 1:
+            last.details.append(_RAS_PLACE.sub(r" (process \1 on \2)", text))
+            return True
+        return False
 
     def _read_error(self, message: Message) -> bool:
         """Reads an error that PyTorch raised; what stands behind "Last error:", also in the next line, says most."""
@@ -145,8 +173,9 @@ class LogReader:
             if not text.strip():
                 self._last_error = rank
                 return True
-        elif error := grammar.parse_torch_error(text):
-            self._warn(error[1], message.line, rank=error[0])
+        elif error := _TORCH_ERROR.search(text):
+            who = _group_and_rank(text[: error.start()])
+            self._warn(error[1], message.line, rank=None if who is None else who[1])
             return True
         elif found := _TEST_FAILURE.search(text):
             self._warn(found[3] or (f"Cuda failure '{found[2]}'" if found[1] == "CUDA" else found[2]), message.line)
@@ -162,10 +191,9 @@ class LogReader:
         """Reads a line of PyTorch's watchdog; terminals and mails break it in two."""
         text, line, first = message.text, message.line, self._wrapped
         self._wrapped = None
-        if first is not None and "atchdog caught" not in text:
-            joined = grammar.parse_timeout(first.text + text, first.line)
-            text, line = (first.text + text, first.line) if joined else (text, line)
-        timeout, progress = grammar.parse_timeout(text, line), grammar.parse_progress(text, line)
+        if first is not None and "atchdog caught" not in text and _parse_timeout(first.text + text, first.line):
+            text, line = first.text + text, first.line
+        timeout, progress = _parse_timeout(text, line), _parse_progress(text, line)
         if timeout is not None:
             key = (timeout.rank, timeout.group, timeout.sequence, timeout.operation, timeout.sizes)
             self.log.timeouts.setdefault(key, timeout)
@@ -176,22 +204,66 @@ class LogReader:
         return timeout is not None or progress is not None
 
     def _read_version(self, message: Message) -> bool:
-        version = grammar.VERSION.search(message.text) if message.is_whole else None
+        version = find_version(message.text) if message.is_whole else None
         if version is not None:
-            name = f"{version[1]} (RCCL)" if version[0][0] in "Rr" else version[1]
-            self.log.versions.setdefault(name, Fact(name, message.line))
-        elif package := grammar.PACKAGE.search(message.text):
+            self.log.versions.setdefault(version, Fact(version, message.line))
+        elif package := _PACKAGE.search(message.text):
             self.log.packages.setdefault(package[1], Fact(package[1], message.line))
         return version is not None
 
+    def _read_listed(self, message: Message) -> bool:
+        if found := _LISTED.search(message.text):
+            host, pid, device, bus = found[3], int(found[2]), int(found[4]), found[5].lower()
+            self.log.listed[int(found[1])] = (host, pid, device, f"{bus}000")
+        return found is not None
 
-def read_ras(message: Message, reports: list[RasReport]) -> bool:
-    """Adds a line to the reports; returns whether it is one of RAS."""
-    text = message.text
-    if found := _RAS_HEAD.match(text):
-        reports.append(RasReport(comm_id=found[1] or "", status=found[2], line=message.line))
-        return True
-    if reports and _RAS_DETAIL.match(text) and message.number == reports[-1].line.number + len(reports[-1].details) + 1:
-        reports[-1].details.append(_RAS_PLACE.sub(r" (process \1 on \2)", text))
-        return True
-    return False
+
+def _parse_choice(text: str) -> Choice | None:
+    """Parses a line of the tuner; algorithms and protocols of old versions are numbers."""
+    if found := _KERNEL_CHOICE.match(text):
+        channels = f"{found[5]} channels" if found[5] else ""
+        return Choice(found[1], int(found[3]), f"{found[2]} {found[4]}", "", channels)
+    if (found := _CHOICE.match(text)) is None:
+        return None
+    algorithm, protocol = (
+        names[int(word)] if word.isdecimal() and len(word) < 3 and int(word) < len(names) else word.upper()
+        for word, names in ((found[3], _ALGORITHMS), (found[4], _PROTOCOLS))
+    )
+    return Choice(found[1] or "", int(found[2]), algorithm, protocol, f"{found[5]}..{found[6]}" if found[5] else "")
+
+
+def _parse_timeout(text: str, line: Line) -> Timeout | None:
+    """Parses a line of PyTorch's watchdog that gives a collective up."""
+    found = _TIMEOUT.search(text)
+    who = _group_and_rank(text[: found.start()]) if found else None
+    if found is None or who is None:
+        return None
+    named = dict(re.findall(r"(\w+(?:\(ms\))?) ?= ?(\[[^\]]*\]|[^,\s)]+)", found[1]))
+    sequence = named.get("SeqNum", "")
+    return Timeout(
+        rank=who[1],
+        group=who[0],
+        sequence=int(sequence) if sequence.isdecimal() else None,
+        operation=named.get("OpType", "a collective"),
+        sizes=", ".join(f"{key}={named[key]}" for key in ("TensorShape", "NumelIn", "NumelOut") if key in named),
+        limit_s=int(named["Timeout(ms)"]) / 1000 if named.get("Timeout(ms)", "").isdecimal() else None,
+        waited_s=None if found[2] is None else int(found[2]) / 1000,
+        line=line,
+    )
+
+
+def _parse_progress(text: str, line: Line) -> Progress | None:
+    """Parses a line of PyTorch's watchdog about how far a rank is; what cannot be true is left out."""
+    found = _PROGRESS.search(text)
+    who = _group_and_rank(text[: found.start()]) if found else None
+    if found is None or who is None or int(found[3]) > int(found[2]):
+        return None
+    work = int(found[1]) if found[1] else None
+    return Progress(rank=who[1], group=who[0], work=work, enqueued=int(found[2]), completed=int(found[3]), line=line)
+
+
+def _group_and_rank(text: str) -> tuple[str, int] | None:
+    """Returns the rank that stands last in front of a message, and its process group, if it is named."""
+    found = [(each[1] or "", int(each[2] or each[3])) for each in _GROUP_AND_RANK.finditer(text)]
+    groups = [group for group, rank in found if group and rank == found[-1][1]]
+    return ((groups or [""])[0], found[-1][1]) if found else None
