@@ -63,7 +63,6 @@ class StepStatistics(Metric):
         super().__init__(sync_on_compute=sync_on_compute, **options)
         self.world_size = world_size
         self.max_sampled_values = max_sampled_values
-        self._own_block: Tensor | None = None  # shared with no other metric, as blocks may be after a merge
         self.add_state("sums", torch.zeros(len(statistics.SUMS), dtype=torch.float64, device="cpu"), "sum")
         self.add_state(
             "maxima", torch.full((len(statistics.COLUMNS),), -torch.inf, dtype=torch.float64, device="cpu"), "max"
@@ -96,9 +95,8 @@ class StepStatistics(Metric):
             self.counts.append(torch.full((1,), num_steps, device=device))
             max_steps = statistics.max_sampled_steps(num_ranks, self.max_sampled_values)
             if len(self.sample[0]) + len(self.sample) * num_steps > max_steps * 65 / 64:  # not with every update
-                drawn = self._draw(in_place=self.sample[0] is self._own_block)
-                self._own_block = torch.from_numpy(drawn).to(device)
-                self.sample[:], self.counts[:] = [self._own_block], [torch.cat(self.counts).sum(0, keepdim=True)]
+                self.sample[:] = [torch.from_numpy(self._draw()).to(device)]
+                self.counts[:] = [torch.cat(self.counts).sum(0, keepdim=True)]
 
     def compute(self) -> Any:
         """Returns float64 scalars by name; NaN if unknown."""
@@ -110,14 +108,14 @@ class StepStatistics(Metric):
         """Sums and maxima of all steps, and a sample of them."""
         return Steps(self.sums.cpu().numpy().copy(), self.maxima.cpu().numpy().copy(), self._draw())
 
-    def _draw(self, *, in_place: bool = False) -> statistics.Array:
+    def _draw(self) -> statistics.Array:
         if not len(self.sample):
             return np.empty((0, 1, len(statistics.COLUMNS)))
         is_synced = isinstance(self.sample, Tensor)
         blocks = [block.cpu().numpy() for block in ([self.sample] if is_synced else self.sample)]
         counts = [int(count) for count in ([self.counts.sum()] if is_synced else self.counts)]
         max_steps = statistics.max_sampled_steps(blocks[0].shape[1], self.max_sampled_values)
-        return statistics.sample(blocks, counts, max_steps, in_place=in_place)
+        return statistics.sample(blocks, counts, max_steps)
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
         """Plots ``val``, one or several results of `compute` or `forward`, or the current one; needs matplotlib."""

@@ -19,12 +19,12 @@ from lightning_commopt.cost.predict import Costs, Prediction, fixed_s, outcome_o
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.forecast import Forecast
-from lightning_commopt.measure.link.bench_result import load_json
 from lightning_commopt.measure.link.from_steps import NUM_LAST_STEPS
 from lightning_commopt.measure.observer import BucketInfo
+from lightning_commopt.measure.plain import load_json, write_json
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.runs.files import PREDICTION_FILE, RUN_FILE
-from lightning_commopt.measure.runs.record import RunRecord, write_json
+from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import nested
 from lightning_commopt.plan import CommPlan, OptionError
 

@@ -3,64 +3,44 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 
-class Clock(ABC):
-    """Makes marks, whose times can be read later.
+class HostClock:
+    """The monotonic clock of the host. A clock makes marks, whose times can be read later.
 
     Attributes:
         origin_unix_s: second 0 of this clock, in seconds since 1970 on this host's clock.
         num_lag_steps: age in steps from which reading a mark does not hold up the host.
     """
 
-    origin_unix_s: float
-    num_lag_steps: int = 0
-
-    @abstractmethod
-    def mark(self) -> Any:
-        """Returns a mark of now; on a device, of the moment when it has done all that is enqueued so far."""
-
-    @abstractmethod
-    def has_passed(self, mark: Any) -> bool:
-        """Returns whether a mark lies in the past. Never waits."""
-
-    @abstractmethod
-    def wait_for(self, mark: Any) -> None:
-        """Waits until a mark has passed."""
-
-    @abstractmethod
-    def seconds(self, mark: Any) -> float:
-        """Returns when a mark was, in seconds since the clock's origin. It must have passed."""
-
-    def release(self, marks: Iterable[Any]) -> None:  # noqa: B027 - a number needs no reuse
-        """Takes back marks that have passed and that nobody will ask for again."""
-
-
-class HostClock(Clock):
-    """The monotonic clock of the host."""
+    num_lag_steps = 0
 
     def __init__(self) -> None:
         self._origin = time.perf_counter()
         self.origin_unix_s = time.time()
 
-    mark = staticmethod(time.perf_counter)  # itself, as it is called some twenty times a step
+    mark: Any = staticmethod(time.perf_counter)  # itself, as it is called some twenty times a step
 
-    def has_passed(self, mark: float) -> bool:
+    def has_passed(self, mark: Any) -> bool:
+        """Returns whether a mark lies in the past. Never waits."""
         return True
 
-    def wait_for(self, mark: float) -> None:
-        """Returns at once."""
+    def wait_for(self, mark: Any) -> None:
+        """Waits until a mark has passed."""
 
-    def seconds(self, mark: float) -> float:
+    def seconds(self, mark: Any) -> float:
+        """Returns when a mark was, in seconds since the clock's origin. It must have passed."""
         return mark - self._origin
 
+    def release(self, marks: Iterable[Any]) -> None:
+        """Takes back marks that have passed and that nobody will ask for again."""
 
-class CudaClock(Clock):
+
+class CudaClock:
     """Events in the current stream of a CUDA device, reused; synchronizes once, when it is made."""
 
     # An event's distance comes in float32 milliseconds: 8 ms after an hour, hence a base that follows.
@@ -76,19 +56,19 @@ class CudaClock(Clock):
         torch.cuda.synchronize(device)
         self.origin_unix_s = time.time()
 
-    def mark(self) -> torch.cuda.Event:
-        """Returns an event that was recorded in the current stream."""
+    def mark(self) -> Any:
+        """Returns an event that was recorded in the current stream, after all that is enqueued so far."""
         event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def has_passed(self, mark: torch.cuda.Event) -> bool:
+    def has_passed(self, mark: Any) -> bool:
         return mark.query()
 
-    def wait_for(self, mark: torch.cuda.Event) -> None:
+    def wait_for(self, mark: Any) -> None:
         mark.synchronize()
 
-    def seconds(self, mark: torch.cuda.Event) -> float:
+    def seconds(self, mark: Any) -> float:
         """Returns the seconds from the origin to the event, to about a microsecond."""
         since_base_s = self._base.elapsed_time(mark) / 1e3
         at_s = self._base_s + since_base_s
@@ -97,8 +77,11 @@ class CudaClock(Clock):
             self._base, self._base_s = mark, at_s
         return at_s
 
-    def release(self, marks: Iterable[torch.cuda.Event]) -> None:
+    def release(self, marks: Iterable[Any]) -> None:
         self._unused += [mark for mark in marks if mark is not self._base]
+
+
+Clock = HostClock | CudaClock
 
 
 def clock_for(device: torch.device) -> Clock:

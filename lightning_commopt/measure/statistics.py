@@ -1,20 +1,22 @@
 """Sums, maxima and samples of steps, and the one definition of every statistic.
 
 Plain numpy: `lightning_commopt.metrics` keeps these arrays in metrics, and `commopt summary` needs no torch.
+
+The exposed share of one run is a ratio of sums, so that the shares of the parts of a step add up to 1. Of several runs
+it is the median of their shares: what slows a whole run down, such as a busy machine, cancels within each ratio.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_commopt.measure.exposed_share import exposed_share
-from lightning_commopt.measure.exposed_share import share_of_step as _ratio
 from lightning_commopt.measure.link.bench_result import bus_factor
 from lightning_commopt.measure.record import StepRecord, Totals
 from lightning_commopt.measure.stragglers import find_straggler
@@ -44,6 +46,47 @@ SUMS = (*COLUMNS, "least_wire_s", "num_values", "num_steps")
 _AT = {name: index for index, name in enumerate(COLUMNS)}
 _TIMES_AT = [_AT[name] for name in TIMES]
 _TIME_NAMES = [name + suffix for name in TIMES for suffix in _SUFFIXES]
+
+
+def ratio(part: float, whole: float) -> float:
+    """Returns ``part / whole``; NaN unless ``whole`` is above 0."""
+    return part / whole if whole > 0 else math.nan
+
+
+def exposed_share(runs: Sequence[Mapping[str, float]]) -> float:
+    """Returns the share of a step that waits for communication, 0 to 1; NaN if no run has steps.
+
+    >>> exposed_share([{"step_s": 0.1, "exposed_s": 0.02}, {"step_s": 0.4, "exposed_s": 0.04}])
+    0.15
+
+    Args:
+        runs: ``step_s`` and ``exposed_s`` of each run, as sums or as means over its steps and ranks.
+    """
+    return _median_share(runs, [run["exposed_s"] for run in runs])
+
+
+def step_parts(runs: Sequence[Mapping[str, float]]) -> tuple[float, float, float]:
+    """Splits the median step of some runs by the medians of their shares.
+
+    >>> step_parts([{"step_s": 0.5, "comm_s": 0.25, "exposed_s": 0.125}])
+    (0.25, 0.125, 0.125)
+
+    Args:
+        runs: ``step_s``, ``comm_s`` and ``exposed_s`` of each run, as `Steps.statistics` gives them.
+
+    Returns:
+        Seconds of computing alone, of computing while communicating, and exposed; NaN if no run has steps.
+    """
+    steps_s = [run["step_s"] for run in runs if run["step_s"] > 0]
+    step_s = median(steps_s) if steps_s else math.nan
+    exposed = exposed_share(runs)
+    hidden = min(_median_share(runs, [run["comm_s"] - run["exposed_s"] for run in runs]), 1 - exposed)
+    return step_s * (1 - exposed - hidden), step_s * hidden, step_s * exposed
+
+
+def _median_share(runs: Sequence[Mapping[str, float]], parts_s: Sequence[float]) -> float:
+    shares = [ratio(part_s, run["step_s"]) for run, part_s in zip(runs, parts_s, strict=True)]
+    return median([share for share in shares if not math.isnan(share)] or [math.nan])
 
 
 def row(record: StepRecord) -> list[float]:
@@ -132,17 +175,17 @@ class Steps(NamedTuple):
     def _ratios(self, num_trained: int) -> dict[str, float]:
         total = dict(zip(SUMS, self.sums.tolist(), strict=True))
         num_values = total["num_values"]
-        algorithm_bandwidth = _ratio(total["wire_bytes"], total["least_wire_s"] * self.num_ranks)
+        algorithm_bandwidth = ratio(total["wire_bytes"], total["least_wire_s"] * self.num_ranks)
         return {
             "exposed_share": exposed_share([total]),
-            "overlapped_share": 1 - _ratio(total["exposed_s"], total["comm_s"]),
-            "gradient_bytes": _ratio(total["gradient_bytes"], num_values),
-            "wire_bytes": _ratio(total["wire_bytes"], num_values),
-            "compression_ratio": _ratio(total["gradient_bytes"], total["wire_bytes"]),
+            "overlapped_share": 1 - ratio(total["exposed_s"], total["comm_s"]),
+            "gradient_bytes": ratio(total["gradient_bytes"], num_values),
+            "wire_bytes": ratio(total["wire_bytes"], num_values),
+            "compression_ratio": ratio(total["gradient_bytes"], total["wire_bytes"]),
             "algorithm_bandwidth": algorithm_bandwidth,
             "bus_bandwidth": algorithm_bandwidth * bus_factor("all_reduce", num_trained),
-            "steps_per_s": _ratio(num_values, total["step_s"]),
-            "samples_per_s": _ratio(total["num_samples"] * num_trained, total["step_s"]) or math.nan,  # unknown
+            "steps_per_s": ratio(num_values, total["step_s"]),
+            "samples_per_s": ratio(total["num_samples"] * num_trained, total["step_s"]) or math.nan,  # unknown
         }
 
     def _straggler(self) -> dict[str, float]:
@@ -158,7 +201,7 @@ def max_sampled_steps(num_ranks: int, max_sampled_values: int = MAX_SAMPLED_VALU
     return max(_MIN_SAMPLED_STEPS, max_sampled_values // (num_ranks * len(COLUMNS)))
 
 
-def sample(blocks: Sequence[Array], counts: Sequence[int], max_steps: int, *, in_place: bool = False) -> Array:
+def sample(blocks: Sequence[Array], counts: Sequence[int], max_steps: int) -> Array:
     """Draws steps uniformly, all ranks of a step together: a reservoir sample, which may continue another one.
 
     The draw depends on the number of steps alone, so all ranks draw the same.
@@ -167,7 +210,6 @@ def sample(blocks: Sequence[Array], counts: Sequence[int], max_steps: int, *, in
         blocks: each ``(n, num_ranks, 16)``, in the order of time.
         counts: of how many steps each block is a sample; ``n`` if it has all of them.
         max_steps: to keep.
-        in_place: reuse the first block for the result if it has ``max_steps``, which saves a copy.
 
     Returns:
         ``(min(sum(n), max_steps), num_ranks, 16)``; all steps, in their order, if they are no more than that.
@@ -179,7 +221,7 @@ def sample(blocks: Sequence[Array], counts: Sequence[int], max_steps: int, *, in
         kept.append(block[: max_steps - num_kept])
         num_kept += len(kept[-1])
         num_seen += weight * len(kept[-1])
-    steps = kept[0] if in_place and len(kept[0]) == max_steps else np.concatenate(kept)
+    steps = np.concatenate(kept)
     random = Random()
     for (weight, block), taken in zip(weighted, kept, strict=True):
         for index in range(len(taken), len(block)):

@@ -13,11 +13,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lightning_commopt.measure.exposed_share import share_of_step
 from lightning_commopt.measure.files import common_steps, notices, read_run
 from lightning_commopt.measure.forecast import read_forecasts
 from lightning_commopt.measure.operations import Operation, OperationTotals
-from lightning_commopt.measure.statistics import Steps, row
+from lightning_commopt.measure.statistics import Steps, ratio, row
 from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.text.formatting import count, number, percent
 from lightning_commopt.text.terminal import TextTable
@@ -163,7 +162,7 @@ def operation_rows(operations: Sequence[Operation], step_s: float) -> list[tuple
     rows: list[tuple[str, ...]] = []
     for one in operations:
         seconds = math.nan if one.seconds is None else one.seconds
-        times = number(1e3 * seconds, max_decimals=_MAX_DECIMALS), percent(share_of_step(seconds, step_s))
+        times = number(1e3 * seconds, max_decimals=_MAX_DECIMALS), percent(ratio(seconds, step_s))
         rows.append((one.phase, one.label, f"{one.num_calls:.3g}", _size(one.num_bytes), *times))
     return rows
 
@@ -175,7 +174,7 @@ def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, 
             times = [
                 number(1e3 * metrics[f"{name}{suffix}"], max_decimals=_MAX_DECIMALS) for suffix in _COLUMNS.values()
             ]
-            table.add_row(label, *times, percent(share_of_step(metrics[name], metrics["step_s"])))
+            table.add_row(label, *times, percent(ratio(metrics[name], metrics["step_s"])))
         table.add_section()
     return table
 

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_commopt.measure.exposed_share import share_of_step
 from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.measure.operations import Operation
+from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import byte_unit, short_percent
 
 _WORTH_IT = 0.05
@@ -56,7 +56,7 @@ class Costs:
         return saved_s >= _WORTH_IT * self.step_s
 
     def share(self, seconds: float) -> str:
-        return short_percent(share_of_step(seconds, self.step_s))
+        return short_percent(ratio(seconds, self.step_s))
 
     def speedup_bound(self, saved_s: float) -> str:
         """Returns in words how much faster training would be if steps were shorter by a time."""

@@ -14,10 +14,10 @@ from lightning_commopt.measure.link.model import Curve, LinkModel
 from lightning_commopt.report.bench_terminal import against_link, payoffs, peer_lines, where_lines
 from lightning_commopt.report.columns import Cell, Column
 from lightning_commopt.report.figures.style import (
-    QUIET,
     Chart,
     Line,
     PlanStyle,
+    ideal_line,
     line_trace,
     new_figure,
     plain,
@@ -109,52 +109,33 @@ def _is_plain(rows: Series, scope: str | None = "all") -> bool:
 
 
 def _bandwidth(title: str, series: Sequence[Series], result: BenchResult) -> Chart:
-    figure, lines = _figure(
-        series,
-        value=lambda row: row.busbw / 1e9,
-        ends=lambda row: tuple(
-            row.case.size_bytes * (row.busbw / row.algbw) / time_s / 1e9 for time_s in (row.time_s.high, row.time_s.low)
-        ),
-    )
+    figure, lines = _figure(series, lambda row, time_s: row.busbw * row.time_s.median / time_s / 1e9)
     rate = result.link_bytes_per_s
     note = "Medians over repetitions with their intervals."
     if rate is not None:
         sizes = [row.case.size_bytes for rows in series for row in rows]
-        line = {"color": QUIET, "dash": "2px,4px", "width": 1.6}
-        figure.add_scatter(mode="lines", x=[min(sizes), max(sizes)], y=[rate / 1e9] * 2, line=line, hoverinfo="skip")
+        figure.add_trace(ideal_line([min(sizes), max(sizes)], [rate / 1e9] * 2))
         lines.append(Line(f"the link's rate, {rate / 1e9:g} GB/s each way", None))
         note += " The link's rate counts headers: of 1514 bytes in a frame, TCP has 1448 for the message, 95.6 %."
     figure.update_yaxes(rangemode="tozero")
-    return Chart(
-        title=title,
-        note=note,
-        x_title="size of the message (bytes; K, M, G are powers of 1024)",
-        y_title="bus bandwidth (GB/s)",
-        figure=figure,
-        lines=tuple(lines),
-    )
+    return _chart(title, note, "bus bandwidth (GB/s)", figure, lines)
 
 
 def _times(title: str, series: Sequence[Series], model: LinkModel) -> Chart:
-    figure, lines = _figure(
-        series,
-        value=lambda row: row.time_s.median * 1e3,
-        ends=lambda row: (row.time_s.low * 1e3, row.time_s.high * 1e3),
-        mode="markers",
-    )
+    figure, lines = _figure(series, lambda row, time_s: time_s * 1e3)
+    figure.update_traces(mode="markers")
     curves = {curve.case.series: curve for curve in model.curves}
     for rows, line in zip(series, lines, strict=True):
         assert line.style is not None
         _draw_model(figure, curves[rows[0].case.series], line.style)
     figure.update_yaxes(type="log", exponentformat="none", dtick=1)
-    return Chart(
-        title=title,
-        note="Markers are medians; lines are latency + size / bandwidth, fitted piecewise.",
-        x_title="size of the message (bytes; K, M, G are powers of 1024)",
-        y_title="time of a call (ms)",
-        figure=figure,
-        lines=tuple(lines),
-    )
+    note = "Markers are medians; lines are latency + size / bandwidth, fitted piecewise."
+    return _chart(title, note, "time of a call (ms)", figure, lines)
+
+
+def _chart(title: str, note: str, y_title: str, figure: go.Figure, lines: Sequence[Line]) -> Chart:
+    x_title = "size of the message (bytes; K, M, G are powers of 1024)"
+    return Chart(title=title, note=note, x_title=x_title, y_title=y_title, figure=figure, lines=tuple(lines))
 
 
 def _draw_model(figure: go.Figure, curve: Curve, style: PlanStyle) -> None:
@@ -165,35 +146,24 @@ def _draw_model(figure: go.Figure, curve: Curve, style: PlanStyle) -> None:
     figure.add_scatter(mode="lines", x=sizes, y=times_ms, line=line, hoverinfo="skip")
 
 
-def _figure(
-    series: Sequence[Series],
-    value: Callable[[Row], float],
-    ends: Callable[[Row], tuple[float, ...]],
-    mode: str = "lines+markers",
-) -> tuple[go.Figure, list[Line]]:
-    figure, lines = new_figure(), []
+def _figure(series: Sequence[Series], shown: Callable[[Row, float], float]) -> tuple[go.Figure, list[Line]]:
+    """Draws a number of each row, which is a function of the row's median time, and of the ends of its interval."""
+    figure = new_figure()
     styles = plan_styles(rows[0].case.label for rows in series)
     for rows in series:
-        style = styles[rows[0].case.label]
-        values = [value(row) for row in rows]
-        bars = {
-            "type": "data",
-            "symmetric": False,
-            "array": [max(ends(row)) - value(row) for row in rows],
-            "arrayminus": [value(row) - min(ends(row)) for row in rows],
-            "thickness": 1.2,
-            "width": 3,
-            "color": style.color,
-        }
-        trace = line_trace(style, x=[row.case.size_bytes for row in rows], y=values, error_y=bars)
-        trace.mode, trace.marker.size = mode, 7
-        trace.hovertext = [plain(_hover(row)) for row in rows]
+        trace = line_trace(
+            styles[rows[0].case.label],
+            x=[row.case.size_bytes for row in rows],
+            y=[shown(row, row.time_s.median) for row in rows],
+            ends=[sorted(shown(row, time_s) for time_s in (row.time_s.low, row.time_s.high)) for row in rows],
+            hover=[plain(_hover(row)) for row in rows],
+        )
         figure.add_trace(trace)
-        lines.append(Line(rows[0].case.label, style))
+    figure.update_traces(marker_size=7)
     sizes = sorted({row.case.size_bytes for rows in series for row in rows})
     ticks = sizes[:: max(1, -(-len(sizes) // _MAX_TICKS))]
     figure.update_xaxes(type="log", tickvals=ticks, ticktext=[size_text(size) for size in ticks])
-    return figure, lines
+    return figure, [Line(label, styles[label]) for label in (rows[0].case.label for rows in series)]
 
 
 def _hover(row: Row) -> str:

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lightning_commopt.measure.exposed_share import exposed_share
 from lightning_commopt.measure.median import CONFIDENCE, median_of
 from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.statistics import exposed_share
 from lightning_commopt.report.model import Difference, Interval, Run, Setting
 from lightning_commopt.report.settings import SettingRuns, config_lines
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lightning_commopt.measure.files import FOLDER, notices, read_run
+from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.measure.runs.files import EARLIER_FOLDER, LOSS_FILE, RUN_FILE, SUMMARY_FILE
 from lightning_commopt.measure.runs.losses import LossPoint, read_losses
 from lightning_commopt.measure.runs.record import RunRecord, Tuning
@@ -102,8 +103,8 @@ class FoundRuns:
 
     def _tuning(self, run: Run) -> Tuning | None:
         try:
-            return Tuning.of(run.record.tuning) if run.record.tuning else None
-        except (KeyError, TypeError, ValueError) as error:
+            return from_plain(Tuning, run.record.tuning) if run.record.tuning else None
+        except (TypeError, ValueError) as error:
             self._problems.append(f"{run.name}/{RUN_FILE}: tuning cannot be read ({type(error).__name__}: {error})")
             return None
 

@@ -1,5 +1,7 @@
 """StepRecorder: marks become records when the device has passed them, and nobody waits for it."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import PowerSGD
-from lightning_commopt.measure.clock import Clock, CudaClock, HostClock
+from lightning_commopt.measure.clock import CudaClock, HostClock
 from lightning_commopt.measure.observer import BucketInfo, Observers
 from lightning_commopt.measure.record import Collective, Phase
 from lightning_commopt.measure.recorder import StepRecorder, issued_by
@@ -15,10 +17,10 @@ from lightning_commopt.sync.attach import attach_bucket_hook
 from support.ranks import run_ranks
 
 
-class LateClock(Clock):
+class LateClock(CudaClock):
     """A device that is at ``reached`` while marks are made at ``now``; both in seconds."""
 
-    origin_unix_s = 0.0
+    num_lag_steps = 0
 
     def __init__(self) -> None:
         self.now, self.reached = 0.0, 0.0
@@ -36,6 +38,9 @@ class LateClock(Clock):
     def seconds(self, mark: float) -> float:
         assert self.has_passed(mark), "it would have to wait"
         return mark
+
+    def release(self, marks: Iterable[float]) -> None:
+        pass
 
 
 def bucket(index: int, is_last: bool) -> BucketInfo:

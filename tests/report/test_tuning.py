@@ -12,6 +12,7 @@ import pytest
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder, SpeedMonitor
 from lightning_commopt.compat.collectives import has_collective_hooks
+from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.measure.runs.record import Tuning
 from lightning_commopt.measure.summary import summarize_run
 from lightning_commopt.report.build import build_report
@@ -167,7 +168,7 @@ def test_the_files_of_a_fit(tmp_path: Path) -> None:
     run_ranks(_fit, tmp_path)
     values = json.loads((tmp_path / "run.json").read_text())
     assert values["sync_method"] == "auto"
-    tuning = Tuning.of(values["tuning"])
+    tuning = from_plain(Tuning, values["tuning"])
     assert tuning.chosen == tuning.history[-1].plan == "int8"
     assert tuning.history[0].plan == "uncompressed"
     for before, after in zip(tuning.history, tuning.history[1:], strict=False):

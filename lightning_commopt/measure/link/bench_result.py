@@ -5,18 +5,18 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_commopt.measure.median import Median, median_of
+from lightning_commopt.measure.plain import from_plain, load_json
 
 FORMAT = 1
 """Version of the JSON, raised when a key changes its meaning; new keys keep it."""
 
-_T = TypeVar("_T")
 _KIND = "commopt bench"
 _SCOPE_WORDS = {"node": "within a node", "across": "across nodes"}
 _ONLY_OUT_OF_PLACE = ("all_to_all", "send_recv")
@@ -179,8 +179,11 @@ class BenchResult:
         """Reads a file of `save`; for errors see `load_json`."""
 
         def read(plain: dict[str, Any]) -> BenchResult:
-            rows = tuple(map(_read_row, plain.pop("rows")))
-            return cls(rows=rows, **{name: plain[name] for name in ("where", "settings", "peer_copies")})
+            found = from_plain(cls, {**plain, "rows": [{**row, "case": row} for row in plain["rows"]]})
+            for row in found.measured:
+                if not row.times_s or not all(0 < time_s < float("inf") for time_s in row.times_s):
+                    raise ValueError(f"times must be above 0, got {list(row.times_s)}")
+            return found
 
         return load_json(path, _KIND, FORMAT, read)
 
@@ -202,39 +205,6 @@ def kind_of(path: Path) -> object:
     return plain.get("kind") if isinstance(plain, dict) else None
 
 
-def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """Reads a JSON file of our commands.
-
-    Args:
-        path: of the file.
-        kind: expected in it.
-        newest_format: that this version supports.
-        read: makes the result from the JSON object.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds something else, or is incomplete.
-    """
-    try:
-        plain = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = "it is binary" if isinstance(error, UnicodeDecodeError) else f"{error.msg} in line {error.lineno}"
-        raise ValueError(f"{path} is no result of {kind}, or was cut: {reason}") from None
-    if not isinstance(plain, dict) or plain.get("kind") != kind:
-        raise ValueError(f"{path} is no result of {kind}")
-    if not isinstance(plain.get("format"), int) or plain["format"] > newest_format:
-        raise ValueError(f"{path} has format {plain.get('format')!r}; this version reads up to {newest_format}")
-    try:
-        return read(plain)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
-
-
-def read_case(plain: Mapping[str, Any]) -> Case:
-    """Returns the case in an object that has its fields, and perhaps others."""
-    return Case(**{field.name: plain[field.name] for field in dataclasses.fields(Case)})
-
-
 def _plain_row(row: Row) -> dict[str, Any]:
     plain = dataclasses.asdict(row.case)
     if row.error is not None:
@@ -242,13 +212,3 @@ def _plain_row(row: Row) -> dict[str, Any]:
     times_s = dict(zip(("time_s", "time_s_low", "time_s_high"), row.time_s, strict=True))
     numbers = {name: getattr(row, name) for name in ("algbw", "busbw", "num_wrong", "num_iters")}
     return {**plain, **times_s, **numbers, "times_s": list(row.times_s)}
-
-
-def _read_row(plain: Mapping[str, Any]) -> Row:
-    case = read_case(plain)
-    if plain.get("error") is not None:
-        return Row(case=case, error=str(plain["error"]))
-    times_s = [float(time_s) for time_s in plain["times_s"]]
-    if not times_s or not all(0 < time_s < float("inf") for time_s in times_s):
-        raise ValueError(f"times must be above 0, got {times_s}")
-    return Row(case=case, times_s=times_s, num_iters=int(plain["num_iters"]), num_wrong=plain["num_wrong"])

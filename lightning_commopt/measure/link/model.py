@@ -7,15 +7,16 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row, load_json, read_case
+from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row
 from lightning_commopt.measure.link.bench_settings import size_text
 from lightning_commopt.measure.link.fit import Point, Segment, errors_left_out, fit_segments, time_at
 from lightning_commopt.measure.median import CONFIDENCE
-from lightning_commopt.measure.runs.record import write_json
+from lightning_commopt.measure.plain import from_plain, load_json, write_json
 from lightning_commopt.text.formatting import count, number, short_percent
 
 FORMAT = 1
@@ -62,6 +63,10 @@ class Curve:
     median_error: float | None
     max_error: float | None
     spreads: tuple[Spread, ...]
+
+    def __post_init__(self) -> None:
+        if not self.segments or not self.spreads:
+            raise ValueError("a curve has no segments, or no spreads")
 
     @classmethod
     def fit(cls, rows: Sequence[Row]) -> Curve:
@@ -193,21 +198,7 @@ class LinkModel:
     @classmethod
     def load(cls, path: Path) -> LinkModel:
         """Reads a file of `save`; for errors see `load_json`."""
-        return load_json(
-            path,
-            MODEL_KIND,
-            FORMAT,
-            lambda plain: cls(curves=tuple(map(_read_curve, plain["curves"])), where=plain["where"]),
-        )
-
-
-def _read_curve(plain: Mapping[str, Any]) -> Curve:
-    segments = tuple(Segment(**segment) for segment in plain["segments"])
-    spreads = tuple(Spread(**spread) for spread in plain["spreads"])
-    if not segments or not spreads:
-        raise ValueError("a curve has no segments, or no spreads")
-    errors = {name: plain[name] for name in ("median_error", "max_error")}
-    return Curve(case=read_case(plain["case"]), segments=segments, spreads=spreads, **errors)
+        return load_json(path, MODEL_KIND, FORMAT, partial(from_plain, cls))
 
 
 def _spread(size_bytes: int, ratios: Iterable[float]) -> Spread:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.measure.runs.files import LOSS_FILE
 
 if TYPE_CHECKING:
@@ -48,17 +49,9 @@ def read_losses(folder: Path) -> list[LossPoint]:
     if not path.is_file():
         return []
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        return [
-            LossPoint(
-                kind="val" if line["kind"] == "val" else "train",
-                step=int(line["step"]),
-                seconds=float(line["seconds"]),
-                loss=float(line["loss"]),
-            )
-            for line in lines
-        ]
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [from_plain(LossPoint, json.loads(line)) for line in lines if line.strip()]
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: a line is not a point of a loss curve ({type(error).__name__}: {error})") from error
 
 

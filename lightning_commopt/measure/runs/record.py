@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
+from lightning_commopt.measure.plain import from_plain, write_json
 from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.settings import flat
 
 Status = Literal["running", "finished", "failed"]
-_Record = TypeVar("_Record")
 
 _OPTIONS = {"callbacks": "callbacks.commopt_run.val_loss=NAME", "trainer": "trainer.callbacks.2.val_loss=NAME"}
 _VALIDATION = ("val", "valid", "validation")
@@ -117,46 +115,10 @@ class RunRecord:
         if isinstance(plan := values.get("plan"), dict):  # older records keep the plan outside of the settings
             options = flat(plan, "plan.")
             values |= {"settings": options | values.get("settings", {}), "plan": list(options)}
-        known = {field.name for field in dataclasses.fields(cls)}
-        kept: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in known
-        }
-        return _checked(cls(**kept), f"{path}: ")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON into a file so that a reader sees the old content or the new, never a part."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-
-
-def _checked(record: _Record, where: str = "") -> _Record:
-    """Returns an instance of a dataclass if its fields have the types of their annotations; else raises ValueError."""
-    for name, type_hint in get_type_hints(type(record)).items():
-        if not _is_a(value := getattr(record, name), type_hint):
-            raise ValueError(f"{where}{name} is {str(value)[:80]!r}, which is not {type(record).__annotations__[name]}")
-    return record
-
-
-def _is_a(value: Any, type_hint: Any) -> bool:
-    """Returns whether a value matches an annotation; int is accepted for float, bool is not."""
-    origin, inner = get_origin(type_hint), get_args(type_hint)
-    if type_hint is Any:
-        return True
-    if origin is Literal:
-        return value in inner
-    if origin in (Union, UnionType):
-        return any(_is_a(value, allowed) for allowed in inner)
-    if origin is tuple and inner[-1] is not Ellipsis:
-        return isinstance(value, (list, tuple)) and len(value) == len(inner) and all(map(_is_a, value, inner))
-    if origin in (tuple, Sequence):
-        return isinstance(value, (list, tuple)) and all(_is_a(element, inner[0]) for element in value)
-    if origin in (dict, Mapping):
-        return isinstance(value, dict) and all(_is_a(element, inner[1]) for element in value.values())
-    if type_hint in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float) if type_hint is float else type_hint)
+        try:
+            return from_plain(cls, values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 def find_metric(names: Iterable[str], field: str) -> str | None:
@@ -254,14 +216,3 @@ class Tuning:
     events: Sequence[tuple[int, str]]
     verdict: str
     history: Sequence[Stretch]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Tuning:
-        """Returns what ``tuning`` in ``run.json`` holds.
-
-        Raises:
-            KeyError, TypeError, ValueError: something is missing, or has another type or shape.
-        """
-        candidates = [_checked(TriedPlan(**one)) for one in values["candidates"]]
-        history = [_checked(Stretch(**one)) for one in values["history"]]
-        return _checked(cls(**{**values, "candidates": candidates, "history": history}))

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from plotly import graph_objects as go
 
 from lightning_commopt.report.baseline import scaling_name
 from lightning_commopt.report.figures.style import (
-    QUIET,
     Chart,
     Line,
     PlanStyle,
+    ideal_line,
     line_styles,
     line_trace,
     new_figure,
     plain,
 )
-from lightning_commopt.report.figures.throughput import error_bars
 from lightning_commopt.report.model import Group, Scaling
 from lightning_commopt.report.phrases import TIMES, kind_of_interval, spread_text
-from lightning_commopt.text.formatting import number, percent
+from lightning_commopt.text.formatting import count, number, percent
 
 _CURVE_POINTS = 40
 _MAX_TICKS = 4
 _SPACE = "\N{NO-BREAK SPACE}"
-
-
-class _Axis(NamedTuple):
-    """A way to show speed-ups: over how many ranks, what to multiply them by, and whether to draw Amdahl's curves."""
-
-    title: str
-    unit: str
-    base: int
-    factor: Callable[[int], float]
-    has_law: bool
 
 
 def scaling_charts(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
@@ -47,80 +35,60 @@ def scaling_charts(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]
     scalings = [found for found in group.scalings if found.num_ranks[0] == base and len(found.num_ranks) > 1]
     if not scalings:
         return []
-    over, divisor = ("one rank", "ranks") if base == 1 else (f"{base} ranks", f"ranks / {base}")
-    title, unit = f"speed-up over {over} (times)", f"{TIMES} {over}"
-    speedup = _Axis(title, unit, base, factor=lambda ranks: 1.0, has_law=True)
-    title, unit = f"efficiency: speed-up divided by {divisor} (%)", "% of the ideal speed-up"
-    efficiency = _Axis(title, unit, base, factor=lambda ranks: 100 * base / ranks, has_law=False)
-    note = "100 % would be twice the throughput on twice the ranks."
-    charts = {
-        "Speed-up against ranks": (speedup, _amdahl_in_words(scalings, base)),
-        "Efficiency against ranks": (efficiency, note),
-    }
     sync_methods = {scaling_name(setting, group.settings): setting.sync_method for setting in group.settings}
     looks = line_styles([sync_methods[scaling.sync_method] for scaling in scalings], styles)
-    return [
-        Chart(
-            title=chart_title,
-            note=chart_note,
-            x_title="ranks (number of processes)",
-            y_title=axis.title,
-            figure=_figure(scalings, looks, axis),
-            lines=(
-                *(Line(_name(scaling, axis), style) for scaling, style in zip(scalings, looks, strict=True)),
-                Line("ideal", None),
-            ),
-        )
-        for chart_title, (axis, chart_note) in charts.items()
-    ]
+    return [_chart(scalings, looks, base, is_efficiency) for is_efficiency in (False, True)]
 
 
-def _figure(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], axis: _Axis) -> go.Figure:
+def _chart(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], base: int, is_efficiency: bool) -> Chart:
+    over, divisor = ("one rank", "ranks") if base == 1 else (f"{base} ranks", f"ranks / {base}")
+    title, note = "Speed-up against ranks", _amdahl_in_words(scalings, base)
+    y_title, unit = f"speed-up over {over} (times)", f"{TIMES} {over}"
+    if is_efficiency:
+        title, note = "Efficiency against ranks", "100 % would be twice the throughput on twice the ranks."
+        y_title, unit = f"efficiency: speed-up divided by {divisor} (%)", "% of the ideal speed-up"
     ranks = sorted({num_ranks for scaling in scalings for num_ranks in scaling.num_ranks})
-    ideal = [at / axis.base * axis.factor(at) for at in (ranks[0], ranks[-1])]
-    figure = new_figure()
-    ideal_line = {"color": QUIET, "dash": "2px,4px", "width": 1.4}
-    figure.add_scatter(mode="lines", x=[ranks[0], ranks[-1]], y=ideal, line=ideal_line, hoverinfo="skip")
+    factors = {num_ranks: 100 * base / num_ranks if is_efficiency else 1.0 for num_ranks in ranks}
+    figure, lines = new_figure(), []
+    ends = [ranks[0], ranks[-1]]
+    figure.add_trace(ideal_line(ends, [num_ranks / base * factors[num_ranks] for num_ranks in ends]))
     for scaling, style in zip(scalings, looks, strict=True):
-        if scaling.serial_share is not None and axis.has_law:
+        name = scaling.sync_method
+        if scaling.serial_share is not None and not is_efficiency:
+            name += f", f{_SPACE}={_SPACE}{number(scaling.serial_share, 2)}"
             _draw_amdahl(figure, scaling.serial_share, ranks[-1], style)
-        _draw(figure, scaling, style, axis)
+        lines.append(Line(name, style))
+        figure.add_trace(_measured(scaling, style, factors, unit))
     margin = 0.05 * (ranks[-1] - ranks[0])
     figure.update_yaxes(rangemode="tozero")
     figure.update_xaxes(tickformat="d", range=[ranks[0] - margin, ranks[-1] + margin])
     if len(ranks) <= _MAX_TICKS:
         figure.update_xaxes(tickvals=ranks)
-    return figure
-
-
-def _name(scaling: Scaling, axis: _Axis) -> str:
-    if scaling.serial_share is None or not axis.has_law:
-        return scaling.sync_method
-    return f"{scaling.sync_method}, f{_SPACE}={_SPACE}{number(scaling.serial_share, 2)}"
-
-
-def _draw(figure: go.Figure, scaling: Scaling, style: PlanStyle, axis: _Axis) -> None:
-    """Draws the measured points of a plan."""
-    factors = [axis.factor(ranks) for ranks in scaling.num_ranks]
-    points = list(zip(scaling.num_ranks, scaling.speedups, factors, strict=True))
-    figure.add_trace(
-        line_trace(
-            style,
-            x=scaling.num_ranks,
-            y=[interval.median * factor for _, interval, factor in points],
-            error_y={**error_bars(scaling.speedups, factors), "color": style.color},
-            hovertext=[
-                f"<b>{plain(scaling.sync_method)}, {ranks} rank{'s' * (ranks > 1)}</b><br>"
-                f"{number(interval.median * factor)} {axis.unit}"
-                + (
-                    f"<br>{kind_of_interval(interval)}: {spread_text(interval, factor)}"
-                    if interval.low is not None
-                    else ""
-                )
-                for ranks, interval, factor in points
-            ],
-        )
+    return Chart(
+        title=title,
+        note=note,
+        x_title="ranks (number of processes)",
+        y_title=y_title,
+        figure=figure,
+        lines=(*lines, Line("ideal", None)),
     )
+
+
+def _measured(scaling: Scaling, style: PlanStyle, factors: Mapping[int, float], unit: str) -> go.Scatter:
+    """Returns the measured points of a plan, its speed-ups multiplied by factors."""
+    y, ends, hover = [], [], []
+    for num_ranks, interval in zip(scaling.num_ranks, scaling.speedups, strict=True):
+        factor = factors[num_ranks]
+        text = f"<b>{plain(scaling.sync_method)}, {count(num_ranks, 'rank')}</b><br>"
+        text += f"{number(interval.median * factor)} {unit}"
+        low, high = interval.low, interval.high
+        if low is not None and high is not None:
+            text += f"<br>{kind_of_interval(interval)}: {spread_text(interval, factor)}"
+            low, high = low * factor, high * factor
+        y.append(interval.median * factor)
+        ends.append((low, high))
+        hover.append(text)
+    return line_trace(style, x=scaling.num_ranks, y=y, ends=ends, hover=hover)
 
 
 def _draw_amdahl(figure: go.Figure, serial_share: float, max_ranks: int, style: PlanStyle) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from plotly import graph_objects as go
 
 from lightning_commopt.report.columns import Cell
 from lightning_commopt.report.model import Run, Setting
-from lightning_commopt.report.names import canonical, distinct_name
 
 FONT = '-apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Liberation Sans", sans-serif'
 FONT_SIZE = 13
@@ -123,41 +122,39 @@ def new_figure(plot_height: float = 320) -> go.Figure:
     )
 
 
-def line_trace(style: PlanStyle, **values: Any) -> go.Scatter:
-    """Returns a line with markers in the look of a plan, with hover texts only."""
+def line_trace(
+    style: PlanStyle,
+    x: Sequence[object],
+    y: Sequence[float],
+    ends: Iterable[Sequence[float | None]],
+    hover: Sequence[str],
+) -> go.Scatter:
+    """Returns a line with markers in the look of a plan, error bars up to the ends that are known, and hover texts."""
+    ends = list(ends)
     return go.Scatter(
         mode="lines+markers",
+        x=x,
+        y=y,
+        error_y={
+            "type": "data",
+            "symmetric": False,
+            "array": [0.0 if high is None else high - value for value, (_, high) in zip(y, ends, strict=True)],
+            "arrayminus": [0.0 if low is None else value - low for value, (low, _) in zip(y, ends, strict=True)],
+            "visible": any(low is not None for low, _ in ends),
+            "thickness": 1.4,
+            "width": 4,
+            "color": style.color,
+        },
+        hovertext=hover,
+        hoverinfo="text",
         line={"color": style.color, "dash": style.dash, "width": 2.2},
         marker=style.marker(9),
-        hoverinfo="text",
-        **values,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """Settings that differ only in the size of their buckets, in its order; those without one first."""
-
-    name: str
-    sync_method: str
-    settings: tuple[Setting, ...]
-
-
-def series_of(settings: Sequence[Setting]) -> list[Series]:
-    """Returns the series among some settings, with unique names."""
-    found: dict[tuple[object, ...], list[Setting]] = {}
-    for setting in settings:
-        key = setting.sync_method, setting.world_size, *sorted(_without_bucket_size(setting).items())
-        found.setdefault(key, []).append(setting)
-    values = [setting.values for setting in settings]
-    return [
-        Series(
-            name=distinct_name(_without_bucket_size(members[0]), values, members[0].sync_method),
-            sync_method=members[0].sync_method,
-            settings=tuple(sorted(members, key=lambda setting: setting.bucket_cap_mb or 0.0)),
-        )
-        for members in found.values()
-    ]
+def ideal_line(x: Sequence[float], y: Sequence[float]) -> go.Scatter:
+    """Returns the dotted grey line of an ideal."""
+    return go.Scatter(mode="lines", x=x, y=y, line={"color": QUIET, "dash": "2px,4px", "width": 1.4}, hoverinfo="skip")
 
 
 def typical_run(setting: Setting) -> Run | None:
@@ -165,10 +162,6 @@ def typical_run(setting: Setting) -> Run | None:
     known = [run for run in setting.runs if run.record.samples_per_s is not None]
     known.sort(key=lambda run: run.record.samples_per_s or 0.0)
     return known[(len(known) - 1) // 2] if known else next(iter(setting.runs), None)
-
-
-def _without_bucket_size(setting: Setting) -> dict[str, str]:
-    return {name: value for name, value in setting.values.items() if canonical(name) != "bucket_cap_mb"}
 
 
 Swatch = Literal["computing", "hidden", "exposed", "bound", "waiting", "compressing", "wire", "stalled"]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lightning_commopt.measure.exposed_share import StepParts
-from lightning_commopt.measure.exposed_share import step_parts as split_step
+from lightning_commopt.measure.statistics import step_parts as split_step
 from lightning_commopt.report.figures.style import (
     Bar,
     Chart,
@@ -15,14 +13,13 @@ from lightning_commopt.report.figures.style import (
     Line,
     Part,
     PlanStyle,
-    Series,
     line_styles,
     line_trace,
     new_figure,
     plain,
-    series_of,
 )
 from lightning_commopt.report.model import Group, Interval, Setting
+from lightning_commopt.report.names import canonical, distinct_name
 from lightning_commopt.report.phrases import TIMES, kind_of_interval, kinds_of_intervals, spread_text
 from lightning_commopt.text.formatting import Unit, byte_unit, number, percent, time_unit
 
@@ -44,8 +41,9 @@ def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     bars = []
     for setting, interval in found:
         part = Part(0, interval.median / most, _hover(setting, interval), color=styles[setting.sync_method].color)
-        has_ends = interval.low is not None and interval.high is not None
-        ends = ((interval.low or 0.0) / most, (interval.high or 0.0) / most) if has_ends else None
+        ends = None
+        if interval.low is not None and interval.high is not None:
+            ends = interval.low / most, interval.high / most
         times = f", {number(setting.speedup.median)}{TIMES}" if setting.speedup else ""
         bars.append(Bar(setting.name, f"{number(interval.median)}/s{times}", (part,), ends))
     kinds = kinds_of_intervals(interval for _, interval in found)
@@ -60,25 +58,23 @@ def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     """Returns throughput against the size of buckets, a line for each plan; None if no plan has two sizes."""
-    series = [known for line in series_of(group.settings) if len((known := _known(line)).settings) > 1]
+    series = _by_bucket_size(group.settings)
     if not series:
         return None
-    looks = line_styles([line.sync_method for line in series], styles)
+    looks = line_styles([next(iter(by_size.values())).sync_method for by_size in series.values()], styles)
     figure = new_figure()
-    for line, style in zip(series, looks, strict=True):
-        intervals = [setting.samples_per_s for setting in line.settings if setting.samples_per_s is not None]
-        hover = [_hover(setting, interval) for setting, interval in zip(line.settings, intervals, strict=True)]
-        figure.add_trace(
-            line_trace(
-                style,
-                x=[f"{setting.bucket_cap_mb:g}" for setting in line.settings],
-                y=[interval.median for interval in intervals],
-                error_y={**error_bars(intervals), "color": style.color},
-                hovertext=list(map(plain, hover)),
-            )
+    for by_size, style in zip(series.values(), looks, strict=True):
+        known = [(setting, setting.samples_per_s) for setting in by_size.values() if setting.samples_per_s is not None]
+        trace = line_trace(
+            style,
+            x=[f"{size:g}" for size in by_size],
+            y=[interval.median for _, interval in known],
+            ends=[(interval.low, interval.high) for _, interval in known],
+            hover=[plain(_hover(setting, interval)) for setting, interval in known],
         )
-    sizes = sorted({setting.bucket_cap_mb or 0.0 for line in series for setting in line.settings})
-    figure.update_xaxes(type="category", categoryorder="array", categoryarray=[f"{size:g}" for size in sizes])
+        figure.add_trace(trace)
+    sizes = [f"{size:g}" for size in sorted({size for by_size in series.values() for size in by_size})]
+    figure.update_xaxes(type="category", categoryorder="array", categoryarray=sizes)
     figure.update_yaxes(rangemode="tozero")
     return Chart(
         title="Throughput against bucket size",
@@ -86,28 +82,30 @@ def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         x_title="bucket size, bucket_cap_mb (MiB)",
         y_title="throughput over all ranks (samples/s)",
         figure=figure,
-        lines=tuple(Line(line.name, style) for line, style in zip(series, looks, strict=True)),
+        lines=tuple(map(Line, series, looks)),
     )
 
 
-def error_bars(intervals: Sequence[Interval], factors: Sequence[float] | None = None) -> dict[str, Any]:
-    """Returns plotly's error bars for the ends of intervals, multiplied by factors."""
-    pairs = list(zip(intervals, factors or [1.0] * len(intervals), strict=True))
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [(point.high - point.median) * by if point.high is not None else 0.0 for point, by in pairs],
-        "arrayminus": [(point.median - point.low) * by if point.low is not None else 0.0 for point, by in pairs],
-        "visible": any(point.low is not None for point in intervals),
-        "thickness": 1.4,
-        "width": 4,
-    }
+def _by_bucket_size(settings: Sequence[Setting]) -> dict[str, dict[float, Setting]]:
+    """Returns, by a unique name, settings with a throughput that differ only in the size of their buckets, by size."""
+    found: dict[tuple[object, ...], dict[float, Setting]] = {}
+    for setting in settings:
+        key = setting.sync_method, setting.world_size, *sorted(_without_bucket_size(setting).items())
+        by_size = found.setdefault(key, {})
+        if setting.bucket_cap_mb and setting.bucket_cap_mb > 0 and setting.samples_per_s is not None:
+            by_size[setting.bucket_cap_mb] = setting
+    values = [setting.values for setting in settings]
+    names = {}
+    for by_size in found.values():
+        if len(by_size) > 1:
+            first = next(iter(by_size.values()))
+            name = distinct_name(_without_bucket_size(first), values, first.sync_method)
+            names[name] = dict(sorted(by_size.items()))
+    return names
 
 
-def _known(series: Series) -> Series:
-    """Returns the settings whose size of buckets is a number above 0."""
-    kept = {s.bucket_cap_mb: s for s in series.settings if (s.bucket_cap_mb or 0) > 0 and s.samples_per_s is not None}
-    return replace(series, settings=tuple(kept.values()))
+def _without_bucket_size(setting: Setting) -> dict[str, str]:
+    return {name: value for name, value in setting.values.items() if canonical(name) != "bucket_cap_mb"}
 
 
 def _hover(setting: Setting, interval: Interval) -> str:
@@ -139,10 +137,10 @@ def peak_memory(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 
 class _Step(NamedTuple):
-    """A setting's step in parts."""
+    """A setting's step in parts: seconds of computing alone, of both, and of communicating alone."""
 
     setting: Setting
-    parts: StepParts
+    parts: tuple[float, float, float]
     comm_s: float
     share: float
 
@@ -151,9 +149,14 @@ class _Step(NamedTuple):
         return sum(self.parts)
 
     @property
+    def hidden_s(self) -> float:
+        return self.parts[1]
+
+    @property
     def bound_s(self) -> float:
         """The most that overlap can hide."""
-        return max(self.parts.hidden_s, min(self.step_s - self.parts.exposed_s, self.comm_s))
+        computing_s, hidden_s, _ = self.parts
+        return max(hidden_s, min(computing_s + hidden_s, self.comm_s))
 
 
 def step_parts(group: Group) -> Chart | None:
@@ -185,21 +188,21 @@ def _parts(step: _Step, max_s: float, unit: Unit) -> tuple[Part, ...]:
 
 def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     """Returns the time that overlap saves beside its bound; None without communication."""
-    steps = sorted((step for step in _steps(group) if step.comm_s > 0), key=lambda step: -step.parts.hidden_s)
+    steps = sorted((step for step in _steps(group) if step.comm_s > 0), key=lambda step: -step.hidden_s)
     if not steps:
         return None
     max_s = max(step.bound_s for step in steps)
     unit = time_unit(max_s)
     bars = []
     for step in steps:
-        saved = f"{unit.text(step.parts.hidden_s)} of {unit.text(step.bound_s)}"
+        saved = f"{unit.text(step.hidden_s)} of {unit.text(step.bound_s)}"
         hover = (
-            f"{step.setting.name}: communication {unit.text(step.comm_s)}, exposed {unit.text(step.parts.exposed_s)};"
+            f"{step.setting.name}: communication {unit.text(step.comm_s)}, exposed {unit.text(step.parts[2])};"
             f" saved by overlap {saved}"
         )
         parts = (
             Part(0, step.bound_s / max_s, hover, "bound"),
-            Part(0, step.parts.hidden_s / max_s, hover, color=styles[step.setting.sync_method].color),
+            Part(0, step.hidden_s / max_s, hover, color=styles[step.setting.sync_method].color),
         )
         bars.append(Bar(step.setting.name, saved, parts))
     return Chart(
@@ -219,6 +222,6 @@ def _steps(group: Group) -> list[_Step]:
         if runs and setting.exposed_share is not None and setting.comm_s is not None:
             computing_s, hidden_s, exposed_s = split_step(runs)
             hidden_s = hidden_s if hidden_s > _MIN_SHARE * computing_s else 0.0
-            parts = StepParts(computing_s, hidden_s, exposed_s)
+            parts = computing_s, hidden_s, exposed_s
             found.append(_Step(setting, parts, setting.comm_s.median, setting.exposed_share.median))
     return found

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from lightning_commopt.measure.plain import write_json
 from lightning_commopt.measure.runs.files import RUN_FILE
-from lightning_commopt.measure.runs.record import RunRecord, write_json
+from lightning_commopt.measure.runs.record import RunRecord
 
 FULL = RunRecord(
     status="finished",
