@@ -71,28 +71,19 @@ class StepWriter:
 
 @dataclass(kw_only=True)
 class RankRecords:
-    """One rank's steps in one fit.
+    """One rank's steps in one fit."""
 
-    Attributes:
-        path: of the file.
-        header: its first line.
-        rank: that wrote the file.
-        world_size: number of ranks that trained.
-        origin_unix_s: second 0 of the records' times, in seconds since 1970 on the rank's host; None if unknown.
-        steps: in the order in which they were made.
-        layouts: for each of the steps, its buckets by index; empty where none were observed. The highest index counts
-            as `BucketInfo.is_last`.
-        num_broken_lines: lines that could not be read, and are left out.
-    """
-
-    path: Path
-    header: Mapping[str, Any]
-    rank: int
-    world_size: int
+    path: Path  # of the file
+    header: Mapping[str, Any]  # its first line
+    rank: int  # that wrote the file
+    world_size: int  # number of ranks that trained
+    # second 0 of the records' times, in seconds since 1970 on the rank's host; None if unknown
     origin_unix_s: float | None
-    steps: list[StepRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)  # in the order in which they were made
+    # for each of the steps, its buckets by index; empty where none were observed. The highest index counts as
+    # `BucketInfo.is_last`.
     layouts: list[Mapping[int, BucketInfo]] = field(default_factory=list)
-    num_broken_lines: int = 0
+    num_broken_lines: int = 0  # lines that could not be read, and are left out
 
     @classmethod
     def of_header(cls, path: Path, values: Mapping[str, Any]) -> RankRecords:

@@ -11,25 +11,15 @@ from lightning_commopt.measure.runs.files import PREDICTION_FILE
 
 
 class Forecast(NamedTuple):
-    """The predicted step with another setting.
+    """The predicted step with another setting."""
 
-    Attributes:
-        setting: to write, such as ``comm_hook="int8"``.
-        is_lossy: whether it changes gradients.
-        error_bound: of one average, see `Claims`.
-        step_s: predicted, for as many samples as a step has now.
-        low_s: of the 95 % interval.
-        high_s: of it.
-        note: what else changes; empty if nothing does.
-    """
-
-    setting: str
-    is_lossy: bool
-    error_bound: float
-    step_s: float
-    low_s: float
-    high_s: float
-    note: str = ""
+    setting: str  # to write, such as ``comm_hook="int8"``
+    is_lossy: bool  # whether it changes gradients
+    error_bound: float  # of one average, see `Claims`
+    step_s: float  # predicted, for as many samples as a step has now
+    low_s: float  # of the 95 % interval
+    high_s: float  # of it
+    note: str = ""  # what else changes; empty if nothing does
 
     def speedup_text(self, step_s: float) -> str:
         """Returns how many times as fast it is as a step that takes ``step_s``.

@@ -13,22 +13,14 @@ _SOURCES = {"lightning": "Lightning's own"}
 
 
 class Operation(NamedTuple):
-    """All collectives of one kind, in the mean of steps on one rank.
+    """All collectives of one kind, in the mean of steps on one rank."""
 
-    Attributes:
-        operation: see `Collective`, as for the next two.
-        phase: that they were issued in.
-        source: of them.
-        num_calls: in a step.
-        num_bytes: of all of them in a step.
-        seconds: sum of their times in a step, which may overlap each other and computation; None where it is not known.
-    """
-
-    operation: str
-    phase: str
-    source: str
-    num_calls: float
-    num_bytes: float
+    operation: str  # see `Collective`, as for the next two
+    phase: str  # that they were issued in
+    source: str  # of them
+    num_calls: float  # in a step
+    num_bytes: float  # of all of them in a step
+    # sum of their times in a step, which may overlap each other and computation; None where it is not known
     seconds: float | None
 
     @property

@@ -41,79 +41,49 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpan:
-    """One bucket from being ready to holding the average.
+    """One bucket from being ready to holding the average."""
 
-    Attributes:
-        index: of the bucket.
-        backward: number of the synchronized backward in the step, from 0.
-        gradient_bytes: size of the gradients.
-        wire_bytes: payload that this rank handed to collectives for it, in terms of an all-reduce.
-        ready_s: its last gradient was computed.
-        start_s: it left the queue.
-        end_s: it held the average.
-        wire: start and end of each of its collectives.
-    """
-
-    index: int
-    backward: int
-    gradient_bytes: int
-    wire_bytes: int
-    ready_s: float
-    start_s: float
-    end_s: float
-    wire: tuple[tuple[float, float], ...]
+    index: int  # of the bucket
+    backward: int  # number of the synchronized backward in the step, from 0
+    gradient_bytes: int  # size of the gradients
+    wire_bytes: int  # payload that this rank handed to collectives for it, in terms of an all-reduce
+    ready_s: float  # its last gradient was computed
+    start_s: float  # it left the queue
+    end_s: float  # it held the average
+    wire: tuple[tuple[float, float], ...]  # start and end of each of its collectives
 
 
 class Collective(NamedTuple):
-    """One collective of a step, as it was handed to its process group; those of gradient sync are among them.
+    """One collective of a step, as it was handed to its process group; those of gradient sync are among them."""
 
-    Attributes:
-        operation: its name in ``torch.distributed``: "all_reduce", "broadcast", ...
-        phase: the phase that it was issued in; "pause" if that belongs to no step, as a validation does.
-        source: "lightning" for Lightning's own check for SIGTERM before a batch; what it belongs to if this package has
-            issued it for itself or as a part of a larger operation, as "int8 reduce-scatter"; "" for all others.
-        num_bytes: of its inputs or of its outputs on this rank, whichever are more.
-        start_s: it was issued; None on CUDA, where the device's time is not known.
-        end_s: it had completed, or the thread had gone on; None on CUDA.
-    """
-
-    operation: str
-    phase: str
+    operation: str  # its name in ``torch.distributed``: "all_reduce", "broadcast", ..
+    phase: str  # the phase that it was issued in; "pause" if that belongs to no step, as a validation does
+    # "lightning" for Lightning's own check for SIGTERM before a batch; what it belongs to if this package has issued it
+    # for itself or as a part of a larger operation, as "int8 reduce-scatter"; "" for all others
     source: str
-    num_bytes: int
-    start_s: float | None
-    end_s: float | None
+    num_bytes: int  # of its inputs or of its outputs on this rank, whichever are more
+    start_s: float | None  # it was issued; None on CUDA, where the device's time is not known
+    end_s: float | None  # it had completed, or the thread had gone on; None on CUDA
 
 
 class Totals(NamedTuple):
-    """A step in single numbers. Parts are sums of different terms than the whole, and may round apart.
+    """A step in single numbers. Parts are sums of different terms than the whole, and may round apart."""
 
-    Attributes:
-        step_s: sum of all phases, without validation between two batches.
-        data_s: in the phase of this name, as the next four.
-        comm_s: at least one bucket was ready and not yet averaged: the sum of the next three.
-        queue_s: buckets were ready, and none was being processed.
-        compression_s: buckets were being processed, and no collective was under way.
-        wire_s: at least one collective was under way, which includes waiting for other ranks.
-        exposed_s: from a backward's last bucket being ready to all its buckets being averaged, summed over backwards.
-            Backward has nothing left to compute then, so the step waits. A part of `comm_s`.
-        gradient_bytes: of all gradients that were synchronized.
-        wire_bytes: payload that this rank handed to collectives, in terms of an all-reduce.
-    """
-
-    step_s: float
-    data_s: float
+    step_s: float  # sum of all phases, without validation between two batches
+    data_s: float  # in the phase of this name, as the next four
     forward_s: float
     backward_s: float
     optimizer_s: float
     other_s: float
-    comm_s: float
-    queue_s: float
-    compression_s: float
-    wire_s: float
+    comm_s: float  # at least one bucket was ready and not yet averaged: the sum of the next three
+    queue_s: float  # buckets were ready, and none was being processed
+    compression_s: float  # buckets were being processed, and no collective was under way
+    wire_s: float  # at least one collective was under way, which includes waiting for other ranks
+    # from a backward's last bucket being ready to all its buckets being averaged, summed over backwards. Backward has
+    # nothing left to compute then, so the step waits. A part of `comm_s`.
     exposed_s: float
-    gradient_bytes: int
-    wire_bytes: int
+    gradient_bytes: int  # of all gradients that were synchronized
+    wire_bytes: int  # payload that this rank handed to collectives, in terms of an all-reduce
 
     @property
     def overlapped_share(self) -> float | None:
@@ -138,21 +108,14 @@ _COLLECTIVE_JSON = '["%s","%s","%s",%d,%s,%s]'
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step on one rank, with all batches that were accumulated for it.
+    """One optimizer step on one rank, with all batches that were accumulated for it."""
 
-    Attributes:
-        step: optimizer steps before this one, as Lightning counts them for loggers.
-        num_samples: of this rank.
-        phases: in the order of time.
-        buckets: in the order in which they were ready; empty with one rank, or where none are observed.
-        collectives: in the order in which they were issued; empty where none are observed.
-    """
-
-    step: int
-    num_samples: int
-    phases: tuple[Phase, ...]
+    step: int  # optimizer steps before this one, as Lightning counts them for loggers
+    num_samples: int  # of this rank
+    phases: tuple[Phase, ...]  # in the order of time
+    # in the order in which they were ready; empty with one rank, or where none are observed
     buckets: tuple[BucketSpan, ...]
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[Collective, ...] = ()  # in the order in which they were issued; empty where none are observed
 
     @property
     def start_s(self) -> float:

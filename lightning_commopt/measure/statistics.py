@@ -95,17 +95,11 @@ def row(record: StepRecord) -> list[float]:
 
 
 class Steps(NamedTuple):
-    """Sums and maxima of steps, and the steps or a sample of them.
+    """Sums and maxima of steps, and the steps or a sample of them."""
 
-    Attributes:
-        sums: ``(19,)``, of `SUMS`.
-        maxima: ``(16,)``, of `COLUMNS`; ``-inf`` without steps.
-        values: ``(num_steps, num_ranks, 16)``, `COLUMNS` of each step or of a sample of them.
-    """
-
-    sums: Array
-    maxima: Array
-    values: Array
+    sums: Array  # ``(19,)``, of `SUMS`
+    maxima: Array  # ``(16,)``, of `COLUMNS`; ``-inf`` without steps
+    values: Array  # ``(num_steps, num_ranks, 16)``, `COLUMNS` of each step or of a sample of them
 
     @classmethod
     def of(cls, values: ArrayLike) -> Steps:

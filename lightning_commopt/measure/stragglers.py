@@ -20,18 +20,12 @@ _SLOWDOWN = 0.12
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The rank that the others wait for.
+    """The rank that the others wait for."""
 
-    Attributes:
-        rank: its number.
-        slowdown: how much longer it computes than the others, as a share of the time that they compute; median over
-            steps.
-        share: of the steps, in which the others waited for it.
-    """
-
-    rank: int
+    rank: int  # its number
+    # how much longer it computes than the others, as a share of the time that they compute; median over steps
     slowdown: float
-    share: float
+    share: float  # of the steps, in which the others waited for it
 
 
 def find_straggler(

@@ -26,19 +26,12 @@ DEFAULT_NUM_WARMUP_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class FitSummary:
-    """What a fit cost.
+    """What a fit cost."""
 
-    Attributes:
-        metrics: from `Steps.statistics`.
-        verdict: on the metrics.
-        scope: number of steps and ranks, in words.
-        operations: what the first rank's collectives cost; empty where none were observed.
-    """
-
-    metrics: Mapping[str, float]
-    verdict: Verdict
-    scope: str
-    operations: Sequence[Operation] = ()
+    metrics: Mapping[str, float]  # from `Steps.statistics`
+    verdict: Verdict  # on the metrics
+    scope: str  # number of steps and ranks, in words
+    operations: Sequence[Operation] = ()  # what the first rank's collectives cost; empty where none were observed
 
     @classmethod
     def of(cls, steps: Steps, *, world_size: int, operations: Sequence[Operation] = (), **method: Any) -> FitSummary:

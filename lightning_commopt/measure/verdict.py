@@ -27,18 +27,14 @@ _AS_FAST = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one step costs, in seconds and bytes: means over steps and ranks, by the names of `Steps.statistics`.
-
-    Attributes:
-        straggler_rank: that the others wait for; None if there is none.
-    """
+    """What one step costs, in seconds and bytes: means over steps and ranks, by the names of `Steps.statistics`."""
 
     step_s: float
     data_s: float
     comm_s: float
     exposed_s: float
     exposed_wait_s: float
-    straggler_rank: int | None
+    straggler_rank: int | None  # that the others wait for; None if there is none
     straggler_slowdown: float
 
     @classmethod

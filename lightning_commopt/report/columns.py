@@ -12,38 +12,24 @@ from lightning_commopt.text.formatting import megabytes, number, percent
 
 
 class Cell(NamedTuple):
-    """The content of a cell.
+    """The content of a cell."""
 
-    Attributes:
-        text: the number with its significant digits; empty without one.
-        small: below the text: the interval, or a word.
-        value: to sort by; None sorts last.
-    """
-
-    text: str = ""
-    small: str = ""
-    value: float | str | None = None
+    text: str = ""  # the number with its significant digits; empty without one
+    small: str = ""  # below the text: the interval, or a word
+    value: float | str | None = None  # to sort by; None sorts last
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column, without its cells.
+    """A column, without its cells."""
 
-    Attributes:
-        key: the attribute of a `Setting`, and the name in CSV and JSON.
-        title: on the page, with the unit; empty for columns of CSV and JSON only.
-        heading: on the terminal; empty if not shown there.
-        first: order of the page's first click: the best first.
-        show: makes the cell from the attribute, the setting and its group.
-        is_theirs: the column has figures of others.
-    """
-
-    key: str
-    title: str = ""
-    heading: str = ""
-    first: Literal["ascending", "descending"] = "ascending"
+    key: str  # the attribute of a `Setting`, and the name in CSV and JSON
+    title: str = ""  # on the page, with the unit; empty for columns of CSV and JSON only
+    heading: str = ""  # on the terminal; empty if not shown there
+    first: Literal["ascending", "descending"] = "ascending"  # order of the page's first click: the best first
+    # makes the cell from the attribute, the setting and its group
     show: Callable[[Any, Setting, Group], Cell] = lambda value, setting, group: Cell()
-    is_theirs: bool = False
+    is_theirs: bool = False  # the column has figures of others
 
 
 def columns_of(group: Group) -> list[tuple[Column, list[Cell]]]:

@@ -19,27 +19,18 @@ _LIMIT_TOLERANCE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that has ended.
-
-    Attributes:
-        repetition: counted from 0 among the runs of a setting.
-        losses: the curve; may be empty.
-        name: of the directory, relative to ``root``, the one that the user named.
-        setting: name of its setting; a failed run may be the only one of its name.
-        has_steps: its steps are recorded, and few enough to be read in seconds.
-        tuning: what ``plan="auto"`` has found; None without it.
-    """
+    """A run that has ended."""
 
     folder: Path
     record: RunRecord
-    repetition: int = 0
-    losses: tuple[LossPoint, ...] = ()
-    name: str = ""
+    repetition: int = 0  # counted from 0 among the runs of a setting
+    losses: tuple[LossPoint, ...] = ()  # the curve; may be empty
+    name: str = ""  # of the directory, relative to ``root``, the one that the user named
     root: Path = Path()
     group: str = ""
-    setting: str = ""
-    has_steps: bool = True
-    tuning: Tuning | None = None
+    setting: str = ""  # name of its setting; a failed run may be the only one of its name
+    has_steps: bool = True  # its steps are recorded, and few enough to be read in seconds
+    tuning: Tuning | None = None  # what ``plan="auto"`` has found; None without it
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -68,72 +59,45 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A figure of others to compare with, such as "8.91 steps/s on 8x L40S (PCIe)", and its publication.
-
-    Attributes:
-        speedup: over the same baseline as ours; None for other figures.
-    """
+    """A figure of others to compare with, such as "8.91 steps/s on 8x L40S (PCIe)", and its publication."""
 
     label: str
     source: str
-    speedup: float | None = None
+    speedup: float | None = None  # over the same baseline as ours; None for other figures
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Runs that differ only in repetition and seed.
+    """Runs that differ only in repetition and seed."""
 
-    Attributes:
-        name: short, and unique in its group: "bf16, 100 MB buckets, 4 ranks".
-        values: that the sweep varied, by name.
-        sync_method: see `RunRecord`.
-        bucket_cap_mb: MiB in a bucket; None for DDP's default or several sizes.
-        config_lines: YAML to paste, which makes `commopt-train`, or ``CommOptDDP``, do the same.
-        runs: the finished ones, by repetition.
-        samples_per_s: over all ranks; settings are compared by it.
-        speedup: of samples_per_s over the baseline of the group, from pairs of the same repetition; None for the
-            baseline itself.
-        difference: of `speedup` from 1, beyond noise; None for the baseline itself.
-        speedup_limit: the speed-up if all communication of the baseline were hidden; None if not measured, or the
-            setting differs in more than the plan.
-        efficiency: speed-up over one rank, divided by the ranks; None without runs on one rank in the group.
-        step_s: duration of a step, as all of the following from `CommTimeMonitor`; None without it.
-        comm_s: communication in a step; None as the next two if the gradient sync was not observed.
-        exposed_s: exposed communication in a step.
-        exposed_share: of the step, 0 to 1.
-        wire_bytes: payload of a step and rank.
-        peak_memory_bytes: of the rank that needed most.
-        val_loss: at the end, of the runs that have a finite one.
-        val_accuracy: at the end, 0 to 1.
-        published: figures of others for the same setting.
-        is_lossy: the compressor changes gradients.
-        num_diverged: runs whose loss became NaN or infinite.
-    """
-
-    name: str
-    values: Mapping[str, str]
-    sync_method: str
+    name: str  # short, and unique in its group: "bf16, 100 MB buckets, 4 ranks"
+    values: Mapping[str, str]  # that the sweep varied, by name
+    sync_method: str  # see `RunRecord`
     world_size: int
-    bucket_cap_mb: float | None
-    config_lines: tuple[str, ...]
-    runs: tuple[Run, ...]
-    samples_per_s: Interval | None
+    bucket_cap_mb: float | None  # MiB in a bucket; None for DDP's default or several sizes
+    config_lines: tuple[str, ...]  # YAML to paste, which makes `commopt-train`, or ``CommOptDDP``, do the same
+    runs: tuple[Run, ...]  # the finished ones, by repetition
+    samples_per_s: Interval | None  # over all ranks; settings are compared by it
     steps_per_s: Interval | None
+    # of samples_per_s over the baseline of the group, from pairs of the same repetition; None for the baseline itself
     speedup: Interval | None = None
-    difference: Difference | None = None
+    difference: Difference | None = None  # of `speedup` from 1, beyond noise; None for the baseline itself
+    # the speed-up if all communication of the baseline were hidden; None if not measured, or the setting differs in
+    # more than the plan
     speedup_limit: float | None = None
+    # speed-up over one rank, divided by the ranks; None without runs on one rank in the group
     efficiency: float | None = None
-    step_s: Interval | None
-    comm_s: Interval | None
-    exposed_s: Interval | None
-    exposed_share: Interval | None
-    wire_bytes: float | None
-    peak_memory_bytes: float | None
-    val_loss: Interval | None
-    val_accuracy: Interval | None
-    published: tuple[Published, ...] = ()
-    is_lossy: bool = False
-    num_diverged: int = 0
+    step_s: Interval | None  # duration of a step, as all of the following from `CommTimeMonitor`; None without it
+    comm_s: Interval | None  # communication in a step; None as the next two if the gradient sync was not observed
+    exposed_s: Interval | None  # exposed communication in a step
+    exposed_share: Interval | None  # of the step, 0 to 1
+    wire_bytes: float | None  # payload of a step and rank
+    peak_memory_bytes: float | None  # of the rank that needed most
+    val_loss: Interval | None  # at the end, of the runs that have a finite one
+    val_accuracy: Interval | None  # at the end, 0 to 1
+    published: tuple[Published, ...] = ()  # figures of others for the same setting
+    is_lossy: bool = False  # the compressor changes gradients
+    num_diverged: int = 0  # runs whose loss became NaN or infinite
 
     @property
     def plan_options(self) -> frozenset[str]:
@@ -151,40 +115,27 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Throughput of one plan against ranks.
+    """Throughput of one plan against ranks."""
 
-    Attributes:
-        sync_method: of the settings, or other values that they share.
-        num_ranks: in rising order, each once.
-        speedups: over the first of them, which is one rank if there are such runs.
-        serial_share: f of Amdahl's law, 1 / speed-up = f + (1 - f) / ranks, by least squares; None without one rank, or
-            with less than two points beyond.
-    """
-
-    sync_method: str
-    num_ranks: tuple[int, ...]
-    speedups: tuple[Interval, ...]
+    sync_method: str  # of the settings, or other values that they share
+    num_ranks: tuple[int, ...]  # in rising order, each once
+    speedups: tuple[Interval, ...]  # over the first of them, which is one rank if there are such runs
+    # f of Amdahl's law, 1 / speed-up = f + (1 - f) / ranks, by least squares; None without one rank, or with less than
+    # two points beyond
     serial_share: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Comparable settings, in the order of the sweep: of the same model, data and link.
+    """Comparable settings, in the order of the sweep: of the same model, data and link."""
 
-    Attributes:
-        name: distinguishes it from other groups; empty if it is the only one.
-        baseline: the setting that speed-ups are over.
-        fastest: by median throughput.
-        scalings: one for each plan that ran on several numbers of ranks; with those on one rank, if there are any.
-        answer: sentences: the fastest plan, its speed-up and loss; or that there is no difference.
-    """
-
-    name: str
+    name: str  # distinguishes it from other groups; empty if it is the only one
     settings: tuple[Setting, ...]
-    baseline: Setting
-    fastest: Setting
+    baseline: Setting  # the setting that speed-ups are over
+    fastest: Setting  # by median throughput
+    # one for each plan that ran on several numbers of ranks; with those on one rank, if there are any
     scalings: tuple[Scaling, ...]
-    answer: tuple[str, ...]
+    answer: tuple[str, ...]  # sentences: the fastest plan, its speed-up and loss; or that there is no difference
     recommended: Setting | None = None
 
 

@@ -26,11 +26,7 @@ _CONDITIONS = ("hardware", "trained on", "ranks", "link", "parameters", "samples
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How a setting changed: samples per second, and the ratio of those now; None where one is missing.
-
-    Attributes:
-        error: of the first failed run.
-    """
+    """How a setting changed: samples per second, and the ratio of those now; None where one is missing."""
 
     group: str
     setting: str
@@ -38,7 +34,7 @@ class Change:
     ratio: Interval | None = None
     before: float | None = None
     now: float | None = None
-    error: str | None = None
+    error: str | None = None  # of the first failed run
 
 
 @dataclass(frozen=True, kw_only=True)

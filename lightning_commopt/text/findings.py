@@ -31,25 +31,15 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A problem, a difference between ranks, or a note.
+    """A problem, a difference between ranks, or a note."""
 
-    Attributes:
-        severity: see `Severity`.
-        what: the fact, with devices or ranks.
-        advice: what to do.
-        why: the setting or hardware that causes it, or its cost; may be empty.
-        code: identifies the kind of finding for scripts; may be empty.
-        where: host, ranks or communicator; empty if there is only one.
-        evidence: lines of logs.
-    """
-
-    severity: Severity
-    what: str
-    advice: str
-    why: str = ""
-    code: str = ""
-    where: str = ""
-    evidence: tuple[Line, ...] = ()
+    severity: Severity  # see `Severity`
+    what: str  # the fact, with devices or ranks
+    advice: str  # what to do
+    why: str = ""  # the setting or hardware that causes it, or its cost; may be empty
+    code: str = ""  # identifies the kind of finding for scripts; may be empty
+    where: str = ""  # host, ranks or communicator; empty if there is only one
+    evidence: tuple[Line, ...] = ()  # lines of logs
 
     def to_plain(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

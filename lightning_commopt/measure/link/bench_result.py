@@ -37,31 +37,18 @@ def bus_factor(operation: str, num_ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One operation to measure.
+    """One operation to measure."""
 
-    Attributes:
-        operation: a collective, or "comm_hook".
-        size_bytes: of the message; a message that is divided counts whole.
-        count: elements as nccl-tests counts them: of a message that is divided, those of one rank.
-        dtype: of the elements.
-        redop: reduction; "none" for other collectives.
-        place: "in" or "out" of place.
-        comm_hook: the compressor as in a configuration; None for a collective.
-        load: "idle" or "compute".
-        scope: "all", "node" or "across".
-        num_ranks: in one group.
-    """
-
-    operation: str
-    size_bytes: int
-    count: int
-    dtype: str
-    redop: str
-    place: str
-    comm_hook: Any = None
-    load: str = "idle"
-    scope: str = "all"
-    num_ranks: int
+    operation: str  # a collective, or "comm_hook"
+    size_bytes: int  # of the message; a message that is divided counts whole
+    count: int  # elements as nccl-tests counts them: of a message that is divided, those of one rank
+    dtype: str  # of the elements
+    redop: str  # reduction; "none" for other collectives
+    place: str  # "in" or "out" of place
+    comm_hook: Any = None  # the compressor as in a configuration; None for a collective
+    load: str = "idle"  # "idle" or "compute"
+    scope: str = "all"  # "all", "node" or "across"
+    num_ranks: int  # in one group
 
     @property
     def name(self) -> str:
@@ -91,21 +78,14 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The measurement of one case.
+    """The measurement of one case."""
 
-    Attributes:
-        case: that was measured.
-        times_s: of one call, for each repetition: the mean of its calls on the slowest rank.
-        num_iters: calls in a repetition.
-        num_wrong: wrong elements on all ranks; of a comm hook, elements that differ between ranks. None if unchecked.
-        error: why there are no times, in a line.
-    """
-
-    case: Case
-    times_s: Sequence[float] = ()
-    num_iters: int = 0
+    case: Case  # that was measured
+    times_s: Sequence[float] = ()  # of one call, for each repetition: the mean of its calls on the slowest rank
+    num_iters: int = 0  # calls in a repetition
+    # wrong elements on all ranks; of a comm hook, elements that differ between ranks. None if unchecked.
     num_wrong: int | None = None
-    error: str | None = None
+    error: str | None = None  # why there are no times, in a line
 
     @cached_property
     def time_s(self) -> Median:
@@ -125,18 +105,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """All measurements, with their conditions.
+    """All measurements, with their conditions."""
 
-    Attributes:
-        rows: in the order of cases.
-        where: "hosts", "devices", "backend", "world_size", "num_nodes", "link" and other conditions.
-        settings: see `BenchSettings.to_dict`.
-        peer_copies: bytes per second from each GPU (row) to each other one (column); empty without two GPUs.
-    """
-
-    rows: tuple[Row, ...]
-    where: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    rows: tuple[Row, ...]  # in the order of cases
+    where: Mapping[str, Any]  # "hosts", "devices", "backend", "world_size", "num_nodes", "link" and other conditions
+    settings: Mapping[str, Any]  # see `BenchSettings.to_dict`
+    # bytes per second from each GPU (row) to each other one (column); empty without two GPUs
     peer_copies: Sequence[Sequence[float | None]] = field(default=())
 
     @property

@@ -95,40 +95,29 @@ def size_text(num_bytes: int) -> str:
 class BenchSettings:
     """What to measure, and how often.
 
-    Attributes:
-        collectives: among `COLLECTIVES`.
-        sizes_bytes: of messages, as nccl-tests counts them: what all_gather receives and reduce_scatter sends.
-        dtypes: of elements, among `DTYPES`.
-        redops: reductions, among `REDOPS`.
-        places: "in" for in place and "out" for out of place. A collective that supports one of them uses that.
-        comm_hooks: compressors to measure too, in the form for `lightning_commopt.compressors.compressor_from_config`.
-        loads: "idle", and "compute" for running matrix products on the device or core meanwhile.
-        scopes: "all" ranks, the ranks of each "node" among themselves, or "across" nodes, one rank of each.
-        root: of broadcast and reduce.
-        num_iters: calls in a repetition; None for as many as last ``block_s``.
-        num_warmups: calls before the first repetition, after the one that is checked.
-        num_repetitions: of every case; repetitions of all cases are interleaved.
-        block_s: least duration of a repetition in seconds, unless ``num_iters`` is given.
-        is_checked: verify results.
-
     Raises:
         ValueError: a value is unknown, or out of range.
     """
 
-    collectives: Sequence[str] = ("all_reduce",)
+    collectives: Sequence[str] = ("all_reduce",)  # among `COLLECTIVES`
+    # of messages, as nccl-tests counts them: what all_gather receives and reduce_scatter sends
     sizes_bytes: Sequence[int]
-    dtypes: Sequence[str] = ("float32",)
-    redops: Sequence[str] = ("sum",)
+    dtypes: Sequence[str] = ("float32",)  # of elements, among `DTYPES`
+    redops: Sequence[str] = ("sum",)  # reductions, among `REDOPS`
+    # "in" for in place and "out" for out of place. A collective that supports one of them uses that.
     places: Sequence[str] = ("in",)
+    # compressors to measure too, in the form for `lightning_commopt.compressors.compressor_from_config`
     comm_hooks: Sequence[Any] = ()
+    # "idle", and "compute" for running matrix products on the device or core meanwhile
     loads: Sequence[str] = ("idle",)
+    # "all" ranks, the ranks of each "node" among themselves, or "across" nodes, one rank of each
     scopes: Sequence[str] = ("all",)
-    root: int = 0
-    num_iters: int | None = None
-    num_warmups: int = 2
-    num_repetitions: int = 7
-    block_s: float = 0.1
-    is_checked: bool = True
+    root: int = 0  # of broadcast and reduce
+    num_iters: int | None = None  # calls in a repetition; None for as many as last ``block_s``
+    num_warmups: int = 2  # calls before the first repetition, after the one that is checked
+    num_repetitions: int = 7  # of every case; repetitions of all cases are interleaved
+    block_s: float = 0.1  # least duration of a repetition in seconds, unless ``num_iters`` is given
+    is_checked: bool = True  # verify results
 
     def __post_init__(self) -> None:
         choices = {

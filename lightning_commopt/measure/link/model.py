@@ -48,21 +48,13 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Time against size for one series of cases.
+    """Time against size for one series of cases."""
 
-    Attributes:
-        case: of the series; its size and count mean nothing.
-        segments: in the order of sizes.
-        median_error: relative, in leave-one-out cross-validation; None with fewer than three sizes.
-        max_error: the largest of these errors.
-        spreads: by size.
-    """
-
-    case: Case
-    segments: tuple[Segment, ...]
-    median_error: float | None
-    max_error: float | None
-    spreads: tuple[Spread, ...]
+    case: Case  # of the series; its size and count mean nothing
+    segments: tuple[Segment, ...]  # in the order of sizes
+    median_error: float | None  # relative, in leave-one-out cross-validation; None with fewer than three sizes
+    max_error: float | None  # the largest of these errors
+    spreads: tuple[Spread, ...]  # by size
 
     def __post_init__(self) -> None:
         if not self.segments or not self.spreads:
@@ -129,15 +121,10 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkModel:
-    """Predicts collectives and comm hooks on a measured link.
+    """Predicts collectives and comm hooks on a measured link."""
 
-    Attributes:
-        curves: one for each series: collective, dtype, place, load, scope and number of ranks.
-        where: conditions, as in `BenchResult.where`.
-    """
-
-    curves: tuple[Curve, ...]
-    where: Mapping[str, Any]
+    curves: tuple[Curve, ...]  # one for each series: collective, dtype, place, load, scope and number of ranks
+    where: Mapping[str, Any]  # conditions, as in `BenchResult.where`
 
     @classmethod
     def fit(cls, result: BenchResult) -> LinkModel:

@@ -18,19 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LossPoint:
-    """One point of the curve.
+    """One point of the curve."""
 
-    Attributes:
-        kind: "train" for the mean of the batches since the last point, "val" for a validation.
-        step: optimizer steps so far.
-        seconds: of training so far, without validation.
-        loss: in the model's unit.
-    """
-
-    kind: Literal["train", "val"]
-    step: int
-    seconds: float
-    loss: float
+    kind: Literal["train", "val"]  # "train" for the mean of the batches since the last point, "val" for a validation
+    step: int  # optimizer steps so far
+    seconds: float  # of training so far, without validation
+    loss: float  # in the model's unit
 
 
 def write_losses(folder: Path, points: Sequence[LossPoint]) -> None:

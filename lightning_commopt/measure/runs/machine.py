@@ -27,17 +27,12 @@ _DISTRIBUTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A processor that a rank can run on, of the kind "cpu" or "cuda", with the vendor's name.
-
-    Attributes:
-        memory_bytes: its own memory; of a CPU the machine's.
-        num_cores: cores that this process may use, or streaming multiprocessors.
-    """
+    """A processor that a rank can run on, of the kind "cpu" or "cuda", with the vendor's name."""
 
     kind: str
     name: str
-    memory_bytes: int
-    num_cores: int
+    memory_bytes: int  # its own memory; of a CPU the machine's
+    num_cores: int  # cores that this process may use, or streaming multiprocessors
 
 
 def versions() -> dict[str, str]:

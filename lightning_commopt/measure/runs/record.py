@@ -24,67 +24,43 @@ ENDINGS = {"val_loss": ("loss",), "val_accuracy": ("accuracy", "acc")}
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run. None means unknown.
+    """One run. None means unknown."""
 
-    Attributes:
-        status: "running" until the end; a run that was killed keeps it.
-        sync_method: name of the compressor, "none" for DDP's own all-reduce, "auto" where the plan chooses itself, or
-            the class of another strategy.
-        plan_name: the plan in few words, with all that differs from the defaults.
-        settings: the resolved configuration: dotted names to values; options of the `CommPlan` begin with ``plan.``.
-        overrides: of Hydra's command line, as written.
-        chosen: for each override, the name in `settings` that it set.
-        strategy: class of the Lightning strategy.
-        device: of rank 0: the GPU's name, or "cpu".
-        plan: names in `settings` of the options of the `CommPlan` that differ from their defaults; None without a plan.
-        is_lossy: the compressor changes gradients; None without a plan.
-        world_size: number of ranks that trained.
-        started_at: local time with its offset, ISO 8601.
-        seconds: of the whole run, with set-up and validation.
-        steps_per_s: optimizer steps after the warm-up steps, without validation.
-        samples_per_s: the same in samples, over all ranks.
-        num_timed_steps: number of steps behind the two rates.
-        wire_bytes_per_step: payload that one rank hands to collectives for its gradients.
-        tuning: what ``plan="auto"`` has found; empty without it.
-        comm_time: the summary of `CommTimeMonitor`, by its names; empty without one.
-        peak_memory_bytes: of the rank that needed most: allocated on a GPU, else resident in the process.
-        metrics: last values of all metrics that the model logged.
-        metric_names: the metrics behind ``val_loss`` and ``val_accuracy``.
-        versions: of Python and packages.
-        hardware: the CPU and the GPUs, with names, memory and cores.
-        git: commit, and whether files differed from it.
-        error: why the run failed.
-    """
-
-    status: Status
+    status: Status  # "running" until the end; a run that was killed keeps it
+    # name of the compressor, "none" for DDP's own all-reduce, "auto" where the plan chooses itself, or the class of
+    # another strategy
     sync_method: str
-    plan_name: str | None = None
+    plan_name: str | None = None  # the plan in few words, with all that differs from the defaults
+    # the resolved configuration: dotted names to values; options of the `CommPlan` begin with ``plan.``
     settings: dict[str, Any] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
-    chosen: tuple[str, ...] = ()
-    strategy: str | None = None
-    device: str | None = None
+    overrides: tuple[str, ...] = ()  # of Hydra's command line, as written
+    chosen: tuple[str, ...] = ()  # for each override, the name in `settings` that it set
+    strategy: str | None = None  # class of the Lightning strategy
+    device: str | None = None  # of rank 0: the GPU's name, or "cpu"
+    # names in `settings` of the options of the `CommPlan` that differ from their defaults; None without a plan
     plan: tuple[str, ...] | None = None
-    is_lossy: bool | None = None
-    world_size: int | None = None
-    started_at: str | None = None
-    seconds: float | None = None
-    steps_per_s: float | None = None
-    samples_per_s: float | None = None
-    num_timed_steps: int | None = None
-    wire_bytes_per_step: float | None = None
-    tuning: dict[str, Any] = field(default_factory=dict)
+    is_lossy: bool | None = None  # the compressor changes gradients; None without a plan
+    world_size: int | None = None  # number of ranks that trained
+    started_at: str | None = None  # local time with its offset, ISO 8601
+    seconds: float | None = None  # of the whole run, with set-up and validation
+    steps_per_s: float | None = None  # optimizer steps after the warm-up steps, without validation
+    samples_per_s: float | None = None  # the same in samples, over all ranks
+    num_timed_steps: int | None = None  # number of steps behind the two rates
+    wire_bytes_per_step: float | None = None  # payload that one rank hands to collectives for its gradients
+    tuning: dict[str, Any] = field(default_factory=dict)  # what ``plan="auto"`` has found; empty without it
+    # the summary of `CommTimeMonitor`, by its names; empty without one
     comm_time: dict[str, float] = field(default_factory=dict)
+    # of the rank that needed most: allocated on a GPU, else resident in the process
     peak_memory_bytes: float | None = None
     num_parameters: int | None = None
     val_loss: float | None = None
     val_accuracy: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    metric_names: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    hardware: tuple[dict[str, Any], ...] = ()
-    git: dict[str, Any] | None = None
-    error: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # last values of all metrics that the model logged
+    metric_names: dict[str, str] = field(default_factory=dict)  # the metrics behind ``val_loss`` and ``val_accuracy``
+    versions: dict[str, str] = field(default_factory=dict)  # of Python and packages
+    hardware: tuple[dict[str, Any], ...] = ()  # the CPU and the GPUs, with names, memory and cores
+    git: dict[str, Any] | None = None  # commit, and whether files differed from it
+    error: str | None = None  # why the run failed
 
     @property
     def is_observed(self) -> bool:
@@ -153,29 +129,22 @@ def how_to_name_loss(metrics: Iterable[str], callbacks_choice: str | None) -> st
 
 @dataclass(frozen=True, kw_only=True)
 class TriedPlan:
-    """A plan of a search.
-
-    Attributes:
-        predicted_s: of a step, and the ends of its interval; None without a prediction.
-        gain: share of a step that it saves, and the ends of its interval; None if it was not timed.
-    """
+    """A plan of a search."""
 
     plan: str
-    predicted_s: tuple[float, float, float] | None
+    predicted_s: tuple[float, float, float] | None  # of a step, and the ends of its interval; None without a prediction
+    # share of a step that it saves, and the ends of its interval; None if it was not timed
     gain: tuple[float, float, float] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Steps in a row with one plan, the first of them counted from 0 in the fit.
-
-    Attributes:
-        seconds: of each step, on the slowest rank; or means over as many steps each. None where none counts.
-    """
+    """Steps in a row with one plan, the first of them counted from 0 in the fit."""
 
     plan: str
     first_step: int
     num_steps: int
+    # of each step, on the slowest rank; or means over as many steps each. None where none counts.
     seconds: Sequence[float | None]
 
     @property
@@ -189,30 +158,18 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What the searches of a fit have found.
+    """What the searches of a fit have found."""
 
-    Attributes:
-        status: why the last one ended, or how far it is.
-        base_step_s: a step with the user's plan, when it was last compared; None before.
-        chosen: name of the plan at the end.
-        num_search_steps: of all searches.
-        lost_steps: to searching, in steps with the user's plan.
-        calibration_lost_steps: the part of them that was lost before the first candidate was tried.
-        candidates: the user's plan, then the others.
-        not_allowed: by name of a compressor that was not allowed, the share of a step that it would save at most.
-        events: step of the fit, and "drift" or "check" before another search, "rolled back" or "forbidden".
-        verdict: one or more sentences.
-        history: all steps up to the last decision, or to as many as are kept.
-    """
-
-    status: str
-    base_step_s: float | None
-    chosen: str
-    num_search_steps: int
-    lost_steps: float
-    calibration_lost_steps: float
-    candidates: Sequence[TriedPlan]
+    status: str  # why the last one ended, or how far it is
+    base_step_s: float | None  # a step with the user's plan, when it was last compared; None before
+    chosen: str  # name of the plan at the end
+    num_search_steps: int  # of all searches
+    lost_steps: float  # to searching, in steps with the user's plan
+    calibration_lost_steps: float  # the part of them that was lost before the first candidate was tried
+    candidates: Sequence[TriedPlan]  # the user's plan, then the others
+    # by name of a compressor that was not allowed, the share of a step that it would save at most
     not_allowed: Mapping[str, float]
+    # step of the fit, and "drift" or "check" before another search, "rolled back" or "forbidden"
     events: Sequence[tuple[int, str]]
-    verdict: str
-    history: Sequence[Stretch]
+    verdict: str  # one or more sentences
+    history: Sequence[Stretch]  # all steps up to the last decision, or to as many as are kept

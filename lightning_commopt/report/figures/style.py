@@ -210,26 +210,17 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One chart: bars, or a plot. All texts are plain.
-
-    Attributes:
-        note: how to read it; a sentence or two.
-        x_title: name and unit of the horizontal axis.
-        y_title: name and unit of the vertical axis; empty if its rows are named.
-        bars: from the top; their axis begins at 0.
-        figure: for plotly; None for bars.
-        rows: a table below the plot.
-    """
+    """One chart: bars, or a plot. All texts are plain."""
 
     title: str
-    note: str
-    x_title: str
-    y_title: str = ""
-    bars: tuple[Bar, ...] = ()
-    figure: go.Figure | None = None
+    note: str  # how to read it; a sentence or two
+    x_title: str  # name and unit of the horizontal axis
+    y_title: str = ""  # name and unit of the vertical axis; empty if its rows are named
+    bars: tuple[Bar, ...] = ()  # from the top; their axis begins at 0
+    figure: go.Figure | None = None  # for plotly; None for bars
     lines: tuple[Line, ...] = ()
     keys: tuple[Key, ...] = ()
-    rows: Rows | None = None
+    rows: Rows | None = None  # a table below the plot
 
 
 def plain(text: str) -> str:
