@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext
@@ -20,6 +19,7 @@ from yaml import YAMLError
 from lightning_commopt.launch.hydra_command import quote
 from lightning_commopt.measure.runs.files import CONFIG_FILE, EARLIER_FOLDER, RUN_FILE
 from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.settings import flat
 from lightning_commopt.train.sweep.config import (
     ConfigError,
     check_config,
@@ -169,12 +169,12 @@ def find_changed_keys(job: Job) -> list[str]:
     """Returns the dotted keys in which the configuration of the run in a job's folder differs; empty without a run."""
     path = job.folder / CONFIG_FILE
     try:
-        before = _flat(OmegaConf.to_container(OmegaConf.load(path)))
+        before = flat(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
     except FileNotFoundError:
         return []
     except (YAMLError, OSError):
         return [CONFIG_FILE]
-    now = _flat(OmegaConf.to_container(OmegaConf.create(job.config_yaml)))
+    now = flat(OmegaConf.to_container(OmegaConf.create(job.config_yaml)))  # type: ignore[arg-type]
     in_both = before.keys() & now.keys()
     return [name for name in {**now, **before} if name not in in_both or before[name] != now[name]]
 
@@ -201,14 +201,3 @@ def continue_command(arguments: Sequence[str], sweep_dir: Path) -> str:
     others = [argument for argument in arguments if not argument.startswith(_SWEEP_DIR)]
     value = shown if _PLAIN_PATH.fullmatch(str(shown)) else quote(str(shown))
     return shlex.join(["commopt-train", *others, f"{_SWEEP_DIR}{value}"])
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the leaves of nested mappings by their dotted keys; an empty mapping is a leaf."""
-    if not isinstance(value, Mapping) or not value:
-        return {prefix: value}
-    return {
-        key: leaf
-        for name, inner in value.items()
-        for key, leaf in _flat(inner, f"{prefix}.{name}" if prefix else str(name)).items()
-    }

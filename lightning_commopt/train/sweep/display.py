@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
 from rich.text import Text
 
 from lightning_commopt.text.terminal import print_heading
@@ -34,11 +34,14 @@ class SweepDisplay(SweepObserver):
         self._num_jobs = 0
         self._seconds_of_jobs: list[float] = []
         self._started_at = 0.0
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self._bar = Progress(*columns, _Remaining(self), console=console)
+        self._bar = _Bar(
+            *("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), _Remaining(self)),
+            console=console,
+            refresh_per_second=4,
+            redirect_stdout=False,
+            transient=True,
+        )
         self._task = self._bar.add_task("jobs", total=None)
-        self._line = Text()
-        self._live = Live(self._picture(), console=console, refresh_per_second=4, redirect_stdout=False, transient=True)
 
     @property
     def remaining_s(self) -> float | None:
@@ -53,10 +56,8 @@ class SweepDisplay(SweepObserver):
     def __enter__(self) -> SweepDisplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._live.stop()
+    def __exit__(self, *_: object) -> None:
+        self._bar.live.stop()
 
     def on_plan(self, folder: Path, num_jobs: int) -> None:
         self.sweep_dir = folder
@@ -68,17 +69,16 @@ class SweepDisplay(SweepObserver):
 
     def on_start(self, job: Job) -> None:
         self._started_at = time.monotonic()
-        if self._console.is_terminal and not self._live.is_started:
-            self._live.start()
+        if self._console.is_terminal and not self._bar.live.is_started:
+            self._bar.start()
         title = f"job {job.number} ({len(self.results) + 1} of {self._num_jobs}): {_overrides_text(job)}"
         print_heading(title, self._console)
 
     def on_output(self, text: str, is_final: bool) -> None:
         """Prints a final line; shows another one above the bar."""
-        self._line = Text("" if is_final else text, no_wrap=True, overflow="ellipsis")
+        self._bar.line = Text("" if is_final else text, no_wrap=True, overflow="ellipsis")
         if is_final:
             self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
-        self._live.update(self._picture())
 
     def on_end(self, result: JobResult) -> None:
         if result.is_kept:
@@ -87,14 +87,19 @@ class SweepDisplay(SweepObserver):
             self._seconds_of_jobs.append(time.monotonic() - self._started_at)
             self._started_at = time.monotonic()
         self.results.append(result)
-        self._line = Text()
+        self._bar.line = Text()
         self._bar.update(self._task, completed=len(self.results))
-        self._live.update(self._picture())
         if not self._console.is_terminal and not result.is_kept:
             self._console.print(self._bar)
 
-    def _picture(self) -> Group:
-        return Group(self._line, self._bar) if self._line.plain else Group(self._bar)
+
+class _Bar(Progress):
+    """The bar, below a line that the running job may still overwrite."""
+
+    line = Text()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        return (*([self.line] if self.line else []), *super().get_renderables())
 
 
 class _Remaining(ProgressColumn):
@@ -108,9 +113,7 @@ class _Remaining(ProgressColumn):
         seconds = self._display.remaining_s
         if seconds is None:
             return Text("-:--:-- left", style="progress.remaining")
-        minutes, seconds_left = divmod(round(seconds), 60)
-        hours, minutes_left = divmod(minutes, 60)
-        return Text(f"{hours}:{minutes_left:02d}:{seconds_left:02d} left", style="progress.remaining")
+        return Text(f"{timedelta(seconds=round(seconds))} left", style="progress.remaining")
 
 
 def _overrides_text(job: Job) -> str:

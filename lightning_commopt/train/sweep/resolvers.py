@@ -49,9 +49,8 @@ def _has_gpu() -> bool:
 
 def link(rate: str, accelerator: str) -> str | None:
     """Returns a rate for `NetLab` if ranks on this accelerator can be hosts of the network lab, else None."""
-    if is_lab_rank():
-        return rate
-    return rate if accelerator == "cpu" and not has_external_launcher() and why_no_lab() is None else None
+    can_start_lab = accelerator == "cpu" and not has_external_launcher()
+    return rate if is_lab_rank() or (can_start_lab and why_no_lab() is None) else None
 
 
 def divide(number: int, *divisors: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_commopt.compat.hooks import activity_of
@@ -27,11 +28,26 @@ _DATALOADER = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class WatcherSettings:
+    """What a rank passes to its watcher."""
+
+    rank: int
+    host: str
+    pid: int
+    fit_thread: tuple[int, int]  # ident of the training thread, and its number in the kernel
+    after_s: float  # that a phase may last at least without progress
+    action: str = "report"  # or "abort"
+    folder: str = ""  # for records
+    key: str = ""  # shared by all watchers
+    world_size: int = 1
+    has_gpu: bool = False
+
+
 class Observation:
     """Follows one rank through its marks, and takes snapshots of it.
 
-    ``fit_thread`` is the ident of the training thread, and its number in the kernel; ``after_s`` what a phase may last
-    at least without progress; the descriptors are of the memory with its marks and the file that it writes stacks to.
+    The descriptors are of the memory with the rank's marks and the file that it writes stacks to.
 
     Attributes:
         ended: "finished", "failed", "interrupted" or "terminated" once the rank has reported that; "died" if its
@@ -40,26 +56,14 @@ class Observation:
         ended_unix_s: when it has ended, in seconds since 1970; None before.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        host: str,
-        pid: int,
-        fit_thread: tuple[int, int],
-        after_s: float,
-        has_gpu: bool,
-        marks_fd: int,
-        stacks_fd: int,
-        link: RankLink,
-    ) -> None:
-        self.rank, self._host, self._pid = rank, host, pid
-        self._fit_thread, self._link, self._stacks_fd, self._has_gpu = fit_thread, link, stacks_fd, has_gpu
+    def __init__(self, settings: WatcherSettings, *, marks_fd: int, stacks_fd: int, link: RankLink) -> None:
+        self._settings, self._pid, self._fit_thread = settings, settings.pid, settings.fit_thread
+        self._link, self._stacks_fd = link, stacks_fd
         self._memory = mmap.mmap(marks_fd, NUM_BYTES, prot=mmap.PROT_READ)
         self._names: dict[int, list[str]] = {}
         self._num_unmarked = 0
         self._lock = threading.Lock()
-        self._times = PhaseTimes(after_s)
+        self._times = PhaseTimes(settings.after_s)
         self._last = Mark(time.monotonic(), 0, 0, 0, 0)
         self._phase, self._longest_idle_s = kinds.SETUP, 0.0
         self.ended: str | None = None
@@ -69,7 +73,7 @@ class Observation:
         self.detail = self._stop_reason = ""
         self._resumed_s = time.monotonic()
         self._was_stopped = False
-        self._probe = None if has_gpu else ComputingProbe(pid, fit_thread[1], after_s)
+        self._probe = None if settings.has_gpu else ComputingProbe(self._pid, self._fit_thread[1], settings.after_s)
 
     @property
     def marks(self) -> list[Mark]:
@@ -148,8 +152,8 @@ class Observation:
         process = processes.process_state(self._pid)
         state = self.ended or ("stopped" if process.state.startswith("stopped") else "running")
         found = RankSnapshot(
-            rank=self.rank,
-            host=self._host,
+            rank=self._settings.rank,
+            host=self._settings.host,
             pid=self._pid,
             state=state,
             detail=self.detail,
@@ -249,7 +253,7 @@ class Observation:
         found.collectives = dump.get("collectives")
         if dump.get("missing"):
             found.missing.append(dump["missing"])
-        if self._has_gpu and found.called is None and (current := found.current_collective()) is not None:
+        if self._settings.has_gpu and found.called is None and (current := found.current_collective()) is not None:
             # The host runs ahead, and waits wherever it needs a result: the collective of the device counts.
             found.called = current.signature.operation
         if dump.get("device_bucket") is not None and found.bucket is None:

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -27,6 +28,7 @@ from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObser
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
+from lightning_commopt.watch.hangs.observation import WatcherSettings
 from lightning_commopt.watch.hangs.process import MAX_FRAMES, make_dumpable, own_stacks
 from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip, is_loopback
 from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
@@ -55,18 +57,18 @@ class WatchedRank:
         self._is_closed, self._has_met = threading.Event(), threading.Event()
         self._began_s = time.monotonic()
         self._fit_thread = threading.get_ident()
-        settings = {
-            "rank": self._rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "fit_thread": (self._fit_thread, threading.get_native_id()),
-            "after_s": after_s,
-            "action": action,
-            "folder": str(folder.absolute()),
-            "key": self._store.compare_set("key", "", secrets.token_hex(32)).decode(),
-            "world_size": self._world_size,
-            "has_nccl": device.type == "cuda",
-        }
+        settings = WatcherSettings(
+            rank=self._rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            fit_thread=(self._fit_thread, threading.get_native_id()),
+            after_s=after_s,
+            action=action,
+            folder=str(folder.absolute()),
+            key=self._store.compare_set("key", "", secrets.token_hex(32)).decode(),
+            world_size=self._world_size,
+            has_gpu=device.type == "cuda",
+        )
         own, others = socket.socketpair()
         with others:
             fds = (others.fileno(), self._marks.fd, make_dumpable())
@@ -76,7 +78,7 @@ class WatchedRank:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": _python_path(), SETTINGS_VARIABLE: json.dumps(settings)},
+                env=os.environ | {"PYTHONPATH": _python_path(), SETTINGS_VARIABLE: json.dumps(asdict(settings))},
             )
         os.close(self._marks.fd)
         self.observer = MarkedSync(self)

@@ -29,7 +29,7 @@ from lightning_commopt.watch.hangs.diagnosis import (
     may_end_ranks,
 )
 from lightning_commopt.watch.hangs.nccl_ras import RasError, ask_ras, ras_address
-from lightning_commopt.watch.hangs.observation import Observation
+from lightning_commopt.watch.hangs.observation import Observation, WatcherSettings
 from lightning_commopt.watch.hangs.peer_watchers import PeerWatchers
 from lightning_commopt.watch.hangs.process import end_rank, is_alive
 from lightning_commopt.watch.hangs.records import Records
@@ -54,25 +54,19 @@ _PAUSE_S = 5.0
 class Watcher:
     """Watches one rank, and all ranks together with the other watchers."""
 
-    def __init__(self, settings: dict[str, Any], observation: Observation, link: RankLink) -> None:
-        self._rank: int = settings["rank"]
-        self._pid: int = settings["pid"]
-        self._after_s: float = settings["after_s"]
-        self._aborts = settings["action"] == "abort"
-        self._own = observation
-        self._link = link
-        self._records = Records(Path(settings["folder"]), self._rank)
-        self._key: str = settings["key"]
-        self._peers = PeerWatchers(self._rank, self._key)
-        self._has_nccl: bool = settings["has_nccl"]
+    def __init__(self, settings: WatcherSettings, observation: Observation, link: RankLink) -> None:
+        self._settings, self._own, self._link = settings, observation, link
+        self._after_s, self._aborts = settings.after_s, settings.action == "abort"
+        self._records = Records(Path(settings.folder), settings.rank)
+        self._peers = PeerWatchers(settings.rank, settings.key)
         self._is_reported = False
         self._own_report: tuple[Diagnosis, list[RankSnapshot]] | None = None
         self._must_abort = threading.Event()
-        self._records.begin(settings["world_size"])
+        self._records.begin(settings.world_size)
 
     def receive(self, message: dict[str, Any]) -> None:
         if "listen" in message:
-            self._link.send(port=Server(message["listen"], self._key, self._answer).port)
+            self._link.send(port=Server(message["listen"], self._settings.key, self._answer).port)
         elif "peers" in message:
             addresses = [Address(*fields) for fields in message["peers"]]
             threading.Thread(target=self._meet, args=(addresses,), daemon=True).start()
@@ -102,7 +96,7 @@ class Watcher:
             self._end()
         if self._must_abort.is_set() and self._own.ended in (None, "failed"):
             # One that has failed may be writing a checkpoint.
-            end_rank(self._pid, self._link, _FAILED_S if self._own.ended == "failed" else _ORDERLY_S)
+            end_rank(self._settings.pid, self._link, _FAILED_S if self._own.ended == "failed" else _ORDERLY_S)
 
     def _end(self) -> None:
         """Reports that the rank has died, failed or was interrupted, if that is the cause and others wait for it."""
@@ -121,7 +115,7 @@ class Watcher:
             if any(_is_cause(notice, snapshot) for notice in self._peers.notices.values()):
                 return
             snapshots = self._look()
-            if not (is_alive(self._pid) and may_be_caught(snapshot, snapshots, self._after_s)):
+            if not (is_alive(self._settings.pid) and may_be_caught(snapshot, snapshots, self._after_s)):
                 break
             time.sleep(_SOON_S)
         is_shared = all((each.state, each.detail) == (snapshot.state, snapshot.detail) for each in snapshots)
@@ -161,7 +155,7 @@ class Watcher:
             lines += [f"  Try: {hint}" for hint in diagnosis.hints]
             lines.append(f"  Stacks and collectives of all ranks: {path} (commopt doctor {path} draws them)")
         _print(*(lines if is_first else lines[:1]))
-        if self._has_nccl and is_first:  # takes seconds, and ends with the ranks
+        if self._settings.has_gpu and is_first:  # takes seconds, and ends with the ranks
             self._peers.send_all(reported=True)
             self._records.report(diagnosis, snapshots, idle_s, self._ask_ras(snapshots[0]))
             aborts = aborts and (self._own.ended is not None or not has_moved(snapshots, self._look()))
@@ -176,7 +170,7 @@ class Watcher:
             diagnosis, snapshots = self._own_report
             idle_s = max(each.idle_s for each in snapshots)
             what = ", so it was slow and no hang" if diagnosis.verdict is not None else ""
-            _print(f"HangMonitor: rank {self._rank} goes on after {idle_s:.0f} s or more{what}.")
+            _print(f"HangMonitor: rank {self._settings.rank} goes on after {idle_s:.0f} s or more{what}.")
             if diagnosis.verdict is not None:
                 slow = VERDICTS[VERDICTS.index(diagnosis.verdict) // 2 * 2 + 1]
                 self._records.report(replace(diagnosis, verdict=slow), snapshots, idle_s)
@@ -225,19 +219,9 @@ def main() -> None:
     link_fd, marks_fd, stacks_fd = map(int, sys.argv[1:4])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the rank
         signal.signal(number, signal.SIG_IGN)
-    settings = json.loads(os.environ[SETTINGS_VARIABLE])
+    settings = WatcherSettings(**json.loads(os.environ[SETTINGS_VARIABLE]))
     link = RankLink(socket.socket(fileno=link_fd))
-    observation = Observation(
-        rank=settings["rank"],
-        host=settings["host"],
-        pid=settings["pid"],
-        fit_thread=tuple(settings["fit_thread"]),
-        after_s=settings["after_s"],
-        has_gpu=settings["has_nccl"],
-        marks_fd=marks_fd,
-        stacks_fd=stacks_fd,
-        link=link,
-    )
+    observation = Observation(settings, marks_fd=marks_fd, stacks_fd=stacks_fd, link=link)
     watcher = Watcher(settings, observation, link)
     link.start(watcher.receive, observation.note_exit)
     watcher.run()

@@ -32,7 +32,7 @@ def leave(folder, config_yaml="a: 1\n", status="finished"):
         ("a: {c: 1, d: 2}\n", "a: {c: 1}\n", ["a.d"]),
         ("a: {c: 1}\n", "a: {c: 1, d: null}\n", ["a.d"]),
         ("a: 1\n", "a: '1'\n", ["a"]),
-        ("a: {}\n", "a: {c: 1}\n", ["a.c", "a"]),
+        ("a: {}\n", "a: {c: 1}\n", ["a.c"]),
         ("a: [1, 2]\n", "a: [2, 1]\n", ["a"]),
         ("a: {", "a: 1\n", [CONFIG_FILE]),
     ],

@@ -13,7 +13,7 @@ from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import watcher as watching
 from lightning_commopt.watch.hangs.flight_recorder import Signature
 from lightning_commopt.watch.hangs.marks import BACKWARD, DATA, FORWARD, MarkWriter
-from lightning_commopt.watch.hangs.observation import Observation
+from lightning_commopt.watch.hangs.observation import Observation, WatcherSettings
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 from lightning_commopt.watch.hangs.transport import Address, RankLink, Server, ask
 
@@ -55,16 +55,18 @@ def make_watcher(
     folder: Path, rank: Any, other_port: int, *, action: str, has_nccl: bool = False
 ) -> tuple[watching.Watcher, Link]:
     """Returns the watcher of rank 0 of two."""
-    settings = {
-        "rank": 0,
-        "pid": NO_PROCESS,
-        "after_s": 60.0,
-        "action": action,
-        "folder": str(folder / "hangs"),
-        "key": "key",
-        "world_size": 2,
-        "has_nccl": has_nccl,
-    }
+    settings = WatcherSettings(
+        rank=0,
+        host="a",
+        pid=NO_PROCESS,
+        fit_thread=(1, 1),
+        after_s=60.0,
+        action=action,
+        folder=str(folder / "hangs"),
+        key="key",
+        world_size=2,
+        has_gpu=has_nccl,
+    )
     link = Link()
     watcher = watching.Watcher(settings, rank, link)
     watcher.receive({"listen": "127.0.0.1"})
@@ -141,17 +143,8 @@ def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple
     """Returns the snapshot of a rank of two buckets that lost its connection after it had called collectives."""
     writer = MarkWriter()
     writer.write(kinds.PHASE, phase, 3)
-    observation = Observation(
-        rank=0,
-        host="a",
-        pid=NO_PROCESS,
-        fit_thread=(1, 1),
-        after_s=60.0,
-        has_gpu=False,
-        marks_fd=writer.fd,
-        stacks_fd=-1,
-        link=Link(),
-    )
+    settings = WatcherSettings(rank=0, host="a", pid=NO_PROCESS, fit_thread=(1, 1), after_s=60.0)
+    observation = Observation(settings, marks_fd=writer.fd, stacks_fd=-1, link=Link())
     observation.learn({"buckets": [[0, ["a"]], [1, ["b"]]], "are_all": True})
     entries = [
         {

@@ -34,7 +34,7 @@ from lightning_commopt.watch.hangs.marks import (
     PhaseTimes,
     read_marks,
 )
-from lightning_commopt.watch.hangs.observation import Observation
+from lightning_commopt.watch.hangs.observation import Observation, WatcherSettings
 from lightning_commopt.watch.hangs.process import (
     SIGNAL,
     ComputingProbe,
@@ -195,17 +195,8 @@ def test_a_process_that_runs_python_survives_snapshots(num_snapshots: int) -> No
             link = RankLink(own)
             link.start(lambda message: None)
             stacks_fd = os.open(f"/proc/{process.pid}/fd/{fd}", os.O_RDWR)
-            observation = Observation(
-                rank=0,
-                host="here",
-                pid=process.pid,
-                fit_thread=(ident, thread),
-                after_s=60,
-                has_gpu=False,
-                marks_fd=MarkWriter().fd,
-                stacks_fd=stacks_fd,
-                link=link,
-            )
+            settings = WatcherSettings(rank=0, host="here", pid=process.pid, fit_thread=(ident, thread), after_s=60)
+            observation = Observation(settings, marks_fd=MarkWriter().fd, stacks_fd=stacks_fd, link=link)
             for _ in range(num_snapshots):
                 assert "busy" in observation.snapshot().frames[-2]
             assert process.poll() is None
@@ -328,17 +319,8 @@ def test_a_rank_that_was_stopped_is_not_late_when_it_goes_on() -> None:
     writer = MarkWriter()
     writer.write(kinds.PHASE, FORWARD, 3)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process, killing(process):
-        own = Observation(
-            rank=0,
-            host="a",
-            pid=process.pid,
-            fit_thread=(1, process.pid),
-            after_s=60.0,
-            has_gpu=False,
-            marks_fd=writer.fd,
-            stacks_fd=-1,
-            link=None,  # type: ignore[arg-type]
-        )
+        settings = WatcherSettings(rank=0, host="a", pid=process.pid, fit_thread=(1, process.pid), after_s=60.0)
+        own = Observation(settings, marks_fd=writer.fd, stacks_fd=-1, link=None)  # type: ignore[arg-type]
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         time.sleep(0.3)
@@ -521,17 +503,8 @@ def test_a_rank_that_ends_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch)
     """If it fails, ranks that raise together are reported as waiting for each other: each look takes seconds."""
     writer = MarkWriter()
     writer.write(kinds.PHASE, FORWARD, 3)
-    own = Observation(
-        rank=0,
-        host="a",
-        pid=os.getpid(),
-        fit_thread=(1, os.getpid()),
-        after_s=60.0,
-        has_gpu=False,
-        marks_fd=writer.fd,
-        stacks_fd=-1,
-        link=None,  # type: ignore[arg-type]
-    )
+    settings = WatcherSettings(rank=0, host="a", pid=os.getpid(), fit_thread=(1, os.getpid()), after_s=60.0)
+    own = Observation(settings, marks_fd=writer.fd, stacks_fd=-1, link=None)  # type: ignore[arg-type]
     looks = []
 
     def look(found: RankSnapshot) -> None:
