@@ -12,7 +12,6 @@ import itertools
 import json
 import secrets
 import socket
-import socketserver
 import struct
 import threading
 import time
@@ -26,6 +25,7 @@ _SEND_S = 5
 _HELLO_S = 5.0
 _QUESTION_S = 10.0
 _MAX_STRANGERS = 64
+_AGAIN_S = 0.1
 _MAX_BYTES = 64 * 2**20
 _NONCE_BYTES = 32
 _HELLO_BYTES = 65
@@ -89,55 +89,41 @@ class Server:
     """
 
     def __init__(self, ip: str, key: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        self._key, self._answer = key, answer
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        self._listening = socket.create_server((ip, 0), family=family, backlog=1024)
+        self.port: int = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
 
-        class Handler(socketserver.StreamRequestHandler):
-            timeout = _HELLO_S
+    def _accept(self) -> None:
+        while True:
+            self._strangers.acquire()  # those above the limit wait unread, for seconds
+            try:
+                connection, _ = self._listening.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError):  # there are too many descriptors or threads
+                self._strangers.release()
+                time.sleep(_AGAIN_S)
 
-            def handle(self) -> None:
-                with suppress(OSError, EOFError, ValueError):
-                    nonce = secrets.token_hex(_NONCE_BYTES).encode()
-                    try:
-                        self.wfile.write(nonce + b"\n")
-                        is_known = hmac.compare_digest(self._receive_hello(), _sign(key, b"hello", nonce))
-                    finally:
-                        strangers.release()
-                    if is_known:
-                        self._answer(nonce)
-
-            def _receive_hello(self) -> bytes:
-                found, deadline = b"", time.monotonic() + _HELLO_S  # for all of it, not for each byte
-                while len(found) < _HELLO_BYTES:
-                    self.connection.settimeout(max(0.001, deadline - time.monotonic()))
-                    part = self.connection.recv(_HELLO_BYTES - len(found))
-                    if not part:
-                        raise EOFError
-                    found += part
-                return found[:-1]
-
-            def _answer(self, nonce: bytes) -> None:
-                self.connection.settimeout(_QUESTION_S)
-                line = _receive(self.rfile, _MAX_BYTES)
-                nonces, signature, body = nonce + line[:64], line[64:128], line[128:]
-                if hmac.compare_digest(signature, _sign(key, b"ask", nonces + body)):
-                    answered = json.dumps(answer(json.loads(body))).encode()
-                    self.wfile.write(_sign(key, b"answer", nonces + answered) + answered + b"\n")
-
-        class ThreadingServer(socketserver.ThreadingTCPServer):
-            daemon_threads = True
-            request_queue_size = 1024
-            address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-
-            def process_request(self, request: Any, client_address: Any) -> None:
-                strangers.acquire()  # those above the limit wait unread, for seconds
-                super().process_request(request, client_address)
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                """Prints nothing: the client has ended."""
-
-        self._server = ThreadingServer((ip, 0), Handler)
-        self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+    def _serve(self, connection: socket.socket) -> None:
+        with suppress(Exception), connection:  # the other side sees that the connection is closed
+            nonce = secrets.token_hex(_NONCE_BYTES).encode()
+            try:
+                connection.settimeout(_HELLO_S)
+                connection.sendall(nonce + b"\n")
+                is_known = hmac.compare_digest(_receive_hello(connection), _sign(self._key, b"hello", nonce))
+            finally:
+                self._strangers.release()
+            if not is_known:
+                return
+            connection.settimeout(_QUESTION_S)
+            with connection.makefile("rb") as reader:
+                line = _receive(reader, _MAX_BYTES)
+            nonces, signature, body = nonce + line[:64], line[64:128], line[128:]
+            if hmac.compare_digest(signature, _sign(self._key, b"ask", nonces + body)):
+                answered = json.dumps(self._answer(json.loads(body))).encode()
+                connection.sendall(_sign(self._key, b"answer", nonces + answered) + answered + b"\n")
 
 
 class RankLink:
@@ -147,18 +133,15 @@ class RankLink:
         # A sender must not hang because the other end is stopped.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
         self._connection = connection
-        self._on_message: Callable[[dict[str, Any]], None] = lambda message: None
-        self._on_end: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._answers: dict[int, dict[str, Any]] = {}
         self._has_answers, self._has_ended = threading.Condition(), False
-        self._thread = threading.Thread(target=self._read, name="commopt-hang-monitor", daemon=True)
 
     def start(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None] = lambda: None) -> None:
         """Starts a thread that calls ``on_message`` for each message, and ``on_end`` when the other end has closed."""
-        self._on_message, self._on_end = on_message, on_end
-        self._thread.start()
+        reading = (on_message, on_end)
+        threading.Thread(target=self._read, args=reading, name="commopt-hang-monitor", daemon=True).start()
 
     def send(self, **message: Any) -> None:
         """Sends a message; gives up if the other end has closed, or does not read for some seconds."""
@@ -178,7 +161,7 @@ class RankLink:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def _read(self) -> None:
+    def _read(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None]) -> None:
         with suppress(OSError, ValueError), self._connection.makefile("rb") as reader:
             for line in reader:
                 message = json.loads(line)
@@ -187,11 +170,11 @@ class RankLink:
                         self._answers[message["answer"]] = message
                         self._has_answers.notify_all()
                 else:
-                    self._on_message(message)
+                    on_message(message)
         with self._has_answers:
             self._has_ended = True
             self._has_answers.notify_all()
-        self._on_end()
+        on_end()
 
 
 def find_own_ip(towards: str, port: int = 0) -> str:
@@ -207,6 +190,17 @@ def find_own_ip(towards: str, port: int = 0) -> str:
 def is_loopback(ip: str) -> bool:
     """Returns whether an address is reachable from its own host only."""
     return ip == "::1" or ip.startswith("127.")
+
+
+def _receive_hello(connection: socket.socket) -> bytes:
+    found, deadline = b"", time.monotonic() + _HELLO_S  # for all of it, not for each byte
+    while len(found) < _HELLO_BYTES:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        part = connection.recv(_HELLO_BYTES - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return found[:-1]
 
 
 def _receive(reader: BufferedIOBase, max_bytes: int) -> bytes:
