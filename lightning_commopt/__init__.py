@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.compat.import_hook import call_after_import
-from lightning_commopt.strategy.aliases import REGISTRIES, register_with
+from lightning_commopt.strategy.adapters import REGISTRIES, register_with
 
 __all__ = [
     "AfterSteps",

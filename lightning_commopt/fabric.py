@@ -27,7 +27,7 @@ from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.aliases import register_aliases
+from lightning_commopt.strategy.adapters import register_aliases
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.base import (
     check_start_method,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_commopt.callbacks.collectives import AllRanks
+from lightning_commopt.callbacks.publisher import AllRanks
 from lightning_commopt.compressors.base import Layout
 from lightning_commopt.sync.warm_up import run_alone
 from support.every_compressor import COMPRESSORS

@@ -13,10 +13,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from rich.console import Console
 
-from lightning_commopt.callbacks.collectives import AllRanks, CollectiveWatch, borrow_gathering_group
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
-from lightning_commopt.callbacks.publisher import MetricPublisher, StepFiles
+from lightning_commopt.callbacks.publisher import (
+    AllRanks,
+    CollectiveWatch,
+    MetricPublisher,
+    StepFiles,
+    borrow_gathering_group,
+)
 from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.measure.clock import clock_for

@@ -1,7 +1,7 @@
-"""Which hook a Trainer is in, from private names of Lightning; see `lightning_commopt.compat`.
+"""What a thread does, from the files and functions on its stack; see `lightning_commopt.compat`.
 
 They are functions of ``trainer/call.py``, the same in ``lightning`` and ``pytorch_lightning``, that call the hooks of
-callbacks and modules. Importing this module imports neither package, nor torch.
+callbacks and modules, and files of torch in which a rank waits for others. Importing this imports none of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
 """A method of the epoch loop, from Lightning 2.5.2 on."""
 
 _PACKAGES = ("/lightning/pytorch/", "/pytorch_lightning/")
+
+_DISTRIBUTED = "/torch/distributed/"
+_WAITING = ("distributed_c10d.py", "_functional_collectives.py", "nn/functional.py")
+_OTHERS = ("elastic/", "launcher/", "run.py", "checkpoint/", "c10d_logger.py")
+"""They start ranks, write files or wrap functions: their frames are around everything that a rank does."""
+
+_OWN_WAITS = ("/lightning_commopt/watch/epoch_ends.py", "/lightning_commopt/sync/gather.py")
 
 
 class Activity(NamedTuple):
@@ -89,3 +96,20 @@ def hook_owner(frame: FrameType | None) -> str | None:
                 return None if owner is None else type(owner).__name__
         frame = frame.f_back
     return None
+
+
+def waited_in(file: str, function: str, *, is_innermost: bool) -> str | None:
+    """Returns what a function on a thread's stack waits for other ranks in; None if it does not.
+
+    Args:
+        file: that defines it.
+        function: its name.
+        is_innermost: whether it has called no other Python function: then waiting for a handle, as in FSDP, counts too,
+            while further out the same file may be around a whole forward.
+    """
+    if file.endswith(_OWN_WAITS):
+        return "a meeting of all ranks"
+    _, is_torchs, part = file.rpartition(_DISTRIBUTED)
+    if not is_torchs or function == "wrapper":
+        return None
+    return function if part in _WAITING or (is_innermost and not part.startswith(_OTHERS)) else None

@@ -110,7 +110,7 @@ def count_samples(trainer: Trainer, batch: Any) -> int | None:
 
 
 @cache
-def _batch_size_functions(trainer: type) -> tuple[Callable[[Any], int], type[Exception]]:
+def _batch_size_functions(trainer: Any) -> tuple[Callable[[Any], int], type[Exception]]:
     """Returns ``extract_batch_size`` of a Trainer's package, and what it raises; cached, as it is called every step."""
     utilities = f"{package_of_class(trainer)}.utilities"
     misconfiguration = import_module(f"{utilities}.exceptions").MisconfigurationException

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +22,7 @@ class Operation(NamedTuple):
     num_bytes: float  # of all of them in a step
     # sum of their times in a step, which may overlap each other and computation; None where it is not known
     seconds: float | None
+    num_phases: float = 1.0  # of this name in a step, more than one where gradients are accumulated
 
     @property
     def label(self) -> str:
@@ -43,6 +44,7 @@ class OperationTotals:
 
     def __init__(self, num_warmup_steps: int = 0) -> None:
         self._num_steps = -num_warmup_steps
+        self._num_phases: Counter[str] = Counter()
         self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(partial(list, (0, 0, 0.0)))
 
     def add(self, records: Iterable[StepRecord]) -> None:
@@ -50,6 +52,7 @@ class OperationTotals:
             self._num_steps += 1
             if self._num_steps <= 0:
                 continue
+            self._num_phases.update([phase.name for phase in record.phases])
             for one in record.collectives:
                 sums = self._sums[one.phase, one.operation, one.source]
                 sums[0] += 1
@@ -61,7 +64,8 @@ class OperationTotals:
         means = []
         for (phase, operation, source), sums in self._sums.items():
             num_calls, num_bytes, seconds = (total / self._num_steps for total in sums)
-            means.append(Operation(operation, phase, source, num_calls, num_bytes, seconds if seconds > 0 else None))
+            known_s, num_phases = seconds if seconds > 0 else None, self._num_phases[phase] / self._num_steps
+            means.append(Operation(operation, phase, source, num_calls, num_bytes, known_s, num_phases))
         places = {phase: place for place, phase in enumerate((*PHASES, "pause"))}
         means.sort(key=lambda one: (places.get(one.phase, len(places)), -(one.seconds or 0.0), one.operation))
         return tuple(means)

@@ -98,7 +98,7 @@ def verdict(
         headline, recommendations = "One rank: there are no gradients to synchronize.", data
     elif not costs.comm_s > 0:
         headline = _without_sync(world_size, operations)
-        recommendations = [*_for_sharded(operations), *data]
+        recommendations = [*_for_sharded(comm_hook, operations), *data]
     elif costs.straggler_rank is not None:
         headline = (
             f"The other ranks wait for rank {costs.straggler_rank}, which computes"
@@ -130,14 +130,24 @@ def _without_sync(world_size: int, operations: Sequence[Operation]) -> str:
     )
 
 
-def _for_sharded(operations: Sequence[Operation]) -> list[str]:
+def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:
     """Recommends what to do where gradient sync as such cannot be observed."""
-    num_bytes = sum(one.num_bytes for one in operations if one.operation == "reduce_scatter" and not one.source)
+    scattered = [one for one in operations if one.operation == "reduce_scatter" and not one.source]
+    num_bytes = sum(one.num_bytes for one in scattered)
     if num_bytes >= _SMALL_BYTES:
-        return [
+        found = [
             'CommOptModelParallel(comm_hook="int8"), lossy, if this is FSDP2:'
             f" {byte_unit(num_bytes).text(num_bytes)} in reduce-scatters become about a byte for each gradient."
         ]
+        num_backwards = max(one.num_phases for one in scattered)
+        if comm_hook == "ModelParallelStrategy" and num_backwards > 1:
+            num_calls = sum(one.num_calls for one in scattered)
+            found.append(
+                'CommOptModelParallel(accumulate_grads="unsharded"), exact but for the order of sums:'
+                f" {num_calls:.3g} reduce-scatters a step, of every accumulated batch, become"
+                f" {num_calls / num_backwards:.3g}; each rank then holds gradients as large as the model."
+            )
+        return found
     if any(one.num_bytes >= _SMALL_BYTES for one in operations):
         return []
     return [
@@ -154,7 +164,8 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
         if one.source == "lightning" and one.operation == "broadcast" and one.num_calls > 1:
             found.append(
                 f"{one.num_calls:.3g} broadcasts a step are Lightning's own check for SIGTERM before every batch"
-                f" ({costs.share(seconds)} of the step): CommOptDDP(sigterm_every_n_steps=10) checks every tenth step."
+                f" ({costs.share(seconds)} of the step): sigterm_every_n_steps=10, of CommOptDDP and"
+                " CommOptModelParallel, checks every tenth step."
             )
         elif (
             not one.source
@@ -162,9 +173,12 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
             and one.num_bytes < _SMALL_BYTES
             and costs.is_worth(seconds)
         ):
+            remedy = "log less often, or without sync_dist, if it is metrics"
+            if one.operation == "broadcast":  # of DDP, before each forward
+                remedy = "broadcast_buffers=False, if these are DDP's buffers and ranks may keep their own"
             found.append(
-                f"{costs.share(seconds)} of the step is {one.label} of {one.num_bytes / one.num_calls:.0f} bytes in"
-                f" {one.phase}, {one.num_calls:.3g} times: log less often, or without sync_dist, if it is metrics."
+                f"{costs.share(seconds)} of the step is {one.label} in {one.phase}, {one.num_calls:.3g} a step of"
+                f" {one.num_bytes / one.num_calls:.0f} bytes: {remedy}."
             )
     return found
 

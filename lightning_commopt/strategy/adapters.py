@@ -1,8 +1,13 @@
-"""Which class a strategy of ours is for the Trainer of which package."""
+"""Which class a strategy of ours is for the Trainer of which package, and by which names registries know it.
+
+Importing this imports neither torch nor Lightning.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -72,3 +77,67 @@ def accept_everywhere(adapter: type) -> type:
     for package in ADAPTERS:
         call_after_import(f"{package}.strategies", register)
     return adapter
+
+
+REGISTRIES: Mapping[str, tuple[str, str]] = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_commopt.lightning"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "lightning_commopt.pytorch_lightning"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_commopt.fabric"),
+}
+"""For each module that has a registry: the registry's name in it, and the module of ours that has its strategies."""
+
+MODEL_PARALLEL = "commopt_model_parallel"
+
+# As Lightning names them for ddp.
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_UNUSED_PARAMETERS = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
+
+
+def aliases() -> dict[str, dict[str, Any]]:
+    """Returns the arguments of `CommOptDDP` that each name stands for: one for each compressor that is used as it is.
+
+    >>> aliases()["commopt_ddp_bf16_spawn_find_unused_parameters_true"]
+    {'comm_hook': 'bf16', 'start_method': 'spawn', 'find_unused_parameters': True}
+    """
+    # Not at the top: this imports torch, as Lightning's registries have by then.
+    from lightning_commopt.compressors.catalog import ready_compressors
+
+    return {
+        f"commopt_ddp{f'_{comm_hook}' if comm_hook else ''}{start}{unused}": {
+            "comm_hook": comm_hook,
+            "start_method": start_method,
+            "find_unused_parameters": find_unused,
+        }
+        for comm_hook, (start, start_method), (unused, find_unused) in product(
+            (None, *ready_compressors()), _START_METHODS.items(), _UNUSED_PARAMETERS.items()
+        )
+    }
+
+
+def register_aliases(registry: Any, strategy: Callable[..., Any]) -> None:
+    """Makes all names known to a registry, of a Trainer or of Fabric, but for those that it knows."""
+    for name, arguments in aliases().items():
+        if name not in registry:
+            shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items() if value is not None)
+            registry.register(name, strategy, description=f"CommOptDDP({shown})", **arguments)
+
+
+def register_with(module: ModuleType) -> None:
+    """Makes all names known to the registry in one of the modules of `REGISTRIES`."""
+    registry, ours = REGISTRIES[module.__name__]
+
+    def strategy(**arguments: Any) -> Any:
+        return import_module(ours).CommOptDDP(**arguments)  # not before: this imports torch and Lightning
+
+    def model_parallel(**arguments: Any) -> Any:
+        return import_module(ours).CommOptModelParallel(**arguments)
+
+    # As in `aliases`.
+    from lightning_commopt.compressors.sharded_registry import SHARDED
+
+    register_aliases(getattr(module, registry), strategy)
+    for comm_hook in (None, *SHARDED) if ours != "lightning_commopt.fabric" else ():
+        name = f"{MODEL_PARALLEL}{f'_{comm_hook}' if comm_hook else ''}"
+        if name not in getattr(module, registry):
+            shown = f"CommOptModelParallel({f'comm_hook={comm_hook!r}' if comm_hook else ''})"
+            getattr(module, registry).register(name, model_parallel, description=shown, comm_hook=comm_hook)

@@ -22,8 +22,7 @@ from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy import base, fit
-from lightning_commopt.strategy.adapters import moving_accelerator
-from lightning_commopt.strategy.aliases import register_aliases
+from lightning_commopt.strategy.adapters import moving_accelerator, register_aliases
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher, forget_previous_job
 from lightning_commopt.sync.checks import check_backward, check_plans_agree, explain_error, warn_of_fp16_under_scaler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.constants import default_pg_timeout
 
@@ -15,16 +15,11 @@ from lightning_commopt.sync.state import KEY
 from lightning_commopt.text.validation import warn_once
 from lightning_commopt.watch.fit_watch import FitWatch
 
-if TYPE_CHECKING:
-    from lightning_commopt.strategy.ddp import CommOptStrategy
 
-
-def watch_fit(strategy: CommOptStrategy) -> FitWatch | None:
+def watch_fit(strategy: Any) -> FitWatch | None:
     """Starts to watch a fit of several ranks, whose process group exists; returns None where there is no such fit."""
     if strategy.world_size == 1 or not is_fit(strategy):
         return None
-    assert strategy.lightning_module is not None
-    assert strategy.cluster_environment is not None
     return FitWatch(
         strategy.lightning_module.trainer,
         strategy._uneven_batches,
@@ -50,15 +45,14 @@ def check_sigterm(strategy: Any, every_n_steps: int | None) -> SigtermCheck | No
     return SigtermCheck(trainer, every_n_steps)
 
 
-def is_in_batch(strategy: CommOptStrategy) -> bool:
+def is_in_batch(strategy: Any) -> bool:
     """Returns whether a training batch has begun and not ended."""
     if strategy.gradient_sync.model is None:
         return False
-    assert strategy.lightning_module is not None
     return batch_is_open(strategy.lightning_module.trainer)
 
 
-def must_rewrap(strategy: CommOptStrategy) -> bool:
+def must_rewrap(strategy: Any) -> bool:
     """Returns whether parameters were frozen or unfrozen for good since DDP laid out its buckets."""
     module, trainable = strategy.lightning_module, strategy.gradient_sync.trainable
     if trainable is None or module is None or optimizer_is_toggled(module):
@@ -66,7 +60,7 @@ def must_rewrap(strategy: CommOptStrategy) -> bool:
     return trainable.some_unfrozen() or (trainable.some_frozen() and not strategy.plan.find_unused_parameters)
 
 
-def add_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> None:
+def add_comm_state(checkpoint: dict[str, Any], strategy: Any) -> None:
     """Adds the gradient-sync state of all ranks to a checkpoint, on the rank that writes it; see `gather_state`."""
     saved = gather_state(
         strategy.gradient_sync.state(),
@@ -79,7 +73,7 @@ def add_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> Non
         checkpoint[KEY] = strategy.auto_plan.add_choice(saved)
 
 
-def take_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> None:
+def take_comm_state(checkpoint: dict[str, Any], strategy: Any) -> None:
     """Takes the gradient-sync state out of a checkpoint; if a fit goes on from it, this rank's part is used."""
     saved = checkpoint.pop(KEY, None)
     if not is_fit(strategy):
@@ -88,7 +82,6 @@ def take_comm_state(checkpoint: dict[str, Any], strategy: CommOptStrategy) -> No
     strategy.auto_plan.resume_choice(saved)
     sync.restore(read_state(saved, strategy.global_rank, strategy.world_size, strategy.plan.comm_hook))
     if sync.model is not None:  # in the middle of a fit, as the learning rate finder does
-        assert module is not None
         sync.resume(module)
 
 

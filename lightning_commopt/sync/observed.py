@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.compat.collectives import has_collective_hooks
 from lightning_commopt.compat.lightning import wrap_comm_hook
 from lightning_commopt.compat.torch import registered_hooks, sparse_values
 from lightning_commopt.measure.observer import BucketInfo, Observers, SyncObserver
@@ -66,10 +67,8 @@ def observe_wrapped(strategy: Any) -> None:
         return
     if not isinstance(model, DistributedDataParallel):
         if getattr(strategy, "world_size", 1) > 1:
-            warn_once(
-                f"{type(strategy).__name__}'s gradient sync cannot be observed: step phases are timed, and from torch"
-                " 2.14 on the collectives of each phase."
-            )
+            seen = "step phases are timed, and their collectives" if has_collective_hooks() else "only phases are timed"
+            warn_once(f"{type(strategy).__name__} has no buckets whose gradient sync could be observed: {seen}.")
         return
     if model in _BEFORE_BACKWARD:
         return

@@ -6,6 +6,7 @@ model does not see them. What is common to all ranks is a plain dict in the chec
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,9 @@ class _Directory:
         for key, its in self._metadata.items():
             if key.startswith(prefix) and isinstance(its, TensorStorageMetadata):
                 tensors[key] = torch.empty(its.size, dtype=its.properties.dtype)
-        dcp.load(tensors, checkpoint_id=self._directory, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
+            dcp.load(tensors, checkpoint_id=self._directory, no_dist=True)
         state: RankState = {}
         for key, tensor in tensors.items():
             unit, _, name = key.removeprefix(prefix).rpartition("/")

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightning_commopt.callbacks import collectives as collectives_module
 from lightning_commopt.callbacks import comm_time as comm_time_module
+from lightning_commopt.callbacks import publisher as publisher_module
 from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import rank_file, read_run
@@ -202,7 +202,7 @@ def without_gloo() -> tuple[int, list[str]]:
     def fail() -> None:
         raise RuntimeError("connection refused")
 
-    collectives_module.borrow_host_group = fail  # type: ignore[assignment]
+    publisher_module.borrow_host_group = fail  # type: ignore[assignment]
     kept = MemoryLogger()
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")

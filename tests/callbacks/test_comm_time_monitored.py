@@ -9,10 +9,9 @@ from small_fit import fit
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightning_commopt.callbacks import collectives as collectives_module
 from lightning_commopt.callbacks import comm_time as comm_time_module
-from lightning_commopt.callbacks.collectives import AllRanks
-from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT
+from lightning_commopt.callbacks import publisher as publisher_module
+from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT, AllRanks
 from support.lightnings import Callback, EarlyStopping, LightningModule, ModelCheckpoint, Trainer
 from support.ranks import run_ranks
 
@@ -130,7 +129,7 @@ def alone() -> tuple[dict[str, float], int]:
     def fail() -> None:
         raise RuntimeError("connection refused")
 
-    collectives_module.borrow_host_group = fail  # type: ignore[assignment]
+    publisher_module.borrow_host_group = fail  # type: ignore[assignment]
     witness = Witness()
     monitor = CommTimeMonitor(every_n_steps=5, num_warmup_steps=0, save_records=False)
     with warnings.catch_warnings():

@@ -25,7 +25,7 @@ from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.verdict import verdict
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.names import display_name, setting_name
-from lightning_commopt.strategy.aliases import aliases
+from lightning_commopt.strategy.adapters import aliases
 from lightning_commopt.train.sweep.config import check_config, sync_method
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.train import register_with_hydra

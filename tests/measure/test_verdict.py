@@ -67,14 +67,19 @@ def test_the_headline_says_what_is_exposed_and_what_could_be_won() -> None:
         (
             Operation("broadcast", "data", "lightning", 4.0, 32.0, 0.007),
             "4 broadcasts a step are Lightning's own check for SIGTERM before every batch (1.0 % of the step):"
-            " CommOptDDP(sigterm_every_n_steps=10) checks every tenth step.",
+            " sigterm_every_n_steps=10, of CommOptDDP and CommOptModelParallel, checks every tenth step.",
         ),
         (Operation("broadcast", "data", "lightning", 1.0, 8.0, 0.007), None),
         (Operation("all_reduce", "data", "lightning", 0.1, 0.4, 0.007), None),
         (
             Operation("all_reduce", "forward", "", 12.0, 48.0, 0.07),
-            "10 % of the step is all_reduce of 4 bytes in forward, 12 times: log less often, or without sync_dist,"
+            "10 % of the step is all_reduce in forward, 12 a step of 4 bytes: log less often, or without sync_dist,"
             " if it is metrics.",
+        ),
+        (
+            Operation("broadcast", "forward", "", 2.0, 72.0, 0.07),
+            "10 % of the step is broadcast in forward, 2 a step of 36 bytes: broadcast_buffers=False, if these are"
+            " DDP's buffers and ranks may keep their own.",
         ),
         (Operation("all_reduce", "forward", "", 12.0, 48.0, 0.007), None),
         (Operation("all_reduce", "forward", "", 12.0, 48e6, 0.07), None),
@@ -188,6 +193,22 @@ def test_a_sync_that_is_not_observed() -> None:
     assert "No gradient sync was observed on 8 ranks" in result.headline
     assert 'strategy="commopt_ddp"' in result.recommendations[0]
     assert "num_workers=" in result.recommendations[1]
+
+
+def test_reduce_scatters_of_accumulated_batches() -> None:
+    """If it fails, nobody hears that Lightning reduce-scatters the gradients of every batch."""
+    nothing = {name: 0.0 for name in sample_metrics() if name in ("comm_s", "exposed_s", "exposed_wait_s")}
+    scattered = Operation("reduce_scatter", "backward", "", 12.0, 8e6, 0.1, num_phases=4.0)
+    for comm_hook, operation, is_named in (
+        ("ModelParallelStrategy", scattered, True),
+        ("ModelParallelStrategy", scattered._replace(num_phases=1.0), False),
+        ("CommOptModelParallel", scattered, False),
+    ):
+        found = verdict(
+            {**sample_metrics(), **nothing}, world_size=8, comm_hook=comm_hook, is_lossy=False, operations=[operation]
+        )
+        named = [text for text in found.recommendations if "12 reduce-scatters a step" in text and "become 3;" in text]
+        assert len(named) == is_named
 
 
 def test_collectives_of_sharded_training() -> None:

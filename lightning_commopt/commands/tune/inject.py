@@ -95,7 +95,7 @@ def tuned_strategy(strategy: Any, ours: Any) -> Any:
     """
     from lightning_commopt.commands.tune.tuning import Tuning
     from lightning_commopt.compat.lightning import arguments_of_ddp, comm_hook_of, is_lightnings_ddp
-    from lightning_commopt.strategy.aliases import aliases
+    from lightning_commopt.strategy.adapters import aliases
     from lightning_commopt.strategy.ddp import CommOptStrategy
 
     if isinstance(strategy, str):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from lightning_commopt.compat.torch_files import waited_in
+from lightning_commopt.compat.hooks import waited_in
 from lightning_commopt.watch.hangs.marks import anonymous_file
 from lightning_commopt.watch.hangs.transport import RankLink
 
