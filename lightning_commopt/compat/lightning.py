@@ -102,7 +102,7 @@ def count_samples(trainer: Trainer, batch: Any) -> int | None:
     """Returns how many samples Lightning finds in a batch, 0 in None, which it skips; None if it finds no tensor."""
     if batch is None:
         return 0
-    extract_batch_size, misconfiguration = _batch_size_functions(type(trainer))
+    extract_batch_size, misconfiguration = _batch_size_functions(package_of(trainer))
     try:
         return extract_batch_size(batch)
     except (misconfiguration, RecursionError):  # the latter for a batch that contains itself
@@ -110,9 +110,9 @@ def count_samples(trainer: Trainer, batch: Any) -> int | None:
 
 
 @cache
-def _batch_size_functions(trainer: Any) -> tuple[Callable[[Any], int], type[Exception]]:
+def _batch_size_functions(package: str) -> tuple[Callable[[Any], int], type[Exception]]:
     """Returns ``extract_batch_size`` of a Trainer's package, and what it raises; cached, as it is called every step."""
-    utilities = f"{package_of_class(trainer)}.utilities"
+    utilities = f"{package}.utilities"
     misconfiguration = import_module(f"{utilities}.exceptions").MisconfigurationException
     return import_module(f"{utilities}.data").extract_batch_size, misconfiguration
 
