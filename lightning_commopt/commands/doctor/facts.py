@@ -37,12 +37,10 @@ _ERROR_COUNTERS = (
     *("link_error_recovery", "link_downed"),
 )
 _SHARP_FOLDERS = (
-    "opt/mellanox/sharp/lib",
-    "opt/hpcx/nccl_rdma_sharp_plugin/lib",
-    "usr/lib",
-    "usr/lib/x86_64-linux-gnu",
+    *("opt/mellanox/sharp/lib", "opt/hpcx/nccl_rdma_sharp_plugin/lib", "usr/lib", "usr/lib/x86_64-linux-gnu"),
 )
 _DMA_BUF_KERNEL = (5, 12)
+_VARIABLES = re.compile(r"(NCCL|TORCH_NCCL|GLOO|OMP|MKL)_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +57,10 @@ def read_ports(folder: Path) -> list[Port]:
     """Returns the ports of all adapters below ``/sys/class/infiniband``."""
     ports = []
     for path in sorted(folder.glob("*/ports/*")):
-        counts = {name: _count(path / "counters" / name) for name in _ERROR_COUNTERS}
-        ports.append(
-            Port(
-                name=f"{path.parents[1].name}:{path.name}",
-                state=read_text(path / "state").rpartition(": ")[2],
-                rate=read_text(path / "rate"),
-                errors={name: count for name, count in counts.items() if count > 0},
-            )
-        )
+        name, state = f"{path.parents[1].name}:{path.name}", read_text(path / "state").rpartition(": ")[2]
+        counts = {name: read_text(path / "counters" / name) for name in _ERROR_COUNTERS}
+        errors = {name: int(text) for name, text in counts.items() if text.isdecimal() and int(text) > 0}
+        ports.append(Port(name=name, state=state, rate=read_text(path / "rate"), errors=errors))
     return ports
 
 
@@ -88,14 +81,6 @@ def has_sharp_plugin(root: Path, environment: Mapping[str, str] = os.environ) ->
     folders = [Path(folder) for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
     folders += [root / folder for folder in _SHARP_FOLDERS]
     return any(list(folder.glob("libnccl-net*.so*")) for folder in folders)
-
-
-def _count(path: Path) -> int:
-    text = read_text(path)
-    return int(text) if text.isdecimal() else 0
-
-
-_VARIABLES = re.compile(r"(NCCL|TORCH_NCCL|GLOO|OMP|MKL)_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,22 +116,20 @@ def collect_facts(
     environment: Mapping[str, str] = os.environ, root: Path = Path("/"), identity: RankIdentity | None = None
 ) -> Facts:
     """Reads the facts of this host below ``root`` without changing anything; a process alone has no ``identity``."""
-    nccl = nccl_version()
-    address = own_address()
-    interfaces = list_interfaces()
+    nccl, address, interfaces = nccl_version(), own_address(), list_interfaces()
     topology, no_topology = _topology(identity)
+    of_rank: dict[str, Any] = {"host": socket.gethostname()}
+    if identity is not None:
+        of_rank = {name: getattr(identity, name) for name in ("rank", "host", "world_size", "ranks_per_node")}
+        of_rank["hosts"] = [] if identity.is_of_launcher else list(identity.rank_hosts)
     return Facts(
-        rank=0 if identity is None else identity.rank,
-        host=socket.gethostname() if identity is None else identity.host,
-        world_size=1 if identity is None else identity.world_size,
-        hosts=[] if identity is None or identity.is_of_launcher else list(identity.rank_hosts),
+        **of_rank,
         address=address,
-        versions={**versions(), **({"nccl": nccl} if nccl is not None else {})},
+        versions=versions() | ({} if nccl is None else {"nccl": nccl}),
         gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         has_gpu_driver=(root / "proc/driver/nvidia/version").exists(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
-        ranks_per_node=1 if identity is None else identity.ranks_per_node,
         shared_memory_bytes=_shared_memory_bytes(root / "dev/shm"),
         max_locked_bytes=_max_locked_bytes(),
         ports=read_ports(root / "sys/class/infiniband"),
@@ -168,9 +151,8 @@ def facts_from_plain(plain: Mapping[str, Any]) -> Facts:
     known["ports"] = [Port(**port) for port in known.get("ports", [])]
     known["interfaces"] = [Interface(*each) for each in known.get("interfaces", [])]
     known["topology"] = [Finding.from_plain(each) for each in known.get("topology", [])]
-    for name in ("gloo_interface", "nccl_interface"):
-        known[name] = Interface(*known[name]) if known.get(name) else None
-    return Facts(**known)
+    chosen = {name: Interface(*plain[name]) for name in ("gloo_interface", "nccl_interface") if plain.get(name)}
+    return Facts(**{**known, **chosen})
 
 
 def _topology(identity: RankIdentity | None) -> tuple[list[Finding], str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,10 @@ def _finding(severity: Severity, text: str, /, *, where: str = "", **values: obj
 
 def _unreachable_ports(unreachable: Sequence[UnreachablePort]) -> Iterator[Finding]:
     by_hosts: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for from_host, to_host, port, reason in unreachable:
-        where = f"port {port.port} of {port.address} ({port.interface}, which {port.users} would use)"
-        by_hosts[from_host, to_host].append(f"{where}: {reason}")
+    for from_host, to_host, (interface, address, port, users), reason in unreachable:
+        by_hosts[from_host, to_host].append(
+            f"port {port} of {address} ({interface}, which {users} would use): {reason}"
+        )
     for (from_host, to_host), texts in by_hosts.items():
         yield _finding("error", "unreachable", where=from_host, host=to_host, ports="; ".join(texts))
 
@@ -102,33 +103,27 @@ def find_in_adapters(facts: Facts) -> Iterator[Finding]:
 
 def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
     """Compares what should be equal on all ranks."""
-    for name in _names(facts.versions for facts in everybody):
-        yield from _different(everybody, f"the version of {name}", [facts.versions.get(name) for facts in everybody])
-    yield from _different(everybody, "--hosts", [",".join(facts.hosts) for facts in everybody])
-    yield from _different(everybody, "the number of ranks", [facts.world_size for facts in everybody])
-    yield from _different(everybody, "ranks on a host", [facts.ranks_per_node for facts in everybody], "warning")
-    rates = [", ".join(sorted({port.rate for port in facts.ports})) or "none" for facts in everybody]
-    yield from _different(everybody, "the rate of InfiniBand or RoCE ports", rates, "warning")
-    yield from _different(
-        everybody, "the number of GPUs of a host", [len(facts.gpus) for facts in everybody], "warning"
-    )
-    kinds = [", ".join(sorted(set(facts.gpus))) for facts in everybody]
-    yield from _different(everybody, "the kind of GPU", kinds, "warning")
-    for name in _names(facts.environment for facts in everybody):
-        if name.startswith("NCCL_"):
-            yield from _different(everybody, name, [facts.environment.get(name, "unset") for facts in everybody])
+    compared: list[tuple[Severity, str, list[Any]]] = [
+        ("error", "--hosts", [",".join(facts.hosts) for facts in everybody]),
+        ("error", "the number of ranks", [facts.world_size for facts in everybody]),
+        ("warning", "ranks on a host", [facts.ranks_per_node for facts in everybody]),
+        ("warning", "the rate of InfiniBand or RoCE ports", [_list(port.rate for port in f.ports) for f in everybody]),
+        ("warning", "the number of GPUs of a host", [len(facts.gpus) for facts in everybody]),
+        ("warning", "the kind of GPU", [_list(facts.gpus) for facts in everybody]),
+    ]
+    for name in sorted({name for facts in everybody for name in facts.versions}, reverse=True):
+        compared.insert(0, ("error", f"the version of {name}", [facts.versions.get(name) for facts in everybody]))
+    for name in sorted({name for facts in everybody for name in facts.environment if name.startswith("NCCL_")}):
+        compared.append(("error", name, [facts.environment.get(name, "unset") for facts in everybody]))
+    for severity, name, values in compared:
+        ranks: dict[Any, list[int]] = defaultdict(list)
+        for facts, value in zip(everybody, values, strict=True):
+            ranks[value].append(facts.rank)
+        if len(ranks) > 1:
+            named = {"none" if value in (None, "") else value: those for value, those in ranks.items()}
+            shown = ", ".join(f"{value} on {ranks_text(those)}" for value, those in named.items())
+            yield _finding(severity, "different", where="all hosts", name=name, values=shown)
 
 
-def _names(mappings: Iterable[Mapping[str, str]]) -> list[str]:
-    return sorted({name for mapping in mappings for name in mapping})
-
-
-def _different(
-    everybody: Sequence[Facts], what: str, values: Sequence[Any], severity: Severity = "error"
-) -> Iterator[Finding]:
-    ranks: dict[Any, list[int]] = defaultdict(list)
-    for facts, value in zip(everybody, values, strict=True):
-        ranks[value].append(facts.rank)
-    if len(ranks) > 1:
-        shown = [f"{'none' if value in (None, '') else value} on {ranks_text(those)}" for value, those in ranks.items()]
-        yield _finding(severity, "different", where="all hosts", name=what, values=", ".join(shown))
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(names)))

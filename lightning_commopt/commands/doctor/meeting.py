@@ -73,23 +73,20 @@ def find_unreachable(
 ) -> list[UnreachablePort]:
     """Connects to all ports of other hosts at the same time, and returns those that could not be reached."""
 
-    def why_unreachable(port: ListeningPort) -> str | None:
+    def attempt(to: tuple[str, ListeningPort]) -> UnreachablePort | None:
+        host, port = to
         try:
             connect((port.address, port.port), timeout=limit_s).close()
         except TimeoutError:
-            return f"no answer within {limit_s:g} s: probably a firewall drops it"
+            reason = f"no answer within {limit_s:g} s: probably a firewall drops it"
+            return UnreachablePort(own_host, host, port, reason)
         except OSError as error:
-            return explain_os_error(error)
+            return UnreachablePort(own_host, host, port, explain_os_error(error))
         return None
 
     tried = [(host, port) for host, theirs in ports.items() if host != own_host for port in theirs]
     with ThreadPoolExecutor(max_workers=_MAX_THREADS) as pool:
-        reasons = list(pool.map(why_unreachable, [port for _, port in tried]))
-    return [
-        UnreachablePort(own_host, host, port, reason)
-        for (host, port), reason in zip(tried, reasons, strict=True)
-        if reason is not None
-    ]
+        return [found for found in pool.map(attempt, tried) if found is not None]
 
 
 class MeetingError(RuntimeError):
@@ -171,8 +168,9 @@ class _FactExchange:
                 for of_rank in self._exchange("unreachable", unreachable)
                 for one, other, port, reason in of_rank
             ]
-            is_one_host = len({each.host for each in everybody}) == 1
-            is_open = not all_unreachable and (is_one_host or all(map(_is_reachable, everybody)))
+            # Whether gloo would listen where other hosts can reach it
+            is_listening = all(each.gloo_interface and each.gloo_interface.name != "lo" for each in everybody)
+            is_open = not all_unreachable and (is_listening or len({each.host for each in everybody}) == 1)
             gloo_error = self._try_all_reduce() if is_open else None
         finally:
             self._leave()
@@ -181,25 +179,24 @@ class _FactExchange:
     def _exchange(self, name: str, value: Any) -> list[Any]:
         """Returns the values of all ranks."""
         store, identity = self._store, self._identity
+        place, limit_s = f"{identity.address}:{identity.port}", self._limit_s
         store.set(f"{name}/{identity.rank}", json.dumps(value))
         if identity.rank == 0:
             self._absent = self._wait_for_all(name)
-            if self._absent:
-                problem = self._absence()
-                store.set(name, json.dumps({"problem": problem}))
-                raise MeetingError(problem)
-            values = [json.loads(store.get(f"{name}/{rank}")) for rank in range(identity.world_size)]
-            store.set(name, json.dumps({"values": values}))
-            return values
-        if not self._wait(name, _GRACE_S):
-            raise MeetingError(
-                f"rank 0 at {identity.address}:{identity.port} has its port open, but did not answer within"
-                f" {self._limit_s:g} s"
+            names = list_some([identity.label(rank) for rank in self._absent], _MAX_NAMES)
+            problem = (
+                f"{names} did not reach {place} within {limit_s:g} s: is commopt doctor running there, with the same"
+                " --hosts and --port? Its own message says whether it can reach this port"
             )
+            ranks = range(identity.world_size)
+            values = problem if self._absent else [json.loads(store.get(f"{name}/{rank}")) for rank in ranks]
+            store.set(name, json.dumps(values))
+        elif not self._wait(name, _GRACE_S):
+            raise MeetingError(f"rank 0 at {place} has its port open, but did not answer within {limit_s:g} s")
         answer = json.loads(store.get(name))
-        if "problem" in answer:
-            raise MeetingError(answer["problem"])
-        return list(answer["values"])
+        if isinstance(answer, str):
+            raise MeetingError(answer)
+        return list(answer)
 
     def _wait_for_all(self, name: str) -> list[int]:
         """Waits for the keys of all ranks but those that are absent already; returns the ranks that did not write."""
@@ -211,15 +208,6 @@ class _FactExchange:
     def _wait(self, key: str, grace_s: float = 0.0) -> bool:
         """Waits for a key, and returns whether it was written in time; ``Store.wait`` prints warnings of its own."""
         return poll(lambda: self._store.check([key]), self._deadline + grace_s - time.monotonic())
-
-    def _absence(self) -> str:
-        identity = self._identity
-        names = list_some([identity.label(rank) for rank in self._absent], _MAX_NAMES)
-        return (
-            f"{names} did not reach {identity.address}:{identity.port} within {self._limit_s:g} s:"
-            " is commopt doctor running there, with the same --hosts and --port? Its own message says whether it can"
-            " reach this port"
-        )
 
     def _try_all_reduce(self) -> str | None:
         """Runs one all-reduce over gloo, which training does first; returns what is wrong with it."""
@@ -253,11 +241,6 @@ def disambiguate_hosts(everybody: Sequence[Facts], listeners: Sequence[int]) -> 
             names[facts.host] = f"{facts.host} (rank {rank})" if times[facts.host] > 1 else facts.host
         found.append(replace(facts, host=names.get(facts.host, facts.host)))
     return found
-
-
-def _is_reachable(facts: Facts) -> bool:
-    """Returns whether gloo would listen where other hosts can reach it."""
-    return facts.gloo_interface is not None and facts.gloo_interface.name != "lo"
 
 
 def check_port(host: str, port: int, *, limit_s: float) -> None:

@@ -15,6 +15,9 @@ from lightning_commopt.measure.runs.machine import Device, devices, nccl_version
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
 from lightning_commopt.text.terminal import TextTable
 
+_KERNELS = {"c": "C", "triton": "Triton", "torch": "plain torch"}
+_YES_OR_NO = {True: "yes", False: "no"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DDPOption:
@@ -47,70 +50,34 @@ def collect() -> Info:
         versions=versions(),
         platform=platform.platform(),
         devices=devices(),
-        backends={
-            "gloo": dist.is_gloo_available(),
-            "nccl": dist.is_nccl_available(),
-            "mpi": dist.is_mpi_available(),
-        },
+        backends={name: getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl", "mpi")},
         nccl_version=nccl_version(),
         ddp_options=[
             DDPOption(name=name, since=since, available=name in ddp_options())
             for name, since in DDP_OPTION_SINCE.items()
         ],
         comm_hooks=compressor_names(),
-        kernels=kernels(),
+        # Compiles those in C, if that was not done yet
+        kernels={"cpu": "torch" if c_library.load() is None else "c", "cuda": "triton" if has_triton() else "torch"},
     )
-
-
-def kernels() -> dict[str, str]:
-    """Returns what the arithmetic of compressors is in; makes the kernels in C, if they are not made yet."""
-    return {
-        "cpu": "torch" if c_library.load() is None else "c",
-        "cuda": "triton" if has_triton() else "torch",
-    }
-
-
-_KERNELS = {"c": "C", "triton": "Triton", "torch": "plain torch"}
 
 
 def print_info(found: Info, console: Console) -> None:
     """Prints tables of versions, devices, backends and DDP options, comm hooks and kernels."""
-    for table in (_versions_table(found), _devices_table(found), _backends_table(found), _options_table(found)):
+    versions = TextTable("versions", "")
+    for name, version in (found.versions | {"platform": found.platform}).items():
+        versions.add_row(name, version)
+    devices = TextTable("devices", "name", "memory", "cores")
+    for device in found.devices:
+        devices.add_row(device.kind, device.name, f"{device.memory_bytes / 2**30:.1f} GiB", str(device.num_cores))
+    backends = TextTable("backends", "in this torch")
+    for name, available in found.backends.items():
+        backends.add_row(name, f"yes, {found.nccl_version}" if name == "nccl" and available else _YES_OR_NO[available])
+    options = TextTable("DDP options", "in this torch", "since torch")
+    for option in found.ddp_options:
+        options.add_row(option.name, _YES_OR_NO[option.available], option.since)
+    for table in (versions, devices, backends, options):
         console.print(table)
     console.print(f"comm_hook: {', '.join(found.comm_hooks)}", highlight=False)
     shown = ", ".join(f"{_KERNELS[name]} on {kind.upper()}" for kind, name in found.kernels.items())
     console.print(f"kernels of compressors: {shown}", highlight=False)
-
-
-def _versions_table(found: Info) -> TextTable:
-    table = TextTable("versions", "")
-    for name, version in found.versions.items():
-        table.add_row(name, version)
-    table.add_row("platform", found.platform)
-    return table
-
-
-def _devices_table(found: Info) -> TextTable:
-    table = TextTable("devices", "name", "memory", "cores")
-    for device in found.devices:
-        table.add_row(device.kind, device.name, f"{device.memory_bytes / 2**30:.1f} GiB", str(device.num_cores))
-    return table
-
-
-def _backends_table(found: Info) -> TextTable:
-    table = TextTable("backends", "in this torch")
-    for name, available in found.backends.items():
-        shown = f"yes, {found.nccl_version}" if name == "nccl" and available else _yes_or_no(available)
-        table.add_row(name, shown)
-    return table
-
-
-def _options_table(found: Info) -> TextTable:
-    table = TextTable("DDP options", "in this torch", "since torch")
-    for option in found.ddp_options:
-        table.add_row(option.name, _yes_or_no(option.available), option.since)
-    return table
-
-
-def _yes_or_no(value: bool) -> str:
-    return "yes" if value else "no"

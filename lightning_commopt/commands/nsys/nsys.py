@@ -5,7 +5,6 @@ Source: Nsight Systems User Guide, "CLI Profile Command Switch Options".
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -13,20 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 # With "stop" the training continues after cudaProfilerStop; nsys's default, "stop-shutdown", ends it.
-_OPTIONS = {
-    "--capture-range": "cudaProfilerApi",
-    "--capture-range-end": "stop",
-    "--trace": "cuda,nvtx,osrt",
-}
-_NCCL_TRACE = "nccl"  # since nsys 2026.1; it refuses unknown names
+_OPTIONS = {"--capture-range": "cudaProfilerApi", "--capture-range-end": "stop", "--trace": "cuda,nvtx,osrt"}
 _LONG_NAMES = {"-c": "--capture-range", "-t": "--trace", "-o": "--output", "-f": "--force-overwrite"}
 
 _MISSING = (
@@ -100,28 +93,21 @@ def reports(output_dir: str | Path) -> list[Path]:
 
 
 def run(command: Sequence[str]) -> int:
-    """Runs a command in the foreground, and waits for its end even after a signal to stop.
+    """Runs a command in the foreground, and waits for its end even after a signal: nsys still writes its report then.
 
     Returns:
         Its exit status; 128 plus the number of a signal that has ended it, as in a shell.
     """
     process = subprocess.Popen(command)
-    with _signals_passed_on(process):
-        status = process.wait()
-    return 128 - status if status < 0 else status
-
-
-@contextmanager
-def _signals_passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Lets a process handle signals itself: nsys still writes its report then."""
     # A terminal sends these to all of its processes, and a launcher that receives one twice abandons its ranks.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
     before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     try:
-        yield
+        status = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    return 128 - status if status < 0 else status
 
 
 def _nsys_options(output_dir: str | Path, nsys_args: str) -> list[str]:
@@ -132,18 +118,20 @@ def _nsys_options(output_dir: str | Path, nsys_args: str) -> list[str]:
     names = _option_names(given)
     if "--output" in names:
         raise ValueError(f"--nsys-args={nsys_args!r}: the reports are written to --output-dir, leave --output out")
-    options = _OPTIONS | {"--trace": f"{_OPTIONS['--trace']},{_NCCL_TRACE}"} if _traces_nccl() else _OPTIONS
+    options = dict(_OPTIONS)
+    if _traces_nccl():
+        options["--trace"] += ",nccl"
     ours = [f"{name}={value}" for name, value in options.items() if name not in names]
     folder = str(output_dir).replace("%", "%%")
     return [*ours, f"--output={folder}/rank_%q{{RANK}}", *given]
 
 
 def _traces_nccl() -> bool:
-    """Returns whether the nsys on PATH can trace NCCL, according to its help; true without nsys."""
+    """Returns whether the nsys on PATH traces NCCL, as since 2026.1: it refuses unknown names; true without nsys."""
     if shutil.which("nsys") is None:
         return True
     options = subprocess.run(["nsys", "profile", "--help"], capture_output=True, text=True).stdout
-    return re.search(rf"\b{_NCCL_TRACE}\b", options) is not None
+    return re.search(r"\bnccl\b", options) is not None
 
 
 def _option_names(words: Sequence[str]) -> set[str]:
@@ -170,33 +158,19 @@ def _split_launcher(command: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _split_options(words: list[str]) -> tuple[list[str], list[str]]:
     """Splits the launcher's options from the program, which is changed to run with ``--no-python``."""
-    num_options, parsed = _parse_options(words)
-    options, program = words[:num_options], words[num_options:]
+    from torch.distributed.run import get_args_parser
+
+    def fail(message: str) -> NoReturn:
+        raise ValueError(f"{shlex.join(['torchrun', *words])}: {message}")
+
+    parser: Any = get_args_parser()
+    parser.error = fail
+    parsed = parser.parse_args(words)
     if getattr(parsed, "run_path", False):
         raise ValueError("torchrun's --run-path starts no program that nsys could profile: leave it out")
+    num_options = len(words) - 1 - len(parsed.training_script_args)
+    options, program = words[:num_options], words[num_options:]
     if parsed.no_python:
         return [word for word in options if word not in ("--no-python", "--no_python", "--")], program
     python = [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if parsed.module else [])]
     return [word for word in options if word not in ("-m", "--module", "--")], [*python, *program]
-
-
-def _parse_options(words: list[str]) -> tuple[int, argparse.Namespace]:
-    """Returns the number of words before the script, and the launcher's options in them."""
-    parser, problem = _launcher_parser(), ""
-    for num_words in range(len(words) + 1):
-        try:
-            return num_words - 1, parser.parse_args(words[:num_words])
-        except ValueError as error:  # there is no script yet
-            problem = str(error)
-    raise ValueError(f"{shlex.join(['torchrun', *words])}: {problem}")
-
-
-def _launcher_parser() -> argparse.ArgumentParser:
-    from torch.distributed.run import get_args_parser
-
-    def fail(message: str) -> NoReturn:
-        raise ValueError(message)
-
-    parser: argparse.ArgumentParser = get_args_parser()
-    parser.error = fail  # type: ignore[method-assign]
-    return parser

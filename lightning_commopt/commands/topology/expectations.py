@@ -5,26 +5,24 @@ from __future__ import annotations
 import re
 from itertools import permutations
 from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple
 
 from lightning_commopt.commands.topology.machine import KINDS, Gpu, Link, Machine, Nic
+from lightning_commopt.text.findings import read_texts
 from lightning_commopt.text.formatting import count
 
-_ON_NCCL = "write-up on NCCL"
-_ON_GPT = "write-up on a GPT on A100"
-_PUZZLES = "puzzles on peer-to-peer copies"
-_LADDER = "write-up on ViT-L/32 on 8x L40S"
-_ON_DRIVER = "nvidia-smi topo -p2p r shows it"
+_TEXTS = read_texts(Path(__file__).with_name("expectations.txt"))
 _WITHOUT_P2P = re.compile(r"\bRTX [2-5]0[5-9]0|\bTITAN RTX")
 _NVLINK_BY_CAPABILITY: dict[int | None, float] = {60: 20e9, 86: 14e9, 100: 50e9, 103: 50e9}
-
-MEANINGS = {
+_MEANINGS = {
     "PIX": "one PCIe switch between them",
     "PXB": "several PCIe switches between them, not the CPU",
     "PHB": "through the CPU's PCIe host bridge",
     "NODE": "through several host bridges of one NUMA node",
     "SYS": "through the link between CPU sockets or NUMA nodes",
 }
+_MAX_STEPS = 20_000  # of the search for a ring
 
 
 class NVLinkModel(NamedTuple):
@@ -36,16 +34,16 @@ class NVLinkModel(NamedTuple):
 
 _HOPPER = NVLinkModel(18, 25e9)
 # By the driver's names. H100 and A100 on PCIe are left out: what they have depends on their bridges.
-_NVLINK_MODELS = (
-    (re.compile(r"\bP100-SXM"), NVLinkModel(4, 20e9)),
-    (re.compile(r"\bV100-SXM"), NVLinkModel(6, 25e9)),
-    (re.compile(r"\bA100-SXM"), NVLinkModel(12, 25e9)),
-    (re.compile(r"\bA800-SXM"), NVLinkModel(8, 25e9)),
-    (re.compile(r"\b(H100 \d+GB HBM|H100 SXM|H200\b(?! NVL)|H20\b(?! NVL))"), _HOPPER),
-    (re.compile(r"\bH800\b(?! (PCIe|NVL))"), NVLinkModel(8, 25e9)),
-    (re.compile(r"\b(RTX 3090|RTX A[456]000|A40)\b"), NVLinkModel(4, 14e9)),
-    (re.compile(r"\bG?B(100|200|300)\b"), NVLinkModel(18, 50e9)),
-)
+_NVLINK_MODELS = {
+    r"\bP100-SXM": NVLinkModel(4, 20e9),
+    r"\bV100-SXM": NVLinkModel(6, 25e9),
+    r"\bA100-SXM": NVLinkModel(12, 25e9),
+    r"\bA800-SXM": NVLinkModel(8, 25e9),
+    r"\b(H100 \d+GB HBM|H100 SXM|H200\b(?! NVL)|H20\b(?! NVL))": _HOPPER,
+    r"\bH800\b(?! (PCIe|NVL))": NVLinkModel(8, 25e9),
+    r"\b(RTX 3090|RTX A[456]000|A40)\b": NVLinkModel(4, 14e9),
+    r"\bG?B(100|200|300)\b": NVLinkModel(18, 50e9),
+}
 
 
 class Expectation(NamedTuple):
@@ -58,15 +56,20 @@ class Expectation(NamedTuple):
 
 def nvlink_model(name: str | None) -> NVLinkModel | None:
     """Returns what a model of GPU has; None for those that have no fixed number."""
-    return next((model for pattern, model in _NVLINK_MODELS if name is not None and pattern.search(name)), None)
+    return next((model for pattern, model in _NVLINK_MODELS.items() if name and re.search(pattern, name)), None)
 
 
 def meaning(link: Link, *, is_switched: bool = False) -> str:
-    """Says what a link is; `is_switched` where the machine's NVLinks end at switches."""
+    """Returns what a link is; `is_switched` where the machine's NVLinks end at switches."""
     if link.num_nvlinks == 0:
-        return MEANINGS[link.kind]
+        return _MEANINGS[link.kind]
     through = " through NVSwitch" if is_switched and link.kind == "NV" else ""
     return count(link.num_nvlinks, "NVLink" if link.kind == "NV" else "xGMI link") + through
+
+
+def _expect(code: str) -> Expectation:
+    texts = _TEXTS[code]
+    return Expectation(texts["text"], texts["source"], float(texts["rate"]) if "rate" in texts else None)
 
 
 def expect_between_gpus(link: Link, gpu: Gpu | None = None, p2p: str | None = None) -> Expectation | None:
@@ -76,64 +79,46 @@ def expect_between_gpus(link: Link, gpu: Gpu | None = None, p2p: str | None = No
     """
     name = (gpu.name if gpu else None) or ""
     if link.kind == "NV":
-        return _expect_of_nvlink(link.num_nvlinks, gpu)
+        return _expect_of_nvlink(link.num_nvlinks, name, gpu.compute_capability if gpu else None)
     if p2p not in (None, "OK", "U") or (p2p is None and _WITHOUT_P2P.search(name)):
-        return Expectation("copies go through host memory: there is no P2P over PCIe between these GPUs", _ON_DRIVER)
-    if p2p == "U" or re.search(r"AMD|GeForce|GTX|TITAN", name) or _WITHOUT_P2P.search(name):
+        return _expect("no_p2p")
+    if p2p == "U" or link.kind == "XGMI" or re.search(r"AMD|GeForce|GTX|TITAN", name) or _WITHOUT_P2P.search(name):
         return None
-    if link.kind in ("PIX", "PXB"):
-        return Expectation("18.5 GB/s bus bandwidth of all_reduce_perf, 2 GPUs, A100 on PCIe", _ON_GPT, 18.5e9)
-    if link.kind in ("PHB", "NODE"):
-        return Expectation("13.5 GB/s bus bandwidth of all_reduce_perf, 2 GPUs, A100 on PCIe", _ON_GPT, 13.5e9)
-    return Expectation(
-        "less than the 13.5 GB/s across a host bridge; 8 L40S over NODE and SYS took 587 ms for 1.22 GB, through host"
-        " memory, which is 3.6 GB/s bus bandwidth",
-        f"{_ON_GPT}; {_LADDER}",
-    )
+    return _expect(link.kind)
 
 
-def _expect_of_nvlink(number: int, gpu: Gpu | None) -> Expectation:
-    model = nvlink_model(gpu.name if gpu else None)
-    capability = gpu.compute_capability if gpu else None
+def _expect_of_nvlink(number: int, name: str, capability: int | None) -> Expectation:
+    model = nvlink_model(name)
     bytes_per_s = model.bytes_per_s if model else _NVLINK_BY_CAPABILITY.get(capability, 25e9)
+    is_unknown = model is None and capability is None
+    of_models = " (25 a link on V100, A100, H100; 50 on B200, 14 on RTX A6000 and 3090)" if is_unknown else ""
+    copies = "; copies reached 93 of 100 over 4 links, 47 of 50 over 2" if bytes_per_s == 25e9 else ""
     rate = number * bytes_per_s
-    text = f"{rate / 1e9:.0f} GB/s one way by the data sheet"
-    if model is None and capability is None:
-        text += " (25 a link on V100, A100, H100; 50 on B200, 14 on RTX A6000 and 3090)"
-    if bytes_per_s == 25e9:
-        text += "; copies reached 93 of 100 over 4 links, 47 of 50 over 2"
-    return Expectation(text, f"{_ON_NCCL}; {_PUZZLES}", rate)
+    text, source, _ = _expect("data_sheet")
+    return Expectation(text.format(gb_per_s=rate / 1e9, of_models=of_models, copies=copies), source, rate)
 
 
 def expect_to_nic(link: Link, nic: Nic | None = None) -> Expectation:
     """Returns what to expect between a GPU and an adapter."""
     if nic is not None and nic.can_gdr is False:
-        return Expectation("no GPUDirect RDMA (gdr=0): data goes through host memory", _ON_NCCL)
+        return _expect("nic_without_gdr")
     if link.distance > KINDS.index("PXB"):
-        return Expectation("no GPUDirect RDMA by default: data goes through host memory", _ON_NCCL)
-    effective = {25e9: 23e9, 50e9: 47e9}
-    rate = effective.get(nic.bytes_per_s) if nic and nic.bytes_per_s else None
-    figures = f"{rate / 1e9:.0f} GB/s" if rate else "23 GB/s with HDR, 47 with NDR"
-    return Expectation(f"{figures}, with GPUDirect RDMA; RoCE 80 to 90 % of that", _ON_NCCL, rate)
+        return _expect("far_nic")
+    return _expect({25e9: "nic_200g", 50e9: "nic_400g"}.get(nic.bytes_per_s or 0.0, "nic") if nic else "nic")
 
 
 def expect_all_reduce(machine: Machine) -> Expectation | None:
     """Returns what to expect of an all-reduce over all GPUs; None where nobody has published it for such a machine."""
     links = [machine.link(*pair) for pair in machine.gpu_pairs()]
     is_hopper = all(nvlink_model(gpu.name) in (None, _HOPPER) for gpu in machine.gpus)
-    if len(machine.gpus) == 8 and is_hopper and all(link == Link("NV", 18) for link in links):
-        figures = "5.8 at 64 KB, 78.5 at 1 MB, 198 at 16 MB, 238 at 256 MB, 241 at 1 GB"
-        return Expectation(f"all-reduce over 8 H100, bus GB/s: {figures}", _ON_NCCL, 241e9)
-    return None
+    is_published = len(machine.gpus) == 8 and is_hopper and all(link == Link("NV", 18) for link in links)
+    return _expect("8_h100") if is_published else None
 
 
 def is_switched(machine: Machine) -> bool:
     """Returns whether NVLinks end at switches: a GPU has more of them to its peers than any model has."""
     links = [machine.links_of(gpu.label).values() for gpu in machine.gpus]
     return any(sum(link.num_nvlinks for link in of_gpu if link.kind == "NV") > 18 for of_gpu in links)
-
-
-_MAX_STEPS = 20_000
 
 
 class Ring(NamedTuple):

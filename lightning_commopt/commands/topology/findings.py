@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_commopt.commands.topology.expectations import find_ring, is_switched, nvlink_model
@@ -20,15 +21,15 @@ def find_all(machine: Machine) -> list[Finding]:
     return worst_first(finding for find in finders for finding in find(machine))
 
 
-def _finding(severity: Severity, code: str, what: str, **values: str) -> Finding:
-    why, advice = (_TEXTS[code][name].format(**values) for name in ("why", "try"))
+def _finding(severity: Severity, code: str, **values: object) -> Finding:
+    what, why, advice = (_TEXTS[code][name].format(**values) for name in ("what", "why", "try"))
     return Finding(severity=severity, code=code, what=what, why=why, advice=advice)
 
 
 def _find_nvlinks(machine: Machine) -> Iterator[Finding]:
     """Finds GPUs with fewer NVLinks than others, or than their model has."""
     if machine.without_nvlink:
-        yield _finding("note", "no_nvlink_column", f"this is {machine.without_nvlink}, which leaves NVLink out")
+        yield _finding("note", "no_nvlink_column", source=machine.without_nvlink)
     links = {pair: machine.link(*pair) for pair in machine.gpu_pairs()}
     num_links = {pair: link.num_nvlinks for pair, link in links.items() if link is not None and link.kind != "XGMI"}
     of_model = max((model.num_links for gpu in machine.gpus if (model := nvlink_model(gpu.name))), default=0)
@@ -51,7 +52,7 @@ def _find_degraded(machine: Machine, num_links: dict[tuple[str, str], int], of_m
     if fewer:
         shown = list_some([f"{label} {number}" for label, number in fewer.items()], _MAX_SHOWN)
         whose = "others have" if full in num_links.values() else "this model has"
-        yield _finding("error", "degraded_nvlink", f"NVLinks are missing: {shown}, where {whose} {full}")
+        yield _finding("error", "degraded_nvlink", shown=shown, whose=whose, full=full)
 
 
 def _find_unequal(machine: Machine, num_links: dict[tuple[str, str], int], of_model: int) -> Iterator[Finding]:
@@ -60,10 +61,9 @@ def _find_unequal(machine: Machine, num_links: dict[tuple[str, str], int], of_mo
     most = max(totals.values())
     if len(set(totals.values())) > 1:
         shown = ", ".join(f"{label} {number}" for label, number in totals.items())
-        yield _finding("note", "unequal_nvlinks", f"GPUs have different numbers of NVLinks: {shown}")
+        yield _finding("note", "unequal_nvlinks", shown=shown)
     elif most < of_model:
-        what = f"each GPU has {most} NVLinks to the others, and its model has {of_model}"
-        yield _finding("note", "few_nvlinks", what)
+        yield _finding("note", "few_nvlinks", most=most, of_model=of_model)
 
 
 def _find_ring(machine: Machine) -> Iterator[Finding]:
@@ -71,21 +71,18 @@ def _find_ring(machine: Machine) -> Iterator[Finding]:
     ring, at_best = find_ring(machine), find_ring(machine, is_optimistic=True)
     if machine.without_nvlink or ring is None or at_best is None or at_best.worst != ring.worst:
         return  # an unknown link may be in a better ring
-    order = " ".join(label.removeprefix("GPU") for label in ring.labels)
     island = _largest_island(machine)
     numbers = ",".join(sorted((label.removeprefix("GPU") for label in island), key=int))
-    times = count(ring.num_worst, "time")
+    order, times = " ".join(label.removeprefix("GPU") for label in ring.labels), count(ring.num_worst, "time")
+    texts = {"num_gpus": len(machine.gpus), "order": order, "times": times, "worst": ring.worst, "numbers": numbers}
     if ring.worst == "SYS":
         nodes = {gpu.numa_node for gpu in machine.gpus}
-        is_one_node = len(nodes) == 1 and None not in nodes
         hidden = "; the GPUs are on one NUMA node: a virtual machine or the BIOS may hide the PCIe switches"
         smaller = f"; for small models {len(island)} GPUs without it: CUDA_VISIBLE_DEVICES={numbers}"
-        texts = {"hidden": hidden if is_one_node else "", "smaller": smaller if len(island) > 1 else ""}
-        what = f"every ring over all {len(machine.gpus)} GPUs crosses SYS, the link between sockets"
-        yield _finding("slow", "ring_over_sockets", f"{what} ({times} in the best one found: {order})", **texts)
+        texts["hidden"] = hidden if len(nodes) == 1 and None not in nodes else ""
+        yield _finding("slow", "ring_over_sockets", **texts, smaller=smaller if len(island) > 1 else "")
     elif ring.worst != "NV" and any(link.kind == "NV" for link in machine.links.values()):
-        what = f"NVLink does not connect all {len(machine.gpus)} GPUs: the best ring ({order}) goes over {ring.worst}"
-        yield _finding("slow", "ring_leaves_nvlink", f"{what} {times}", numbers=numbers)
+        yield _finding("slow", "ring_leaves_nvlink", **texts)
 
 
 def _largest_island(machine: Machine) -> list[str]:
@@ -99,22 +96,13 @@ def _largest_island(machine: Machine) -> list[str]:
     return max(map(list, islands), key=len)
 
 
-_REFUSALS = {
-    "GNS": ("the GPUs do not support it", "nothing to set: so it is with GeForce boards"),
-    "CNS": ("the chipset does not support it", "turn ACS off, and the IOMMU off or to pass-through (iommu=pt)"),
-    "TNS": ("the topology does not support it", "put the cards behind one PCIe switch or host bridge"),
-    "NS": ("it is not supported", "no setting helps; other boards, slots or drivers may"),
-    "DR": ("a setting of the driver disables it", "remove the registry key from the driver's options"),
-}
-
-
 def _find_p2p(machine: Machine) -> Iterator[Finding]:
-    """Finds pairs of GPUs between which the driver refuses direct copies."""
-    for status, (reason, advice) in _REFUSALS.items():
+    """Finds pairs of GPUs between which the driver refuses direct copies, by its status."""
+    for status in ("GNS", "CNS", "TNS", "NS", "DR"):
         pairs = ["-".join(pair) for pair in machine.gpu_pairs() if machine.p2p.get(frozenset(pair)) == status]
         if pairs:
-            what = f"no direct copies (P2P) between {list_some(pairs, _MAX_SHOWN)}: {reason} ({status})"
-            yield _finding("slow", "no_p2p", what, advice=advice)
+            finding = _finding("slow", f"no_p2p_{status}", pairs=list_some(pairs, _MAX_SHOWN), status=status)
+            yield replace(finding, code="no_p2p")
 
 
 def _find_nics(machine: Machine) -> Iterator[Finding]:
@@ -123,11 +111,11 @@ def _find_nics(machine: Machine) -> Iterator[Finding]:
     if not nics:
         return
     if len(nics) < len(machine.gpus):
-        yield _finding("slow", "fewer_nics", f"{count(len(nics), 'NIC')} for {len(machine.gpus)} GPUs")
+        yield _finding("slow", "fewer_nics", nics=count(len(nics), "NIC"), num_gpus=len(machine.gpus))
     without = [gpu.label for gpu in machine.gpus if gpu.can_gdr is False]
     without += [nic.name for nic in nics if nic.can_gdr is False]
     if without:
-        yield _finding("slow", "no_gdr", f"no GPUDirect RDMA for {list_some(without, _MAX_SHOWN)} (gdr=0)")
+        yield _finding("slow", "no_gdr", devices=list_some(without, _MAX_SHOWN))
     far: dict[str, list[str]] = {}
     for gpu in machine.gpus:
         link, nearest = machine.nearest_nics(gpu.label)
@@ -137,7 +125,7 @@ def _find_nics(machine: Machine) -> Iterator[Finding]:
         if link is not None and link.distance > KINDS.index("PXB") and is_judged and has_gdr:
             far.setdefault(link.kind, []).append(gpu.label)
     for kind, labels in far.items():
-        yield _finding("slow", "far_nic", f"no NIC nearer than {kind} to {list_some(labels, _MAX_SHOWN)}")
+        yield _finding("slow", "far_nic", kind=kind, gpus=list_some(labels, _MAX_SHOWN))
 
 
 def _find_pcie_width(machine: Machine) -> Iterator[Finding]:
@@ -145,8 +133,7 @@ def _find_pcie_width(machine: Machine) -> Iterator[Finding]:
     narrow = {label: width for label, width in widths.items() if width < max(widths.values())}
     if narrow:
         shown = ", ".join(f"{label} x{width}" for label, width in narrow.items())
-        what = f"fewer PCIe lanes than on other GPUs: {shown}, others x{max(widths.values())}"
-        yield _finding("slow", "narrow_pcie", what)
+        yield _finding("slow", "narrow_pcie", shown=shown, most=max(widths.values()))
 
 
 def _find_pinning(machine: Machine) -> Iterator[Finding]:
@@ -156,8 +143,7 @@ def _find_pinning(machine: Machine) -> Iterator[Finding]:
         gpu = gpus.get(label)
         if gpu is None or not gpu.cpus or not cpus or cpus & gpu.cpus:
             continue
-        number = gpu.numa_node
+        number, own, near = gpu.numa_node, cpus_text(cpus), cpus_text(gpu.cpus)
         node = "" if number is None else f" (NUMA node {number})"
         bind = "" if number is None else f"numactl --cpunodebind={number} --membind={number}, "
-        what = f"process {pid} on {label} may use cores {cpus_text(cpus)} only; near are {cpus_text(gpu.cpus)}{node}"
-        yield _finding("slow", "wrong_numa_node", what, bind=bind)
+        yield _finding("slow", "wrong_numa_node", pid=pid, label=label, own=own, near=near, node=node, bind=bind)

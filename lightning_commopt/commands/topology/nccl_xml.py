@@ -119,10 +119,8 @@ def _find_nets(devices: list[_Device], notices: list[str]) -> dict[str, _Device]
 def _find_class(devices: list[_Device], label: str, classes: tuple[str, ...]) -> dict[str, _Device]:
     """Returns PCI devices by their class, in the order of their bus ids."""
     found = [each for each in devices if each.element.tag == "pci" and each.pci.get("class", "").startswith(classes)]
-    return {
-        f"{label}{index}": device
-        for index, device in enumerate(sorted(found, key=lambda each: each.pci.get("busid", "")))
-    }
+    found.sort(key=lambda each: each.pci.get("busid", ""))
+    return {f"{label}{index}": device for index, device in enumerate(found)}
 
 
 def _gpu(label: str, device: _Device) -> Gpu:
@@ -174,8 +172,7 @@ def _links_of(
         ("links are listed in one direction only", one_way),
         ("NVLink-C2C joins CPU and GPU", coherent),
     ):
-        if shown:
-            notices.append(f"{what}: {list_some(shown, 8)}")
+        notices += [f"{what}: {list_some(shown, 8)}"] if shown else []
     return links
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,12 @@ def read_nvml(root: Path = Path("/")) -> Machine:
         raise ImportError("NVML needs nvidia-ml-py: pip install 'lightning-commopt[topo]'") from error
     try:
         pynvml.nvmlInit()
+        try:
+            return _Reader(pynvml, root).machine()
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         raise TopologyError(f"NVML: {error}") from None
-    try:
-        return _Reader(pynvml, root).machine()
-    except pynvml.NVMLError as error:
-        raise TopologyError(f"NVML: {error}") from None
-    finally:
-        pynvml.nvmlShutdown()
 
 
 class _Reader:
@@ -51,10 +49,8 @@ class _Reader:
             raise TopologyError("NVML finds no GPU")
         gpus = [self._gpu(index, handle) for index, handle in enumerate(handles)]
         adapters = rdma_adapters(self._root)
-        nics = [
-            Nic(label=name, name=name, numa_node=numa_node(self._root, path), bytes_per_s=rate)
-            for name, path, rate in adapters
-        ]
+        nodes = {name: numa_node(self._root, path) for name, path, _ in adapters}
+        nics = [Nic(label=name, name=name, numa_node=nodes[name], bytes_per_s=rate) for name, _, rate in adapters]
         links = dict(self._gpu_links(gpus, handles))
         paths = {gpu.label: pci_path(self._root, gpu.bus_id or "") for gpu in gpus}
         paths |= {name: path for name, path, _ in adapters}
@@ -63,13 +59,8 @@ class _Reader:
             link = pcie_link(paths[one.label], paths[other.label], has_one_node=has_one_node)
             if link is not None:
                 links[frozenset((one.label, other.label))] = link
-        return Machine(
-            source="NVML",
-            gpus=tuple(gpus),
-            nics=tuple(nics),
-            links=links,
-            processes=tuple(self._processes(gpus, handles)),
-        )
+        processes = tuple(self._processes(gpus, handles))
+        return Machine(source="NVML", gpus=tuple(gpus), nics=tuple(nics), links=links, processes=processes)
 
     def _gpu(self, index: int, handle: Any) -> Gpu:
         nvml = self._nvml
@@ -82,7 +73,7 @@ class _Reader:
             name=_text(nvml.nvmlDeviceGetName(handle)),
             bus_id=bus_id,
             numa_node=node,
-            cpus=cpus or cpus_of_node(self._root, node),
+            cpus=cpus or parse_cpus(read_text(self._root / f"sys/devices/system/node/node{node}/cpulist")),
             pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
         )
 
@@ -105,9 +96,8 @@ class _Reader:
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
             if self._ask("nvmlDeviceGetNvLinkState", handle, link) != nvml.NVML_FEATURE_ENABLED:
                 continue
-            kind = self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
             target = None
-            if kind != nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            if self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) != nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
                 remote = self._ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
                 target = "" if remote is None else _text(remote.busId)
             found[target] = found.get(target, 0) + 1
@@ -156,9 +146,7 @@ def pcie_link(one: tuple[str, ...], other: tuple[str, ...], *, has_one_node: boo
     """
     if not one or not other:
         return None
-    shared = 0
-    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
-        shared += 1
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
     if shared == 0:
         return Link("NODE" if has_one_node else "SYS")
     if shared == 1:
@@ -171,11 +159,6 @@ def numa_node(root: Path, path: tuple[str, ...]) -> int | None:
     """Returns the NUMA node of a PCI device; None where Linux does not know."""
     text = read_text(root / "sys/bus/pci/devices" / path[-1] / "numa_node") if path else ""
     return int(text) if text.isdecimal() else None
-
-
-def cpus_of_node(root: Path, node: int | None) -> frozenset[int]:
-    """Returns the cores of a NUMA node."""
-    return parse_cpus(read_text(root / f"sys/devices/system/node/node{node}/cpulist"))
 
 
 def rdma_adapters(root: Path) -> list[tuple[str, tuple[str, ...], float | None]]:

@@ -47,8 +47,7 @@ def read_smi_text(text: str, source: str) -> Machine:
     gpus = tuple(_gpus_of(table, labels, lines))
     if not gpus:
         raise TopologyError(f"{source}: a matrix without a GPU")
-    has_nvlinks = any(link.kind == "NV" for link in links.values())
-    is_without = not has_nvlinks and _is_without_nvlink(lines, table.line)
+    is_without = _is_without_nvlink(lines, table.line) and all(link.kind != "NV" for link in links.values())
     return Machine(
         source=source,
         gpus=gpus,

@@ -87,10 +87,9 @@ def read_nvidia_smi() -> Machine:
     Raises:
         TopologyError: there is no such program, or it fails.
     """
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    if shutil.which("nvidia-smi") is None:
         raise TopologyError("nvidia-smi is not on PATH")
-    return read_smi_text(f"{_output(program, 'topo', '-m')}\n{_output(program, '-L')}", "nvidia-smi topo -m")
+    return read_smi_text(f"{_output('nvidia-smi', 'topo', '-m')}\n{_output('nvidia-smi', '-L')}", "nvidia-smi topo -m")
 
 
 def _with_own_rank(machine: Machine, environment: Mapping[str, str]) -> Machine:
@@ -103,23 +102,21 @@ def _with_own_rank(machine: Machine, environment: Mapping[str, str]) -> Machine:
     if all(number.strip().isdecimal() for number in visible):
         labels = [f"GPU{int(number)}" for number in visible]
     # A launcher that gives each rank one GPU shows it no other.
-    label = labels[0 if len(labels) == 1 else min(rank, len(labels) - 1)]
-    own = (label, os.getpid(), frozenset(os.sched_getaffinity(0)))
+    own = (labels[min(rank, len(labels) - 1)], os.getpid(), frozenset(os.sched_getaffinity(0)))
     return dataclasses.replace(machine, processes=(*machine.processes, own))
 
 
-def _output(program: str, *arguments: str) -> str:
+def _output(*command: str) -> str:
     try:
         ran = subprocess.run(
-            (program, *arguments), stdin=subprocess.DEVNULL, capture_output=True, timeout=_LIMIT_S, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=_LIMIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise TopologyError(f"nvidia-smi: {error}") from None
-    output = ran.stdout.decode(errors="replace")
+        raise TopologyError(f"{command[0]}: {error}") from None
     if ran.returncode != 0:
-        said = " ".join((output + ran.stderr.decode(errors="replace")).split())
-        raise TopologyError(f"nvidia-smi {' '.join(arguments)}: {said[:200] or f'status {ran.returncode}'}")
-    return output
+        printed = " ".join((ran.stdout + ran.stderr).split())
+        raise TopologyError(f"{' '.join(command)}: {printed[:200] or f'status {ran.returncode}'}")
+    return ran.stdout
 
 
 _SOURCES: Mapping[str, Callable[[], Machine]] = {"nvml": read_nvml, "nvidia-smi": read_nvidia_smi}

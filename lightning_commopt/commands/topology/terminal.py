@@ -19,7 +19,7 @@ from lightning_commopt.commands.topology.expectations import (
     is_switched,
     meaning,
 )
-from lightning_commopt.commands.topology.machine import KINDS, UNKNOWN, Gpu, Link, Machine, Nic, cpus_text
+from lightning_commopt.commands.topology.machine import KINDS, UNKNOWN, Gpu, Link, Machine, cpus_text
 from lightning_commopt.text.findings import Finding, print_findings
 from lightning_commopt.text.formatting import count
 from lightning_commopt.text.terminal import TextTable, print_text
@@ -100,12 +100,12 @@ def to_plain(machine: Machine, findings: list[Finding]) -> dict[str, Any]:
 
 def _plain_gpu(machine: Machine, gpu: Gpu) -> dict[str, Any]:
     link, nics = machine.nearest_nics(gpu.label)
-    nearest = {"nearest_nics": [nic.label for nic in nics], "nearest_nic_link": None if link is None else str(link)}
+    nearest = {"nearest_nics": [nic.label for nic in nics], "nearest_nic_link": link and str(link)}
     return {**asdict(gpu), "cpus": cpus_text(gpu.cpus), **nearest}
 
 
 def _plain(value: Ring | Expectation | None) -> dict[str, Any] | None:
-    return None if value is None else value._asdict()
+    return value and value._asdict()
 
 
 def print_topology(machine: Machine, findings: list[Finding], console: Console) -> None:
@@ -119,11 +119,17 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
         print_text(f"note: {notice}", console, "yellow")
     console.print()
     _print_matrix(machine, {gpu.label: gpu.label for gpu in machine.gpus}, console)
-    if machine.nics:
+    if machine.nics:  # in a matrix of their own, whose heads are numbers: their names are long
         console.print()
-        _print_nics(machine, console)
+        headings = {f"NIC{index}": nic for index, nic in enumerate(machine.nics)}
+        _print_matrix(machine, {heading: nic.label for heading, nic in headings.items()}, console)
+        rates = {nic: f" ({nic.bytes_per_s * 8 / 1e9:.0f} Gbit/s)" if nic.bytes_per_s else "" for nic in machine.nics}
+        named = [f"{heading} {nic.name}{rates[nic]}" for heading, nic in headings.items()]
+        print_text(", ".join(named), console, "dim")
     console.print()
-    _print_places(machine, console)
+    for place, cores, gpus in by_place(machine):
+        of_gpus = ", ".join(_gpu_text(machine, gpu) for gpu in gpus)
+        print_text(f"{place}: {of_gpus}{f'; cores {cores}' if cores else ''}", console)
     _print_links("between GPUs", gpu_pairs(machine), console)
     nearest = [pair for pair in nic_pairs(machine) if pair.link == machine.nearest_nics(pair.one)[0]]
     _print_links("between GPU and NIC", nearest, console)
@@ -152,26 +158,11 @@ def _print_matrix(machine: Machine, columns: dict[str, str], console: Console) -
             table.add_row(label, *words)
         console.print(table)
         return
-    lines = [Text("").join([Text("".ljust(width)), *(Text(heading.ljust(width)) for heading in columns)])]
-    for label, words in rows.items():
-        padded = [Text(word.plain.ljust(width), word.style) for word in words]
-        lines.append(Text.assemble((label.ljust(width), "bold"), *padded))
-    lines[0].stylize("bold")
-    for line in lines:
+    head = [Text(heading, "bold") for heading in ("", *columns)]
+    for words in (head, *([Text(label, "bold"), *words] for label, words in rows.items())):
+        line = Text.assemble(*(Text(word.plain.ljust(width), word.style) for word in words))
         line.rstrip()
         print_text(line, console)
-
-
-def _print_nics(machine: Machine, console: Console) -> None:
-    """Prints adapters as columns of their own matrix, whose heads are numbers: their names are long."""
-    headings = {f"NIC{index}": nic for index, nic in enumerate(machine.nics)}
-    _print_matrix(machine, {heading: nic.label for heading, nic in headings.items()}, console)
-    named = [f"{heading} {_nic_text(nic)}" for heading, nic in headings.items()]
-    print_text(", ".join(named), console, "dim")
-
-
-def _nic_text(nic: Nic) -> str:
-    return nic.name if nic.bytes_per_s is None else f"{nic.name} ({nic.bytes_per_s * 8 / 1e9:.0f} Gbit/s)"
 
 
 def _word(machine: Machine, one: str, other: str) -> Text:
@@ -179,12 +170,6 @@ def _word(machine: Machine, one: str, other: str) -> Text:
         return Text("x", "dim")
     link = machine.link(one, other)
     return Text(UNKNOWN, "dim") if link is None else Text(str(link), _COLORS[link.kind])
-
-
-def _print_places(machine: Machine, console: Console) -> None:
-    for place, cores, gpus in by_place(machine):
-        of_gpus = ", ".join(_gpu_text(machine, gpu) for gpu in gpus)
-        print_text(f"{place}: {of_gpus}{f'; cores {cores}' if cores else ''}", console)
 
 
 def _gpu_text(machine: Machine, gpu: Gpu) -> str:
