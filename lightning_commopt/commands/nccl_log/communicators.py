@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 from lightning_commopt.commands.nccl_log.facts import Communicator, Member, Process
@@ -24,7 +25,8 @@ def group_members(members: Sequence[Member]) -> list[Communicator]:
             named.setdefault(key, []).append(member)
         elif member.num_ranks is not None and (member.address or not _absorb(members, keys, member)):
             sized.setdefault(member.num_ranks, []).append(member)
-    unsized = [m for m in members if keys[id(m)] is None and m.num_ranks is None and _has_content(m)]
+    unsized = [m for m in members if keys[id(m)] is None and m.num_ranks is None]
+    unsized = [m for m in unsized if m.rank is not None or m.connections or m.channels or m.searches or m.nvlinks]
     lost = [member for member in unsized if not _absorb(members, keys, member)]
     found = [_communicator(group) for group in named.values()]
     for size, group in sized.items():
@@ -108,28 +110,16 @@ def _fits(member: Member, lines: Member) -> bool:
     )
 
 
-def _has_content(member: Member) -> bool:
-    return member.rank is not None or bool(
-        member.connections or member.rings or member.channels or member.searches or member.nvlinks
-    )
-
-
 def _communicator(members: Sequence[Member]) -> Communicator:
-    found = Communicator(number=0)
-    for member in members:
-        if member.rank is None or member.rank in found.members:
-            found.unknown.append(member)
-        else:
-            found.members[member.rank] = member
-    found.members = dict(sorted(found.members.items()))
-    return found
+    known: dict[int, Member] = {}
+    unknown = [each for each in members if each.rank is None or known.setdefault(each.rank, each) is not each]
+    return Communicator(number=0, members=dict(sorted(known.items())), unknown=unknown)
 
 
 def _join_open(found: Sequence[Communicator], group: Sequence[Member]) -> list[Member]:
     """Adds members to the one communicator that lacks them, and returns the others."""
     left = []
     for member in group:
-        owner = (id(member.process), member.device)
         open_ones = [
             each
             for each in found
@@ -137,15 +127,14 @@ def _join_open(found: Sequence[Communicator], group: Sequence[Member]) -> list[M
             and member.num_ranks in (None, each.num_ranks)
             and member.min_ranks <= (each.num_ranks or 0)
             and (member.rank in each.missing if member.rank is not None else len(each.missing) > len(each.unknown))
-            and owner not in [(id(other.process), other.device) for other in each.all_members]
+            and member.owner not in [other.owner for other in each.all_members]
         ]
-        if len(open_ones) == 1 and member.rank is None and member.num_ranks is None:
-            open_ones[0].unknown.append(member)
-        elif len(open_ones) == 1 and member.rank is not None:
-            open_ones[0].members[member.rank] = member
-            open_ones[0].members = dict(sorted(open_ones[0].members.items()))
-        else:
+        if len(open_ones) != 1 or (member.rank is None and member.num_ranks is not None):
             left.append(member)
+        elif member.rank is None:
+            open_ones[0].unknown.append(member)
+        else:
+            open_ones[0].members = dict(sorted([*open_ones[0].members.items(), (member.rank, member)]))
     return left
 
 
@@ -161,35 +150,28 @@ def _by_size(size: int | None, members: Sequence[Member]) -> list[Communicator]:
         by_file.setdefault(member.file, []).append(member)
     found, rest = [], []
     for group in by_file.values():
-        rounds = _rounds(group)
-        if len(by_file) > 1 and rounds is not None and all(len(each) == size for each in rounds):
+        rounds = _rounds(group) if len(by_file) > 1 else None
+        if rounds is not None and all(len(each) == size for each in rounds):
             found += [_communicator(each) for each in rounds]
         else:
             rest += group
     if found and rest:
         return [*found, *_by_size(size, rest)]
-    if rest:
-        ranks = [member.rank for member in rest if member.rank is not None]
-        count = max((ranks.count(rank) for rank in set(ranks)), default=1)
-        found.append(Communicator(number=0, unknown=list(rest), count=max(2, count)))
-    return found
+    times = Counter(member.rank for member in rest if member.rank is not None)
+    return found or [Communicator(number=0, unknown=rest, count=max([2, *times.values()]))]
 
 
 def _rounds(members: Sequence[Member]) -> list[list[Member]] | None:
     """Returns members by communicator, where each rank is always the same GPU of the same process; else None."""
-    owners: dict[int | None, tuple[object, ...]] = {}
-    ranks: dict[tuple[object, ...], int | None] = {}
+    owners: dict[int, object] = {}
+    ranks: dict[object, int | None] = {}
+    times: Counter[object] = Counter()
     rounds: list[list[Member]] = []
     for member in members:
-        owner = (id(member.process), member.device)
-        is_same = member.rank is None or owners.setdefault(member.rank, owner) == owner
-        if not is_same or ranks.setdefault(owner, member.rank) != member.rank:
+        owner, rank = member.owner, member.rank
+        if (rank is not None and owners.setdefault(rank, owner) != owner) or ranks.setdefault(owner, rank) != rank:
             return None
-    counts: dict[tuple[object, ...], int] = {}
-    for member in members:
-        owner = (id(member.process), member.device)
-        index = counts[owner] = counts.get(owner, -1) + 1
-        if index == len(rounds):
-            rounds.append([])
-        rounds[index].append(member)
+        rounds += [[]] if times[owner] == len(rounds) else []
+        rounds[times[owner]].append(member)
+        times[owner] += 1
     return rounds

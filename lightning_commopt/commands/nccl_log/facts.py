@@ -11,16 +11,6 @@ from lightning_commopt.commands.nccl_log.inspector import Inspected, Matched
 from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.text.findings import Line
 
-STAGES = (
-    "its start",
-    "the bootstrap: GPUs and NICs are being looked at",
-    "rings and trees, which are computed",
-    "the first connections",
-    "all rings, which are connected",
-    "all trees, which are connected",
-)
-"""How far initialization is, after the kinds of lines that a rank wrote."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedWarning:
@@ -186,7 +176,7 @@ class Member:
     finished: Line | None = None
     ended: Line | None = None  # destroyed or aborted
     last: Message | None = None
-    stage: int = 0  # how far its lines prove that it came, a place in STAGES
+    stage: int = 0  # how far its lines prove that it came, a place in `findings.STAGES`
     connections: dict[tuple[int, int, int, str, str], Connection] = field(default_factory=dict)
     rings: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by channel; rank 0 prints them
     has_trees: bool = False
@@ -195,6 +185,11 @@ class Member:
     listed_gpu: str = ""  # bus id of the GPU whose links the topology lists at the moment
     nvlinks: dict[tuple[str, str], Line] = field(default_factory=dict)  # from one GPU to another, by bus id
     notes: dict[str, Line] = field(default_factory=dict)
+
+    @property
+    def owner(self) -> tuple[int, int | None]:
+        """The process and the GPU, which have one rank in a communicator."""
+        return id(self.process), self.device
 
     def reach(self, stage: int, *ranks: int) -> None:
         """Notes how far initialization is, and ranks that the communicator has."""

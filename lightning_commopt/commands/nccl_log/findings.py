@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 
-from lightning_commopt.commands.nccl_log.facts import STAGES, Communicator, Fact, NcclLog
+from lightning_commopt.commands.nccl_log.facts import Communicator, Fact, NcclLog
 from lightning_commopt.commands.nccl_log.finding import finding, ranks_of, reason
 from lightning_commopt.commands.nccl_log.paths import SLOW_PATHS
 from lightning_commopt.commands.nccl_log.warnings import find_ras, find_timeouts, find_warnings
@@ -25,6 +25,16 @@ _READ_BY_ALL = (
     *("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_CROSS_NIC", "NCCL_NET_GDR_LEVEL"),
 )
 _OF_ONE_RANK = ("NCCL_HOSTID", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE")
+
+STAGES = (
+    "its start",
+    "the bootstrap: GPUs and NICs are being looked at",
+    "rings and trees, which are computed",
+    "the first connections",
+    "all rings, which are connected",
+    "all trees, which are connected",
+)
+"""How far initialization is, after the kinds of lines that a rank wrote."""
 
 
 def find_all(log: NcclLog) -> list[Finding]:

@@ -55,6 +55,10 @@ class Message:
     is_whole: bool = True  # False for the end of a file that stops in the middle of a line
 
     @property
+    def thread(self) -> tuple[int | None, int | None]:
+        return self.tid, self.device
+
+    @property
     def line(self) -> Line:
         return Line(file=self.file, number=self.number, text=self.whole_line.strip()[:_SHOWN_CHARACTERS])
 
@@ -129,8 +133,13 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         yield message
         return
     text = _ESCAPES.sub("", text)
-    heads = [(mark, head, *_writer(head)) for mark in _MARK.finditer(text) for head in [_head(text, mark)]]
-    found = [each for each in heads if each[0][1] or each[2] or (each[1]["device"] and each[1]["place"])]
+    found = []
+    for mark in _MARK.finditer(text):
+        head = _HEAD.search(text[: mark.start()], max(0, mark.start() - 300))
+        assert head is not None  # all of its parts may be missing
+        host, numbers = _writer(head)
+        if mark[1] or host or (head["device"] and head["place"]):
+            found.append((mark, head, host, numbers))
     if not found:
         rest = text.strip() if text.startswith('{"') else text.strip()[:_MAX_CHARACTERS]  # JSON has its own limits
         yield Message(file=file, number=number, whole_line=text, text=rest, is_whole=is_whole)
@@ -142,12 +151,6 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         message.host, (message.pid, message.tid, message.device) = host, numbers
         message.place, message.is_whole = (head["place"] or "").strip(), is_whole and following is None
         yield message
-
-
-def _head(text: str, mark: re.Match[str]) -> re.Match[str]:
-    found = _HEAD.search(text[: mark.start()], max(0, mark.start() - 300))
-    assert found is not None  # all of its parts may be missing
-    return found
 
 
 def _writer(head: re.Match[str]) -> tuple[str | None, list[int | None]]:

@@ -27,7 +27,7 @@ class Source:
 
     def find_member(self, message: Message) -> Member | None:
         """Returns whom a line's thread named last; None if it wrote nothing of a communicator yet."""
-        found = self.by_thread.get(_thread(message))
+        found = self.by_thread.get(message.thread)
         return None if found is not None and found.ended is not None else found
 
     def member(self, message: Message, *, begins: bool = False, rank: int | None = None) -> Member:
@@ -50,19 +50,15 @@ class Source:
 
         An address is used again once a communicator is destroyed, which a log may not have.
         """
-        member = self.by_address.get(address)
-        if member is not None and (member.rank, member.num_ranks) != (rank, num_ranks):
-            member = None
-        if member is not None and comm_id is not None and member.comm_id not in (None, comm_id):
-            member = None
-        if member is None:
-            latest = self.find_member(message)
-            fits = latest is not None and not latest.address and latest.finished is None
-            fits = fits and latest is not None and latest.rank in (None, rank) and latest.min_ranks <= num_ranks
-            member = latest if latest is not None and fits else self._new_member(message)
+        member, latest = self.by_address.get(address), self.find_member(message)
+        is_known = member is not None and (member.rank, member.num_ranks) == (rank, num_ranks)
+        if member is None or not is_known or (comm_id and member.comm_id not in (None, comm_id)):
+            is_open = latest is not None and not latest.address and latest.finished is None
+            if latest is None or not is_open or latest.rank not in (None, rank) or latest.min_ranks > num_ranks:
+                latest = self._new_member(message)
+            member = latest
         member.address, member.rank, member.num_ranks = address, rank, num_ranks
-        self.by_address[address] = member
-        self.by_thread[_thread(message)] = member
+        self.by_address[address] = self.by_thread[message.thread] = member
         return member
 
     def _unfinished(self, message: Message, rank: int) -> Member | None:
@@ -73,12 +69,8 @@ class Source:
     def _new_member(self, message: Message) -> Member:
         member = Member(process=self.process, device=message.device, file=message.file)
         self.members.append(member)
-        self.by_thread[_thread(message)] = member
+        self.by_thread[message.thread] = member
         return member
-
-
-def _thread(message: Message) -> tuple[int | None, int | None]:
-    return message.tid, message.device
 
 
 class Sources:
@@ -92,6 +84,8 @@ class Sources:
     def find(self, message: Message) -> Source:
         """Returns the process of a line; one without a head is by who has its communicator, else who wrote last."""
         place = (message.file, message.device)
+        key: tuple[object, ...] = (message.host, message.pid)
+        host = message.host or ""
         if message.host is None:
             named = _ADDRESS.search(message.text) if "comm 0x" in message.text else None
             owners = [each for each in self._sources.values() if named[1] in each.by_address] if named else []
@@ -99,19 +93,14 @@ class Sources:
             if last is not None and not _begins_anew(last, message):
                 return last
             self._num_headless += 1
-            key: tuple[object, ...] = (*place, self._num_headless)
-            host = ""
-        else:
-            key = (message.host, message.pid)
-            host = message.host
-            if key not in self._sources:
-                host = self._known_host(message.host, message.pid)
-                key = (host, message.pid)
-        source = self._sources.get(key)
-        if source is None:
-            source = self._sources[key] = Source(process=Process(host=host, pid=message.pid))
-        self._last_in_file[place] = source
-        return source
+            key = (*place, self._num_headless)
+        elif key not in self._sources:
+            host = self._known_host(host, message.pid)
+            key = (host, message.pid)
+        if key not in self._sources:
+            self._sources[key] = Source(process=Process(host=host, pid=message.pid))
+        self._last_in_file[place] = self._sources[key]
+        return self._sources[key]
 
     def _known_host(self, host: str, pid: int | None) -> str:
         """Returns a known host where another rank's broken line stands in front of its name, such as ``12node-a``."""
@@ -150,4 +139,4 @@ def _complete_addresses(processes: Sequence[Process]) -> None:
         known.setdefault(process.host, set()).update({process.address} - {""})
     for process in processes:
         if not process.address and len(known[process.host]) == 1:
-            process.address = next(iter(known[process.host]))
+            (process.address,) = known[process.host]
