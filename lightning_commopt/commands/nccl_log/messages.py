@@ -5,70 +5,26 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from lightning_commopt.commands.nccl_log.facts import Connection, Fact, Member, Process, SearchResult
 from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.commands.nccl_log.sources import Source
+from lightning_commopt.text.findings import read_texts
 
-_PROCESS_NOTES = {
-    "no_ib": ("NET/IB : No device found", "NET/IB: No device found"),
-    "no_ibverbs": ("Failed to open libibverbs.so", "NET/IB : Failed to open libibverbs"),
-    "no_plugin": ("NET/Plugin : No plugin found", "NET/Plugin: Could not find", "NET/Plugin : Plugin load"),
-    "no_open": ("NET/IB : Unable to open device",),
-    "ofi": ("NET/OFI ",),
-    "p2p_disabled": ("P2P is disabled between",),
-    "p2p_refused": ("Could not enable P2P between", "P2P not supported between"),
-}
-_PROCESS_BEGINNINGS = re.compile(
-    r"NCCL_|Bootstrap|NET|Using (?:network|internal N|external N)|[NR]CCL v|cudaD|DMA-BUF|GPU Direct|Failed to open lib"
-    r"|P2P|Could not enable P2P|[\w/]+\.(?:cc|cu|h):"
+_TABLE = read_texts(Path(__file__).with_name("patterns.txt"))
+_PROCESS, _RANK = ({name: re.compile(text) for name, text in _TABLE[of].items()} for of in ("process", "rank"))
+_PROCESS_NOTES, _RANK_NOTES = (
+    re.compile("|".join(f"(?P<{name}>{text})" for name, text in _TABLE[of].items()))
+    for of in ("process_notes", "rank_notes")
 )
-_SETTING = re.compile(r"(NCCL_[A-Z0-9_]+) set (?:by environment )?to (.*?)\.?$")
-_BOOTSTRAP = re.compile(r"(?:Bootstrap|NET) ?: Using (?:interface )?(?:\[\d+\])?([^\s:]+):(\S+?)(?:<\d+>|$)")
-_INTERFACE = re.compile(r"\[\d+\]([^\s:\[\]]+):([^\s<]+)<\d+>")
-_NIC = re.compile(r"([\w.+-]+:\d+/(?:IB/SHARP|IB|RoCE))")
-_NETWORK = re.compile(r"Using (?:network|(?:in|ex)ternal Network) (?:Network )?(.+)$")
-_VERSION = re.compile(r"([NR])CCL version ?:? *(\d+\.\d+(?:\.\d+)?(?:\+cuda\d+(?:\.\d+)?)?)", re.IGNORECASE)
-_DRIVER = re.compile(r"cudaDriverVersion (\d+)")
-_GDR = re.compile(
-    r"GPU Direct RDMA (?:\(.*?\) )?(enabled?|disabled) for (?:HCA \d+ '(.+?)'|(GPU \S+ / HCA \d+.*))", re.IGNORECASE
-)
-_FAILED_AT = re.compile(r"([\w/]+\.(?:cc|h|cu):\d+ -> \d)\b")
-_ABORTED = re.compile(r"\S*socket\.cc:\d+ -> 3\b")  # sockets fail so once the communicator is being aborted
-
-_NOTES = (
-    # beginning of the line, our name, the stage that it proves, whether only a new communicator has it
-    ("NVLS multicast support is available", "nvls_available", 1, True),
-    ("NVLS multicast support is not available", "nvls_unavailable", 1, True),
-    ("Setting affinity for GPU", "affinity", 1, True),
-    ("Connected all rings", "rings", 4, False),
-    ("Connected all trees", "trees", 5, False),
-    ("Connected NVLS tree", "nvls", 5, False),
-    ("NVLS comm 0x", "nvls", 5, False),
-    ("Connected collnet", "collnet", 5, False),
-    ("Connected Collnet Chains", "collnet", 5, False),
-)
-_FIRST_WORDS = {beginning.split()[0] for beginning, *_ in _NOTES}
-_IDENTITY = re.compile(r"\bcomm (0x[0-9a-fA-F]+) rank (\d+) n[rR]anks (\d+)\b(.*)$")
-_COMM_ID = re.compile(r"commId (0x[0-9a-fA-F]+) ")  # whole: something stands behind it
-_SPLIT = re.compile(r"parent (0x[0-9a-fA-F]+) (?:splitCount|childCount) (\d+) color (-?\d+)")
-_BUS_ID = re.compile(r"(?:nvmlDev (\d+) )?busId ([0-9a-fA-F]+)")
-_NODES = re.compile(r"nNodes (\d+) localRanks (\d+)")
-_CONNECTION = re.compile(
-    r"(?:Channel|Ring) (\d+)(?:/\d+)? : (\d+)(?:\[([0-9a-fA-F]+)\])? -> (\d+)(?:\[([0-9a-fA-F]+)\])?"
-    r"(?: \[(send|receive)\])? via (.+?)(?: comm (0x[0-9a-fA-F]+).*)?$"
-)
-_NET = re.compile(r"NET/(.+?)/(\d+)(?:\((\d+)\))?((?:/GDRDMA(?:\(\w+\))?|/Shared)*)$")
+_STAGES = {
+    "rings": 4,
+    "trees": 5,
+    "nvls": 5,
+    "collnet": 5,
+}  # that notes prove; others prove 1, of a new communicator
 _METHODS = ("CUMEM", "direct pointer", "IPC", "MNNVL")  # of P2P
-_RING_ORDER = re.compile(r"Channel (\d+)/(\d+) :((?: +\d+)+)( ?\.\.\.)?$")
-_RING_PLACE = re.compile(r"Ring \d+ : (\d+) -> (\d+) -> (\d+)$")
-_TREES = re.compile(r"\[\d+\] (-?\d+(?:/-?\d+)*->(-?\d+)->-?\d+(?:/-?\d+)*)")
-_CHANNELS = re.compile(r"\b(\d{1,6}) (coll|collnet|nvls|p2p) channels(?! per)")
-_SEARCH = re.compile(
-    r"Pattern (\d+), crossNic -?\d+, nChannels (\d+), (?:bw|speed) (\d+\.?\d*)/(\d+\.?\d*), type (\w+)/(\w+)"
-)
-_GPU_LINE = re.compile(r"GPU/(?:\d+-)?([0-9A-Fa-f]+) \(")
-_NVLINK_LINE = re.compile(r"\+ NVL\[[\d.]+\] - GPU/(?:\d+-)?([0-9A-Fa-f]+)")
 _MAX_RING = 20  # ranks that NCCL prints of a ring
 _MAX_RANKS = 1 << 20  # a larger number is damage to the line; likewise
 _MAX_CHANNELS = 1 << 10
@@ -76,26 +32,25 @@ _MAX_CHANNELS = 1 << 10
 
 def find_version(text: str) -> str | None:
     """Returns the version of NCCL or RCCL that a line names."""
-    found = _VERSION.search(text)
+    found = _PROCESS["version"].search(text)
     return found and (f"{found[2]} (RCCL)" if found[1] in "Rr" else found[2])
 
 
 def read_process_line(process: Process, message: Message) -> bool:
     """Adds what a message reports of a process; returns whether it does."""
     text = message.text
-    if not _PROCESS_BEGINNINGS.match(text):
+    if not _PROCESS["beginning"].match(text):
         return False
-    for name, beginnings in _PROCESS_NOTES.items():
-        if text.startswith(beginnings):
-            process.notes.setdefault(name, message.line)
-            return True
-    if not text.startswith("NET/Socket") and (found := _GDR.search(text)):
+    if (found := _PROCESS_NOTES.match(text)) and found.lastgroup:
+        process.notes.setdefault(found.lastgroup, message.line)
+        return True
+    if not text.startswith("NET/Socket") and (found := _PROCESS["gdr"].search(text)):
         state = "gdr_enabled" if found[1].lower().startswith("enable") else "gdr_disabled"
         process.notes.setdefault(state, message.line)
         process.gdr[found[2] or found[3]] = message.line
         return True
-    if found := _FAILED_AT.match(text):
-        if not _ABORTED.match(text):
+    if found := _PROCESS["failed_at"].match(text):
+        if not _PROCESS["aborted"].match(text):
             process.failed_at, process.failed_tid = process.failed_at or Fact(found[1], message.line), message.tid
         return True
     if "disabling GDR" in text:
@@ -110,22 +65,22 @@ def read_process_line(process: Process, message: Message) -> bool:
 def _read_value(process: Process, message: Message) -> bool:
     """Adds a value; one that is cut off would be another value."""
     text, line = message.text, message.line
-    if text.startswith("NCCL_") and (found := _SETTING.match(text)):
+    if text.startswith("NCCL_") and (found := _PROCESS["setting"].match(text)):
         process.settings.setdefault(found[1], Fact(found[2], line))
-    elif (found := _BOOTSTRAP.match(text)) or text.startswith("NET/Socket : Using"):
+    elif (found := _PROCESS["bootstrap"].match(text)) or text.startswith("NET/Socket : Using"):
         if found:
             process.bootstrap = process.bootstrap or Fact(f"{found[1]}:{found[2]}", line)
             process.interfaces.setdefault(found[1], Fact(found[2], line))
-        for name, address in _INTERFACE.findall(text):
+        for name, address in _PROCESS["interface"].findall(text):
             process.interfaces.setdefault(name, Fact(address, line))
     elif text.startswith(("NET/IB : Using", "NET/IB: Using", "NET/IB: [")):
-        for name in _NIC.findall(text):
+        for name in _PROCESS["nic"].findall(text):
             process.nics.setdefault(name, line)
-    elif found := _NETWORK.match(text):
+    elif found := _PROCESS["network"].match(text):
         process.network = Fact(found[1], line)
-    elif _VERSION.match(text) and (version := find_version(text)):
+    elif _PROCESS["version"].match(text) and (version := find_version(text)):
         process.version = Fact(version, line)
-    elif found := _DRIVER.match(text):
+    elif found := _PROCESS["driver"].match(text):
         process.driver = Fact(found[1], line)
     else:
         return False
@@ -137,14 +92,16 @@ def read_rank_line(source: Source, message: Message) -> None:
     text = message.text
     if " opCount " in text:
         return  # a call of a collective
-    first = text.partition(" ")[0]
     member = None
-    if " comm 0x" in f" {text}" and " rank " in text and (found := _IDENTITY.search(text)):
+    if " comm 0x" in f" {text}" and " rank " in text and (found := _RANK["identity"].search(text)):
         member = _read_identity(source, message, found)
     elif " -> " in text and " via " in text:
         member = _read_connection(source, message) if message.is_whole else None
-    elif first in _FIRST_WORDS or "CollNet" in text:
-        member = _read_note(source, message)
+    elif found := _RANK_NOTES.match(text):
+        stage = _STAGES.get(found.lastgroup or "", 1)
+        member = source.member(message, begins=stage == 1)
+        member.notes.setdefault(found.lastgroup or "", message.line)
+        member.reach(stage)
     if member is None and message.is_whole:
         member = _read_graphs(source, message) or _read_topology(source, message)
     member = member or source.find_member(message)
@@ -157,15 +114,15 @@ def _read_identity(source: Source, message: Message, found: re.Match[str]) -> Me
     address, rank, num_ranks, rest = found[1], int(found[2]), int(found[3]), found[4]
     if not _are_ranks([rank, num_ranks]) or rank >= num_ranks:
         return None
-    part = _COMM_ID.search(rest)
+    part = _RANK["comm_id"].search(rest)
     comm_id = None if part is None else part[1]
     member = source.named_member(message, address, rank, num_ranks, comm_id)
     member.comm_id = member.comm_id or comm_id
-    if part := _SPLIT.search(rest):
+    if part := _RANK["split"].search(rest):
         member.parent, member.split = part[1], f"{part[2]}:{part[3]}"
-    if part := _BUS_ID.search(rest):
+    if part := _RANK["bus_id"].search(rest):
         member.bus_id, member.nvml_device = part[2], None if part[1] is None else int(part[1])
-    if part := _NODES.search(rest):
+    if part := _RANK["nodes"].search(rest):
         member.num_nodes = int(part[1])
         member.reach(1)
     if "COMPLETE" in rest and "Destroy" not in rest and "Abort" not in rest and "Revoke" not in rest:
@@ -181,12 +138,12 @@ def _read_identity(source: Source, message: Message, found: re.Match[str]) -> Me
 
 def _parse_connection(message: Message) -> Connection | None:
     """Parses a line such as ``Channel 02/0 : 7[7] -> 8[0] [send] via NET/IB/0(3)/GDRDMA``."""
-    found = _CONNECTION.match(message.text)
+    found = _RANK["connection"].match(message.text)
     if found is None:
         return None
     channel, sender, receiver, via = int(found[1]), int(found[2]), int(found[4]), found[7].strip()
     kind, _, method = ("SHM", "", "") if via.startswith("direct shared memory") else via.partition("/")
-    net = _NET.match(via)
+    net = _RANK["net"].match(via)
     is_cut = kind == "P2P" and method != "" and any(each.startswith(method) and each != method for each in _METHODS)
     is_known = not is_cut and (kind in ("P2P", "SHM") or net is not None)
     if not (is_known and _are_ranks([sender, receiver]) and channel < _MAX_CHANNELS):
@@ -224,29 +181,17 @@ def _read_connection(source: Source, message: Message) -> Member | None:
     return member
 
 
-def _read_note(source: Source, message: Message) -> Member | None:
-    text = message.text
-    known = next((each for each in _NOTES if text.startswith(each[0])), None)
-    if known is None and "Connected CollNet" not in text:
-        return None
-    _, name, stage, begins = known or ("", "collnet", 5, False)
-    member = source.member(message, begins=begins)
-    member.notes.setdefault(name, message.line)
-    member.reach(stage)
-    return member
-
-
 def _read_graphs(source: Source, message: Message) -> Member | None:
     """Reads rings, trees, numbers of channels, what NCCL searched for, and how long that took."""
     text = message.text
-    if found := _RING_ORDER.match(text):
+    if found := _RANK["ring_order"].match(text):
         return _read_ring(source, message, found)
-    if found := _RING_PLACE.match(text):
+    if found := _RANK["ring_place"].match(text):
         places = list(map(int, found.groups()))
         return _at_place(source, message, places[1], places) if _are_ranks(places) else None
     if text.startswith("Trees"):
         rank, ranks = None, set[int]()
-        for shown, own in _TREES.findall(text):
+        for shown, own in _RANK["trees"].findall(text):
             named = {int(number) for number in re.findall(r"(?<![\d-])\d+", shown.replace("->", " "))}
             if int(own) >= 0 and _are_ranks(named):
                 rank, ranks = int(own), ranks | named
@@ -254,11 +199,11 @@ def _read_graphs(source: Source, message: Message) -> Member | None:
         if member is not None:
             member.has_trees = True
         return member
-    if channels := _CHANNELS.findall(text):
+    if channels := _RANK["channels"].findall(text):
         member = source.member(message)
         member.channels.update({kind: int(number) for number, kind in channels if int(number) < _MAX_CHANNELS})
         return member
-    if found := _SEARCH.match(text):
+    if found := _RANK["search"].match(text):
         member = source.member(message, begins=True)
         speeds = float(found[3]), float(found[4])
         member.searches.append(SearchResult(int(found[1]), int(found[2]), found[5], found[6], *speeds, message.line))
@@ -294,7 +239,7 @@ def _read_ring(source: Source, message: Message, found: re.Match[str]) -> Member
 
 def _read_topology(source: Source, message: Message) -> Member | None:
     """Reads NVLinks of the topology, which ``NCCL_DEBUG_SUBSYS=GRAPH`` prints, each below its GPU."""
-    gpu, nvlink = _GPU_LINE.match(message.text), _NVLINK_LINE.match(message.text)
+    gpu, nvlink = _RANK["gpu_line"].match(message.text), _RANK["nvlink_line"].match(message.text)
     if gpu is None and nvlink is None:
         return None
     member = source.member(message)

@@ -18,41 +18,12 @@ from lightning_commopt.commands.nccl_log.lines import Message, read_messages
 from lightning_commopt.commands.nccl_log.messages import find_version, read_process_line, read_rank_line
 from lightning_commopt.commands.nccl_log.sources import Sources
 from lightning_commopt.commands.nccl_log.warnings import explain
-from lightning_commopt.text.findings import Line
+from lightning_commopt.text.findings import Line, read_texts
 
-_CHOICE = re.compile(r"(?:(\w+): )?(\d+) Bytes -> Algo (\w+) proto (\w+)(?:.*channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\})?")
-_KERNEL_CHOICE = re.compile(r"(\w+) \[([\w ]+)\]: (\d+) Bytes -> (?:Kernel )?(\S+)(?: nchannels (\d+))?")
+_TEXTS = read_texts(Path(__file__).with_name("patterns.txt"))["other"]
+_PATTERNS = {name: re.compile(text) for name, text in _TEXTS.items()}
 _ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
 _PROTOCOLS = ("LL", "LL128", "SIMPLE")
-_PACKAGE = re.compile(r"(?:nvidia-nccl-cu\d+|using nccl)[ =]+(\d+\.\d+\.\d+)")
-_LISTED = re.compile(
-    r"#\s+Rank\s+(\d+)(?:\s+Group\s+\d+)?\s+Pid\s+(\d+)\s+on\s+(\S+)\s+device\s+(\d+)\s+\[(?:0x|0000:)?(\w\w)"
-)
-_TIMEOUT = re.compile(
-    r"Watchdog caught collective operation timeout:\s*WorkNCCL\((.*?Timeout\(ms\) ?= ?\d+)\)"
-    r"(?: ran for (\d+) milliseconds)?"
-)
-_PROGRESS = re.compile(
-    r"(?:work: (\d+), )?last enqueued(?: NCCL)? work: (-?\d+), last completed(?: NCCL)? work: (-?\d+)", re.IGNORECASE
-)
-_TORCH_ERROR = re.compile(
-    r"(?:NCCL error(?: in| \d)?|nccl[A-Z]\w+ failed): .*?((?:unhandled \w+|internal) error|invalid (?:usage|argument)"
-    r"|remote process exited)",
-    re.IGNORECASE,
-)
-_GROUP_AND_RANK = re.compile(r"\[(?:(PG [^\[\]]*?) )?Rank (\d+)\]|\[rank(\d+)\]")
-_LAST_ERROR = re.compile(r"Last (?:error:|NCCL warning\(error\):)")
-_NO_ERROR = re.compile(r"Exception raised|frame #|Traceback|nccl(?:(?:UnhandledCuda|System|Internal|Remote)E|Invalid)")
-_TEST_FAILURE = re.compile(r"Test (CUDA|NCCL) failure \S+ '(.+?)(?: / .*)?'|(watchdog got stuck for \d+ seconds)")
-_LABEL = re.compile(r"\s*(?:\d{1,5}: +|\(\w+ pid=[^)]*\) +)")  # of srun and Ray, in front of a line
-_RANK = re.compile(r"\[rank(\d+)\]:? ?|\[(?:default|trainer)(\d+)(?:\|\d+)?\]:? ?")
-# Of the report of NCCL's RAS (``ncclras``): ranks that are missing, failed, or called other collectives than the rest.
-_RAS_HEAD = re.compile(r"(?:#\d+-\d+ \(([0-9a-f]{8,16})\) )?(INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)$")
-_RAS_DETAIL = re.compile(
-    r"(?:Missing|Communicator|Initialization error|Asynchronous error|Process \d+ on|The |Dead |\[could not find"
-    r"|\d+ (?:ranks?|job process|process)|Rank \d+ )"
-)
-_RAS_PLACE = re.compile(r" -- GPUs? \S+ managed by process (\d+) on node (\S+)")
 
 
 def read_log(paths: Sequence[Path], *, keeps_order: bool = False) -> NcclLog:
@@ -151,12 +122,12 @@ class LogReader:
 
     def _read_ras(self, message: Message) -> bool:
         text, reports = message.text, self.log.ras
-        if found := _RAS_HEAD.match(text):
+        if found := _PATTERNS["ras_head"].match(text):
             reports.append(RasReport(comm_id=found[1] or "", status=found[2], line=message.line))
             return True
         last = reports[-1] if reports else None
-        if last and _RAS_DETAIL.match(text) and message.number == last.line.number + len(last.details) + 1:
-            last.details.append(_RAS_PLACE.sub(r" (process \1 on \2)", text))
+        if last and _PATTERNS["ras_detail"].match(text) and message.number == last.line.number + len(last.details) + 1:
+            last.details.append(_PATTERNS["ras_place"].sub(r" (process \1 on \2)", text))
             return True
         return False
 
@@ -165,25 +136,25 @@ class LogReader:
         text, rank = message.text, self._last_error
         if rank is not None and text:
             self._last_error = None
-            text = _RANK.sub("", _LABEL.sub("", text, count=1))
-        elif marked := _LAST_ERROR.search(text):
+            text = _PATTERNS["rank"].sub("", _PATTERNS["label"].sub("", text, count=1))
+        elif marked := _PATTERNS["last_error"].search(text):
             start, text = text[: marked.start()], text[marked.end() :]
-            found = _RANK.search(start)
+            found = _PATTERNS["rank"].search(start)
             rank = -1 if found is None else int(found[1] or found[2])
             if not text.strip():
                 self._last_error = rank
                 return True
-        elif error := _TORCH_ERROR.search(text):
+        elif error := _PATTERNS["torch_error"].search(text):
             who = _group_and_rank(text[: error.start()])
             self._warn(error[1], message.line, rank=None if who is None else who[1])
             return True
-        elif found := _TEST_FAILURE.search(text):
+        elif found := _PATTERNS["test_failure"].search(text):
             self._warn(found[3] or (f"Cuda failure '{found[2]}'" if found[1] == "CUDA" else found[2]), message.line)
             return True
         else:
             return False
         text = text.strip()
-        if not _NO_ERROR.match(text):
+        if not _PATTERNS["no_error"].match(text):
             self._warn(text, message.line, rank=None if rank == -1 else rank, place="Last error")
         return True
 
@@ -207,12 +178,12 @@ class LogReader:
         version = find_version(message.text) if message.is_whole else None
         if version is not None:
             self.log.versions.setdefault(version, Fact(version, message.line))
-        elif package := _PACKAGE.search(message.text):
+        elif package := _PATTERNS["package"].search(message.text):
             self.log.packages.setdefault(package[1], Fact(package[1], message.line))
         return version is not None
 
     def _read_listed(self, message: Message) -> bool:
-        if found := _LISTED.search(message.text):
+        if found := _PATTERNS["listed"].search(message.text):
             host, pid, device, bus = found[3], int(found[2]), int(found[4]), found[5].lower()
             self.log.listed[int(found[1])] = (host, pid, device, f"{bus}000")
         return found is not None
@@ -220,10 +191,10 @@ class LogReader:
 
 def _parse_choice(text: str) -> Choice | None:
     """Parses a line of the tuner; algorithms and protocols of old versions are numbers."""
-    if found := _KERNEL_CHOICE.match(text):
+    if found := _PATTERNS["kernel_choice"].match(text):
         channels = f"{found[5]} channels" if found[5] else ""
         return Choice(found[1], int(found[3]), f"{found[2]} {found[4]}", "", channels)
-    if (found := _CHOICE.match(text)) is None:
+    if (found := _PATTERNS["choice"].match(text)) is None:
         return None
     algorithm, protocol = (
         names[int(word)] if word.isdecimal() and len(word) < 3 and int(word) < len(names) else word.upper()
@@ -234,7 +205,7 @@ def _parse_choice(text: str) -> Choice | None:
 
 def _parse_timeout(text: str, line: Line) -> Timeout | None:
     """Parses a line of PyTorch's watchdog that gives a collective up."""
-    found = _TIMEOUT.search(text)
+    found = _PATTERNS["timeout"].search(text)
     who = _group_and_rank(text[: found.start()]) if found else None
     if found is None or who is None:
         return None
@@ -254,7 +225,7 @@ def _parse_timeout(text: str, line: Line) -> Timeout | None:
 
 def _parse_progress(text: str, line: Line) -> Progress | None:
     """Parses a line of PyTorch's watchdog about how far a rank is; what cannot be true is left out."""
-    found = _PROGRESS.search(text)
+    found = _PATTERNS["progress"].search(text)
     who = _group_and_rank(text[: found.start()]) if found else None
     if found is None or who is None or int(found[3]) > int(found[2]):
         return None
@@ -264,6 +235,6 @@ def _parse_progress(text: str, line: Line) -> Progress | None:
 
 def _group_and_rank(text: str) -> tuple[str, int] | None:
     """Returns the rank that stands last in front of a message, and its process group, if it is named."""
-    found = [(each[1] or "", int(each[2] or each[3])) for each in _GROUP_AND_RANK.finditer(text)]
+    found = [(each[1] or "", int(each[2] or each[3])) for each in _PATTERNS["group_and_rank"].finditer(text)]
     groups = [group for group, rank in found if group and rank == found[-1][1]]
     return ((groups or [""])[0], found[-1][1]) if found else None

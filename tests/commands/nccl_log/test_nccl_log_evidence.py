@@ -169,3 +169,12 @@ def test_each_reason_has_a_text() -> None:
     without_what = re.findall(r'\bfinding\("\w+", "(\w+)"(?![^\n]*what=)', sources)
     assert [code for code in without_what if "what" not in texts[code]] == []
     assert [code for code in texts if not code.startswith("ras_") and f'"{code}"' not in sources] == []
+
+
+def test_each_pattern_is_used() -> None:
+    """If it fails, a pattern was renamed in one of the two places, or is left over."""
+    table = read_texts(Path(nccl_log.__file__).with_name("patterns.txt"))
+    sources = "".join(Path(nccl_log.__file__).with_name(name).read_text() for name in ("messages.py", "reader.py"))
+    used = re.findall(r'_(PROCESS|RANK|PATTERNS)\["(\w+)"\]', sources)
+    sections = {"PROCESS": "process", "RANK": "rank", "PATTERNS": "other"}
+    assert {(sections[of], name) for of, name in used} == {(of, name) for of in sections.values() for name in table[of]}
