@@ -40,11 +40,7 @@ class BucketSync(ABC):
 
     @abstractmethod
     def end(self, wire_bytes: int) -> None:
-        """The bucket holds the average.
-
-        Args:
-            wire_bytes: payload that this rank handed to collectives for it, in terms of an all-reduce.
-        """
+        """The bucket holds the average, for which this rank handed ``wire_bytes`` to collectives, see `BucketSpan`."""
 
 
 class SyncObserver(ABC):

@@ -36,11 +36,7 @@ class Operation(NamedTuple):
 
 
 class OperationTotals:
-    """Sums up the collectives of steps.
-
-    Args:
-        num_warmup_steps: first steps to leave out.
-    """
+    """Sums up the collectives of steps, without the first ``num_warmup_steps``."""
 
     def __init__(self, num_warmup_steps: int = 0) -> None:
         self._num_steps = -num_warmup_steps

@@ -23,13 +23,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """Reads a JSON file of our commands.
-
-    Args:
-        path: of the file.
-        kind: expected in it.
-        newest_format: that this version supports.
-        read: makes the result from the JSON object.
+    """Reads a JSON file of our commands, of a kind and up to a format; ``read`` makes the result from its object.
 
     Raises:
         OSError: the file cannot be read.

@@ -56,7 +56,7 @@ class BucketSpan:
 class Collective(NamedTuple):
     """One collective of a step, as it was handed to its process group; those of gradient sync are among them."""
 
-    operation: str  # its name in ``torch.distributed``: "all_reduce", "broadcast", ..
+    operation: str  # its name in ``torch.distributed``: "all_reduce", "broadcast", ...
     phase: str  # the phase that it was issued in; "pause" if that belongs to no step, as a validation does
     # "lightning" for Lightning's own check for SIGTERM before a batch; what it belongs to if this package has issued it
     # for itself or as a part of a larger operation, as "int8 reduce-scatter"; "" for all others
@@ -230,14 +230,10 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def clock_shift_s(steps: Sequence[StepRecord], first: Sequence[StepRecord]) -> float | None:
-    """Returns the offset from a rank's clock to that of another rank.
+    """Returns the offset from the clock of a rank to that of the first rank, from the same steps on both.
 
     A bucket's last collective ends at nearly the same moment on all ranks, more nearly than hosts' clocks agree. The
     offset is the median difference between these ends; None where the two synchronized no bucket together.
-
-    Args:
-        steps: of a rank.
-        first: the same steps on the other rank.
     """
     ends_s, first_ends_s = _ends_s(steps), _ends_s(first)
     differences = [first_ends_s[key] - ends_s[key] for key in first_ends_s.keys() & ends_s.keys()]

@@ -56,26 +56,21 @@ def ratio(part: float, whole: float) -> float:
 def exposed_share(runs: Sequence[Mapping[str, float]]) -> float:
     """Returns the share of a step that waits for communication, 0 to 1; NaN if no run has steps.
 
+    It takes sums or means over the steps and ranks of each run.
+
     >>> exposed_share([{"step_s": 0.1, "exposed_s": 0.02}, {"step_s": 0.4, "exposed_s": 0.04}])
     0.15
-
-    Args:
-        runs: ``step_s`` and ``exposed_s`` of each run, as sums or as means over its steps and ranks.
     """
     return _median_share(runs, [run["exposed_s"] for run in runs])
 
 
 def step_parts(runs: Sequence[Mapping[str, float]]) -> tuple[float, float, float]:
-    """Splits the median step of some runs by the medians of their shares.
+    """Splits the median step of some runs by the medians of their shares; see `exposed_share`.
+
+    Returns seconds of computing alone, of computing while communicating, and exposed.
 
     >>> step_parts([{"step_s": 0.5, "comm_s": 0.25, "exposed_s": 0.125}])
     (0.25, 0.125, 0.125)
-
-    Args:
-        runs: ``step_s``, ``comm_s`` and ``exposed_s`` of each run, as `Steps.statistics` gives them.
-
-    Returns:
-        Seconds of computing alone, of computing while communicating, and exposed; NaN if no run has steps.
     """
     steps_s = [run["step_s"] for run in runs if run["step_s"] > 0]
     step_s = median(steps_s) if steps_s else math.nan
@@ -103,14 +98,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, values: ArrayLike) -> Steps:
-        """Sums up steps.
-
-        Args:
-            values: ``(num_ranks, num_steps, len(QUANTITIES))``, of the same steps on all ranks, by rank.
-
-        Raises:
-            ValueError: another shape.
-        """
+        """Sums up steps, ``(num_ranks, num_steps, len(QUANTITIES))``, the same on all ranks; else a ValueError."""
         given = np.asarray(values, dtype=np.float64)
         if given.ndim != 3 or given.shape[0] < 1 or given.shape[2] != len(QUANTITIES):
             raise ValueError(
@@ -147,10 +135,8 @@ class Steps(NamedTuple):
 
         The names are always the same; an unknown value is NaN. Unknown are shares of communication, its ratio and its
         bandwidths if there was none, the waits if steps of some ranks are missing, the samples if no batch shows how
-        many it holds, and everything before the first step.
-
-        Args:
-            world_size: number of ranks that train; None if these are the steps of all of them.
+        many it holds, and everything before the first step. ``world_size`` ranks train; None if these are the steps of
+        all of them.
         """
         num_trained = max(1, world_size or self.num_ranks)
         return {**self._times(num_trained), **self._ratios(num_trained), **self._straggler()}

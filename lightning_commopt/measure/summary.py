@@ -64,14 +64,8 @@ class FitSummary:
 def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> tuple[FitSummary, list[str]]:
     """Summarizes the last fit of a run from ``comm_time/*.jsonl``, also while it trains.
 
-    Only steps that all ranks have recorded count.
-
-    Args:
-        run_dir: the directory that has ``comm_time``.
-        num_warmup_steps: first steps of the fit to leave out; None for as many as `CommTimeMonitor` left out.
-
-    Returns:
-        The summary, and a line for each thing that the files lack.
+    Only steps that all ranks have recorded count, without the first ``num_warmup_steps``; None for as many as
+    `CommTimeMonitor` left out. The second result has a line for each thing that the files lack.
 
     Raises:
         FileNotFoundError: the run has no records.

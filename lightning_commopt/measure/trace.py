@@ -55,13 +55,9 @@ def write_trace(
     first_step: int | None = None,
     num_steps: int = DEFAULT_NUM_STEPS,
 ) -> WrittenTrace:
-    """Writes the trace of a run's last fit.
+    """Writes the trace of ``num_steps`` steps of a run's last fit, from the first one recorded or from ``first_step``.
 
-    Args:
-        run_dir: the directory that has ``comm_time``.
-        output: the file; None for ``trace.json`` in ``comm_time``.
-        first_step: None for the first that was recorded.
-        num_steps: length of the window, in step numbers.
+    Without ``output`` the file is ``trace.json`` in the run's ``comm_time``.
 
     Raises:
         FileNotFoundError: the run has no records.
@@ -94,15 +90,10 @@ def write_trace(
 
 
 def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:
-    """Returns the JSON object of a trace.
+    """Returns the JSON object of a trace of some steps of at least one rank.
 
-    Args:
-        ranks: at least one, in their order.
-        steps: the numbers of those to show.
-
-    Returns:
-        Complete events ("X") in rows that nest, counters ("C"), and metadata ("M"); times in microseconds from the
-        first event. "otherData" describes how the clocks of the ranks were aligned.
+    It has complete events ("X") in rows that nest, counters ("C"), and metadata ("M"); times in microseconds from the
+    first event. "otherData" describes how the clocks of the ranks were aligned.
     """
     shown = [
         [pair for pair in zip(records.steps, records.layouts, strict=True) if pair[0].step in steps]

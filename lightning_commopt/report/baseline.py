@@ -6,10 +6,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from lightning_commopt.report.intervals import Comparison, bucket_cap, compare, exposed_share_of
+from lightning_commopt.report.intervals import Comparison, compare
 from lightning_commopt.report.model import Interval, Scaling, Setting
 from lightning_commopt.report.names import OFF, canonical, distinct_name, is_of_plan, is_ranks
-from lightning_commopt.report.settings import repetition_key
+from lightning_commopt.report.settings import bucket_cap, repetition_key
 
 _UNCOMPRESSED_DDP = ("none", "DDPStrategy")
 _FIRST_VARIANT = "one_bucket"
@@ -37,12 +37,9 @@ def choose_baseline(settings: Sequence[Setting], name: str | None = None) -> Set
 
 
 def compare_settings(setting: Setting, other: Setting) -> Comparison | None:
-    """Compares the throughput of two settings, in pairs of runs of the same repetition.
+    """Returns the ratio of two settings' throughputs, in pairs of runs of the same repetition; None if one has none.
 
     Without pairs if there are less than two, unless they are all runs of one of the settings.
-
-    Returns:
-        The ratio of ``setting`` over ``other``; None if one of the two has no throughput.
     """
     samples = [
         [(repetition_key(run), rate) for run in compared.runs if (rate := run.throughput) is not None]
@@ -64,7 +61,7 @@ def speedup_limit(setting: Setting, baseline: Setting) -> float | None:
     The run of the baseline that waited most counts. None if the two differ in more than the plan, or the exposed
     communication of the baseline is unknown.
     """
-    shares = [share for run in baseline.runs if (share := exposed_share_of(run.record)) is not None]
+    shares = [share for run in baseline.runs if (share := run.record.exposed_share) is not None]
     is_known = baseline.exposed_share is not None and setting.world_size == baseline.world_size > 1
     if not is_known or not shares or not differ_in_plan(setting, baseline):
         return None
@@ -137,12 +134,7 @@ def scaling_name(setting: Setting, settings: Sequence[Setting]) -> str:
 def amdahl_serial_share(num_ranks: Sequence[int], speedups: Sequence[float]) -> float | None:
     """Fits f of Amdahl's law, 1 / speed-up = f + (1 - f) / ranks, by least squares of 1 / speed-up.
 
-    Args:
-        num_ranks: of each point; points of one rank do not count.
-        speedups: over one rank, of the same points.
-
-    Returns:
-        f, which is below 0 if the speed-up is better than linear. None with less than two points.
+    Points of one rank do not count. f is below 0 if the speed-up is better than linear; None with less than two points.
 
     >>> round(amdahl_serial_share([1, 2, 4], [1, 1 / 0.55, 1 / 0.325]), 6)
     0.1

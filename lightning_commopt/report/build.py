@@ -16,7 +16,6 @@ from lightning_commopt.report.baseline import (
     speedup_limit,
 )
 from lightning_commopt.report.conditions import conditions_of, find_mixed_conditions, title_of
-from lightning_commopt.report.intervals import measure_setting
 from lightning_commopt.report.model import Group, Report, Setting
 from lightning_commopt.report.published import published_figures
 from lightning_commopt.report.runs import read_runs
@@ -24,12 +23,9 @@ from lightning_commopt.report.settings import GroupRuns, group_runs
 
 
 def build_report(folders: Sequence[Path], *, baseline: str | None = None) -> Report:
-    """Builds the report of all runs below some directories.
+    """Builds the report of all runs below some directories, of sweeps or runs.
 
-    Args:
-        folders: directories of sweeps or runs.
-        baseline: name of the setting that the speed-ups are over, in every group that has it; None for
-            `choose_baseline`'s choice.
+    Speed-ups are over the setting called ``baseline`` in every group that has it, else over `choose_baseline`'s choice.
 
     Raises:
         ValueError: there is nothing to report, or no group has a setting of that name.
@@ -52,7 +48,7 @@ def build_report(folders: Sequence[Path], *, baseline: str | None = None) -> Rep
 
 
 def _group(found: GroupRuns, baseline_name: str | None) -> Group:
-    measured = [measure_setting(setting) for setting in found.settings]
+    measured = found.settings
     timed = [setting for setting in measured if setting.samples_per_s is not None]
     baseline = choose_baseline(measured if baseline_name or not timed else timed, baseline_name)
     settings = tuple(_compare_setting(setting, baseline, measured) for setting in measured)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_commopt.measure.median import CONFIDENCE, median_of
-from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.measure.statistics import exposed_share
-from lightning_commopt.report.model import Difference, Interval, Run, Setting
-from lightning_commopt.report.settings import SettingRuns, config_lines
+from lightning_commopt.report.model import Difference, Interval
 
 _NUM_RESAMPLES = 9999
 _ROUNDING = 1e-12
@@ -111,46 +108,3 @@ def _t_test_sees_a_difference(ours: Sequence[float], theirs: Sequence[float], is
         return abs(means[0] - (means[1] if len(means) > 1 else 0)) >= _ROUNDING
     test = scipy.stats.ttest_1samp(samples[0], 0) if is_paired else scipy.stats.ttest_ind(*samples, equal_var=False)
     return bool(test.pvalue < 1 - CONFIDENCE)
-
-
-def measure_setting(found: SettingRuns) -> Setting:
-    """Returns a setting with the numbers of its own runs, before any comparison with others."""
-    records = [run.record for run in found.runs]
-    first, cap = records[0], bucket_cap(found.runs[0])
-    observed = [record for record in records if record.is_observed]
-    counted = [record for record in records if record.wire_bytes_per_step] or observed
-    wire_bytes = median_interval(record.wire_bytes_per_step for record in counted)
-    peak_memory_bytes = median_interval(record.peak_memory_bytes for record in records)
-    return Setting(
-        name=found.name,
-        values=found.values,
-        sync_method=first.sync_method,
-        world_size=first.world_size or 1,
-        bucket_cap_mb=float(cap) if isinstance(cap, (int, float)) and not isinstance(cap, bool) else None,
-        config_lines=config_lines(found.runs[0], found.values),
-        runs=found.runs,
-        samples_per_s=median_interval(run.throughput for run in found.runs),
-        steps_per_s=median_interval(record.steps_per_s for record in records),
-        step_s=median_interval(record.comm_time.get("step_s") for record in records),
-        comm_s=median_interval(record.comm_time.get("comm_s") for record in observed),
-        exposed_s=median_interval(record.comm_time.get("exposed_s") for record in observed),
-        exposed_share=median_interval(map(exposed_share_of, observed)),
-        wire_bytes=None if wire_bytes is None else wire_bytes.median,
-        peak_memory_bytes=None if peak_memory_bytes is None else peak_memory_bytes.median,
-        val_loss=median_interval(record.val_loss for record in records),
-        val_accuracy=median_interval(record.val_accuracy for record in records),
-        is_lossy=bool(first.is_lossy),
-        num_diverged=sum(record.val_loss is not None and not math.isfinite(record.val_loss) for record in records),
-    )
-
-
-def exposed_share_of(record: RunRecord) -> float | None:
-    """Returns the share of a run's steps that waits for communication, 0 to 1; None if not measured."""
-    return exposed_share([record.comm_time]) if {"step_s", "exposed_s"} <= record.comm_time.keys() else None
-
-
-def bucket_cap(run: Run) -> Any:
-    """Returns ``bucket_cap_mb`` of the run's strategy: a number, several, or None for the default."""
-    nodes = ("plan",) if run.record.plan is not None else ("strategy", "trainer.strategy")
-    caps = (run.settings.get(f"{node}.bucket_cap_mb") for node in nodes)
-    return next((cap for cap in caps if cap is not None), None)

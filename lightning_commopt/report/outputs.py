@@ -52,12 +52,10 @@ def to_plain(report: Report) -> dict[str, Any]:
 
 
 def write_files(report: Report, output: Path, table: Path | None = None) -> tuple[Path, Path]:
-    """Writes the page, and a CSV table for other programs.
+    """Writes the page, and a CSV table for other programs; returns their paths.
 
-    Args:
-        report: to show.
-        output: a folder, which is made; or, with the suffix ``.html``, the page.
-        table: path of the table; None for ``report.csv`` beside the page, or the page's name with ``.csv``.
+    ``output`` is a folder, which is made, or, with the suffix ``.html``, the page. Without a path the table is
+    ``report.csv`` beside the page, or has the page's name with ``.csv``.
     """
     from lightning_commopt.report.page import write_page  # with plotly and jinja2
 

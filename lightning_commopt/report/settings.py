@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 
 from lightning_commopt.measure.runs.settings import nested, text_of
-from lightning_commopt.report.model import Run
+from lightning_commopt.report.intervals import median_interval
+from lightning_commopt.report.model import Run, Setting
 from lightning_commopt.report.names import OFF, canonical, is_ranks, setting_name
 from lightning_commopt.report.runs import FoundRuns
 
@@ -37,20 +40,11 @@ _Values = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingRuns:
-    """The finished runs of a setting by repetition, its unique name, and the values that differ between settings."""
-
-    name: str
-    values: Mapping[str, str]
-    runs: tuple[Run, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class GroupRuns:
-    """Settings that can be compared, and their failed runs; the name of the only group is empty."""
+    """Settings that can be compared, by their own numbers, and their failed runs; the only group has no name."""
 
     name: str
-    settings: tuple[SettingRuns, ...]
+    settings: tuple[Setting, ...]
     failed: tuple[Run, ...]
 
 
@@ -176,7 +170,7 @@ def _group(name: str, split: Mapping[str, str], settings: Mapping[_Values, Seque
         failed += [run for run in named if run.record.status == "failed"]
         own_finished = _number_repetitions([run for run in named if run.record.status == "finished"])
         if own_finished:
-            finished.append(SettingRuns(name=setting, values={**split, **dict(own)}, runs=own_finished))
+            finished.append(_measure(setting, {**split, **dict(own)}, own_finished))
     return GroupRuns(name=name, settings=tuple(finished), failed=tuple(failed))
 
 
@@ -200,6 +194,44 @@ def _number_repetitions(runs: Sequence[Run]) -> tuple[Run, ...]:
     repetitions = [int(value) if value.isdecimal() else 0 for value in values]
     order = sorted(range(len(runs)), key=repetitions.__getitem__)
     return tuple(dataclasses.replace(runs[index], repetition=number) for number, index in enumerate(order))
+
+
+def _measure(name: str, values: Mapping[str, str], runs: tuple[Run, ...]) -> Setting:
+    """Returns a setting with the numbers of its own runs, before any comparison with others."""
+    records = [run.record for run in runs]
+    first, cap = records[0], bucket_cap(runs[0])
+    observed = [record for record in records if record.is_observed]
+    counted = [record for record in records if record.wire_bytes_per_step] or observed
+    wire_bytes = median_interval(record.wire_bytes_per_step for record in counted)
+    peak_memory_bytes = median_interval(record.peak_memory_bytes for record in records)
+    return Setting(
+        name=name,
+        values=values,
+        sync_method=first.sync_method,
+        world_size=first.world_size or 1,
+        bucket_cap_mb=float(cap) if isinstance(cap, (int, float)) and not isinstance(cap, bool) else None,
+        config_lines=config_lines(runs[0], values),
+        runs=runs,
+        samples_per_s=median_interval(run.throughput for run in runs),
+        steps_per_s=median_interval(record.steps_per_s for record in records),
+        step_s=median_interval(record.comm_time.get("step_s") for record in records),
+        comm_s=median_interval(record.comm_time.get("comm_s") for record in observed),
+        exposed_s=median_interval(record.comm_time.get("exposed_s") for record in observed),
+        exposed_share=median_interval(record.exposed_share for record in observed),
+        wire_bytes=None if wire_bytes is None else wire_bytes.median,
+        peak_memory_bytes=None if peak_memory_bytes is None else peak_memory_bytes.median,
+        val_loss=median_interval(record.val_loss for record in records),
+        val_accuracy=median_interval(record.val_accuracy for record in records),
+        is_lossy=bool(first.is_lossy),
+        num_diverged=sum(record.val_loss is not None and not math.isfinite(record.val_loss) for record in records),
+    )
+
+
+def bucket_cap(run: Run) -> Any:
+    """Returns ``bucket_cap_mb`` of the run's strategy: a number, several, or None for the default."""
+    nodes = ("plan",) if run.record.plan is not None else ("strategy", "trainer.strategy")
+    caps = (run.settings.get(f"{node}.bucket_cap_mb") for node in nodes)
+    return next((cap for cap in caps if cap is not None), None)
 
 
 def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:

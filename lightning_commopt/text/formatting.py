@@ -26,10 +26,7 @@ class Unit(NamedTuple):
 def number(value: float, digits: int = 3, max_decimals: int = 99) -> str:
     """Returns a number with significant digits, and all digits before the point; a dash if it is not finite.
 
-    Args:
-        value: to format.
-        digits: significant ones.
-        max_decimals: after the point; "0" if all of them are zeros.
+    It has at most ``max_decimals`` after the point; "0" if all of them are zeros.
 
     >>> [number(value) for value in (1234.5, 12.345, 0.9996, 0.012345, 0.0, math.nan)]
     ['1234', '12.3', '1.00', '0.0123', '0', '-']

@@ -239,7 +239,11 @@ def test_more_than_communication_explains_is_no_headline(tmp_path, rates, share,
     """Hiding 32 % of a step makes it 1.47 times as fast at most; if it fails, a busy minute is praised as a plan."""
     shares = [None if share is None else share - at / 100 for at in range(3)]
     for at, (slow, fast, of_run) in enumerate(zip(SLOW, rates, shares, strict=True)):
-        seen = {} if of_run is None else {"comm_time": {"step_s": 1.0, "comm_s": 1.0, "exposed_s": of_run}}
+        seen = (
+            {}
+            if of_run is None
+            else {"comm_time": {"step_s": 1.0, "comm_s": 1.0, "exposed_s": of_run, "exposed_share": of_run}}
+        )
         save_run(tmp_path / f"a{at}", f"repetition={at}", samples_per_s=slow, **seen)
         save_run(tmp_path / f"b{at}", override, f"repetition={at}", samples_per_s=fast, **fields)
     (group,) = build_report([tmp_path], baseline=build_report([tmp_path]).groups[0].settings[0].name).groups

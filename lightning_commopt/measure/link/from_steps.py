@@ -122,9 +122,6 @@ def result_of_run(run_dir: Path) -> BenchResult:
 
     Ranks append to their files while they train: read them again for newer steps.
 
-    Args:
-        run_dir: the directory that has ``comm_time``, where `CommTimeMonitor` saved steps.
-
     Raises:
         FileNotFoundError: there are no files.
         ValueError: the steps have no buckets, or too few.
@@ -195,8 +192,7 @@ class LinkTracker:
     def update(self, times_s: NDArray[np.float64]) -> LinkModel | None:
         """Refreshes the model and returns it; None if these times are not enough for one.
 
-        Args:
-            times_s: ``(num_ranks, num_steps, NUM_MESSAGES)``, of all ranks, for the first steps of the last `rows`.
+        They are ``(num_ranks, num_steps, NUM_MESSAGES)``, of all ranks, for the first steps of the last `rows`.
         """
         world_size = self._header["world_size"]
         if len(times_s) < world_size or not times_s.shape[1]:

@@ -135,11 +135,7 @@ class LinkModel:
         return cls(curves=curves, where=dict(result.where))
 
     def curve(self, name: str, **wanted: Any) -> Curve:
-        """Returns the curve of a series.
-
-        Args:
-            name: of the collective, or of the comm hook with its options, as `Case.name`.
-            **wanted: further attributes of the `Case`, such as ``load="compute"``.
+        """Returns the curve with a `Case.name` and further attributes of the `Case`, such as ``load="compute"``.
 
         Raises:
             KeyError: no curve matches; the message lists all.

@@ -116,11 +116,9 @@ def find_metric(names: Iterable[str], field: str) -> str | None:
 
 
 def how_to_name_loss(metrics: Iterable[str], callbacks_choice: str | None) -> str:
-    """Returns how to name the final loss if no metric matched.
+    """Returns how to name the final loss if none of the logged metrics matched.
 
-    Args:
-        metrics: that the model logged.
-        callbacks_choice: of the Hydra group ``commopt_record``; None if it was not used.
+    ``callbacks_choice`` is that of the Hydra group ``commopt_record``, None if it was not used.
     """
     option = _OPTIONS.get(callbacks_choice or "", "RunRecorder(val_loss=NAME)")
     logged = ", ".join(sorted(metrics)) or "nothing"

@@ -47,13 +47,9 @@ def nested(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the settings of this process's Hydra job, and the names that its command line set.
 
-    Args:
-        folder: of the run, whose path becomes "." in values, as it does not affect training.
-        config: resolved, in plain types; None for the one that Hydra saved in the job's directory.
-
-    Returns:
-        The leaves of the configuration and, under the names of config groups, the chosen options; and the name that
-        each override set.
+    The settings are the leaves of the configuration and, under the names of config groups, the chosen options. The path
+    of ``folder``, of the run, becomes "." in values, as it does not affect training. ``config`` is resolved and in
+    plain types; None for the one that Hydra saved in the job's directory.
     """
     from hydra.core.hydra_config import HydraConfig
 

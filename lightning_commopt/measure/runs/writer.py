@@ -71,19 +71,10 @@ def fail_record(
     seconds: float | None = None,
     is_final: bool = False,
 ) -> RunRecord | None:
-    """Records why a run failed, unless there is a reason already.
+    """Records why a run failed after some seconds; returns its record, None without one.
 
-    The first reason is the cause: when a rank has failed, the others follow with errors of their connections.
-
-    Args:
-        folder: of the run.
-        reason: of the failure.
-        unfinished: used if the run has no record; None to write nothing then.
-        seconds: that it ran; None if unknown.
-        is_final: replace an earlier reason.
-
-    Returns:
-        The record, new or unchanged; None without one.
+    An earlier reason is kept unless ``is_final``: the first one is the cause, as the other ranks follow with errors of
+    their connections. If the run has no record, ``unfinished`` is used; without that nothing is written.
     """
     try:
         record = RunRecord.load(folder)

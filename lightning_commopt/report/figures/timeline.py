@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import fmean
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from plotly import graph_objects as go
 
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.operations import OperationTotals
-from lightning_commopt.measure.record import Phase, StepRecord, clock_shift_s
+from lightning_commopt.measure.record import StepRecord, clock_shift_s
 from lightning_commopt.measure.summary import OPERATION_COLUMNS, operation_rows
 from lightning_commopt.report.baseline import without_ranks
 from lightning_commopt.report.columns import Cell
 from lightning_commopt.report.figures.style import EXPOSED, INK, Chart, Key, Rows, new_figure, typical_run
-from lightning_commopt.report.model import Group, Run, Setting
+from lightning_commopt.report.model import Group, Setting
 from lightning_commopt.text.formatting import Unit, byte_unit, number, time_unit
 
 MAX_SETTINGS = 8
@@ -40,41 +40,24 @@ _COLORS = {
     "compressing": "#8fbbe0",
     "wire": "#0b4f8a",
 }
-
-
 _CLEAR = "rgba(0,0,0,0)"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TypicalStep:
-    """A step on all ranks that have records, in rising order, on the clock of the first; and how it was chosen.
-
-    Its `operation_rows` are of the first rank, in the mean of the steps that it was chosen among.
-    """
+class TypicalStep(NamedTuple):
+    """A step on all ranks that have records, in rising order; and how it was chosen."""
 
     setting: Setting
-    number: int
-    rank_numbers: tuple[int, ...]
-    ranks: tuple[StepRecord, ...]
+    ranks: Sequence[StepRecord]
+    rank_numbers: Sequence[int]
+    starts_s: Sequence[float]  # when the step begins on the first rank to begin it, on the clock of each rank
     choice: str
-    collectives: Sequence[tuple[str, ...]]
-
-    @property
-    def origin_s(self) -> float:
-        """Its start on the first rank to begin it."""
-        return min(record.start_s for record in self.ranks)
+    collectives: Sequence[tuple[str, ...]]  # `operation_rows` of the first rank, in the mean of the steps chosen among
 
 
 def typical_steps(group: Group) -> list[TypicalStep]:
     """Returns a step for each plan and bucket size that has records, in the order of the sweep."""
-    found = []
-    for setting in _by_urgency(group):
-        run = typical_run(setting)
-        step = _typical_step(setting, run) if run is not None else None
-        if step is not None:
-            found.append(step)
-        if len(found) == MAX_SETTINGS:
-            break
+    steps = (_typical_step(setting) for setting in _by_urgency(group))
+    found = list(islice((step for step in steps if step is not None), MAX_SETTINGS))
     order = [id(setting) for setting in group.settings]
     return sorted(found, key=lambda step: order.index(id(step.setting)))
 
@@ -95,8 +78,9 @@ def _by_urgency(group: Group) -> list[Setting]:
     return [*fastest, *slowest, *(setting for of_plan in by_plan.values() for setting in of_plan[1:-1])]
 
 
-def _typical_step(setting: Setting, run: Run) -> TypicalStep | None:
-    if not run.has_steps:
+def _typical_step(setting: Setting) -> TypicalStep | None:
+    run = typical_run(setting)
+    if run is None or not run.has_steps:
         return None
     try:
         ranks = read_run(run.folder)
@@ -112,39 +96,22 @@ def _typical_step(setting: Setting, run: Run) -> TypicalStep | None:
     totals.add(first for first, *_ in timed)
     mean_s = fmean(first.totals.step_s for first, *_ in timed)
     typical = by_length[(len(by_length) - 1) // 2]
+    shifts_s = [_shift_s(record, typical[0], rank, ranks[0]) for record, rank in zip(typical, ranks, strict=True)]
+    start_s = min(record.start_s + shift_s for record, shift_s in zip(typical, shifts_s, strict=True))
     return TypicalStep(
         setting=setting,
-        number=typical[0].step,
-        rank_numbers=tuple(records.rank for records in ranks),
-        ranks=_align(typical, ranks),
+        ranks=typical,
+        rank_numbers=[records.rank for records in ranks],
+        starts_s=[start_s - shift_s for shift_s in shifts_s],
         choice=f"the one of median length among the {len(timed):,} after warm-up",
         collectives=operation_rows(totals.operations(), mean_s),
     )
 
 
-def _align(records: Sequence[StepRecord], ranks: Sequence[RankRecords]) -> tuple[StepRecord, ...]:
-    """Puts a step's records on the clock of the first rank."""
-    found = []
-    for record, rank in zip(records, ranks, strict=True):
-        by_buckets, by_origins = clock_shift_s([record], records[:1]), rank.origin_shift_s(ranks[0])
-        by_starts = records[0].start_s - record.start_s
-        found.append(_shift(record, next(s for s in (by_buckets, by_origins, by_starts) if s is not None)))
-    return tuple(found)
-
-
-def _shift(record: StepRecord, shift_s: float) -> StepRecord:
-    buckets = [
-        replace(
-            bucket,
-            ready_s=bucket.ready_s + shift_s,
-            start_s=bucket.start_s + shift_s,
-            end_s=bucket.end_s + shift_s,
-            wire=tuple((start_s + shift_s, end_s + shift_s) for start_s, end_s in bucket.wire),
-        )
-        for bucket in record.buckets
-    ]
-    phases = [Phase(name, start_s + shift_s, end_s + shift_s) for name, start_s, end_s in record.phases]
-    return replace(record, phases=tuple(phases), buckets=tuple(buckets))
+def _shift_s(record: StepRecord, first: StepRecord, rank: RankRecords, first_rank: RankRecords) -> float:
+    """Returns the offset to the clock of the first rank, by buckets if possible, then by hosts' clocks."""
+    shifts_s = clock_shift_s([record], [first]), rank.origin_shift_s(first_rank), first.start_s - record.start_s
+    return next(shift_s for shift_s in shifts_s if shift_s is not None)
 
 
 _VERBS = {"waiting": "waits in the queue:", "compressing": "from the queue to the average:", "wire": "on the wire:"}
@@ -164,10 +131,10 @@ class _Span(NamedTuple):
 def timelines(group: Group) -> list[Chart]:
     """Returns a chart for each plan and bucket size, all with the same time axis; none without records."""
     found = typical_steps(group)
-    if not found:
-        return []
-    longest_s = max(max(record.end_s for record in step.ranks) - step.origin_s for step in found)
-    return [_chart(step, longest_s) for step in found]
+    ends_s = [
+        record.end_s - start_s for step in found for record, start_s in zip(step.ranks, step.starts_s, strict=True)
+    ]
+    return [_chart(step, max(ends_s)) for step in found]
 
 
 def _chart(step: TypicalStep, longest_s: float) -> Chart:
@@ -185,14 +152,14 @@ def _chart(step: TypicalStep, longest_s: float) -> Chart:
     )
     figure.update_xaxes(range=[0, longest_s / unit.size * 1.005])
     spans = []
-    for row, record in enumerate(step.ranks[:num_ranks]):
+    for row, (record, start_s) in enumerate(zip(step.ranks[:num_ranks], step.starts_s, strict=False)):
         top = row * rank_height
-        spans += _phases(record, step.origin_s, top + _PHASE / 2, unit)
-        spans += _buckets(record, step.origin_s, top + _PHASE + 2, bucket_height, unit)
+        spans += _phases(record, start_s, top + _PHASE / 2, unit)
+        spans += _buckets(record, start_s, top + _PHASE + 2, bucket_height, unit)
     for kind in dict.fromkeys(span.kind for span in spans):
         _draw(figure, [span for span in spans if span.kind == kind], unit)
     _name_phases(figure, spans, unit)
-    note = f"Step {step.number:,} of the run, {unit.text(step.ranks[0].totals.step_s)}: {step.choice}."
+    note = f"Step {step.ranks[0].step:,} of the run, {unit.text(step.ranks[0].totals.step_s)}: {step.choice}."
     if num_ranks < len(step.ranks):
         note += f" {num_ranks} of {len(step.ranks)} ranks."
     return Chart(
