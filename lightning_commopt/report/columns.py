@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from lightning_commopt.report.intervals import TIMES, spread_text
 from lightning_commopt.report.model import Group, Interval, Published, Setting
-from lightning_commopt.report.phrases import TIMES, spread_text
 from lightning_commopt.text.formatting import megabytes, number, percent
 
 

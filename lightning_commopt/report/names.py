@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+_MAX_NAMES = 3
+
 OFF = ("null", "none", "false", "")
 """Values that disable an option, in lower case."""
 
@@ -76,6 +78,23 @@ def distinct_name(values: Mapping[str, str], others: Sequence[Mapping[str, str]]
     """Returns a name from the values that differ from another setting's; that of the sync method if none does."""
     shown = {name: value for name, value in values.items() if any(other.get(name) != value for other in others)}
     return (setting_name(shown) if shown else "") or display_name(sync_method)
+
+
+def in_quotes(name: str) -> str:
+    """Returns a setting's name for a sentence, as it may have commas."""
+    return f'"{name}"'
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Returns the first few names, and the number of the others.
+
+    >>> join_names(["a", "b"]), join_names(["a", "b", "c", "d", "e"])
+    ('"a" and "b"', '"a", "b" and 3 more')
+    """
+    shown = [in_quotes(name) for name in (names if len(names) <= _MAX_NAMES else names[: _MAX_NAMES - 1])]
+    if len(shown) < len(names):
+        return f"{', '.join(shown)} and {len(names) - len(shown)} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
 class _Option(NamedTuple):

@@ -21,8 +21,8 @@ from lightning_commopt.report.figures.style import Chart, Key, PlanStyle, Rows, 
 from lightning_commopt.report.figures.throughput import bucket_sizes, overlap, peak_memory, step_parts, throughput
 from lightning_commopt.report.figures.timeline import KEYS, timelines
 from lightning_commopt.report.figures.tuning import tuning_charts
+from lightning_commopt.report.intervals import TIMES, kinds_of_intervals
 from lightning_commopt.report.model import Group, Report, Setting
-from lightning_commopt.report.phrases import TIMES, kinds_of_intervals
 
 _PACKAGE = "lightning_commopt.report"
 

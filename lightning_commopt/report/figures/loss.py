@@ -12,7 +12,7 @@ from plotly import graph_objects as go
 from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.report.figures.style import Chart, Line, PlanStyle, line_styles, new_figure, plain, typical_run
 from lightning_commopt.report.model import Group, Setting
-from lightning_commopt.report.phrases import in_quotes, join_names
+from lightning_commopt.report.names import in_quotes, join_names
 from lightning_commopt.text.formatting import number
 
 MAX_CURVES = 8

@@ -17,8 +17,8 @@ from lightning_commopt.report.figures.style import (
     new_figure,
     plain,
 )
+from lightning_commopt.report.intervals import TIMES, kind_of_interval, spread_text
 from lightning_commopt.report.model import Group, Scaling
-from lightning_commopt.report.phrases import TIMES, kind_of_interval, spread_text
 from lightning_commopt.text.formatting import count, number, percent
 
 _CURVE_POINTS = 40
