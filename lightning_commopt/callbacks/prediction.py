@@ -13,8 +13,8 @@ from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
-from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.measure.recorder import RecordedStep
+from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.base import plan_of
 

@@ -17,10 +17,10 @@ from lightning_commopt.compat.collectives import CollectiveHooks, has_collective
 from lightning_commopt.compat.sigterm import around_broadcasts
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.measure.files import StepWriter, rank_file
-from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.recorder import RecordedStep, StepRecorder, issued_by
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
+from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
 from lightning_commopt.text.validation import info, warn
 

@@ -18,7 +18,6 @@ from lightning_commopt.cost.link import Link
 from lightning_commopt.cost.predict import Costs, Prediction, fixed_s, outcome_of, predict
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
-from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.measure.link.from_steps import NUM_LAST_STEPS
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.plain import load_json, write_json
@@ -26,6 +25,7 @@ from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.runs.files import PREDICTION_FILE, RUN_FILE
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import nested
+from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.plan import CommPlan, OptionError
 
 FORMAT = 1

@@ -13,7 +13,7 @@ from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.link import Link
 from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of
 from lightning_commopt.cost.workload import Gradient, Workload
-from lightning_commopt.measure.forecast import Forecast
+from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.plan import CommPlan, ddp_options
 
 _NUM_BATCHES = 4  # that a forecast accumulates

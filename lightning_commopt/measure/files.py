@@ -77,8 +77,7 @@ class RankRecords:
     header: Mapping[str, Any]  # its first line
     rank: int  # that wrote the file
     world_size: int  # number of ranks that trained
-    # second 0 of the records' times, in seconds since 1970 on the rank's host; None if unknown
-    origin_unix_s: float | None
+    origin_unix_s: float | None  # second 0 of the records' times, in seconds since 1970; None if unknown
     steps: list[StepRecord] = field(default_factory=list)  # in the order in which they were made
     # for each of the steps, its buckets by index; empty where none were observed. The highest index counts as
     # `BucketInfo.is_last`.

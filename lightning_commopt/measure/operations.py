@@ -20,8 +20,7 @@ class Operation(NamedTuple):
     source: str  # of them
     num_calls: float  # in a step
     num_bytes: float  # of all of them in a step
-    # sum of their times in a step, which may overlap each other and computation; None where it is not known
-    seconds: float | None
+    seconds: float | None  # sum of their times in a step, which may overlap; None where it is not known
     num_phases: float = 1.0  # of this name in a step, more than one where gradients are accumulated
 
     @property

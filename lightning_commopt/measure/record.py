@@ -113,8 +113,7 @@ class StepRecord:
     step: int  # optimizer steps before this one, as Lightning counts them for loggers
     num_samples: int  # of this rank
     phases: tuple[Phase, ...]  # in the order of time
-    # in the order in which they were ready; empty with one rank, or where none are observed
-    buckets: tuple[BucketSpan, ...]
+    buckets: tuple[BucketSpan, ...]  # in the order in which they were ready; empty where none are observed
     collectives: tuple[Collective, ...] = ()  # in the order in which they were issued; empty where none are observed
 
     @property

@@ -23,8 +23,7 @@ class Straggler:
     """The rank that the others wait for."""
 
     rank: int  # its number
-    # how much longer it computes than the others, as a share of the time that they compute; median over steps
-    slowdown: float
+    slowdown: float  # how much longer it computes than the others, as a share of their time; median over steps
     share: float  # of the steps, in which the others waited for it
 
 

@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_commopt.measure.files import common_steps, notices, read_run
-from lightning_commopt.measure.forecast import read_forecasts
 from lightning_commopt.measure.operations import Operation, OperationTotals
 from lightning_commopt.measure.statistics import Steps, ratio, row
-from lightning_commopt.measure.verdict import Verdict, verdict
+from lightning_commopt.measure.verdict import Verdict, read_forecasts, verdict
 from lightning_commopt.text.formatting import count, number, percent
 from lightning_commopt.text.terminal import TextTable
 
@@ -51,14 +50,7 @@ class FitSummary:
 
         Times are in milliseconds and shares of the step. An unknown number is a dash.
         """
-        whole = summary_table(self.metrics, self.verdict, scope=self.scope)
-        if self.operations:
-            title = " Collectives of a step on the first rank"
-            table = TextTable(*OPERATION_COLUMNS, numbers=OPERATION_COLUMNS[2:], title=title)
-            for cells in operation_rows(self.operations, self.metrics["step_s"]):
-                table.add_row(*cells)
-            whole.renderables.insert(1, table)
-        return whole
+        return summary_table(self.metrics, self.verdict, scope=self.scope, operations=self.operations)
 
 
 def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> tuple[FitSummary, list[str]]:
@@ -116,7 +108,13 @@ _MAX_DECIMALS = 4  # of milliseconds: a tenth of a microsecond
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
-def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str = "steps and ranks") -> Group:
+def summary_table(
+    metrics: Mapping[str, float],
+    verdict: Verdict,
+    *,
+    scope: str = "steps and ranks",
+    operations: Sequence[Operation] = (),
+) -> Group:
     """Returns what `FitSummary.table` does, for any metrics."""
     has_comm = metrics["comm_s"] > 0
     lines = [f"{number(metrics['steps_per_s'])} steps/s, {number(metrics['samples_per_s'])} samples/s over all ranks"]
@@ -124,17 +122,23 @@ def summary_table(metrics: Mapping[str, float], verdict: Verdict, *, scope: str 
         gradients, wire, algorithm, bus = (
             _size(metrics[name]) for name in ("gradient_bytes", "wire_bytes", "algorithm_bandwidth", "bus_bandwidth")
         )
-        ratio = number(metrics["compression_ratio"])
+        compression = number(metrics["compression_ratio"])
         lines += [
-            f"{gradients} of gradients a step and rank, {wire} on the wire: ratio {ratio}",
+            f"{gradients} of gradients a step and rank, {wire} on the wire: ratio {compression}",
             f"{algorithm}/s algorithm bandwidth, {bus}/s bus bandwidth",
         ]
+    collectives = TextTable(
+        *OPERATION_COLUMNS, numbers=OPERATION_COLUMNS[2:], title=" Collectives of a step on the first rank"
+    )
+    for cells in operation_rows(operations, metrics["step_s"]):
+        collectives.add_row(*cells)
     recommendations = Table.grid(padding=(0, 1))
     for text in verdict.recommendations:
         recommendations.add_row("-", Text(text))
     sections = [(("step", "step_s"),), _PHASES, *([_COMMUNICATION] if has_comm else [])]
     return Group(
         _times(metrics, sections, f" Time of a step, over {scope}"),
+        *([collectives] if operations else []),
         Padding(Text("\n".join(lines)), _INDENT),
         Padding(Text(verdict.headline, style="bold"), _INDENT_BELOW),
         *([Padding(recommendations, _INDENT)] if verdict.recommendations else []),

@@ -6,12 +6,15 @@ named time vanished and nothing else grew; it is no promise. What cannot save a 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
-from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.measure.operations import Operation
+from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import byte_unit, short_percent
 
@@ -37,16 +40,6 @@ class Costs:
     straggler_rank: int | None  # that the others wait for; None if there is none
     straggler_slowdown: float
 
-    @classmethod
-    def of(cls, metrics: Mapping[str, float]) -> Costs:
-        """Takes the metrics of `Steps.statistics`; unknown waits count as none."""
-        rank, wait_s = int(metrics["straggler_rank"]), metrics["exposed_wait_s"]
-        return cls(
-            **{name: metrics[name] for name in ("step_s", "data_s", "comm_s", "exposed_s", "straggler_slowdown")},
-            exposed_wait_s=0.0 if math.isnan(wait_s) else wait_s,
-            straggler_rank=rank if rank >= 0 else None,
-        )
-
     def is_worth(self, saved_s: float) -> bool:
         """Returns whether saving a time is worth the effort."""
         return saved_s >= _WORTH_IT * self.step_s
@@ -59,6 +52,41 @@ class Costs:
         if not saved_s < self.step_s:
             return "faster by an unknown factor"
         return f"at most {self.step_s / (self.step_s - saved_s):.2f} times as fast"
+
+
+class Forecast(NamedTuple):
+    """The predicted step with another setting."""
+
+    setting: str  # to write, such as ``comm_hook="int8"``
+    is_lossy: bool  # whether it changes gradients
+    error_bound: float  # of one average, see `Claims`
+    step_s: float  # predicted, for as many samples as a step has now
+    low_s: float  # of the 95 % interval
+    high_s: float  # of it
+    note: str = ""  # what else changes; empty if nothing does
+
+    def speedup_text(self, step_s: float) -> str:
+        """Returns how many times as fast it is as a step that takes ``step_s``.
+
+        >>> Forecast('comm_hook="int8"', True, 0.02, 0.5, 0.4, 0.625).speedup_text(1.0)
+        '2.00 (1.60 to 2.50) times as fast'
+        """
+        return f"{step_s / self.step_s:.2f} ({step_s / self.high_s:.2f} to {step_s / self.low_s:.2f}) times as fast"
+
+
+def read_forecasts(run_dir: Path) -> Sequence[Forecast]:
+    """Returns those of a run; none if its fit has not ended.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    path = run_dir / PREDICTION_FILE
+    if not path.exists():
+        return ()
+    try:
+        return [Forecast(*one) for one in json.loads(path.read_bytes())["forecasts"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +119,12 @@ def verdict(
     Raises:
         KeyError: a metric is missing.
     """
-    costs = Costs.of(metrics)
+    rank, wait_s = int(metrics["straggler_rank"]), metrics["exposed_wait_s"]
+    costs = Costs(
+        **{name: metrics[name] for name in ("step_s", "data_s", "comm_s", "exposed_s", "straggler_slowdown")},
+        exposed_wait_s=0.0 if math.isnan(wait_s) else wait_s,
+        straggler_rank=rank if rank >= 0 else None,
+    )
     for_communication = [*_for_waiting(costs), *_for_communication(costs, comm_hook, forecasts)]
     data, exposed, bound = _for_data(costs), costs.share(costs.exposed_s), costs.speedup_bound(costs.exposed_s)
     if world_size == 1:

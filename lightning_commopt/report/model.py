@@ -79,14 +79,12 @@ class Setting:
     runs: tuple[Run, ...]  # the finished ones, by repetition
     samples_per_s: Interval | None  # over all ranks; settings are compared by it
     steps_per_s: Interval | None
-    # of samples_per_s over the baseline of the group, from pairs of the same repetition; None for the baseline itself
-    speedup: Interval | None = None
+    speedup: Interval | None = None  # of samples_per_s over the baseline, in pairs; None for the baseline itself
     difference: Difference | None = None  # of `speedup` from 1, beyond noise; None for the baseline itself
     # the speed-up if all communication of the baseline were hidden; None if not measured, or the setting differs in
     # more than the plan
     speedup_limit: float | None = None
-    # speed-up over one rank, divided by the ranks; None without runs on one rank in the group
-    efficiency: float | None = None
+    efficiency: float | None = None  # speed-up over one rank, divided by the ranks; None without one rank
     step_s: Interval | None  # duration of a step, as all of the following from `CommTimeMonitor`; None without it
     comm_s: Interval | None  # communication in a step; None as the next two if the gradient sync was not observed
     exposed_s: Interval | None  # exposed communication in a step
@@ -133,8 +131,7 @@ class Group:
     settings: tuple[Setting, ...]
     baseline: Setting  # the setting that speed-ups are over
     fastest: Setting  # by median throughput
-    # one for each plan that ran on several numbers of ranks; with those on one rank, if there are any
-    scalings: tuple[Scaling, ...]
+    scalings: tuple[Scaling, ...]  # one for each plan that ran on several numbers of ranks
     answer: tuple[str, ...]  # sentences: the fastest plan, its speed-up and loss; or that there is no difference
     recommended: Setting | None = None
 

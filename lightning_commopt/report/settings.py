@@ -234,6 +234,12 @@ def bucket_cap(run: Run) -> Any:
     return next((cap for cap in caps if cap is not None), None)
 
 
+def link_of(run: Run) -> str | None:
+    """Returns the rate of the links between the hosts of a run, in words; None without such links."""
+    link = run.settings.get("link")
+    return None if link is None else setting_name({"link": text_of(link)}) or None
+
+
 def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
     """Returns YAML for a configuration, with the command line and Python as comments.
 

@@ -5,10 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.measure.statistics import TIMES
 from lightning_commopt.measure.summary import summary_table
-from lightning_commopt.measure.verdict import Verdict, verdict
+from lightning_commopt.measure.verdict import Forecast, Verdict, verdict
 from support.narrow import WIDTHS, check_numbers_are_whole
 from support.sample_metrics import NAN, sample_metrics
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.measure.forecast import Forecast
 from lightning_commopt.measure.operations import Operation
-from lightning_commopt.measure.verdict import Verdict, verdict
+from lightning_commopt.measure.verdict import Forecast, Verdict, verdict
 from support.sample_metrics import sample_metrics
 
 SETTING = re.compile(r"bucket_cap_mb=|comm_hook=|accumulate_grad_batches=|num_workers=|strategy=|rank \d|batches of")

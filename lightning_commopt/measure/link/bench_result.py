@@ -83,8 +83,7 @@ class Row:
     case: Case  # that was measured
     times_s: Sequence[float] = ()  # of one call, for each repetition: the mean of its calls on the slowest rank
     num_iters: int = 0  # calls in a repetition
-    # wrong elements on all ranks; of a comm hook, elements that differ between ranks. None if unchecked.
-    num_wrong: int | None = None
+    num_wrong: int | None = None  # wrong elements on all ranks, or that differ between ranks; None if unchecked
     error: str | None = None  # why there are no times, in a line
 
     @cached_property
@@ -110,8 +109,7 @@ class BenchResult:
     rows: tuple[Row, ...]  # in the order of cases
     where: Mapping[str, Any]  # "hosts", "devices", "backend", "world_size", "num_nodes", "link" and other conditions
     settings: Mapping[str, Any]  # see `BenchSettings.to_dict`
-    # bytes per second from each GPU (row) to each other one (column); empty without two GPUs
-    peer_copies: Sequence[Sequence[float | None]] = field(default=())
+    peer_copies: Sequence[Sequence[float | None]] = field(default=())  # bytes/s from each GPU (row) to each other one
 
     @property
     def measured(self) -> list[Row]:

@@ -100,18 +100,13 @@ class BenchSettings:
     """
 
     collectives: Sequence[str] = ("all_reduce",)  # among `COLLECTIVES`
-    # of messages, as nccl-tests counts them: what all_gather receives and reduce_scatter sends
-    sizes_bytes: Sequence[int]
+    sizes_bytes: Sequence[int]  # as nccl-tests counts: what all_gather receives and reduce_scatter sends
     dtypes: Sequence[str] = ("float32",)  # of elements, among `DTYPES`
     redops: Sequence[str] = ("sum",)  # reductions, among `REDOPS`
-    # "in" for in place and "out" for out of place. A collective that supports one of them uses that.
-    places: Sequence[str] = ("in",)
-    # compressors to measure too, in the form for `lightning_commopt.compressors.compressor_from_config`
-    comm_hooks: Sequence[Any] = ()
-    # "idle", and "compute" for running matrix products on the device or core meanwhile
-    loads: Sequence[str] = ("idle",)
-    # "all" ranks, the ranks of each "node" among themselves, or "across" nodes, one rank of each
-    scopes: Sequence[str] = ("all",)
+    places: Sequence[str] = ("in",)  # "in" and "out" of place, where a collective supports both
+    comm_hooks: Sequence[Any] = ()  # compressors to measure too, for `compressor_from_config`
+    loads: Sequence[str] = ("idle",)  # "idle", and "compute": matrix products run on the device meanwhile
+    scopes: Sequence[str] = ("all",)  # "all" ranks, those of each "node", or one of each node "across" them
     root: int = 0  # of broadcast and reduce
     num_iters: int | None = None  # calls in a repetition; None for as many as last ``block_s``
     num_warmups: int = 2  # calls before the first repetition, after the one that is checked

@@ -37,8 +37,7 @@ class RunRecord:
     chosen: tuple[str, ...] = ()  # for each override, the name in `settings` that it set
     strategy: str | None = None  # class of the Lightning strategy
     device: str | None = None  # of rank 0: the GPU's name, or "cpu"
-    # names in `settings` of the options of the `CommPlan` that differ from their defaults; None without a plan
-    plan: tuple[str, ...] | None = None
+    plan: tuple[str, ...] | None = None  # names in `settings` of the CommPlan's options; None without a plan
     is_lossy: bool | None = None  # the compressor changes gradients; None without a plan
     world_size: int | None = None  # number of ranks that trained
     started_at: str | None = None  # local time with its offset, ISO 8601
@@ -48,10 +47,8 @@ class RunRecord:
     num_timed_steps: int | None = None  # number of steps behind the two rates
     wire_bytes_per_step: float | None = None  # payload that one rank hands to collectives for its gradients
     tuning: dict[str, Any] = field(default_factory=dict)  # what ``plan="auto"`` has found; empty without it
-    # the summary of `CommTimeMonitor`, by its names; empty without one
-    comm_time: dict[str, float] = field(default_factory=dict)
-    # of the rank that needed most: allocated on a GPU, else resident in the process
-    peak_memory_bytes: float | None = None
+    comm_time: dict[str, float] = field(default_factory=dict)  # the summary of `CommTimeMonitor`; empty without
+    peak_memory_bytes: float | None = None  # of the neediest rank: allocated on a GPU, else resident
     num_parameters: int | None = None
     val_loss: float | None = None
     val_accuracy: float | None = None
@@ -131,8 +128,7 @@ class TriedPlan:
 
     plan: str
     predicted_s: tuple[float, float, float] | None  # of a step, and the ends of its interval; None without a prediction
-    # share of a step that it saves, and the ends of its interval; None if it was not timed
-    gain: tuple[float, float, float] | None
+    gain: tuple[float, float, float] | None  # share of a step that it saves, with its interval; None if not timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +138,7 @@ class Stretch:
     plan: str
     first_step: int
     num_steps: int
-    # of each step, on the slowest rank; or means over as many steps each. None where none counts.
-    seconds: Sequence[float | None]
+    seconds: Sequence[float | None]  # of each step or means of several, on the slowest rank; None: not counted
 
     @property
     def end_step(self) -> int:
@@ -165,9 +160,7 @@ class Tuning:
     lost_steps: float  # to searching, in steps with the user's plan
     calibration_lost_steps: float  # the part of them that was lost before the first candidate was tried
     candidates: Sequence[TriedPlan]  # the user's plan, then the others
-    # by name of a compressor that was not allowed, the share of a step that it would save at most
-    not_allowed: Mapping[str, float]
-    # step of the fit, and "drift" or "check" before another search, "rolled back" or "forbidden"
-    events: Sequence[tuple[int, str]]
+    not_allowed: Mapping[str, float]  # compressor to the most that it could save, as a share of a step
+    events: Sequence[tuple[int, str]]  # step of the fit; "drift" or "check", "rolled back" or "forbidden"
     verdict: str  # one or more sentences
     history: Sequence[Stretch]  # all steps up to the last decision, or to as many as are kept
