@@ -117,12 +117,10 @@ class CommOptDDP(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
-        """Registers ``commopt_ddp`` and its variants, so that ``strategy="commopt_ddp_bf16"`` works."""
         register_aliases(strategy_registry, cls)
 
     @property
     def plan(self) -> CommPlan:
-        """How gradients travel at present."""
         return self._plan
 
     @property
@@ -148,7 +146,6 @@ class CommOptDDP(DDPStrategy):
         check_start_method(self._launcher)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Warns of an optimizer that cannot be used on several ranks as it is."""
         if self.world_size > 1:
             warn_of_local_decisions([optimizer])
         return super().setup_optimizer(optimizer)
@@ -246,11 +243,7 @@ class CommOptDDP(DDPStrategy):
 
 
 class _SyncControl(DDPBackwardSyncControl):
-    """Skips gradient sync in backward, but for the first one of a static graph, which DDP needs.
-
-    Args:
-        syncs: of the modules that were set up.
-    """
+    """Skips gradient sync in backward, but for the first one of a static graph, which DDP needs."""
 
     def __init__(self, syncs: ModuleSyncs) -> None:
         self._syncs = syncs

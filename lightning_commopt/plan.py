@@ -161,21 +161,12 @@ class CommPlan:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> CommPlan:
-        """Makes a plan from a mapping of option names to values, as `to_dict` gives it.
-
-        Raises:
-            UnknownOptionError: a name is unknown.
-            OptionError: a value is out of range.
-        """
+        """Makes a plan from a mapping of option names to values, as `to_dict` gives it; raises an OptionError."""
         check_option_names(options, known=plan_options())
         return cls(**options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the options that are set, in types that JSON has.
-
-        Raises:
-            ValueError: the compressor is of a class without a name.
-        """
+        """Returns the options that are set, in types that JSON has; a compressor without a name is a ValueError."""
         options: dict[str, Any] = {name: getattr(self, name) for name in plan_options()}
         if isinstance(self.bucket_cap_mb, tuple):
             options["bucket_cap_mb"] = list(self.bucket_cap_mb)  # kept as a tuple, to compare and hash
@@ -185,11 +176,7 @@ class CommPlan:
 
     @classmethod
     def from_json(cls, text: str) -> CommPlan:
-        """Makes a plan from what `to_json` gave.
-
-        Raises:
-            OptionError: the text is no JSON object, or one that is no plan.
-        """
+        """Makes a plan from what `to_json` gave; raises an OptionError for other text."""
         try:
             options = json.loads(text)
         except json.JSONDecodeError as error:
@@ -199,17 +186,11 @@ class CommPlan:
         return cls.from_dict(options)
 
     def to_json(self) -> str:
-        """Returns the plan as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def load(cls, path: str | Path) -> CommPlan:
-        """Reads a plan from a file that holds what `to_json` gave.
-
-        Raises:
-            OptionError: the file holds no plan; the message names it.
-            OSError: it cannot be read.
-        """
+        """Reads a plan that `save` wrote; raises an OptionError that names a file without one, or an OSError."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:  # UnicodeDecodeError among them
@@ -217,7 +198,6 @@ class CommPlan:
             raise kind(f"{path} holds no plan: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan to a file."""
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     def ddp_kwargs(self) -> dict[str, Any]:
@@ -239,16 +219,7 @@ _SWITCHES = tuple(field.name for field in dataclasses.fields(CommPlan) if field.
 
 
 def check_option_names(options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Checks that every option is known.
-
-    Args:
-        options: names and values from the user.
-        known: the names that there are.
-
-    Raises:
-        UnknownOptionError: an option is not among them.
-        OptionError: an option is one that only a newer torch has.
-    """
+    """Raises an UnknownOptionError for a name that is not ``known``, or an OptionError if a newer torch has it."""
     for name in options:
         if name not in known:
             if name in DDP_OPTION_SINCE:

@@ -158,7 +158,6 @@ class CommTimeMonitor(PhaseCallback):
             self._files = StepFiles(folder, header)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Publishes the last window, for callbacks that run at the end of the validation."""
         super().on_validation_start(trainer, pl_module)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._catch_up(trainer)
@@ -188,7 +187,6 @@ class CommTimeMonitor(PhaseCallback):
             self._group.return_to_pool()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves the steps of this rank, and summarizes without other ranks, which may be gone."""
         try:
             with contextlib.suppress(RuntimeError):  # the device may have failed, and its events with it
                 super().on_exception(trainer, pl_module, exception)

@@ -78,11 +78,6 @@ class CUDAProfilerWindow(Callback):
         self._has_checked = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins anew.
-
-        Raises:
-            MisconfigurationException: a rank does not exist.
-        """
         unknown = [rank for rank in self._ranks or () if rank >= trainer.world_size]
         if unknown:
             raise MisconfigurationException(
@@ -102,18 +97,12 @@ class CUDAProfilerWindow(Callback):
             self._start(trainer, batches_that_stepped(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Starts the profiler if a window begins with the first batch after a resume.
-
-        Raises:
-            MisconfigurationException: a window lies before the step at which training begins.
-        """
         self._check_starts(trainer)
         self._start(trainer, batches_that_stepped(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stops the profiler after the last step of a window, and starts it before the first one of the next."""
         if not self._is_active:
             return
         step = _steps_after_batch(trainer)

@@ -104,11 +104,9 @@ class HangMonitor(PhaseCallback):
             self._num_looks = 0
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ends the watch."""
         self._stop_watching()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Reports the exception to the watchers: other ranks may wait for this one."""
         super().on_exception(trainer, pl_module, exception)
         self._stop_watching(exception)
 

@@ -35,7 +35,6 @@ class PhaseCallback(Callback):
         """A batch has ended; called before the next phase. Several optimizers in one batch make one step."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the gradient sync of Lightning's own strategy observable, if ``setup`` requested it."""
         observe_wrapped(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -78,9 +78,7 @@ class PredictionRecorder:
     def conclude(self, comm_hook: str, files: StepFiles | None) -> list[Forecast]:
         """Returns what other settings would make of a step; empty if the fit has not shown enough.
 
-        Args:
-            comm_hook: name of what has averaged the gradients.
-            files: of the run, for the one that ``commopt predict`` reads; None to write none.
+        ``comm_hook`` is the name of what has averaged the gradients; ``files`` get what ``commopt predict`` reads.
         """
         self.close()
         if self._times is None or not self._steps or (plan := _plan(self._strategy, comm_hook)) is None:

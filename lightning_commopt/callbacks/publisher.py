@@ -77,11 +77,7 @@ class AllRanks:
     def take(self, limit_s: float = 0.0) -> Tensor | None:
         """Returns the gathered matrices, once; None if they have not arrived within ``limit_s`` seconds.
 
-        Returns:
-            ``(world_size, n, num_quantities)`` float64, the rows that all ranks have.
-
-        Raises:
-            RuntimeError: the collective failed.
+        Of shape ``(world_size, n, num_quantities)``, the rows that all ranks have. A collective that failed raises.
         """
         deadline = time.monotonic() + limit_s
         while self._work is not None and not self._work.is_completed():

@@ -47,11 +47,8 @@ def has_collective_hooks() -> bool:
 def listen(group: dist.ProcessGroup, listener: Listener, *, sees_end: bool) -> Callable[[], None]:
     """Notifies ``listener`` of every collective that this process issues on a group, until the result is called.
 
-    Args:
-        group: not kept alive.
-        listener: see `Listener`.
-        sees_end: observe completion too, of operations that have a future; for CPU tensors. One listener that wants it
-            is enough for all of the group.
+    The group is not kept alive. ``sees_end`` observes completion too, of operations that have a future, for CPU
+    tensors; one listener that wants it is enough for all of the group.
     """
     hooks = _HOOKS.get(group)
     if hooks is None:
@@ -62,12 +59,7 @@ def listen(group: dist.ProcessGroup, listener: Listener, *, sees_end: bool) -> C
 
 
 class CollectiveHooks:
-    """Observes every collective that this process issues, until `close`, whoever issues it.
-
-    Args:
-        listener: see `Listener`.
-        sees_end: see `listen`.
-    """
+    """Observes every collective that this process issues, until `close`, whoever issues it; see `listen`."""
 
     def __init__(self, listener: Listener, *, sees_end: bool) -> None:
         self._listener, self._sees_end = listener, sees_end

@@ -99,13 +99,10 @@ def hook_owner(frame: FrameType | None) -> str | None:
 
 
 def waited_in(file: str, function: str, *, is_innermost: bool) -> str | None:
-    """Returns what a function on a thread's stack waits for other ranks in; None if it does not.
+    """Returns what a function in a file on a thread's stack waits for other ranks in; None if it does not.
 
-    Args:
-        file: that defines it.
-        function: its name.
-        is_innermost: whether it has called no other Python function: then waiting for a handle, as in FSDP, counts too,
-            while further out the same file may be around a whole forward.
+    ``is_innermost``: it has called no other Python function. Then waiting for a handle, as in FSDP, counts too, while
+    further out the same file may be around a whole forward.
     """
     if file.endswith(_OWN_WAITS):
         return "a meeting of all ranks"

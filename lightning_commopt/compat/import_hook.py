@@ -24,9 +24,7 @@ AfterImport = Callable[[ModuleType], None]
 def call_after_import(module: str, function: AfterImport) -> None:
     """Calls ``function(module)`` after every import of a module, and now if it has been imported.
 
-    Args:
-        module: full name, such as ``"lightning.pytorch.strategies"``.
-        function: its exceptions are logged: they must not break the user's import.
+    Its exceptions are logged: they must not break the user's import.
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)

@@ -68,9 +68,7 @@ def has_bucket_limits(model: DistributedDataParallel) -> bool:
 def first_bucket_parameters(model: DistributedDataParallel, parameters: list[Tensor]) -> list[list[int]]:
     """Returns the parameters in each bucket of the first backward, which DDP rebuilds after it, of dense gradients.
 
-    Args:
-        model: just wrapped.
-        parameters: that it synchronizes, in its order.
+    The ``model`` was just wrapped and synchronizes ``parameters``, in its order.
     """
     limits, _ = model._bucket_config.compute_bucket_size_limits(
         static_graph=model.static_graph, find_unused_parameters=model.find_unused_parameters

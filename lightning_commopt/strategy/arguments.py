@@ -44,14 +44,10 @@ def document_plan_options(strategy: _Class) -> _Class:
 
 
 def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[str, Any]]:
-    """Checks what a strategy was made with, and makes its plan.
+    """Checks what a strategy was made with, ``locals()`` of its constructor, and makes its plan.
 
-    Args:
-        arguments: ``locals()`` of the constructor; its ``kwargs`` are further keywords for
-            ``DistributedDataParallel``.
-
-    Returns:
-        The plan; and what Lightning's strategy is made with: its own arguments, the plan's and ``kwargs``.
+    Returns the plan, and what Lightning's strategy is made with: its own arguments, the plan's and ``kwargs`` for
+    ``DistributedDataParallel``.
 
     Raises:
         OptionError: an argument has the wrong type or is out of range, see also `CommPlan`; or it is unknown, or given

@@ -25,11 +25,7 @@ _Strategy = TypeVar("_Strategy")
 
 
 def strategy_from_plan(cls: type[_Strategy], plan: CommPlan | str | Path, **kwargs: Any) -> _Strategy:
-    """Makes a strategy from a plan, or from the path of a file that `CommPlan.save` wrote, and its other arguments.
-
-    Raises:
-        OptionError: the file holds no valid plan.
-    """
+    """Makes a strategy from a plan, or from the path of a file that `CommPlan.save` wrote, and its other arguments."""
     plan = plan if isinstance(plan, CommPlan) else CommPlan.load(plan)
     return cls(**{name: getattr(plan, name) for name in plan_options()}, **kwargs)
 
@@ -51,11 +47,8 @@ def plan_of(strategy: object) -> CommPlan | None:
 def join_group(strategy: Any, *, watch: bool = True, nccl: NcclOptions | None = None) -> Generator[None, None, None]:
     """Has a strategy make its process group within: one that fits it, of this attempt of the job alone.
 
-    It trains with its own number of processes then, whatever ran in this process before. With ``watch`` it is reported
-    what the group waits for.
-
-    Raises:
-        MisconfigurationException: the group has more or fewer ranks than the strategy.
+    It trains with its own number of processes then, whatever ran in this process before; a group of another size is an
+    error. With ``watch`` it is reported what the group waits for.
     """
     backend = strategy.process_group_backend
     _prepare_nccl(nccl, backend, strategy.root_device)
@@ -80,12 +73,7 @@ def _check_group(world_size: int, strategy: str) -> None:
 
 
 def refuse_ray(strategy: Any) -> None:
-    """Refuses to train in a worker of Ray Train, which takes subclasses of its own strategies only.
-
-    Raises:
-        MisconfigurationException: the cluster environment is Ray's; or Ray has made a group that the strategy does not
-            fit.
-    """
+    """Refuses to train in a worker of Ray Train, which takes subclasses of its own strategies only."""
     has_environment = any(cls.__module__.startswith("ray.train.") for cls in type(strategy.cluster_environment).__mro__)
     is_worker = "ray.train" in sys.modules and dist.is_available() and dist.is_initialized()
     if has_environment or (is_worker and dist.get_world_size() != strategy.num_nodes * strategy.num_processes):
@@ -96,11 +84,7 @@ def refuse_ray(strategy: Any) -> None:
 
 
 def check_start_method(launcher: Any) -> None:
-    """Refuses a launcher that cannot start processes from a notebook, before Lightning does and names its own DDP.
-
-    Raises:
-        MisconfigurationException: this is a notebook, and the launcher is none for it.
-    """
+    """Refuses a launcher that cannot start processes from a notebook, before Lightning does and names its own DDP."""
     if is_interactive() and launcher is not None and not launcher.is_interactive_compatible:
         raise MisconfigurationException(
             "CommOptDDP cannot start its processes in a notebook or an interactive interpreter with this start_method:"

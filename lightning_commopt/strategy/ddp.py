@@ -134,7 +134,6 @@ class CommOptStrategy(_DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers ``commopt_ddp`` and its variants, so that ``strategy="commopt_ddp_bf16"`` works."""
         register_aliases(strategy_registry, cls)
 
     accelerator = moving_accelerator
@@ -166,19 +165,16 @@ class CommOptStrategy(_DDPStrategy):
         base.check_start_method(self._launcher)
 
     def setup_distributed(self) -> None:
-        """Joins the process group, with NCCL's variables set; see `join_group`."""
         with base.join_group(self, watch=self._watch, nccl=self._nccl):
             super().setup_distributed()
 
     def setup_environment(self) -> None:
-        """Joins the process group, and guards a fit against ranks that do not come."""
         super().setup_environment()
         self._fit_watch = fit.watch_fit(self) if self._watch else None
         self._sigterm_check = fit.check_sigterm(self, self._sigterm_every_n_steps)
         self.auto_plan.start_fit(is_fit=fit.is_fit(self))
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Makes the optimizers, and warns of those that cannot be used on several ranks as they are."""
         super().setup_optimizers(trainer)
         if self.world_size > 1:
             base.warn_of_local_decisions(self.optimizers)
@@ -199,7 +195,6 @@ class CommOptStrategy(_DDPStrategy):
         self.gradient_sync.attach(self.model, timeout=self._timeout, ranks_per_node=self.num_processes)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Refuses a backward that DDP cannot follow; see `check_backward`."""
         super().pre_backward(closure_loss)
         if (trainable := self.gradient_sync.trainable) is not None:
             assert self.lightning_module is not None

@@ -116,7 +116,6 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Joins the process group, and replaces Lightning's check for SIGTERM if an option asks for that."""
         if (self.sharded_sync or self._gathered) and self._data_parallel_size == self._tensor_parallel_size == "auto":
             self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
@@ -213,7 +212,6 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Gives FSDP2's own reduce-scatter and Lightning's check for SIGTERM back."""
         for comm_objects in (self.sharded_sync, self._gathered):
             if comm_objects is not None:
                 comm_objects.detach()
@@ -224,11 +222,7 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
 
 
 def sharded_sync(comm_hook: Any) -> ShardedSync | None:
-    """Returns what compresses reduce-scatters as an option asks for; None if that is not to compress.
-
-    Raises:
-        OptionError: the option is out of range, or this torch has no comm objects.
-    """
+    """Returns what compresses reduce-scatters, None without compression; raises an OptionError for a wrong option."""
     try:
         compressor = sharded_from_config(comm_hook)
     except (ValueError, TypeError) as error:
@@ -240,11 +234,7 @@ def sharded_sync(comm_hook: Any) -> ShardedSync | None:
 
 
 def fsdp_options(separate_group: bool, max_input_buffers: int | None) -> dict[str, Any]:
-    """Returns what is to be set on each unit, by the name of the method of ``FSDPModule``.
-
-    Raises:
-        OptionError: this torch has no such method.
-    """
+    """Returns what is to be set on each unit, by the method of ``FSDPModule``, which this torch must have."""
     given = {"separate_reduce_scatter_group": separate_group, "reduce_scatter_max_input_buffers": max_input_buffers}
     options = {f"set_{name}": value for name, value in given.items() if value not in (None, False)}
     for setter in options:

@@ -31,13 +31,9 @@ _NAMES_IN_MESSAGE = 8
 def gather_state(
     state: CommState | None, *, is_in_batch: bool, world_size: int, timeout: timedelta, device: torch.device
 ) -> dict[str, Any] | None:
-    """Gathers all ranks' states for a checkpoint. All ranks should call it.
+    """Gathers all ranks' states for a checkpoint, on rank 0, which writes it. All ranks should call it.
 
-    If an exception or a signal keeps some ranks from calling it between two batches, it warns and gathers nothing.
-    Without a state, ``state`` is None.
-
-    Returns:
-        The states on rank 0, which writes the checkpoint; None on the others.
+    If an exception or a signal keeps some ranks from calling it between two batches, it warns and returns None.
     """
     if state is None or state.is_common or world_size == 1:
         parts = [] if state is None or state.is_common else [to_plain(state.on_cpu())]
@@ -65,11 +61,7 @@ def read_state(saved: Any, rank: int, world_size: int, compressor: Compressor | 
 
 
 def usable_state(state: CommState, compressor: Compressor | None, module: Module) -> CommState:
-    """Returns the state that all ranks can resume from. All ranks must call it.
-
-    Returns:
-        Only residuals, unless the states fit the compressor and the model on every rank.
-    """
+    """Returns the state that all ranks can resume from: of states that do not fit everywhere, the residuals only."""
     buckets, obstacle = {}, None
     try:
         if compressor is not None:
@@ -84,10 +76,7 @@ def usable_state(state: CommState, compressor: Compressor | None, module: Module
 
 
 def _agree(num_syncs: int, obstacle: str | None, buckets: list[int]) -> tuple[bool, int]:
-    """Returns whether all ranks can use their states, and the number of gradient syncs.
-
-    With states that do not fit together they would issue different collectives.
-    """
+    """Returns whether all ranks can use their states, which must fit together, and the number of gradient syncs."""
     mine = (num_syncs, obstacle is None, buckets)
     everyone = [mine]
     if dist.is_initialized():

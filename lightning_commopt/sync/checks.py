@@ -63,11 +63,7 @@ def check_backward(trainable: Trainable, module: LightningModule, is_static: boo
 
 
 def check_plans_agree(plan: CommPlan) -> None:
-    """Compares the ranks' plans; all ranks must call it.
-
-    Raises:
-        OptionError: they differ.
-    """
+    """Raises an OptionError if the ranks' plans differ; all ranks must call it."""
     plans: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(plans, {name: _describe(getattr(plan, name)) for name in plan_options()})
     for name in plan_options():

@@ -141,8 +141,7 @@ class SideStreams(Executor):
     def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
         """Enqueues a task after the work that the current stream had when the futures were made.
 
-        Raises:
-            Exception: raised by this task or an earlier one.
+        Raises what this task or an earlier one has raised.
         """
         with torch.cuda.stream(self._streams[lane % len(self._streams)]):
             self._run(task, futures)  # completing a future records the stream for those that wait

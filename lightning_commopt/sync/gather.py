@@ -28,11 +28,7 @@ class _Spec:
 
 
 def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
-    """Returns a copy of nested dicts and lists, with ``fn`` applied to every tensor.
-
-    Raises:
-        TypeError: it holds something else than tensors, numbers, strings and None.
-    """
+    """Returns a copy of nested dicts and lists, with ``fn`` applied to every tensor; other objects are a TypeError."""
     if isinstance(value, Tensor | _Spec):
         return fn(value)
     if isinstance(value, dict):

@@ -69,11 +69,7 @@ class GradientSync:
         self._of_last_fit: CommState | None = None
 
     def check_plan(self, plan: CommPlan) -> None:
-        """Checks that a plan leaves DDP with one hook and, while attached, that it fits the ranks and the device.
-
-        Raises:
-            OptionError: it has a compressor, and there is a ``ddp_comm_hook`` too; or see `place_compressor`.
-        """
+        """Raises an OptionError if DDP would have two hooks, or while attached, as `place_compressor` does."""
         if plan.comm_hook is None:
             return
         if self._torch_hook is not None:
@@ -83,7 +79,6 @@ class GradientSync:
 
     @property
     def model(self) -> DistributedDataParallel | None:
-        """The wrapper that it is attached to."""
         return None if self._model_ref is None else self._model_ref()
 
     @property
@@ -129,9 +124,8 @@ class GradientSync:
     def end_backward(self, *, ends_static_graph: bool) -> None:
         """Counts a backward, if it was synchronized.
 
-        Args:
-            ends_static_graph: end the first backward of a static graph, as under manual optimization neither DDP nor
-                Lightning does.
+        With ``ends_static_graph`` it ends the first backward of a static graph, as under manual optimization neither
+        DDP nor Lightning does.
         """
         model = self.model
         if model is None or not model.require_backward_grad_sync:
@@ -145,11 +139,9 @@ class GradientSync:
             self._earlier_bytes += self._gradient_bytes
 
     def change_plan(self, plan: CommPlan, wrap: Callable[[Module], None]) -> None:
-        """Switches to another plan. All ranks must call it, between two batches.
+        """Switches to a plan that is the same on all ranks, which must call it between two batches.
 
-        Args:
-            plan: the same on all ranks; see `check_plans_agree`.
-            wrap: wraps a module again, and calls `attach`.
+        ``wrap`` wraps a module again, and calls `attach`.
         """
         self.plan = plan
         if self.model is not None:

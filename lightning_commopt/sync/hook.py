@@ -39,9 +39,6 @@ class BucketHook:
         step: number of earlier gradient syncs.
         observers: notified of every bucket.
         groups: of ``channel``, if they were borrowed for this hook.
-
-    Attributes:
-        lost: parameters whose residuals `close` had to drop.
     """
 
     def __init__(
@@ -108,11 +105,8 @@ class BucketHook:
     def resume(self, buckets: BucketStates, residuals: dict[str, Tensor], step: int) -> None:
         """Continues where another hook was. Between two backwards only; all ranks must call it.
 
-        Args:
-            buckets: this rank's states of the same compressor. They are used in the buckets that they were made for,
-                even while DDP still has others.
-            residuals: by parameter name, those that are not in ``buckets``.
-            step: number of earlier gradient syncs.
+        ``buckets`` are this rank's states of the same compressor, used in the buckets that they were made for even
+        while DDP still has others; ``residuals`` are those that are not in them.
         """
         self._states, self._residuals, self._step = dict(buckets), dict(residuals), step
         self._protect_states()
@@ -128,9 +122,8 @@ class BucketHook:
     def close(self) -> dict[str, Tensor]:
         """Ends the executor, drops all states, and returns borrowed groups unless ranks may be out of step.
 
-        Returns:
-            This rank's residuals, by parameter name. After a failure without those of buckets whose gradient sync did
-            not end, as they may be half updated.
+        Returns this rank's residuals by parameter name; after a failure without those of buckets whose gradient sync
+        did not end, as they may be half updated.
         """
         if self._executor.close() and self._groups is not None:
             self._groups.return_to_pool()

@@ -173,14 +173,10 @@ class ModuleSyncs:
         return {name: saved for name, saved in gathered.items() if saved is not None}
 
     def restore(self, saved: Any, modules: Mapping[str, Any], *, rank: int, world_size: int, plan: CommPlan) -> None:
-        """Resumes from the states of a checkpoint, at once or when a module is set up. All ranks must call it.
+        """Resumes from what `gather` saved, at once or when a module is set up. All ranks must call it.
 
-        Args:
-            saved: from `gather`; None if the checkpoint has no state.
-            modules: to load, by their names in the checkpoint; other objects are ignored.
-            rank: this rank.
-            world_size: number of ranks now.
-            plan: of modules that are not set up yet.
+        ``saved`` is None if the checkpoint has no state; ``modules`` are what is loaded, by their names in the
+        checkpoint; ``plan`` is that of modules that are not set up yet.
         """
         states = saved if isinstance(saved, Mapping) else {}
         loaded = {name: module for name, module in modules.items() if isinstance(module, Module)}

@@ -103,11 +103,7 @@ class ShardedSync:
         return {unit.name: saved for unit in self.units if (saved := unit.save()) is not None}
 
     def restore(self, saved: SavedUnits) -> None:
-        """Continues from what `state` has returned on this rank, before the first backward.
-
-        Raises:
-            CheckpointError: it is of other parameters, or of a compressor with another state.
-        """
+        """Continues from what `state` has returned on this rank, before the first backward."""
         for unit in self.units:
             if unit.name in saved:
                 unit.restore(saved[unit.name])
@@ -164,8 +160,7 @@ def check_available(option: str = "comm_hook") -> None:
 def sharded_units(model: Module) -> list[tuple[tuple[FSDPModule, ...], list[Column]]]:
     """Returns the units of a model that have several shards: their modules and parameters.
 
-    Raises:
-        OptionError: torch is too old, or a unit is sharded in a way that is not supported here.
+    Raises an OptionError if torch is too old, or a unit is sharded in a way that is not supported here.
     """
     check_available()
     names = {module: name for name, module in model.named_modules()}

@@ -50,12 +50,7 @@ def save_in_directory(sync: ShardedSync, directory: Path) -> None:
 
 
 def gather_in_file(sync: ShardedSync, device: torch.device) -> list[RankState] | None:
-    """Returns the states of all ranks on rank 0, None on the others. All ranks must call it.
-
-    Args:
-        sync: of this rank.
-        device: whose tensors the default group can gather, if not those of the CPU.
-    """
+    """Returns the states of all ranks on rank 0, None on the others. All ranks must call it."""
     return gather_on_rank_0(rank_state(sync), torch.device("cpu") if "cpu" in backends_of() else device)
 
 
@@ -63,12 +58,8 @@ def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
     """Continues from a checkpoint, before the first backward. All ranks must call it.
 
     With as many ranks each gets its state. With more or fewer, or another compressor, each gets the mean of all ranks'
-    residuals, so that what is still to be sent of the mean gradient stays the same.
-
-    Args:
-        sync: attached to the model.
-        saved: from `describe`; in a file with ``ranks`` of `gather_in_file`.
-        directory: of the checkpoint, None if it is a file.
+    residuals, so that what is still to be sent of the mean gradient stays the same. ``saved`` is from `describe`, in a
+    file with ``ranks`` of `gather_in_file`; ``directory`` is that of the checkpoint, None if it is a file.
     """
     try:
         if not isinstance(saved, Mapping) or "sharded" not in saved or saved.get("version") != _VERSION:

@@ -35,15 +35,10 @@ class GatheredParameters:
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes of parameters that this rank has handed to all-gathers; see `Channel.bytes_sent`."""
         return self._channels.bytes_sent
 
     def attach(self, model: Module) -> None:
-        """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it.
-
-        Raises:
-            OptionError: torch is too old, or a unit is sharded in a way that is not supported here.
-        """
+        """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it."""
         for modules, columns in sharded_units(model):
             comm = UnitAllGather(self._channels, columns)
             modules[0].set_custom_all_gather(comm)  # type: ignore[arg-type]  # duck typing
@@ -71,15 +66,9 @@ class _PlainAllGather(CommObject):
 class UnitAllGather(_PlainAllGather):
     """The comm object of one unit: what ``set_custom_all_gather`` takes.
 
-    Forward and backward then use parameters that were rounded to int8 in blocks of 128 with one scale each, the same
-    on all ranks; the optimizer goes on with those that were not. Parameters of one dimension travel as they are.
-
-    Args:
-        channels: of the model.
-        columns: the parameters of the unit, in the order in which FSDP2 lays them out.
-
-    Attributes:
-        device: of the parameters.
+    Forward and backward then use parameters that were rounded to int8 in blocks of 128 with one scale each, the same on
+    all ranks; the optimizer goes on with those that were not. Parameters of one dimension travel as they are. The
+    ``columns`` are the unit's parameters in the order in which FSDP2 lays them out.
 
     Source: quantized weights as in Wang et al., ZeRO++ (arXiv:2306.10209), who have a second copy within each node.
     """

@@ -36,7 +36,6 @@ class Channels:
 
     @property
     def bytes_sent(self) -> int:
-        """See `Channel.bytes_sent`."""
         return sum(channel.bytes_sent for channel in self._of_groups.values())
 
     def of(self, group: dist.ProcessGroup) -> Channel:
@@ -67,8 +66,7 @@ class Overlap:
     def submit(self, task: Callable[[Channel], None], output: Tensor, group: dist.ProcessGroup) -> None:
         """Starts a task that fills ``output`` before this backward ends; waits until few enough are under way.
 
-        Raises:
-            Exception: raised by an earlier task.
+        Raises what an earlier task has raised, as `wait` does.
         """
 
         def run() -> None:
@@ -86,11 +84,6 @@ class Overlap:
             self._under_way.popleft().future.wait()
 
     def wait(self) -> None:
-        """Waits until all outputs are filled.
-
-        Raises:
-            Exception: raised by a task.
-        """
         while self._under_way:
             self._under_way.popleft().future.wait()
 

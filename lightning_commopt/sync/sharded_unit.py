@@ -246,15 +246,9 @@ def _reduce_scatter(
     state: State,
     channel: Channel,
 ) -> None:
-    """Averages this rank's row over all ranks.
+    """Averages this rank's row of ``rows`` ``(W, columns)`` over all ranks into ``output`` ``(columns,)``.
 
-    Args:
-        rows: ``(W, columns)``.
-        output: ``(columns,)``.
-        runs: adjacent columns that are treated alike: how many, and whether they are compressed.
-        compressor: of these.
-        state: of the compressor.
-        channel: collectives over the ranks.
+    ``runs`` are adjacent columns that are treated alike: how many, and whether ``compressor`` takes them.
     """
     widths, lanes = [width for width, _ in runs], channel.lanes()
     parts = list(zip(rows.split(widths, 1), output.split(widths), [yes for _, yes in runs], strict=True))

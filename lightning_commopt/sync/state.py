@@ -55,11 +55,7 @@ class CommState:
         return replace(self, buckets=buckets, residuals=map_tensors(torch.Tensor.cpu, self.residuals))
 
     def all_residuals(self) -> dict[str, Tensor]:
-        """Returns this rank's residuals, by parameter name.
-
-        Raises:
-            CheckpointError: the states are not as the compressor makes them.
-        """
+        """Returns this rank's residuals, by parameter name; raises a CheckpointError if the states are damaged."""
         with _as_checkpoint_error():
             return residuals_by_name(self.compressor, self.buckets, self.residuals)
 
@@ -100,16 +96,10 @@ def to_checkpoint(compressor: Compressor | None, num_syncs: int, ranks: list[Any
 
 
 def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compressor | None) -> CommState:
-    """Returns one rank's state in a checkpoint.
+    """Returns one rank's state in a checkpoint, ``saved`` by `to_checkpoint`.
 
     If the number of ranks has changed: the mean of the old ranks' residuals, so that the mean over the new ones is the
-    same, and no states, which belong to a rank.
-
-    Args:
-        saved: from `to_checkpoint`.
-        rank: this rank.
-        world_size: number of ranks now.
-        compressor: the one in use now, which is recognised even if its class has no name in configurations.
+    same, and no states, which belong to a rank. The ``compressor`` in use is recognised even if its class has no name.
 
     Raises:
         CheckpointError: ``saved`` is damaged, from a later version, or of a compressor that is not known.
@@ -134,11 +124,7 @@ def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compress
 
 
 def adopt_states(state: CommState, compressor: Compressor, module: Module) -> BucketStates:
-    """Returns saved states on the device of the parameters, if the compressor can use them.
-
-    Raises:
-        CheckpointError: they are of another compressor, of other parameters, or not as this version makes them.
-    """
+    """Returns saved states on the device of the parameters; a CheckpointError if the compressor cannot use them."""
     if state.compressor is None:
         return {}
     if state.compressor != compressor:

@@ -56,11 +56,7 @@ class Agreement:
             self.name = self._token
 
     def advance(self) -> bool:
-        """Answers the ranks that have asked, or looks for the answer; returns whether no rank is missing.
-
-        Raises:
-            RuntimeError: the store cannot be reached any more.
-        """
+        """Answers the ranks that have asked, or looks for the answer; returns whether no rank is missing."""
         if self._rank == 0:
             for rank in [*self.missing]:
                 self._answer(rank)
@@ -71,11 +67,7 @@ class Agreement:
         return not self.missing
 
     def wait(self, timeout_s: float) -> str:
-        """Waits until no rank is missing, and returns the name.
-
-        Raises:
-            TimeoutError: ranks are still missing.
-        """
+        """Waits until no rank is missing, and returns the name; raises a TimeoutError if some still are."""
         if not poll(self.advance, timeout_s):
             who = "rank 0" if self._rank else f"ranks {sorted(self.missing)}"
             raise TimeoutError(f"Rank {self._rank} waited {timeout_s:g} s for {who} to join the process group.")
@@ -107,21 +99,13 @@ def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def key_space(name: str) -> dist.Store:
-    """Returns an unused part of the default group's store. All ranks must call it equally often for each name.
-
-    Raises:
-        TimeoutError: a rank did not call it.
-    """
+    """Returns an unused part of the default group's store. All ranks must call it equally often for each name."""
     number = next(_numbers.setdefault(default_group(), {}).setdefault(name, itertools.count()))
     return dist.PrefixStore(f"{name}/{number}", prepare_key_spaces())
 
 
 def prepare_key_spaces() -> dist.Store:
-    """Agrees on what `key_space` needs, so that it does not wait for other ranks later. All ranks must call it.
-
-    Raises:
-        TimeoutError: a rank did not call it.
-    """
+    """Agrees on what `key_space` needs. All ranks must call it; a TimeoutError names those that did not."""
     group = default_group()
     if group not in _roots:
         # Who made the group, and whether its store is new, cannot be known.

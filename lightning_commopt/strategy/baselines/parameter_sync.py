@@ -49,11 +49,7 @@ class ParameterSync(ABC):
 
     @abstractmethod
     def around_backward(self) -> AbstractContextManager[None]:
-        """Returns a context manager for one backward; when it has been left, the gradients are averages.
-
-        Raises:
-            MisconfigurationException: a parameter has no gradient, or a sparse one.
-        """
+        """Returns a context manager for one backward; when it has been left, the gradients are averages."""
 
     def close(self) -> None:  # noqa: B027 - those that hold none have nothing to do
         """Releases the parameters."""
@@ -81,7 +77,6 @@ class AfterBackward(ParameterSync):
 
     @contextmanager
     def around_backward(self) -> Generator[None, None, None]:
-        """Returns a context manager for one backward; see `ParameterSync`."""
         yield
         active = self._active()
         _refuse_missing([self._named[i].name for i in active if self._named[i].parameter.grad is None])
@@ -115,7 +110,6 @@ class WhileBackwardRuns(ParameterSync):
 
     @contextmanager
     def around_backward(self) -> Generator[None, None, None]:
-        """Returns a context manager for one backward; see `ParameterSync`."""
         active = self._active()
         for index in active:
             if index not in self._handles:
@@ -135,7 +129,6 @@ class WhileBackwardRuns(ParameterSync):
             self._orders[active] = self._order_of_rank_0(list(backward.landed))
 
     def close(self) -> None:
-        """Releases the parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -190,11 +183,7 @@ class _Backward:
 
 
 def _values(named: _Named) -> Tensor:
-    """Returns a parameter's gradient as a tensor that shares its memory and that a collective takes.
-
-    Raises:
-        MisconfigurationException: the gradient is sparse.
-    """
+    """Returns a parameter's gradient as a tensor that shares its memory and that a collective takes."""
     gradient = named.parameter.grad
     assert gradient is not None
     if gradient.layout != torch.strided:
@@ -213,11 +202,7 @@ def _values(named: _Named) -> Tensor:
 
 
 def _refuse_missing(names: Sequence[str]) -> None:
-    """Refuses a backward that has left parameters without a gradient.
-
-    Raises:
-        MisconfigurationException: there are names.
-    """
+    """Refuses a backward that has left parameters without a gradient."""
     if names:
         raise MisconfigurationException(
             f"backward gave no gradient to {list_some(names, _NAMES_IN_MESSAGE)}: these parameters were not"

@@ -82,7 +82,6 @@ class ParameterwiseDP(DDPStrategy):
         configure_multirun_launcher(self)
 
     def setup_distributed(self) -> None:
-        """Joins the process group; see `join_group`."""
         with join_group(self):
             super().setup_distributed()
 
@@ -100,12 +99,10 @@ class ParameterwiseDP(DDPStrategy):
         self._has_buffers = self._buffers_are_due = any(name not in ignored for name, _ in module.named_buffers())
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Runs the step, with rank 0's buffers."""
         self._send_buffers()
         return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Runs the step, with rank 0's buffers if it is within a fit."""
         self._send_buffers()
         return super().validation_step(*args, **kwargs)
 
@@ -121,11 +118,7 @@ class ParameterwiseDP(DDPStrategy):
         broadcast_coalesced(_all_ranks(), buffers, _BROADCAST_BYTES, 0)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs backward; when the hooks for its end are called, the gradients are averages.
-
-        Raises:
-            MisconfigurationException: a parameter has no gradient, or a sparse one.
-        """
+        """Runs backward; when the hooks for its end are called, the gradients are averages."""
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
@@ -141,7 +134,6 @@ class ParameterwiseDP(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Blocks gradient sync in backward."""
         was_blocked, self._is_blocked = self._is_blocked, True
         try:
             yield
@@ -149,7 +141,6 @@ class ParameterwiseDP(DDPStrategy):
             self._is_blocked = was_blocked
 
     def teardown(self) -> None:
-        """Releases the parameters."""
         try:
             super().teardown()
         finally:
