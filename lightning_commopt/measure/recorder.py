@@ -212,7 +212,9 @@ def _spans(
 ) -> tuple[Collective, ...]:
     """Returns collectives in seconds. One without an end has blocked its thread until the next event."""
     starts_s = [None if one.started is None else seconds(one.started) for one in issued]
-    events_s = sorted([*boundaries_s, *(at_s for at_s in starts_s if at_s is not None)])
+    events_s: list[float] = []
+    if any(one.ended is None for one in issued):
+        events_s = sorted([*boundaries_s, *(at_s for at_s in starts_s if at_s is not None)])
     collectives = []
     for one, start_s in zip(issued, starts_s, strict=True):
         end_s = None if one.ended is None else seconds(one.ended)
