@@ -40,11 +40,9 @@ LOGGED_BY_DEFAULT = (
 
 
 class AllRanks:
-    """Gathers matrices of one shape from all ranks, one after another, without stopping any of them.
+    """Gathers matrices ``(num_steps, num_quantities)`` from all ranks, without stopping any of them.
 
-    Args:
-        group: of the ranks, over CPU; None for a single rank.
-        shape: ``(num_steps, num_quantities)`` of a matrix.
+    The ``group`` of the ranks is over CPU; None for a single rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, shape: tuple[int, int]) -> None:
@@ -59,11 +57,7 @@ class AllRanks:
         return not self._gathered
 
     def send(self, rows: Tensor) -> None:
-        """Starts to gather; all ranks must call it, at any time.
-
-        Args:
-            rows: ``(n, num_quantities)`` float64; with fewer rows than the shape has, the last ones count as missing.
-        """
+        """Starts to gather ``rows`` ``(n, num_quantities)``, missing ones as NaN; all ranks must, at any time."""
         assert self.is_free
         matrix = torch.full(self._shape, torch.nan, dtype=torch.float64, device="cpu")
         matrix[: len(rows)] = rows.reshape(-1, self._shape[1])
@@ -141,9 +135,7 @@ def borrow_gathering_group() -> BorrowedGroups | None:
 class MetricPublisher:
     """Publishes metrics under ``comm_time/``.
 
-    Args:
-        publishes_all: publish every metric, else those in `LOGGED_BY_DEFAULT`.
-        is_shared: whether all ranks have the same metrics; callbacks get no others.
+    With ``publishes_all`` every metric, else those in `LOGGED_BY_DEFAULT`. Callbacks get those that all ranks share.
     """
 
     def __init__(self, *, publishes_all: bool, is_shared: bool) -> None:

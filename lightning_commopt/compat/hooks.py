@@ -36,18 +36,13 @@ _OWN_WAITS = ("/lightning_commopt/watch/epoch_ends.py", "/lightning_commopt/sync
 
 
 class Activity(NamedTuple):
-    """What the training thread does within Lightning.
+    """What the training thread does within Lightning."""
 
-    Attributes:
-        kind: "hook", "data", "checkpoint"; "SIGTERM" for the handler of that signal, in which Lightning 2.6 waits
-            for the other ranks; "SIGTERM broadcast" for what it does before every batch.
-        owner: "callback", "module", "datamodule" or "logger" of a hook.
-        hook: its name.
-    """
-
+    # "hook", "data", "checkpoint"; "SIGTERM" for the handler of that signal, in which Lightning 2.6 waits for the other
+    # ranks; "SIGTERM broadcast" for what it does before every batch
     kind: str
-    owner: str = ""
-    hook: str = ""
+    owner: str = ""  # of a hook: "callback", "module", "datamodule" or "logger"
+    hook: str = ""  # its name
 
 
 def activity_of(frames: Sequence[tuple[str, str]]) -> Activity | None:

@@ -83,9 +83,7 @@ class LoopEvents:
 def wrap_method(owner: Any, name: str, around: Callable[..., None]) -> Callable[[], None]:
     """Makes one object call ``around(method, *args)`` instead of a method; returns a function that undoes it.
 
-    Keywords are passed on.
-
-    A method may be wrapped several times, the last outermost, and unwrapped in any order.
+    A method may be wrapped several times, the last outermost, and unwrapped in any order. Keywords are passed on.
     """
     own = vars(owner).get(name)
     chain = own if isinstance(own, _Wrapped) else _Wrapped(getattr(owner, name))
@@ -169,13 +167,7 @@ def _set_length(trainer: Any, number: int) -> None:
 
 
 class RepeatedLoader:
-    """A dataloader that starts over until there are enough batches, and otherwise delegates to another one.
-
-    Args:
-        loader: has a length.
-        num_own: number of its batches before it starts over.
-        number: of batches in all.
-    """
+    """A dataloader with a length that starts over after ``num_own`` batches until there are ``number``."""
 
     def __init__(self, loader: Any, num_own: int, number: int) -> None:
         self._loader, self._num_own, self._number = loader, num_own, number

@@ -33,12 +33,7 @@ def around_broadcasts(trainer: Any, around: Callable[[Callable[[], None]], None]
 
 
 def report_lost_broadcasts(trainer: Any, report: Callable[[Exception], None]) -> Callable[[], None]:
-    """Reports exceptions of that broadcast, which Lightning ignores; returns a function that ends this.
-
-    Args:
-        trainer: in a fit.
-        report: called with the exception, for example of a timeout, before Lightning catches it.
-    """
+    """Reports exceptions of that broadcast, such as a timeout, which Lightning ignores; returns what ends this."""
 
     def around(inner: Callable[[], None]) -> None:
         broadcast = dist.broadcast
@@ -63,11 +58,7 @@ class SigtermCheck:
     """Makes the ranks agree on SIGTERM before every n-th optimizer step and at the end of an epoch, until `close`.
 
     The signal only sets a flag. When any rank has received it, all ranks raise Lightning's ``SIGTERMException`` before
-    the same batch. All ranks must make it, for the same fit.
-
-    Args:
-        trainer: about to fit on several ranks, with a Lightning that `broadcasts_sigterm`.
-        every_n_steps: optimizer steps.
+    the same batch. All ranks must make it, for the same fit, with a Lightning that `broadcasts_sigterm`.
     """
 
     def __init__(self, trainer: Any, every_n_steps: int) -> None:

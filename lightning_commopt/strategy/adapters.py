@@ -35,11 +35,7 @@ def adapter_in_use(name: str) -> Any:
 
 
 def move_to_package_of(accelerator: object, strategy: Any) -> None:
-    """Makes a strategy of ours that for the Trainer of another package, if the accelerator of such a one is set in it.
-
-    Raises:
-        MisconfigurationException: it is of a class that is derived from another package's strategy of ours.
-    """
+    """Makes a strategy of ours that for the package of an accelerator that is set in it."""
     package, own = package_of(accelerator), package_of(strategy)
     if package == own:
         return

@@ -82,11 +82,7 @@ def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Checks those arguments of a strategy that are no options of a plan; others may be among them.
-
-    Raises:
-        OptionError: a value has the wrong type or is out of range, or two exclude each other.
-    """
+    """Raises an OptionError for a wrong argument of a strategy, among those that are no options of a plan."""
     for name, (is_allowed, allowed) in _ALLOWED.items():
         value = arguments.get(name)
         if name in arguments and not is_allowed(value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,22 +54,18 @@ def join_group(strategy: Any, *, watch: bool = True, nccl: NcclOptions | None = 
     _prepare_nccl(nccl, backend, strategy.root_device)
     with watch_joining(strategy, backend) if watch else nullcontext() as watched, fresh_default_store():
         yield
-        _check_group(strategy.world_size, type(strategy).__name__)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() != strategy.world_size:
+            raise MisconfigurationException(
+                f"{type(strategy).__name__} was made for {strategy.world_size} processes, but the process group that"
+                f" exists has {dist.get_world_size()}. Probably an earlier training run in this process left it behind:"
+                " call torch.distributed.destroy_process_group() and remove LOCAL_RANK and WORLD_SIZE from the"
+                " environment after each run, or start every run in a process of its own (commopt-train does)."
+            )
         if watched is not None:
             watched.note_joined()
         if strategy.world_size > 1 and dist.is_initialized():
             prepare_key_spaces()  # waits for all ranks, so that this one reports and answers until all have joined
     let_gloo_finish_at_exit()
-
-
-def _check_group(world_size: int, strategy: str) -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() != world_size:
-        raise MisconfigurationException(
-            f"{strategy} was made for {world_size} processes, but the process group that exists has"
-            f" {dist.get_world_size()}. Probably an earlier training run in this process left it behind: call"
-            " torch.distributed.destroy_process_group() and remove LOCAL_RANK and WORLD_SIZE from the environment"
-            " after each run, or start every run in a process of its own (commopt-train does)."
-        )
 
 
 def refuse_ray(strategy: Any) -> None:
@@ -96,17 +92,15 @@ def check_start_method(launcher: Any) -> None:
 def warn_of_local_decisions(optimizers: Iterable[Any]) -> None:
     """Warns of LBFGS where it decides by this rank's loss how often it calls its closure, which holds a backward."""
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS) and any(map(_looks_at_loss, optimizer.param_groups)):
+        if isinstance(optimizer, torch.optim.LBFGS) and any(
+            group["line_search_fn"] is not None or group["tolerance_change"] > 0 for group in optimizer.param_groups
+        ):
             warn_once(
                 "LBFGS decides by the loss, which differs between ranks, how often it evaluates its closure: a rank"
                 " that evaluates it once more waits for the others in gradient sync until the timeout. Use"
                 " LBFGS(line_search_fn=None, tolerance_change=0), which decides by the gradients only, or return a"
                 " loss of the same value on all ranks: mean + (loss - loss.detach()), with the all-reduced mean."
             )
-
-
-def _looks_at_loss(group: Mapping[str, Any]) -> bool:
-    return group["line_search_fn"] is not None or group["tolerance_change"] > 0
 
 
 def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch.device) -> None:

@@ -105,11 +105,7 @@ class Bucket:
 
 
 class Relayout:
-    """Holds those of DDP's buckets that differ from the checkpoint's until the last one is ready.
-
-    Args:
-        saved: names and layouts of the checkpoint's buckets, by index.
-    """
+    """Holds those of DDP's buckets that differ from the ``saved`` ones, by index, until the last one is ready."""
 
     def __init__(self, saved: dict[int, tuple[tuple[str, ...], Layout]]) -> None:
         self._saved = saved
@@ -157,15 +153,11 @@ class Relayout:
 
 @dataclass(frozen=True)
 class HeldBuckets:
-    """DDP's buckets of one backward whose layout differs from the checkpoint's, and their futures.
-
-    Attributes:
-        saved: names and layouts of the checkpoint's buckets for the same gradients, by index; empty if the gradients
-            differ.
-    """
+    """DDP's buckets of one backward whose layout differs from the checkpoint's, and their futures."""
 
     buckets: list[Bucket]
     futures: list[BucketFuture]
+    # names and layouts of the checkpoint's buckets for the same gradients, by index; empty if the gradients differ
     saved: dict[int, tuple[tuple[str, ...], Layout]]
 
     def has_gradients_of(self, saved: dict[int, tuple[tuple[str, ...], Layout]]) -> bool:

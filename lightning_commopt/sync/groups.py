@@ -20,17 +20,11 @@ _GLOO_EXIT_S = 0.05
 
 @dataclass(eq=False)
 class BorrowedGroups:
-    """Groups that only their borrower uses, until it returns them.
+    """Groups that only their borrower uses, until it returns them."""
 
-    Attributes:
-        all_ranks: the ranks of the group that they were borrowed for.
-        within: the ranks of this node; None without ``ranks_per_node``.
-        across: the ranks with this local rank on all nodes; None likewise.
-    """
-
-    all_ranks: dist.ProcessGroup
-    within: dist.ProcessGroup | None
-    across: dist.ProcessGroup | None
+    all_ranks: dist.ProcessGroup  # of the group that they were borrowed for
+    within: dist.ProcessGroup | None  # the ranks of this node; None without ``ranks_per_node``
+    across: dist.ProcessGroup | None  # the ranks with this local rank on all nodes; None likewise
     _pool: _Pool
     _number: int
 

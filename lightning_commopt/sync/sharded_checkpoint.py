@@ -27,8 +27,7 @@ from lightning_commopt.text.validation import info, warn
 
 _VERSION = 1
 
-RankState = dict[str, dict[str, Tensor]]
-"""By unit: the tensors of the compressor's state."""
+RankState = dict[str, dict[str, Tensor]]  # by unit: the tensors of the compressor's state
 
 
 def describe(sync: ShardedSync) -> dict[str, Any]:

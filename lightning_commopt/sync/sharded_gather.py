@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.sharded import replicas_and_shards, sharded_units
 from lightning_commopt.sync.sharded_overlap import Channels
-from lightning_commopt.sync.sharded_unit import Column, CommObject
+from lightning_commopt.sync.sharded_unit import Column, CommObject, runs_of
 from lightning_commopt.sync.warm_up import SHARD_SIZES, floating_point, prepare_kernels
 from lightning_commopt.text.validation import warn_once
 
@@ -68,7 +67,7 @@ class UnitAllGather(_PlainAllGather):
 
     Forward and backward then use parameters that were rounded to int8 in blocks of 128 with one scale each, the same on
     all ranks; the optimizer goes on with those that were not. Parameters of one dimension travel as they are. The
-    ``columns`` are the unit's parameters in the order in which FSDP2 lays them out.
+    ``columns`` are the parameters in the order in which FSDP2 lays them out.
 
     Source: quantized weights as in Wang et al., ZeRO++ (arXiv:2306.10209), who have a second copy within each node.
     """
@@ -78,76 +77,53 @@ class UnitAllGather(_PlainAllGather):
         self._name = columns[0].name
         self.device = torch.device(getattr(columns[0].owner, columns[0].attribute).device_mesh.device_type)
         _, self._num_shards = replicas_and_shards(columns)
-        widths = [(column.width(self._num_shards), column.is_compressed) for column in columns]
-        runs = [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda each: each[1])]
-        self._widths = [width for width, _ in runs]
-        self._is_compressed = [is_compressed for _, is_compressed in runs]
+        self._runs = runs_of(columns, self._num_shards)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Writes the shards of all ranks, rounded, to the output.
+        """Writes the shards ``(W * columns,)`` of all ranks, rounded, to the output.
 
-        Args:
-            output_tensor: ``(W * columns,)``.
-            input_tensor: ``(columns,)``, this rank's; may be a part of the output.
-            group: of the ``W`` ranks.
-            async_op: return what can be waited for; never needed where shards are rounded.
+        The input, ``(columns,)``, may be a part of it. What is returned can be waited for, if it is not None.
         """
-        is_whole = input_tensor.numel() == sum(self._widths) and group.size() == self._num_shards
+        widths = [width for width, _ in self._runs]
+        is_whole = input_tensor.numel() == sum(widths) and group.size() == self._num_shards
         if not is_whole or not input_tensor.is_floating_point():
             warn_once(
                 f"param_hook: the unit of {self._name} is gathered as it is, since it is laid out in another way."
             )
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        mine = input_tensor.split(self._widths)
-        rows = output_tensor.view(self._num_shards, -1).split(self._widths, 1)
-        gather(
-            [part for part, yes in zip(mine, self._is_compressed, strict=True) if yes],
-            [part for part, yes in zip(rows, self._is_compressed, strict=True) if yes],
-            [part for part, yes in zip(mine, self._is_compressed, strict=True) if not yes],
-            [part for part, yes in zip(rows, self._is_compressed, strict=True) if not yes],
-            self._channels.of(group),
-        )
+        rows = output_tensor.view(self._num_shards, -1)
+        gather(input_tensor.split(widths), rows.split(widths, 1), self._runs, self._channels.of(group))
         return None
 
 
 def gather(
-    matrices: list[Tensor],
-    matrices_out: list[Tensor],
-    vectors: list[Tensor],
-    vectors_out: list[Tensor],
-    channel: Channel,
+    mine: Sequence[Tensor], all_ranks: Sequence[Tensor], runs: Sequence[tuple[int, bool]], channel: Channel
 ) -> None:
-    """Gathers parameters of all ranks, rounded or as they are.
-
-    Args:
-        matrices: ``(s_i,)`` each, this rank's shards of those to round.
-        matrices_out: ``(W, s_i)`` each, for the shards of all ranks.
-        vectors: ``(s_i,)`` each, of the others.
-        vectors_out: ``(W, s_i)`` each.
-        channel: collectives over the ranks.
-    """
+    """Gathers ``(s_i,)`` of each rank into ``(W, s_i)``, rounded where ``runs`` are compressed."""
     first, second = channel.lanes()
     pending = exact = None
-    if matrices:
+    parts = list(zip(mine, all_ranks, [is_compressed for _, is_compressed in runs], strict=True))
+    if matrices := [part for part, _, yes in parts if yes]:
         flat = torch.cat(matrices)
         row_bytes = _FORMAT.shard_bytes(flat.numel(), 1)
         message = first.scratch("message", (1, row_bytes), torch.uint8, flat.device)
         blockwise.encode(flat, None, message, _FORMAT)
         with issued_by("int8 all-gather"):
             pending = first.all_gather(message.view(-1))
-    if vectors:
+    if vectors := [part for part, _, yes in parts if not yes]:
         with issued_by("uncompressed all-gather"):
             exact = second.all_gather(torch.cat(vectors))
     if pending is not None:
         filled = _FORMAT.shard_numel(flat.numel(), 1)
         decoded = first.scratch("decoded", (channel.size * filled,), flat.dtype, flat.device)
         blockwise.decode(pending.wait(), decoded, _FORMAT)
-        widths = [part.numel() for part in matrices]
-        foreach_copy_(matrices_out, decoded.view(channel.size, filled)[:, : flat.numel()].split(widths, 1))
+        rounded = decoded.view(channel.size, filled)[:, : flat.numel()].split([part.numel() for part in matrices], 1)
+        foreach_copy_([rows for _, rows, yes in parts if yes], rounded)
     if exact is not None:
-        foreach_copy_(vectors_out, exact.wait().split([part.numel() for part in vectors], 1))
+        unchanged = exact.wait().split([part.numel() for part in vectors], 1)
+        foreach_copy_([rows for _, rows, yes in parts if not yes], unchanged)
 
 
 def round_samples(dtypes: Collection[torch.dtype], device: torch.device) -> None:

@@ -20,18 +20,12 @@ _MAX_UNDER_WAY = 2
 
 
 class Channels:
-    """The collectives of the units of a model, and the thread that they may run on.
-
-    Attributes:
-        overlap: the thread; None where there is none.
-        ranks_per_node: add channels within and across nodes of as many consecutive ranks; None for none.
-        timeout: of collectives in groups that are made for that; None for the backend's default.
-    """
+    """The collectives of the units of a model, and the thread that they may run on."""
 
     def __init__(self) -> None:
-        self.overlap: Overlap | None = None
-        self.ranks_per_node: int | None = None
-        self.timeout: timedelta | None = None
+        self.overlap: Overlap | None = None  # the thread
+        self.ranks_per_node: int | None = None  # with channels within and across nodes of as many consecutive ranks
+        self.timeout: timedelta | None = None  # of their collectives; None for the backend's default
         self._of_groups: dict[dist.ProcessGroup, Channel] = {}
 
     @property

@@ -71,6 +71,12 @@ class Column(NamedTuple):
         return torch.stack([chunk.flatten() for chunk in filled.chunk(world_size, self.dim)])
 
 
+def runs_of(columns: Sequence[Column], num_shards: int) -> list[tuple[int, bool]]:
+    """Returns how many adjacent elements of a row are compressed, or are not."""
+    widths = [(column.width(num_shards), column.is_compressed) for column in columns]
+    return [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda each: each[1])]
+
+
 class CommObject:
     """What all comm objects of FSDP2 have in common."""
 
@@ -85,16 +91,8 @@ class UnitReduceScatter(CommObject):
     Args:
         compressor: of parameters with two dimensions or more.
         channels: of the model.
-        index: of the unit.
+        index: of the unit, which is named after its first parameter.
         columns: its parameters, in the order in which FSDP2 lays them out; sharded now.
-
-    Attributes:
-        name: of the unit: that of its first parameter.
-        columns: see above.
-        group: of the ranks that have its shards.
-        num_shards: ``W``.
-        device: of the gradients.
-        may_overlap: its reduce-scatters may run on a thread.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class UnitReduceScatter(CommObject):
         self.group = mesh.get_group(mesh.ndim - 1)
         self.num_shards = self.group.size()
         self.device = torch.device(mesh.device_type)
-        self.may_overlap = mesh.device_type == "cpu" and mesh.ndim == 1
+        self.may_overlap = mesh.device_type == "cpu" and mesh.ndim == 1  # its reduce-scatters may run on a thread
         self._used: tuple[Column, ...] = ()
         self._runs: list[tuple[int, bool]] = []
         self._num_columns = 0
@@ -127,14 +125,9 @@ class UnitReduceScatter(CommObject):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Writes the mean of this rank's row of the input over all ranks to the output.
+        """Writes the mean of this rank's row of the input ``(W * columns,)`` over all ranks to the output.
 
-        Args:
-            output_tensor: ``(columns,)``.
-            input_tensor: ``(W * columns,)``; left as it was.
-            group: of the ``W`` ranks.
-            op: the sum, which `ShardedSync.attach` has made FSDP2 ask for.
-            async_op: not supported; FSDP2 does not use it.
+        The input is left as it was. ``op`` is the sum, which `ShardedSync.attach` has made FSDP2 ask for.
         """
         assert op == dist.ReduceOp.SUM
         assert not async_op
@@ -180,7 +173,7 @@ class UnitReduceScatter(CommObject):
         """Returns the state of the compressor, with the parameters that it is of; None if there is none yet."""
         if self._restored is not None or not self._state:
             return self._restored
-        return {"names": self._compressed_names(), "state": self._state}
+        return {"names": self._compressed()[0], "state": self._state}
 
     def restore(self, saved: SavedUnit) -> None:
         """Uses a state from the next backward on."""
@@ -203,13 +196,12 @@ class UnitReduceScatter(CommObject):
     def _lay_out(self, used: tuple[Column, ...], rank: int, device: torch.device) -> None:
         """Finds which columns are compressed, in the first backward and when parameters were frozen or unfrozen."""
         self._kept |= self._rows_of_state()
-        widths = [(column.width(self.num_shards), column.is_compressed) for column in used]
-        self._used, self._num_columns = used, sum(width for width, _ in widths)
-        self._runs = [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda each: each[1])]
+        self._used, self._runs = used, runs_of(used, self.num_shards)
+        self._num_columns = sum(width for width, _ in self._runs)
         numel = sum(width for width, is_compressed in self._runs if is_compressed)
         seed = (self._index << 24) + (rank << 16)
         self._state = self._compressor.init(numel, self.num_shards, device, seed) if numel else {}
-        names = self._compressed_names()
+        names, widths = self._compressed()
         if self._restored is not None:
             restored, self._restored = self._restored, None
             if restored["names"] != names:
@@ -217,25 +209,21 @@ class UnitReduceScatter(CommObject):
             self._state = fit_to(restored["state"], self._state, device)
         elif any(name in self._kept for name in names):
             zeros = torch.zeros(self.num_shards, numel, device=device)
-            for column, rows in zip(self._compressed(), zeros.split(self._compressed_widths(), 1), strict=True):
-                if column.name in self._kept:
-                    rows.copy_(self._kept.pop(column.name))
+            for name, rows in zip(names, zeros.split(widths, 1), strict=True):
+                if name in self._kept:
+                    rows.copy_(self._kept.pop(name))
             self._compressor.set_residual(self._state, zeros)
 
-    def _compressed(self) -> list[Column]:
-        return [column for column in self._used if column.is_compressed]
-
-    def _compressed_names(self) -> list[str]:
-        return [column.name for column in self._compressed()]
-
-    def _compressed_widths(self) -> list[int]:
-        return [column.width(self.num_shards) for column in self._compressed()]
+    def _compressed(self) -> tuple[list[str], list[int]]:
+        """Returns the names of the compressed parameters, and the elements of their largest shards."""
+        columns = [column for column in self._used if column.is_compressed]
+        return [column.name for column in columns], [column.width(self.num_shards) for column in columns]
 
     def _rows_of_state(self) -> dict[str, Tensor]:
         """Returns the residual in the state, ``(W, width)`` of each parameter."""
-        widths = self._compressed_widths()
+        names, widths = self._compressed()
         residual = self._compressor.residual(self._state, sum(widths), self.num_shards)
-        return {} if residual is None else dict(zip(self._compressed_names(), residual.split(widths, 1), strict=True))
+        return {} if residual is None else dict(zip(names, residual.split(widths, 1), strict=True))
 
 
 def _reduce_scatter(

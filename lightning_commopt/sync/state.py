@@ -32,19 +32,13 @@ class CheckpointError(ValueError):
 
 @dataclass
 class CommState:
-    """One rank's state of gradient sync.
-
-    Attributes:
-        buckets: the compressor's states.
-        residuals: by parameter name, those that are not in the states.
-        is_common: it is the same on all ranks, without states and residuals.
-    """
+    """One rank's state of gradient sync."""
 
     compressor: Compressor | None = None
     num_syncs: int = 0
-    buckets: BucketStates = field(default_factory=dict)
-    residuals: dict[str, Tensor] = field(default_factory=dict)
-    is_common: bool = False
+    buckets: BucketStates = field(default_factory=dict)  # the compressor's states
+    residuals: dict[str, Tensor] = field(default_factory=dict)  # by parameter name, those that are not in the states
+    is_common: bool = False  # the same on all ranks, without states and residuals
 
     def on_cpu(self) -> CommState:
         """Returns the same in the host's memory, copied only if it is elsewhere."""

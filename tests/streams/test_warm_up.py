@@ -144,7 +144,7 @@ def test_parameters_of_fsdp2_need_no_other_kernel() -> None:
             for numel in _SHARD_SIZES:
                 mine = torch.ones(numel, dtype=dtype, device=DEVICE)
                 rows = mine.new_empty(2, numel)
-                gather([mine], [rows], [mine[:1]], [rows[:, :1]], Channel(_GROUP))
+                gather([mine, mine[:1]], [rows, rows[:, :1]], [(len(mine), True), (1, False)], Channel(_GROUP))
         with cuda_on(compiled):
             round_samples([dtype], DEVICE)
     assert triton_launches(in_training)
