@@ -29,7 +29,7 @@ from results_file import write_result
 from scipy.stats import binom
 
 from lightning_commopt.commands.bench.measure import _Bench
-from lightning_commopt.commands.bench.operations import Memory, prepare, ranks_by_scope
+from lightning_commopt.commands.bench.operations import prepare, ranks_by_scope, views
 from lightning_commopt.commands.selftest.ranks import run_ranks
 from lightning_commopt.measure.link.bench_result import Case
 from lightning_commopt.measure.link.bench_settings import BenchSettings
@@ -45,12 +45,12 @@ def bench_of(size_bytes: int, num_iters: int) -> tuple[_Bench, Case, torch.Tenso
     """Returns a bench that makes so many calls in a block, a case for it, and the memory that the case works on."""
     settings = BenchSettings(sizes_bytes=[size_bytes], num_iters=num_iters)
     device = torch.device("cpu")
-    memory = Memory(size_bytes, device)
+    memory = torch.ones(2, size_bytes, dtype=torch.uint8, device=device)
     case = Case(
         operation="all_reduce", size_bytes=size_bytes, count=size_bytes // 4, dtype="float32", redop="sum",
         place="in", num_ranks=2,
     )  # fmt: skip
-    tensor, _ = memory.views(torch.float32, size_bytes // 4)
+    tensor, _ = views(memory, torch.float32, size_bytes // 4)
     return _Bench(settings, device, 2, *ranks_by_scope(2), memory), case, tensor
 
 

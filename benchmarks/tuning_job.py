@@ -11,25 +11,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from prediction_job import make_model
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_commopt import CommOptDDP, CommPlan
 
 RESULT, CHANGE = "RESULT ", "CHANGE THE RATE"
 _NUM_SETTLING_STEPS = 2
-
-
-class _Repeated(Dataset[Any]):
-    """One sample, as often as it is wanted."""
-
-    def __init__(self, inputs: torch.Tensor, labels: torch.Tensor, num: int) -> None:
-        self._sample, self._num = (inputs, labels), num
-
-    def __len__(self) -> int:
-        return self._num
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._sample[0][index % len(self._sample[0])], self._sample[1][index % len(self._sample[1])]
 
 
 class _Model(LightningModule):
@@ -45,8 +32,9 @@ class _Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
     def loader(self, num_steps: int) -> DataLoader[Any]:
-        batch_size, num_ranks = len(self.inputs), int(os.environ["WORLD_SIZE"])
-        return DataLoader(_Repeated(self.inputs, self.labels, batch_size * num_steps * num_ranks), batch_size)
+        samples = TensorDataset(self.inputs, self.labels)
+        sampler = RandomSampler(samples, replacement=True, num_samples=len(samples) * num_steps)
+        return DataLoader(samples, len(samples), sampler=sampler)
 
 
 class _Stop(Callback):
@@ -92,6 +80,7 @@ class _Grid(Callback):
 
 def _fit(model: _Model, strategy: CommOptDDP, num_steps: int, callback: Callback) -> None:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet["use_distributed_sampler"] = False
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": int(os.environ["WORLD_SIZE"]), **quiet}
     Trainer(strategy=strategy, max_steps=num_steps, callbacks=[callback], **options).fit(model, model.loader(num_steps))
 

@@ -1,6 +1,6 @@
 """Controller: searches at the start of a fit, then watches the plan that it chose, and searches again after a change.
 
-Knows no torch and no Lightning: it answers the times of some steps with which steps to run next.
+Knows no torch and no Lightning.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Event(NamedTuple):
 
 
 class Controller:
-    """Decides which steps run next: `advance` gets the report of the last ones.
+    """Decides which steps run next; `run` yields visits, and receives their reports.
 
     Args:
         expected: see `Search`; not empty.
@@ -56,12 +56,11 @@ class Controller:
         arm: the plan at present.
         lost_steps: what was lost before, in steps.
         is_start: the fit has just begun, so that its first steps do not count.
-        skips_search: begin by watching that plan, which an earlier run has found.
         handicaps: see `Search`.
 
     Attributes:
-        visit: the steps to run next.
-        is_searching: they are part of a search.
+        chosen: the plan that was chosen last; the one at the beginning before that.
+        is_searching: the present steps are part of a search.
         searches: what was found so far.
         lost_steps: what searching has cost, less half of what was saved since, in steps with the user's plan.
         events: since the fit began.
@@ -76,74 +75,60 @@ class Controller:
         arm: int = 0,
         lost_steps: float = 0.0,
         is_start: bool = True,
-        skips_search: bool = False,
         handicaps: Mapping[int, float] | None = None,
     ) -> None:
         self._expected = expected
         self._num_steps = num_steps
         self._settings = settings or ControllerSettings()
-        self._arm = arm
         self._num_done = 0
         self._base_steps = 0.0  # as many of the present length took as long as what was trained so far
-        self.lost_steps = lost_steps
         self._is_start = is_start
         self._handicaps = handicaps
-        self._searched_at = 0
+        self._min_pause = 2 * WATCH_STEPS  # from one search to the next
+        self._search_from = self._min_pause
+        self.chosen = arm
+        self.lost_steps = lost_steps
+        self.is_searching = False
         self.searches: list[Found] = []
         self.events: list[Event] = []
-        self.is_searching = not skips_search
-        self._visits = self._run()
-        self.visit = next(self._visits)
-
-    def advance(self, report: Report) -> Visit:
-        """Takes the report of `visit`, and returns the next one."""
-        self._num_done += self.visit.num_steps
-        self._base_steps += self.visit.num_steps
-        self.visit = self._visits.send(report)
-        return self.visit
 
     def forbid(self, arms: Sequence[int]) -> None:
-        """Leaves plans for good, when `visit` has ended; the user's plan takes the place of one that was chosen."""
+        """Leaves plans for good when the present visit ends; the user's takes the place of one that was chosen."""
         self._expected = [math.inf if arm in arms else expected for arm, expected in enumerate(self._expected)]
-        if self._arm in arms:
-            self.events.append(Event(self._num_done + self.visit.num_steps, "forbidden"))
-            self._arm = 0
+        self.chosen = 0 if self.chosen in arms else self.chosen
 
-    @property
-    def chosen(self) -> int:
-        """The plan that was chosen last; the one at the beginning before that."""
-        return self._arm
-
-    def _run(self) -> Generator[Visit, Report, None]:
-        min_pause = 2 * WATCH_STEPS
+    def run(self, *, searches: bool = True) -> Generator[Visit, Report, None]:
+        """Searches now, if wanted, and whenever it is due."""
+        if searches:
+            yield from self.search()
         while True:
-            if self.is_searching:
-                yield from self._search()
-                self._searched_at, min_pause = self._num_done, 2 * min_pause
-            self.is_searching = False
-            yield from self._watch(self._searched_at + min_pause)
-            self.is_searching = True
+            yield from self.watch()
+            yield from self.search()
 
-    def _search(self) -> Generator[Visit, Report, None]:
-        is_first = not self.searches
+    def search(self) -> Generator[Visit, Report, None]:
+        """Searches once; the result is the last of `searches`."""
+        self.is_searching, is_first = True, not self.searches
         known = self._base_steps + (0 if math.isinf(self._num_steps) else self._num_steps - self._num_done)
         budget = self._settings.max_regret * known * (_FIRST_SHARE if is_first else _ALL_SHARE) - self.lost_steps
         search = Search(
             self._expected,
             budget,
             self._settings.search,
-            arm=self._arm,
+            arm=self.chosen,
             is_start=is_first and self._is_start,
             handicaps=self._handicaps,
         )
         found = yield from search.run()
+        self._count(found.num_steps)
         self.searches.append(found)
         self.lost_steps += found.lost_s / found.base_s if found.base_s > 0 else 0.0
-        self._arm = found.arm
+        self.chosen, self.is_searching = found.arm, False
+        self._min_pause *= 2
+        self._search_from = self._num_done + self._min_pause
 
-    def _watch(self, not_before: int) -> Generator[Visit, Report, None]:
-        """Returns when another search is due, not before a number of steps."""
-        found = self.searches[-1] if self.searches else None
+    def watch(self) -> Generator[Visit, Report, None]:
+        """Returns when another search is due."""
+        found, searched_at = self.searches[-1] if self.searches else None, self._num_done
         is_measured = found is not None and found.arm > 0
         is_open = found is not None and (
             found.why == "not sure" or (found.why == "too short" and math.isinf(self._num_steps))
@@ -151,32 +136,40 @@ class Controller:
         num_steps, num_looks, num_odd = _PROBATION_STEPS if is_measured else WATCH_STEPS, 0, 0
         reference: float | None = None
         while True:
-            report = yield Visit(self._arm, num_steps)
+            arm = self.chosen
+            report = yield Visit(arm, num_steps)
+            self._count(num_steps)
+            if self.chosen != arm:
+                self.events.append(Event(self._num_done, "forbidden"))
             look, num_steps = _Look.of(report.seconds), WATCH_STEPS
             if look is None:
                 continue
             num_looks += 1
-            if is_measured and found is not None and self._arm:
+            if is_measured and found is not None and self.chosen:
                 if num_looks <= _NUM_ON_PROBATION and look.step_s > found.base_s:
                     self.events.append(Event(self._num_done, "rolled back"))
-                    self._arm, reference, is_open = 0, None, True
+                    self.chosen, reference, is_open = 0, None, True
                     continue
                 self.lost_steps -= _CREDIT * (1 - look.step_s / found.base_s) * len(report.seconds)
-                if self._num_done >= self._searched_at + _cost_steps(found) / _CHECK_SHARE:
+                if self._num_done >= searched_at + _cost_steps(found) / _CHECK_SHARE:
                     self.events.append(Event(self._num_done, "check"))
                     return
-            if is_open and self._num_done >= not_before:  # the noise may have ceased, or the budget suffice
+            if is_open and self._num_done >= self._search_from:  # the noise may have ceased, or the budget suffice
                 return
             if reference is None:
                 reference = look.step_s
             has_shifted = abs(math.log(look.step_s / reference)) > max(_DRIFT, _NUM_NOISES * look.noise)
             num_odd = num_odd + 1 if has_shifted else 0
-            if num_odd > 1 and self._num_done >= not_before:
+            if num_odd > 1 and self._num_done >= self._search_from:
                 self.events.append(Event(self._num_done, "drift"))
-                if not self._arm:  # a fit that has become slower has a larger budget
+                if not self.chosen:  # a fit that has become slower has a larger budget
                     self._base_steps *= reference / look.step_s
                     self.lost_steps *= reference / look.step_s
                 return
+
+    def _count(self, num_steps: int) -> None:
+        self._num_done += num_steps
+        self._base_steps += num_steps
 
 
 def _cost_steps(found: Found) -> float:

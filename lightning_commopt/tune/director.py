@@ -82,8 +82,8 @@ class Director:
 
     def _resume(self, arm: int) -> Generator[Visit, Report, None]:
         self.status = "resumed"
-        self.controller = Controller([None, None], self._num_steps, self._settings, arm=arm, skips_search=True)
-        yield from self._control()
+        self.controller = Controller([None, None], self._num_steps, self._settings, arm=arm)
+        yield from self.controller.run(searches=False)
 
     def _start(self) -> Generator[Visit, Report, None]:
         yield Visit(0, _NUM_START_STEPS)
@@ -99,9 +99,7 @@ class Director:
         lost_steps += yield from self._calibrate()
         while self.shortlist is None or not self.shortlist.candidates:
             self.status = "unpredictable" if self.shortlist is None else "nothing promising"
-            watch = Controller([None], self._num_steps, self._settings, skips_search=True)
-            while not watch.events:
-                watch.advance((yield watch.visit))
+            yield from Controller([None], self._num_steps, self._settings).watch()
             if not self._can_calibrate():
                 yield from self._end()
             lost_steps += yield from self._calibrate()
@@ -110,15 +108,14 @@ class Director:
         is_lossy = [_is_lossy(one.plan) for one in (self.shortlist.base, *self.shortlist.candidates)]
         handicaps = {arm: _LOSSY_HANDICAP for arm, lossy in enumerate(is_lossy) if lossy and not is_lossy[0]}
         self.controller = self._search(expected, CALIBRATE, lost_steps, handicaps)
-        yield from self._control()
+        yield from self.controller.run()
 
     def _try_known(self) -> Generator[Visit, Report, float]:
         """Searches with the plan of an earlier fit alone; returns the steps lost if it is not chosen again."""
         self.controller = self._search([1.0, None], 0, 0.0)
-        while not self.controller.searches:
-            self.controller.advance((yield self.controller.visit))
-        if self.controller.searches[-1].arm:
-            yield from self._control()
+        yield from self.controller.search()
+        if self.controller.chosen:
+            yield from self.controller.run(searches=False)
         lost_steps, self.controller = self.controller.lost_steps, None
         return max(0.0, lost_steps)
 
@@ -149,11 +146,6 @@ class Director:
         lost_steps = max(0.0, (sum(known) + report.change_s + self.aside_s) / self.base_s - len(known))
         self.lost_steps += lost_steps
         return lost_steps
-
-    def _control(self) -> Generator[Visit, Report, None]:
-        assert self.controller is not None
-        while True:
-            self.controller.advance((yield self.controller.visit))
 
     def _end(self) -> Generator[Visit, Report, None]:
         while True:

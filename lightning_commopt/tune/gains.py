@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 _SURE = 3.5
 """Standard errors between an estimate and the end of its interval. Visits are few and their noise is not normal: see
 ``tests/tune/test_search_simulated.py`` for how often the interval misses."""
@@ -67,36 +70,26 @@ def gains(visits: Sequence[TimedVisit]) -> dict[int, Gain]:
         By arm, without 0.
     """
     base = [visit for visit in visits if visit.arm == 0]
+    places = [visit.at_step for visit in base]
     differences: dict[int, list[float]] = {}
-    weights: dict[int, list[list[float]]] = {}
+    weights: dict[int, list[NDArray[np.float64]]] = {}
     for visit in visits:
         if visit.arm:
-            weight = _interpolation([one.at_step for one in base], visit.at_step)
-            at_base = sum(w * one.log_s for w, one in zip(weight, base, strict=True))
+            # Of each visit of the user's plan, in the interpolation between them.
+            weight = np.array([np.interp(visit.at_step, places, row) for row in np.eye(len(base))])
+            at_base = float(weight @ [one.log_s for one in base])
             differences.setdefault(visit.arm, []).append(at_base - visit.log_s)
             weights.setdefault(visit.arm, []).append(weight)
     variance = _visit_variance(visits, differences)
     found = {}
     for arm, values in differences.items():
-        shares = [statistics.fmean(column) for column in zip(*weights[arm], strict=True)]
-        error = _SURE * math.sqrt(variance * (1 / len(values) + sum(share**2 for share in shares)))
+        shares = np.mean(weights[arm], axis=0)
+        error = _SURE * math.sqrt(variance * (1 / len(values) + float(shares @ shares)))
         log_gain = statistics.fmean(values)
         found[arm] = Gain(
             *(1 - math.exp(min(-value, _MOST)) for value in (log_gain, log_gain - error, log_gain + error))
         )
     return found
-
-
-def _interpolation(places: Sequence[float], at: float) -> list[float]:
-    """Returns the weights of values at some places for their linear interpolation at another; constant outside."""
-    weights = [0.0] * len(places)
-    after = next((index for index, place in enumerate(places) if place > at), len(places))
-    if after in (0, len(places)):
-        weights[min(after, len(places) - 1)] = 1.0
-    else:
-        share = (at - places[after - 1]) / (places[after] - places[after - 1])
-        weights[after - 1], weights[after] = 1 - share, share
-    return weights
 
 
 def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[float]]) -> float:

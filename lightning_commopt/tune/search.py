@@ -132,9 +132,9 @@ class Search:
                     return self._found(active)
                 yield from self._visit(arm)
                 active = self._promising(active)
-            if len(active) and not self._can_afford(0):
-                return self._found(active)
             if active:
+                if not self._can_afford(0):
+                    return self._found(active)
                 yield from self._visit(0)
                 active = self._promising(active)
                 if self._is_decided(active):

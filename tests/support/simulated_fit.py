@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_commopt.tune.controller import Controller
 from lightning_commopt.tune.search import Report
@@ -22,6 +22,23 @@ class Change(NamedTuple):
     arms_s: Sequence[float]
 
 
+class Driven(Controller):
+    """A controller whose visits are made one after another.
+
+    Attributes:
+        visit: the steps to run next.
+    """
+
+    def __init__(self, *args: Any, searches: bool = True, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._visits = self.run(searches=searches)
+        self.visit = next(self._visits)
+
+    def advance(self, report: Report) -> None:
+        """Takes the report of `visit`."""
+        self.visit = self._visits.send(report)
+
+
 class Outcome(NamedTuple):
     """How a fit went.
 
@@ -32,7 +49,7 @@ class Outcome(NamedTuple):
 
     ratio: float
     arm: int
-    controller: Controller
+    controller: Driven
 
 
 def noise(kind: str, rng: random.Random) -> Iterator[float]:
@@ -79,7 +96,7 @@ def simulate(
     """
     rng = random.Random(seed)
     factors = list(islice(noise(kind, rng), num_steps))
-    controller = Controller(expected or [None] * len(arms_s), num_steps if known_steps is None else known_steps)
+    controller = Driven(expected or [None] * len(arms_s), num_steps if known_steps is None else known_steps)
     times = [change.arms_s if change and step >= change.at_step else arms_s for step in range(num_steps)]
     present, step, total_s, change_times = 0, 0, 0.0, [0.0]
     while step < num_steps:

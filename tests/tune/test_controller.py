@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_commopt.tune.controller import Controller
 from lightning_commopt.tune.search import Report
 from support.cross_section import sampled
-from support.simulated_fit import NOISES, Change, Outcome, simulate
+from support.simulated_fit import NOISES, Change, Driven, Outcome, simulate
 
 _WORSE = [
     [1.0, 1.02, 1.1, 1.3],
@@ -88,7 +87,7 @@ def test_a_prediction_keeps_a_slow_candidate_from_being_tried() -> None:
 def test_a_handicap_leaves_ties_to_others() -> None:
     """If it fails, a fit compresses where a lossless plan is as fast."""
     for times_s, arm in (((1.0, 0.7, 0.71), 2), ((1.0, 0.5, 0.71), 1)):
-        controller = Controller([None] * 3, 10000, handicaps={1: 0.02})
+        controller = Driven([None] * 3, 10000, handicaps={1: 0.02})
         while controller.is_searching:
             visit = controller.visit
             controller.advance(Report((times_s[visit.arm],) * visit.num_steps, 0.1))
@@ -97,7 +96,7 @@ def test_a_handicap_leaves_ties_to_others() -> None:
 
 def test_steps_that_do_not_count_are_replaced() -> None:
     """If it fails, validations or odd batches in a visit decide on its plan, or end the search."""
-    controller, num_visits = Controller([None, None], 10000), 0
+    controller, num_visits = Driven([None, None], 10000), 0
     while controller.is_searching:
         visit = controller.visit
         seconds = [math.nan if step % 2 else (1.0, 0.7)[visit.arm] for step in range(visit.num_steps)]
@@ -105,7 +104,7 @@ def test_steps_that_do_not_count_are_replaced() -> None:
         num_visits += 1
         assert num_visits < 60
     assert controller.visit.arm == 1
-    never = Controller([None, None], 10000)
+    never = Driven([None, None], 10000)
     while never.is_searching:
         never.advance(Report((math.nan,) * never.visit.num_steps))
     assert never.searches[0].why == "unmeasurable"
@@ -113,7 +112,7 @@ def test_steps_that_do_not_count_are_replaced() -> None:
 
 def test_a_choice_that_does_not_hold_is_rolled_back() -> None:
     """If it fails, a plan that won by chance stays."""
-    controller = Controller([None, None], 100000)
+    controller = Driven([None, None], 100000)
     while controller.is_searching:
         controller.advance(Report(((1.0, 0.7)[controller.visit.arm],) * controller.visit.num_steps, 0.1))
     assert controller.visit.arm == 1
@@ -124,7 +123,7 @@ def test_a_choice_that_does_not_hold_is_rolled_back() -> None:
 
 def test_a_plan_that_was_found_before_is_watched_only() -> None:
     """If it fails, a resumed fit searches again, or never notices that the link has changed."""
-    controller = Controller([None, None], 100000, arm=1, skips_search=True)
+    controller = Driven([None, None], 100000, arm=1, searches=False)
     for _ in range(5):
         assert controller.visit.arm == 1
         controller.advance(Report((1.0,) * controller.visit.num_steps))

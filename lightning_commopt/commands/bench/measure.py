@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.commands.bench.cases import cases_of, num_ranks_of_scopes
-from lightning_commopt.commands.bench.operations import Call, Memory, Ranks, prepare, prepare_hook, ranks_by_scope
+from lightning_commopt.commands.bench.operations import Call, Ranks, prepare, prepare_hook, ranks_by_scope
 from lightning_commopt.commands.bench.start import OnProgress
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.measure.link.bench_result import Case, Row
@@ -51,7 +51,7 @@ def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, 
     """
     cases = cases_of(settings, num_ranks_of_scopes(settings, dist.get_world_size(), ranks_per_node))
     scopes, channel = ranks_by_scope(ranks_per_node)
-    memory = Memory(max(case.size_bytes for case in cases), device)
+    memory = torch.ones(2, max(case.size_bytes for case in cases), dtype=torch.uint8, device=device)
     bench = _Bench(settings, device, ranks_per_node, scopes, channel, memory)
     total = len(cases) * (1 + settings.num_repetitions)
     with _no_garbage_collection():
@@ -77,7 +77,7 @@ class _Bench:
     ranks_per_node: int
     scopes: dict[str, Ranks]
     channel: Channel
-    memory: Memory
+    memory: torch.Tensor
 
     def begin(self, case: Case) -> _Entry:
         """Prepares a case, runs it, checks its result, and determines how many calls fill a block."""

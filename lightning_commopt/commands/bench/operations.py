@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,20 +68,12 @@ def ranks_by_scope(ranks_per_node: int) -> tuple[dict[str, Ranks], Channel]:
     return scopes, Channel(world, within, across)
 
 
-class Memory:
-    """Two buffers of ``num_bytes`` that all cases share, allocated and touched once."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._buffers = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-
-    def views(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Tensor]:
-        """Returns the beginning of both buffers, ``(numel,)`` each."""
-        first, second = (buffer[: numel * dtype.itemsize].view(dtype) for buffer in self._buffers)
-        return first, second
+def views(memory: Tensor, dtype: torch.dtype, numel: int) -> Sequence[Tensor]:
+    """Returns the beginning of both buffers in ``memory``, ``(2, num_bytes)`` uint8, as ``(numel,)`` each."""
+    return [buffer[: numel * dtype.itemsize].view(dtype) for buffer in memory]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A case that can be run."""
 
     # Makes one call, which is done when the current stream is. A plain collective is torch's function with positional
@@ -91,10 +83,10 @@ class Call:
     num_wrong: Callable[[], int]  # returns the number of wrong elements on this rank after such a call
 
 
-def prepare(case: Case, ranks: Ranks, memory: Memory, root: int) -> Call:
+def prepare(case: Case, ranks: Ranks, memory: Tensor, root: int) -> Call:
     """Returns a collective's case, ready to run; ``root`` is the index of the root in its scope."""
     dtype = getattr(torch, case.dtype)
-    first, second = memory.views(dtype, case.size_bytes // dtype.itemsize)
+    first, second = views(memory, dtype, case.size_bytes // dtype.itemsize)
     job = _Job(case, ranks, root, send=first, recv=second if case.place == "out" else first)
     return Call(_in_order(*job.calls()), lambda: fill(job.send, ranks.index), job.num_wrong)
 
@@ -217,7 +209,7 @@ def compressor_of(comm_hook: Any) -> Compressor:
     return compressor
 
 
-def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Memory, ranks_per_node: int) -> Call:
+def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Tensor, ranks_per_node: int) -> Call:
     """Returns a comm hook's case over all ranks, ready to run; the bucket is one matrix, as square as possible.
 
     Raises:
@@ -227,7 +219,7 @@ def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Memory, ran
     if compressor.claims.has_c_kernels:
         c_library.load()
     dtype = getattr(torch, case.dtype)
-    flat, other = memory.views(dtype, case.count)
+    flat, other = views(memory, dtype, case.count)
     num_rows = next(rows for rows in range(math.isqrt(case.count), 0, -1) if case.count % rows == 0)
     shape = torch.Size((num_rows, case.count // num_rows))
     layout = Layout((shape,), ((shape[1], 1),), dtype)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_commopt.commands.bench import measure as measuring
 from lightning_commopt.commands.bench import operations
 from lightning_commopt.commands.bench.measure import measure
-from lightning_commopt.commands.bench.operations import Memory, Ranks
+from lightning_commopt.commands.bench.operations import Ranks
 from lightning_commopt.measure.link.bench_result import Case, Row
 from lightning_commopt.measure.link.bench_settings import COLLECTIVES, PLACES, BenchSettings
 from support.ranks import run_ranks
@@ -89,10 +89,11 @@ def _under_compute() -> None:
 
 
 def _faults() -> None:
-    def prepare(case: Case, ranks: Ranks, memory: Memory, root: int) -> operations.Call:
+    def prepare(case: Case, ranks: Ranks, memory: torch.Tensor, root: int) -> operations.Call:
         if case.operation == "reduce" and ranks.index == 1:
             raise RuntimeError("not here\nbecause")
-        call, (received, _) = operations.prepare(case, ranks, memory, root), memory.views(torch.float32, case.count)
+        call = operations.prepare(case, ranks, memory, root)
+        received, _ = operations.views(memory, torch.float32, case.count)
 
         def run() -> None:
             call.run()
