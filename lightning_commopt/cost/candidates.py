@@ -12,6 +12,7 @@ from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.link import Link
 from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of
+from lightning_commopt.cost.simulate import WAKE_S
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.plan import CommPlan, ddp_options
@@ -86,7 +87,8 @@ def best_layout(
 
     Buckets are sent in order, one at a time: a bucket begins when its last gradient is ready and the one before has
     ended. Then the earliest end of the first ``j`` gradients is all that matters to those that follow, so dynamic
-    programming is exact. Of layouts that end at the same time the one with the fewest buckets is taken.
+    programming is exact, but for what gradient sync takes from a core that it shares with backward. Of layouts that end
+    at the same time the one with the fewest buckets is taken.
 
     More gradients than ``max_groups`` are taken together first, into neighbours of about the same size; then it is
     exact for these groups.
@@ -103,8 +105,10 @@ def best_layout(
         for start in range(stop):
             bucket = workload.gradients[starts[start] : starts[stop]]
             jobs = jobs_of(plan, [bucket], link, costs, num_ranks, workload.device)
-            sync_s = sum(phase.duration_s for job in jobs for phase in job.phases)
-            end_s = max(best[start][0], bucket[-1].ready_s) + sync_s
+            begin_s = max(best[start][0], bucket[-1].ready_s)
+            wake_s = WAKE_S * (workload.num_others + (workload.shares_core and begin_s < workload.backward_s))
+            phases = [phase for job in jobs for phase in job.phases]
+            end_s = begin_s + sum(max(phase.duration_s, wake_s * phase.on_link) for phase in phases)
             options.append((end_s, best[start][1] + 1, start))
         best.append(min(options))
     sizes, stop = [], len(groups)

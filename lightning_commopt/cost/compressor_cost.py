@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from torch import Tensor
 from lightning_commopt.compressors import Compressor, Layout, compressor_from_config, compressor_to_config
 from lightning_commopt.compressors.alone import AloneChannel
 from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.cost.gradient_times import work_clock
 from lightning_commopt.cost.workload import Gradient
-from lightning_commopt.measure.clock import Clock, HostClock, clock_for
+from lightning_commopt.measure.clock import Clock
 
 LARGE_BYTES = 2**24
 """Of the larger of two scratch buckets: a piece of those that `in_pieces` cuts."""
@@ -78,7 +78,7 @@ def measure_costs(
     Returns:
         The costs of those that one rank can run alone.
     """
-    clock: Clock = _ThreadClock() if device.type == "cpu" and torch.get_num_threads() == 1 else clock_for(device)
+    clock = work_clock(device)
     small = _layout([(256, 256)])
     large = _layout(_shapes(gradients))
     found = {}
@@ -86,12 +86,6 @@ def measure_costs(
         with suppress(Exception):  # it needs nodes, or is a user's own, which must not end a fit
             found[compressor] = _measure(compressor, (small, large), clock, device, num_ranks)
     return found
-
-
-class _ThreadClock(HostClock):
-    """The processor time of this thread."""
-
-    mark = staticmethod(time.thread_time)
 
 
 def own_average(s_per_byte: float = 0.0) -> CompressorCost:

@@ -14,9 +14,20 @@ import torch
 from torch.nn import Parameter
 
 from lightning_commopt.cost.workload import Gradient
-from lightning_commopt.measure.clock import clock_for
+from lightning_commopt.measure.clock import Clock, HostClock, clock_for
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+class _ThreadClock(HostClock):
+    """The processor time of the thread that asks."""
+
+    mark = staticmethod(time.thread_time)
+
+
+def work_clock(device: torch.device) -> Clock:
+    """Returns the clock for arithmetic: processor time on CPU with one thread, which other programs do not disturb."""
+    return _ThreadClock() if device.type == "cpu" and torch.get_num_threads() == 1 else clock_for(device)
 
 
 class GradientTimes:
@@ -32,11 +43,8 @@ class GradientTimes:
     ) -> None:
         self._ranks_on_host = ranks_on_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
-        self._clock = clock_for(device)
-        is_alone = device.type == "cpu" and torch.get_num_threads() == 1
-        self._mark: Any = time.thread_time if is_alone else self._clock.mark
-        self._seconds: Any = (lambda mark: mark) if is_alone else self._clock.seconds
-        self.has_cpu_times = is_alone
+        self._clock = work_clock(device)
+        self.has_cpu_times = isinstance(self._clock, _ThreadClock)
         self._backwards: list[dict[str, Any]] = []
         self._forward: tuple[float, float] | None = None  # processor time, and time in the run queue
         self._slowdowns: list[float] = []
@@ -49,7 +57,7 @@ class GradientTimes:
     def _hook(self, name: str) -> Any:
         def mark(_: torch.Tensor) -> None:
             if self._backwards:
-                self._backwards[-1].setdefault(name, self._mark())
+                self._backwards[-1].setdefault(name, self._clock.mark())
 
         return mark
 
@@ -64,7 +72,7 @@ class GradientTimes:
             self._slowdowns.append(1 + (_queued_s() - self._forward[1]) / (cpu_s - self._forward[0]))
             self._forward = None
         self._cpu_s.append((time.process_time(), cpu_s))
-        self._backwards.append({"": self._mark()})
+        self._backwards.append({"": self._clock.mark()})
 
     @property
     def num_backwards(self) -> int:
@@ -116,8 +124,7 @@ class GradientTimes:
         if not backwards:
             raise ValueError("no backward has computed a gradient yet")
         kept = backwards[num_warmup:] or backwards
-        if not self.has_cpu_times:
-            self._clock.wait_for(list(kept[-1].values())[-1])
+        self._clock.wait_for(list(kept[-1].values())[-1])
         order = [name for name in kept[-1] if name]
         order += [name for name in self._parameters if name not in kept[-1]]
         last_s, found = 0.0, []
@@ -128,7 +135,8 @@ class GradientTimes:
         return tuple(found)
 
     def _ready_s(self, name: str, backwards: list[dict[str, Any]]) -> float:
-        times = [self._seconds(marks[name]) - self._seconds(marks[""]) for marks in backwards if name in marks]
+        seconds = self._clock.seconds
+        times = [seconds(marks[name]) - seconds(marks[""]) for marks in backwards if name in marks]
         return median(times) if times else 0.0
 
 

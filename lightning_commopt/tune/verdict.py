@@ -21,6 +21,12 @@ _WHY = {
     "unmeasurable": "no step could be timed: each had a validation or batches of other shapes",
 }
 
+_NOTHING_TRIED = {
+    "too short": "The fit is too short to look for a better one within 1 % of its time",
+    "measuring": "The fit ended before its steps were measured",
+    "unpredictable": "Its steps do not show what gradient sync costs",
+}
+
 _MAX_NUMBERS = 1000  # kept of the steps in all: of long fits the first searches
 
 _LEFT = {
@@ -76,12 +82,8 @@ def summary(director: Director, plans: list[CommPlan], history: Sequence[Stretch
 def _choice(director: Director, plans: list[CommPlan]) -> str:
     own = f"The plan stays: {plans[0].name}"
     controller = director.controller
-    if director.status == "too short":
-        return f"{own}. The fit is too short to look for a better one within 1 % of its time."
-    if director.status == "measuring":
-        return f"{own}. The fit ended before its steps were measured."
-    if director.status == "unpredictable":
-        return f"{own}. Its steps do not show what gradient sync costs."
+    if director.status in _NOTHING_TRIED:
+        return f"{own}. {_NOTHING_TRIED[director.status]}."
     if director.status == "nothing promising":
         helps = director.shortlist is not None and bool(director.shortlist.not_allowed)
         return f"{own}. No {'allowed plan' if helps else 'plan'} is predicted to be faster{'' if helps else _HIDDEN}."

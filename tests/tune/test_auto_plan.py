@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from lightning_commopt import CommOptDDP, CommPlan
+from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.tune import tuner as tuner_module
 from support.cross_section import sampled
 from support.lightnings import Callback, DDPStrategy, LightningModule, ModelCheckpoint, Trainer
@@ -220,6 +222,25 @@ def test_a_plan_that_is_only_tried_is_not_kept(tmp_path: Path) -> None:
     assert first["kept"] == second["kept"] == "uncompressed"
     assert first["next"] == first["resumed"] == "measuring"
     assert "The fit ended within the search" in first["verdict"]["verdict"]
+
+
+def _fit_beside_others() -> list[float]:
+    seen: list[float] = []
+    with scripted({_SMALL: 1.0}), patch.object(GradientTimes, "slowdown", 3.0):
+        inner = tuner_module.shortlist
+
+        def shortlist(basis: Basis, options: Any) -> Any:
+            seen.append(basis.workload.num_others)
+            return inner(basis, options)
+
+        with patch.object(tuner_module, "shortlist", shortlist):
+            _fit(CommOptDDP(plan="auto"), Tiny(), epochs=5)
+    return seen
+
+
+def test_candidates_are_predicted_for_the_core_that_other_programs_leave() -> None:
+    """If it fails, where ranks share cores layouts are tried whose buckets compete for them."""
+    assert run_ranks(_fit_beside_others) == [[2.0], []]
 
 
 def _fit_alone() -> dict[str, Any]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_commopt.commands.bench.start import OnProgress
     from lightning_commopt.measure.link.bench_result import BenchResult
     from lightning_commopt.measure.link.bench_settings import BenchSettings
+    from lightning_commopt.measure.link.model import LinkModel
 
 _NAMES = (
     "all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, send_recv;"
@@ -93,7 +94,7 @@ def bench(
         parse_size,
         sizes_between,
     )
-    from lightning_commopt.measure.link.model import MODEL_KIND
+    from lightning_commopt.measure.link.model import MODEL_KIND, LinkModel
 
     check_outputs(output, csv, page, model)
     if load is not None and from_run is not None:
@@ -102,7 +103,7 @@ def bench(
     if load is not None and kind_of(load) == MODEL_KIND:
         if (output, csv, page, model) != (None,) * 4:
             raise ValueError(f"{load} is a link model: --output, --csv, --page and --model need the times of a bench")
-        _show_model(load, json, predicted)
+        _show(LinkModel.load(load), json, predicted)
         return
     result: BenchResult | None
     if load is not None:
@@ -159,31 +160,23 @@ def _messages_of(plan: Path, run_dir: Path | None, hooks: list[Any]) -> tuple[li
     return sizes_bytes, own + hooks
 
 
-def _show(result: "BenchResult", json: bool, sizes_bytes: Sequence[int]) -> None:
+def _show(shown: "BenchResult | LinkModel", json: bool, sizes_bytes: Sequence[int]) -> None:
+    """Prints a result with the link model of it, or a link model alone."""
     from lightning_commopt.measure.link.model import LinkModel
-    from lightning_commopt.report.bench_terminal import model_lines, predictions, print_bench
+    from lightning_commopt.report.bench_terminal import condition_lines, model_lines, predictions, print_bench
 
-    model = LinkModel.fit(result) if result.measured else None
+    model = shown if isinstance(shown, LinkModel) else LinkModel.fit(shown) if shown.measured else None
     if json:
         predicted = predictions(model, sizes_bytes) if model else []
-        typer.echo(json_text.dumps({**result.to_plain(), "predictions": predicted}, indent=2))
+        typer.echo(json_text.dumps({**shown.to_plain(), "predictions": predicted}, indent=2))
         return
     console = Console()
-    print_bench(result, console)
+    if isinstance(shown, LinkModel):
+        for condition in condition_lines(shown.where):
+            print_text(f"# {condition}", console)
+    else:
+        print_bench(shown, console)
     for line in model_lines(model, sizes_bytes) if model else ():
-        print_text(line, console)
-
-
-def _show_model(path: Path, json: bool, sizes_bytes: Sequence[int]) -> None:
-    from lightning_commopt.measure.link.model import LinkModel
-    from lightning_commopt.report.bench_terminal import condition_lines, model_lines, predictions
-
-    model = LinkModel.load(path)
-    if json:
-        typer.echo(json_text.dumps({**model.to_plain(), "predictions": predictions(model, sizes_bytes)}, indent=2))
-        return
-    console = Console()
-    for line in (*(f"# {condition}" for condition in condition_lines(model.where)), *model_lines(model, sizes_bytes)):
         print_text(line, console)
 
 
