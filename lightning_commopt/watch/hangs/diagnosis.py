@@ -131,8 +131,9 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
     difference = find_difference({each.rank: each.parsed_collectives() for each in ordered})
     if difference is not None:
         differing = [each for each in ordered if each.rank in difference.ranks]
-        if ahead := _ahead(differing, ordered):
-            return _diagnosis("skipped", ahead, ordered)
+        last = _last_in_sync(ordered)
+        if last is not None and (ahead := [each for each in differing if each.step > last.step]):
+            return _diagnosis("skipped", ahead, ordered)  # they have skipped the gradient sync that ``last`` is in
         return _diagnosis("mismatch", differing, ordered, difference)
     if behind := _behind(known):
         return _diagnosis("late", behind, ordered)
@@ -202,12 +203,6 @@ def _left_training(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     training = [each for each in running if PHASES[each.phase].name in _TRAINS and each.phase not in (EPOCH_END, END)]
     left = [each for each in running if each not in training]
     return left if training and left and all(each.is_waiting or each.phase == END for each in left) else []
-
-
-def _ahead(differing: Sequence[RankSnapshot], snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Returns the ranks in a later step than the one whose gradient sync others are in: they have skipped it."""
-    last = _last_in_sync(snapshots)
-    return [] if last is None else [each for each in differing if each.step > last.step]
 
 
 def _last_in_sync(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:

@@ -69,6 +69,8 @@ class WatchedRank:
             world_size=self._world_size,
             has_gpu=device.type == "cuda",
         )
+        root = str(Path(__file__).resolve().parents[3])  # from where this package was imported
+        python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         own, others = socket.socketpair()
         with others:
             fds = (others.fileno(), self._marks.fd, make_dumpable())
@@ -78,7 +80,7 @@ class WatchedRank:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": _python_path(), SETTINGS_VARIABLE: json.dumps(asdict(settings))},
+                env=os.environ | {"PYTHONPATH": python_path, SETTINGS_VARIABLE: json.dumps(asdict(settings))},
             )
         os.close(self._marks.fd)
         self.observer = MarkedSync(self)
@@ -129,10 +131,10 @@ class WatchedRank:
         if exception is None:
             self._link.send(ended="finished")
         else:  # the watcher cannot ask for it later
-            frames = traceback.extract_tb(exception.__traceback__)[-MAX_FRAMES:]
-            raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)]
+            frames = [*traceback.walk_tb(exception.__traceback__)][-MAX_FRAMES:][::-1]
+            raised = [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
             ended, detail = _ending_of(exception)
-            dump = describe_work(_innermost(exception), self._events)
+            dump = describe_work(frames[0][0] if frames else None, self._events)
             self._link.send(ended=ended, detail=detail, raised=raised, dump=dump)
         threading.Thread(target=self._reap_watcher, daemon=True).start()
 
@@ -250,19 +252,6 @@ def _ending_of(exception: BaseException) -> tuple[str, str]:
     return "failed", _first_line(exception)
 
 
-def _innermost(exception: BaseException) -> FrameType | None:
-    trace = exception.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return None if trace is None else trace.tb_frame
-
-
 def _first_line(exception: BaseException) -> str:
     text = str(exception).strip().splitlines()
     return f"{type(exception).__name__}: {text[0]}" if text else type(exception).__name__
-
-
-def _python_path() -> str:
-    """Returns a path on which the watcher finds this package, wherever it was imported from."""
-    root = str(Path(__file__).resolve().parents[3])
-    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
