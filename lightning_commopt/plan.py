@@ -46,17 +46,6 @@ def ddp_options() -> frozenset[str]:
     return frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
 
 
-@cache
-def _ddp_default(option: str) -> Any:
-    parameter = inspect.signature(DistributedDataParallel.__init__).parameters.get(option)
-    return None if parameter is None else parameter.default
-
-
-def ddp_keywords() -> frozenset[str]:
-    """Returns those options of DDP that a strategy takes: all but those that Lightning sets itself."""
-    return ddp_options() - {"device_ids"}
-
-
 @dataclass(frozen=True, kw_only=True)
 class CommPlan:
     """How gradients travel: DDP's options, and the compressor that its comm hook drives.
@@ -153,9 +142,10 @@ class CommPlan:
             words.append(f"buckets of {', '.join(f'{size:.3g}' for size in self.bucket_cap_mb)} MB")
         elif self.bucket_cap_mb is not None:
             words.append(f"{self.bucket_cap_mb:g} MB buckets")
+        of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
         for name in _SWITCHES:
             value = getattr(self, name)
-            if value not in (None, _ddp_default(name)):
+            if value not in (None, getattr(of_ddp.get(name), "default", None)):
                 words.append(option_in_words(_SHORTER.get(name, name), value))
         return ", ".join(words)
 

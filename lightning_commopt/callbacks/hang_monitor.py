@@ -31,10 +31,6 @@ _PHASES = {
 _STAGES = {"fit": "validation", "validate": "validation", "test": "test", "predict": "predict"}
 
 
-def _nothing() -> None:
-    """A monitor may be pickled before it is used."""
-
-
 class HangMonitor(PhaseCallback):
     """Reports a hang: which rank the others wait for, in what, and what to try.
 
@@ -70,7 +66,7 @@ class HangMonitor(PhaseCallback):
         self._step = 0
         self._stage = 0
         self._is_ending = self._has_waited = False
-        self._unwatch_broadcast: Callable[[], None] = _nothing
+        self._unwatch_broadcast: Callable[[], None] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Starts the watch, and begins to observe the gradient sync."""
@@ -130,8 +126,7 @@ class HangMonitor(PhaseCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops watching: ranks may do different things after the fit."""
         super().on_train_end(trainer, pl_module)
-        self._unwatch_broadcast()
-        self._unwatch_broadcast = _nothing
+        self._stop_watching_broadcast()
         self._note_stop(trainer)
         self._end()
 
@@ -189,9 +184,13 @@ class HangMonitor(PhaseCallback):
             )
             self._watched.close(error)
 
+    def _stop_watching_broadcast(self) -> None:
+        if self._unwatch_broadcast is not None:
+            self._unwatch_broadcast()
+            self._unwatch_broadcast = None
+
     def _stop_watching(self, exception: BaseException | None = None) -> None:
-        self._unwatch_broadcast()
-        self._unwatch_broadcast = _nothing
+        self._stop_watching_broadcast()
         if self._watched is not None:
             if self._observed is not None:
                 self._observed.sync_observers.remove(self._watched.observer)

@@ -10,34 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed import _broadcast_coalesced as broadcast_coalesced
-from torch.distributed.distributed_c10d import _get_default_store as default_store
-from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes
+from torch.distributed import distributed_c10d, utils
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "broadcast_coalesced",  # DDP's own way to send buffers, for baselines that send as much as DDP
-    "bucket_parameters",
-    "call_after_backward",
-    "default_store",  # for messages without a collective, which a missing rank would break
-    "first_bucket_parameters",
-    "flight_records",
-    "flush_static_graph",
-    "foreach_copy_",  # what optimizers use for many small tensors
-    "foreach_mul_",
-    "has_bucket_limits",
-    "ignored_names",
-    "refresh_bucket_parameters",
-    "registered_hooks",
-    "sparse_values",
-    "stop_reducing",
-    "uses_python_reducer",
-    "verify_shapes",  # DDP's own check of parameters, with its message
-]
-
-
-foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_
+broadcast_coalesced = torch.distributed._broadcast_coalesced  # as DDP sends buffers, for baselines
+default_store = distributed_c10d._get_default_store  # for messages that no missing rank breaks
+verify_shapes = utils._verify_param_shape_across_processes  # DDP's own check of parameters, with its message
+foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_  # what optimizers use for many small tensors
 
 
 def registered_hooks(model: DistributedDataParallel) -> list[object]:

@@ -16,7 +16,7 @@ from lightning_commopt.plan import (
     OptionError,
     UnknownOptionError,
     check_option_names,
-    ddp_keywords,
+    ddp_options,
     plan_options,
 )
 from lightning_commopt.text.validation import did_you_mean
@@ -60,7 +60,7 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[st
     if "device_ids" in others:
         raise OptionError(f"device_ids={others['device_ids']!r} cannot be given: Lightning sets it, from its devices")
     _refuse_options_of_compressors(others, options["comm_hook"])
-    check_option_names(others, known=sorted({*given, *ddp_keywords()}))
+    check_option_names(others, known=sorted({*given, *ddp_options()} - {"device_ids"}))
     check_arguments(given)
     sizes = others.pop("bucket_cap_mb_list", None)
     if sizes is not None:
@@ -137,9 +137,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def _refuse_options_of_compressors(others: Mapping[str, Any], comm_hook: Any) -> None:
     """Shows where options of a compressor belong that stand beside ``comm_hook``."""
-    misplaced = {
-        name: value for name, value in others.items() if name not in ddp_keywords() and names_with_option(name)
-    }
+    misplaced = {name: value for name, value in others.items() if name not in ddp_options() and names_with_option(name)}
     if not misplaced:
         return
     first = next(iter(misplaced))

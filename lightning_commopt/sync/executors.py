@@ -28,13 +28,12 @@ class BucketFuture:
     future: Future[Tensor]
     _done: Future[Tensor]
 
-    def set_result(self) -> None:
-        """Completes the future; on CUDA as of the end of what is now in the current stream."""
-        self._done.set_result(self.flat)
-
-    def set_exception(self, error: Exception) -> None:
-        """Fails the future."""
-        self._done.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so
+    def complete(self, error: Exception | None) -> None:
+        """Completes or fails the future; on CUDA as of the end of what is now in the current stream."""
+        if error is None:
+            self._done.set_result(self.flat)
+        else:
+            self._done.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so
 
 
 class Executor(ABC):
@@ -76,10 +75,7 @@ class Executor(ABC):
             except Exception as error:
                 self._error = error
         for future in futures:
-            if self._error is None:
-                future.set_result()
-            else:
-                future.set_exception(self._error)
+            future.complete(self._error)
 
 
 class WorkerThread(Executor):
