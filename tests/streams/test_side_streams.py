@@ -1,5 +1,7 @@
 """Gradient sync on CUDA, on a simulated device: no race, no memory freed too early, no wait of the host.
 
+The hook is attached as in training: it decides how many streams there are.
+
 What is launched does not depend on values: steps that overflow launch the same.
 """
 
@@ -44,6 +46,7 @@ CASES: dict[str, Compressor] = {
     "feedback_of_by_size_low_rank": BySize(inner=PowerSGD(matrix_rank=2), min_numel=2000),
     "hierarchical_feedback": Hierarchical(inner=ErrorFeedback(inner=BF16)),
     "hierarchical_alternating": Hierarchical(inner=AlternatingPowerSGD()),
+    "by_size_of_hierarchical": BySize(inner=Hierarchical(inner=BF16), min_numel=2000),  # three communicators
     "late_int8": AfterSteps(inner=Int8(), start_step=2),
 }
 del CASES["example_topk"]  # it decides on the host, where FakeTensors have no values
@@ -150,6 +153,7 @@ SENSITIVE = [
     ("by_size_of_feedback", "change_plan", True),
     ("powersgd_rank_2", "change_plan", False),
     ("hierarchical_powersgd", "change_plan", False),
+    ("by_size_of_hierarchical", "change_plan", False),
 ]
 
 
@@ -174,6 +178,7 @@ def grid() -> list[tuple[str, str, bool]]:
         by_default=[
             ("alternating_rank_2", "resume_in_first_buckets", False),
             ("powersgd_rank_2", "resume", True),
+            ("by_size_of_hierarchical", "change_plan", False),
         ],
     ),
 )

@@ -55,9 +55,8 @@ def test_training_needs_no_kernel_that_is_not_compiled_when_it_begins(name: str)
         with cuda_on(in_training):
             training = Training(in_training, CASES[name])
             steps(training)
-            channel, compressor = training.channel, training.hook.compressor
         with cuda_on(compiled):
-            warm_up.run_on_samples(compressor, channel, [torch.float32], DEVICE)
+            training.compile_samples()
     assert triton_launches(in_training) - triton_launches(compiled) == set()
 
 
@@ -99,9 +98,8 @@ def test_buckets_of_models_need_no_other_kernel(name: str, model: str, world_siz
         with cuda_on(in_training, world_size):
             training = Training(in_training, compressor, shapes=shapes, buckets=buckets_of(shapes))
             training.run(2)
-            channel, compressor = training.channel, training.hook.compressor
         with cuda_on(compiled, world_size):
-            warm_up.run_on_samples(compressor, channel, [torch.float32], DEVICE)
+            training.compile_samples()
     assert triton_launches(in_training) - triton_launches(compiled) == set()
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.hierarchical import place_on_nodes
+from lightning_commopt.sync import attach
 from lightning_commopt.sync.checkpoint import usable_state
 from lightning_commopt.sync.executors import SideStreams
 from lightning_commopt.sync.hook import BucketHook
@@ -18,11 +19,13 @@ from lightning_commopt.sync.state import CommState
 from support.fake_cuda import DEVICE
 from support.machine import MAIN, Machine
 
-# Matrices and vectors, in an odd number of buckets. DDP rebuilds its buckets after the first step.
-SHAPES = [(96, 64), (33,), (64, 128), (7,), (40, 33), (65, 48)]
-FIRST_BUCKETS = ((0, 1, 2), (3, 4), (5,))
-BUCKETS = ((5, 4), (3, 2), (1, 0))
-OTHER_BUCKETS = ((5, 4), (3,), (2, 1, 0))  # the first one as before: its state is in use when the others are dropped
+# Matrices and vectors, in an odd number of buckets, the last two alike: they share what is made once for each layout.
+# DDP rebuilds its buckets after the first step.
+SHAPES = [(96, 64), (33,), (64, 128), (7,), (40, 33), (65, 48), (64, 128), (7,)]
+FIRST_BUCKETS = ((0, 1, 2), (3, 4, 7), (5, 6))
+BUCKETS = ((5, 4, 1, 0), (3, 2), (7, 6))
+OTHER_BUCKETS = ((5, 4, 1, 0), (3,), (2, 7, 6))  # the first one's state is in use when the others are dropped
+_NUM_RANKS, _RANKS_PER_NODE = 4, 2
 
 _ACCUMULATE = "accumulate"
 
@@ -33,6 +36,18 @@ class _GradBucket:
         self.parameters = lambda: parameters
         self.buffer = lambda: flat
         self.is_last = lambda: is_last
+
+
+class _Ddp(nn.Module):
+    """What the hook needs of DDP."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.process_group, self.device_type, self.device = "all", "cuda", DEVICE
+        self.parameters_to_ignore: set[str] = set()
+        self._use_python_reducer = False
+        self.register_comm_hook = mock.Mock()
 
 
 class Training:
@@ -46,7 +61,12 @@ class Training:
         shapes: of the parameters.
         buckets: which of them are in each bucket.
         num_streams: None for as many as the hook takes.
+
+    Attributes:
+        compile_samples: what attaching the hook compiles kernels with.
     """
+
+    compile_samples: Callable[[], None]
 
     def __init__(
         self,
@@ -58,14 +78,13 @@ class Training:
         num_streams: int | None = None,
     ) -> None:
         self._machine = machine
-        self._compressor, ranks_per_node = place_on_nodes(compressor, 4, 2)
-        self._has_nodes = ranks_per_node is not None
+        self._compressor = compressor
         self._stream = _ACCUMULATE if accumulates_apart else MAIN
         self.module = nn.Module()
         for number, shape in enumerate(shapes):
             self.module.register_parameter(f"p{number}", nn.Parameter(torch.zeros(shape, device=DEVICE)))
         self.parameters = list(self.module.parameters())
-        self._num_streams = num_streams or (1 if self._has_nodes else 2)
+        self._num_streams = num_streams
         self.lay_out(buckets)
         self.hook = self._new_hook()
 
@@ -129,12 +148,23 @@ class Training:
     def change_plan(self, compressor: Compressor) -> None:
         """Goes on with another compressor."""
         residuals = self.hook.close()
-        self._compressor, _ = place_on_nodes(compressor, 4, 2)
+        self._compressor = compressor
         self.hook = self._new_hook()
         self.hook.add_residuals(residuals)
 
     def _new_hook(self) -> BucketHook:
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        groups: list[Any] = ["all", "node", "peers"] if self._has_nodes else ["all"]
-        self.channel = Channel(*groups)
-        return BucketHook(self._compressor, self.channel, names, SideStreams(DEVICE, self._num_streams))
+        """Attaches to DDP as on CUDA; kernels are compiled if `compile_samples` is called."""
+
+        def keep(run: Callable[[], None], *args: Any) -> None:
+            self.compile_samples = run
+
+        replaced: dict[str, Any] = {
+            "dist": types.SimpleNamespace(get_world_size=lambda group: _NUM_RANKS),
+            "shared_node_groups": lambda *args: ("node", "peers"),
+            "compile_kernels": keep,
+        }
+        if self._num_streams is not None:
+            replaced["SideStreams"] = lambda device, num_streams: SideStreams(device, self._num_streams)
+        with mock.patch.multiple(attach, **replaced):
+            model: Any = _Ddp(self.module)
+            return attach.attach_bucket_hook(model, self._compressor, None, ranks_per_node=_RANKS_PER_NODE)

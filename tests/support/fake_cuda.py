@@ -29,7 +29,7 @@ from lightning_commopt.compressors import channel
 from lightning_commopt.compressors.kernels import dispatch, launch_triton, low_rank_tiles, orthonormal_triton
 from lightning_commopt.sync import executors
 from support import moved_bytes
-from support.machine import Clock, Machine
+from support.machine import NCCL, Clock, Machine
 
 DEVICE = torch.device("cuda", 0)
 _CACHES = (
@@ -143,7 +143,7 @@ class _Work:
 
 def _nccl(machine: Machine, world_size: int) -> Any:
     def start(name: str, received: Tensor, sent: Tensor, group: Any) -> _Work:
-        stream = f"nccl {group}"
+        stream = f"{NCCL}{group}"
         machine.order(stream, machine.now(machine.current))
         machine.launch(name, [sent], [received], stream)
         return _Work(machine, machine.now(stream), (received, sent))

@@ -1,8 +1,9 @@
 """A CUDA device as the host sees it: streams, memory, and what was launched after what.
 
 Nothing is computed. Every stream has a vector clock: of each stream, how many launches have surely ended when its own
-next launch begins. With these clocks two faults show that a device has only at times: launches that race for memory,
-and memory that the allocator gives away while another stream still uses it.
+next launch begins. With these clocks three faults show that a device has only at times: launches that race for memory,
+memory that the allocator gives away while another stream still uses it, and collectives of several communicators that
+may run in another order on another rank.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 MAIN = "main"
+NCCL = "nccl "
+"""Beginning of the names of NCCL's streams, one for each communicator."""
 _PACKAGE = "lightning_commopt/"
 _GOES_THROUGH_NESTED = "sync/gather.py"
 
@@ -145,6 +148,8 @@ class Machine:
         blocks = [(self._block(tensor), False) for tensor in reads] + [(self._block(tensor), True) for tensor in writes]
         clock = self._clocks.setdefault(stream, Clock())
         clock |= self._host
+        if stream.startswith(NCCL):
+            self._check_order(stream)
         clock[stream] += 1
         for block, is_write in blocks:
             self._use(block, stream, is_write)
@@ -158,6 +163,15 @@ class Machine:
         if place:  # else it is the test that waits, in place of torch
             self.waits.add(place)
         return not place or place != self._without
+
+    def _check_order(self, stream: str) -> None:
+        """Checks that a collective comes after all earlier ones of other communicators.
+
+        Source: NCCL's user guide, "Using multiple NCCL communicators concurrently".
+        """
+        for other, clock in self._clocks.items():
+            if other.startswith(NCCL) and self._clocks[stream][other] < clock[other]:
+                self._find(f"collectives of {stream!r} at [{_where()}] and of {other!r} are in no order")
 
     def _use(self, block: _Block, stream: str, is_write: bool) -> None:
         clock, here = self._clocks[stream], _where()

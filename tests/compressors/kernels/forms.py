@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,8 +29,21 @@ def run_interpreted(file: str) -> None:
 def main(both_forms_agree: Callable[[str], None]) -> None:
     """The program that `run_interpreted` runs."""
     assert os.environ["TRITON_INTERPRET"] == "1"
-    both_forms_agree("cpu")
+    with checked_multiples():
+        both_forms_agree("cpu")
     print("agree")
+
+
+@contextmanager
+def checked_multiples() -> Iterator[None]:
+    """Makes the interpreter check the multiples that kernels promise: a wrong one is a misaligned access on a GPU."""
+    from triton.runtime.interpreter import TensorHandle
+
+    def check(self: Any, name: str, values: list[int]) -> None:
+        assert name != "tt.divisibility" or not (self.data % values).any(), f"{self.data} is no multiple of {values}"
+
+    with mock.patch.object(TensorHandle, "set_attr", check):
+        yield
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from forms import in_form
+from forms import checked_multiples, in_form
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels import blockwise, blockwise_torch
@@ -419,7 +419,8 @@ def extremes_agree(device: str) -> None:
 if __name__ == "__main__":
     # Triton's interpreter rounds twice in an fma before 3.9, and cuts bfloat16 off where devices round to nearest.
     rounds_once = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
-    forms_agree("triton", "cpu", DTYPES, error=0 if rounds_once else 2**-22, bfloat16_error=2**-7, every=5)
-    if rounds_once:
-        extremes_agree("cpu")
+    with checked_multiples():
+        forms_agree("triton", "cpu", DTYPES, error=0 if rounds_once else 2**-22, bfloat16_error=2**-7, every=5)
+        if rounds_once:
+            extremes_agree("cpu")
     print("agree")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,20 +11,21 @@ import torch
 from forms import in_form, needs_triton
 
 pytest.importorskip("triton")
-import compiled_kernels
 from compiled_kernels import CompiledKernel, compile_kernels, launch_reduced
 from triton.runtime.jit import JITFunction
 
 from lightning_commopt.compressors.kernels import cast, finite, low_rank_rounds, orthonormal
-from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 from lightning_commopt.compressors.kernels.matrices import Matrix, Parts
 
 # Triton 3.2 has no bfloat16 for sm_75, and no sm_100.
 IS_OLD = tuple(map(int, version("triton").split(".")[:2])) < (3, 5)
-DEVICES = [80, 90] if IS_OLD else [75, 100]
-KERNELS = {
+DEVICES = [80] if IS_OLD else [75, 100]
+# Those that give the bits of plain torch must not be fused by the compiler; the others are fused on every rank.
+UNFUSED = {
     *("_find_bad", "_narrow", "_sum_rows", "_widen", "_add_lost"),
     *("_encode", "_reduce", "_average", "_find_bad_scales", "_decode"),
+}
+FUSED = {
     *("_compress", "_add_up", "_subtract_product", "_decompress"),
     *("_multiply_candidates", "_combine", "_apply"),
 }
@@ -42,11 +44,7 @@ def faults_of(kernels: list[CompiledKernel]) -> list[str]:
     ]
 
 
-def one_int4_step() -> None:
-    compiled_kernels._launch_blockwise([torch.float32], BlockFormat(4, 32), 8, [None])
-
-
-def one_of_each_other_room() -> None:
+def one_of_each_room() -> None:
     """Launches what is quick to compile; the benchmark compiles all."""
     values, factors, yes = torch.zeros(4096), torch.zeros(128), torch.ones((), dtype=torch.bool)
     finite.all_finite(values)
@@ -57,15 +55,16 @@ def one_of_each_other_room() -> None:
 
 
 @needs_triton
-def test_the_benchmark_launches_every_kernel() -> None:
-    """If it fails, ``benchmarks/compiled_kernels.py`` looks at some of the kernels only."""
-    names = set()
-    with (
-        in_form("triton"),
-        mock.patch.object(JITFunction, "run", lambda kernel, *args, **options: names.add(kernel.fn.__name__)),
-    ):
+def test_the_benchmark_launches_every_kernel_with_its_kind_of_rounding() -> None:
+    """If it fails, the benchmark looks at some kernels only, or a kernel gives other bits than plain torch."""
+    launched = set()
+
+    def note(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.add((kernel.fn.__name__, options["enable_fp_fusion"]))
+
+    with in_form("triton"), mock.patch.object(JITFunction, "run", note):
         launch_reduced()
-    assert names == KERNELS
+    assert launched == {(name, False) for name in UNFUSED} | {(name, True) for name in FUSED}
 
 
 @pytest.mark.exhaustive
@@ -73,8 +72,8 @@ def test_the_benchmark_launches_every_kernel() -> None:
 @pytest.mark.parametrize(
     ("launch", "capabilities", "names"),
     [
-        (one_int4_step, [90], {"_encode", "_reduce", "_average", "_decode"}),
-        (one_of_each_other_room, DEVICES, {"_find_bad", "_narrow", "_decompress", "_multiply_candidates", "_apply"}),
+        (launch_reduced, [90], UNFUSED | FUSED),
+        (one_of_each_room, DEVICES, {"_find_bad", "_narrow", "_decompress", "_multiply_candidates", "_apply"}),
     ],
 )
 def test_kernels_compile_and_spill_no_registers(

@@ -15,6 +15,7 @@ SIDES: dict[str, Sides] = {
     "one": [(9, 13)],
     "many": [(40, 130), (8, 9), (2, 3), (257, 33)],
     "aligned": [(300, 32), (40, 260)],
+    "shifted": [(6, 32)],  # of its rows only the length is a multiple of 4
 }
 # A side has more tiles than are added up at once; the rest has two chunks.
 MANY_TILES: list[Sides] = [[(8, 4099), (2, 3)], [(4400, 8), (5, 7)]]
@@ -26,7 +27,7 @@ class Bucket:
     """Matrices with a rest before, between and behind them, a residual, and random factors of all of them."""
 
     def __init__(self, sides: Sides, r: int, dtype: torch.dtype, residual_dtype: torch.dtype | None) -> None:
-        gap = 4 if all(k % 4 == 0 for _, k in sides) else 3
+        gap = 4 if sides == SIDES["aligned"] else 3
         ends = list(itertools.accumulate((m * k + gap for m, k in sides), initial=gap))
         matrices = tuple(Matrix(start, m, k, min(r, m, k)) for start, (m, k) in zip(ends, sides, strict=False))
         starts = [0, *(matrix.start + matrix.m * matrix.k for matrix in matrices)]
