@@ -42,7 +42,6 @@ from lightning_commopt.compressors.kernels import (
     dispatch,
     finite,
     low_rank,
-    low_rank_rounds,
     orthonormal,
 )
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
@@ -275,10 +274,10 @@ def _launch_low_rank(dtype: torch.dtype, sides: Sequence[tuple[int, int]], r: in
         factor, own = (q, p) if by_rows else (p, q)
         for own_or_none in (own, None):
             message = torch.zeros(own.numel() + 5, dtype=dtype)
-            low_rank_rounds.compress(flat, its_residual, parts, sent, factor, message, own_or_none, 1 / 3, by_rows)
+            low_rank.compress(flat, its_residual, parts, sent, factor, message, own_or_none, 1 / 3, by_rows)
     for its_residual in (residual, kept, None):
-        low_rank_rounds.decompress(flat, its_residual, parts, (p, q), (p, q), torch.cat([q, p[:5]]), _YES)
-    low_rank.subtract_product(residual, parts.matrices, (p, q), residual, _YES)
+        low_rank.decompress(flat, its_residual, parts, (p, q), (p, q), torch.cat([q, p[:5]]), _YES)
+    low_rank.subtract_product(residual, parts, (p, q), residual, _YES)
     if dtype == torch.float32:
         for old, before in product((None, p.clone()), (None, _YES)):
             orthonormal.orthonormalize(p, parts.p_shapes, old, 1e-12, before)

@@ -62,7 +62,6 @@ TESTS = {
     f"{_FOLDER}/kernels/finite_triton.py": _interpreted("finite", "cast"),
     f"{_FOLDER}/kernels/memory_triton.py": _interpreted("finite", "cast"),
     f"{_FOLDER}/kernels/low_rank*_triton.py": _interpreted("low_rank_rounds"),
-    f"{_FOLDER}/kernels/low_rank_tiles.py": _interpreted("low_rank_rounds"),
     f"{_FOLDER}/kernels/orthonormal_triton.py": _interpreted("orthonormal"),
     f"{_FOLDER}/kernels/launch_triton.py": (f"{_KERNELS}launch.py",),
     f"{_FOLDER}/kernels/blockwise*": _compiled("blockwise", "c_library"),

@@ -17,8 +17,7 @@ from torch import Tensor
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, State
 from lightning_commopt.compressors.kernels.chunks import wide_dtype
-from lightning_commopt.compressors.kernels.low_rank import subtract_product
-from lightning_commopt.compressors.kernels.low_rank_rounds import compress, decompress, holds_sums
+from lightning_commopt.compressors.kernels.low_rank import compress, decompress, holds_sums, subtract_product
 from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, Shapes, factors_numel
 from lightning_commopt.compressors.kernels.orthonormal import orthonormal
 from lightning_commopt.text.validation import check_integer, warn, warn_once
@@ -86,7 +85,7 @@ class PowerIteration(Compressor):
         if given is not None and "sent" in state:
             sent = state["sent"]
             finite = torch.ones((), dtype=torch.bool, device=given.device)
-            subtract_product(given, self._cut(layout).matrices, (sent["p"], sent["q"]), given, finite)
+            subtract_product(given, self._cut(layout), (sent["p"], sent["q"]), given, finite)
             for factors in sent.values():  # in place, for whoever has another dict with the same tensors
                 factors.zero_()
         return given
@@ -149,7 +148,7 @@ class BucketMatrices:
     """The matrices ``M`` of one bucket in one step: its gradients plus the residual.
 
     A residual of the bucket's dtype holds these sums until the next step, and the state the factors of what was sent of
-    them; see `lightning_commopt.compressors.kernels.low_rank_rounds`.
+    them; see `lightning_commopt.compressors.kernels.low_rank`.
 
     Args:
         flat: ``(n,)`` the gradients; the arithmetic is in float32 at least.
@@ -197,7 +196,7 @@ class BucketMatrices:
             own: ``P`` ``(sum of r * m,)`` and ``Q`` ``(sum of r * k,)`` of what this rank has sent; used up.
             mean: ``P`` and ``Q`` of the average.
             message: the average of the first message.
-            finite: whether the step was, see `low_rank_rounds`; if not, matrices become NaN, and the residual stays.
+            finite: whether the step was, see `decompress`; if not, matrices become NaN, and the residual stays.
         """
         decompress(self._bucket, self._residual, self._parts, own, mean, message, finite)
         if self._holds_sums:

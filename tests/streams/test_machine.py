@@ -11,7 +11,7 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import (
     blockwise_triton,
     cast_triton,
-    low_rank_rounds_triton,
+    low_rank_triton,
     orthonormal_triton,
 )
 from support.fake_cuda import DEVICE, cuda_on, written_by
@@ -115,6 +115,6 @@ def test_kernels_write_what_they_store_to() -> None:
         return {name for name in written_by(kernel) if name.islower() and not name.startswith("num")}
 
     assert pointers(cast_triton._widen) == {"flat", "residual"}
-    assert pointers(low_rank_rounds_triton._compress) == {"bucket", "residual", "partials", "message"}
+    assert pointers(low_rank_triton._compress) == {"bucket", "residual", "partials", "message"}
     assert pointers(blockwise_triton._reduce) == {"mean_message", "residual"}
     assert pointers(orthonormal_triton._apply) == {"basis", "sums"}

@@ -1,6 +1,7 @@
-"""Products of all matrices of a bucket with thin factors: ``P = M Q``, ``Q = M^T P`` and ``M = P Q^T``.
+"""What low-rank compressors do to a bucket before and after a collective: products of its matrices with thin factors.
 
-Shapes: as in `matrices`. Factors are stored column by column: in memory ``p`` is ``(r, m)`` and ``q`` is ``(r, k)``.
+Shapes: as in `matrices`; ``n`` elements in a bucket. Factors are stored column by column: in memory ``p`` is ``(r, m)``
+and ``q`` is ``(r, k)``. A message holds the factors of all matrices, and behind them what is sent as it is, the rest.
 
 The residual update is deferred to the next step, which saves one read and one write of all matrices: 8 of 28 bytes for
 each element in a step of two rounds. Between the steps a residual holds the sums, of gradient and residual, that were
@@ -13,9 +14,8 @@ the matrix in the residual. With ``p = [0, 1]``, `multiply` by columns gives its
 sent: `write_product` makes ``[1, 0, 0, 4, 5]`` of the bucket, and by `subtract_product` the residual is
 ``[2, 3, 0, 0]``.
 
-Plain torch forms, which define the operations and run on CPU in chunks that stay in its cache; most are fused for
-float32 on CPU, in C. On CUDA there are kernels for all that is done to a bucket before and after a collective, see
-`lightning_commopt.compressors.kernels.low_rank_rounds`.
+`compress` and `decompress` are a few kernels for the whole bucket on CUDA. On CPU they are made of the other
+operations, which run in plain torch in chunks that stay in its cache; most are fused for float32, in C.
 """
 
 from __future__ import annotations
@@ -23,12 +23,107 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_commopt.compat.torch import foreach_copy_, foreach_mul_
 from lightning_commopt.compressors.kernels.chunks import CHUNK_NUMEL
 from lightning_commopt.compressors.kernels.dispatch import also_in
-from lightning_commopt.compressors.kernels.matrices import Matrix, per_matrix
+from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel, per_matrix
 
 MAX_COLUMNS_ONE_BY_ONE = 4
 """Columns of the factors up to which they are multiplied one after another; more in a product of matrices."""
+
+
+def holds_sums(residual: Tensor | None, bucket: Tensor) -> bool:
+    """Returns whether the residual keeps the sums until the next step.
+
+    One of another dtype would round them: then they are in the bucket, and the residual is updated at once.
+    """
+    return residual is not None and residual.dtype == bucket.dtype
+
+
+@also_in("triton")
+def compress(
+    bucket: Tensor,
+    residual: Tensor | None,
+    parts: Parts,
+    sent: tuple[Tensor, Tensor] | None,
+    factor: Tensor,
+    message: Tensor,
+    own: Tensor | None,
+    scale: float,
+    by_rows: bool,
+) -> None:
+    """Sets ``message`` to ``scale`` times ``P = M Q`` of every matrix (or ``Q = M^T P``), and of the rest.
+
+    ``M`` is a matrix of the bucket, plus its residual: these sums are in the residual afterwards if it `holds_sums`,
+    else in the bucket.
+
+    Args:
+        bucket: ``(n,)`` float32 or float64.
+        residual: ``(n,)`` of any floating-point dtype, or None for zeros.
+        parts: of the bucket.
+        sent: ``P`` and ``Q`` of what was sent of a residual that `holds_sums`; else None.
+        factor: ``Q`` of all matrices if ``by_rows``, else ``P``; of the dtype of the bucket.
+        message: factors and rest, of that dtype; overwritten. Without its end, the rest is not sent.
+        own: factors, of that dtype: gets the products without ``scale``. None if nobody needs them.
+        scale: factor.
+        by_rows: whether rows of the matrices are summed up, or columns.
+    """
+    num_factors = factors_numel(parts.p_shapes if by_rows else parts.q_shapes)
+    products = message[:num_factors] if own is None else own
+    p, q = (products, factor) if by_rows else (factor, products)
+    if sent is not None and residual is not None:
+        fold_and_multiply(bucket, residual, parts.matrices, sent, p, q, by_rows)
+    else:
+        if residual is not None:
+            for matrix in parts.matrices:
+                matrix.of(bucket).add_(matrix.of(residual))
+        multiply(bucket, parts.matrices, p, q, by_rows)
+    if own is not None:
+        message[:num_factors].copy_(own)
+    if message.numel() > num_factors:
+        torch.cat(parts.rest_of(bucket), out=message[num_factors:])
+        if residual is not None:
+            message[num_factors:].add_(torch.cat(parts.rest_of(residual)))
+    message.mul_(scale)
+
+
+@also_in("triton")
+def decompress(
+    bucket: Tensor,
+    residual: Tensor | None,
+    parts: Parts,
+    own: tuple[Tensor, Tensor],
+    mean: tuple[Tensor, Tensor],
+    message: Tensor,
+    finite: Tensor,
+) -> None:
+    """Sets the matrices to ``P Q^T`` of the mean and the rest to that of the message; updates the residual.
+
+    Args:
+        bucket: ``(n,)`` as `compress` left it; overwritten.
+        residual: ``(n,)`` as `compress` left it; its rest becomes zero, and its matrices hold what was not sent, or
+            still sums if it `holds_sums`. As it was before `compress` if the step was not finite. None if there is
+            none.
+        parts: of the bucket.
+        own: ``P`` and ``Q`` of what this rank has sent. If the step was not finite they become zero where the residual
+            `holds_sums`, and are the caller's to keep.
+        mean: ``P`` and ``Q`` of the average.
+        message: the average of the message with the rest.
+        finite: 0-dim bool, or ``(k,)`` bool of parts of the step; if any is false, matrices become NaN. On CUDA the
+            host does not wait for it.
+    """
+    finite, folded = finite.all(), residual if holds_sums(residual, bucket) else None
+    if folded is not None:
+        for factor in own:
+            factor.masked_fill_(~finite, 0)
+    elif residual is not None:
+        subtract_product(bucket, parts, own, residual, finite)
+    if residual is not None and parts.rest:
+        foreach_mul_(parts.rest_of(residual), (~finite).to(residual.dtype))  # it is always finite itself
+    write_product(bucket, folded, parts.matrices, mean, finite)
+    if parts.rest:
+        rest = message[message.numel() - sum(parts.rest_numels) :]
+        foreach_copy_(parts.rest_of(bucket), rest.split(parts.rest_numels))
 
 
 @also_in("c")
@@ -83,21 +178,19 @@ def multiply(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor, b
 
 
 @also_in("triton", "c")
-def subtract_product(
-    flat: Tensor, matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor
-) -> None:
+def subtract_product(flat: Tensor, parts: Parts, factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor) -> None:
     """Sets ``out = M - P Q^T`` for every matrix. In place with the bits that `fold_and_multiply` would have of it.
 
     Args:
         flat: ``(n,)`` float32 or float64.
-        matrices: of the bucket.
+        parts: of the bucket.
         factors: ``(sum of r * m,)`` and ``(sum of r * k,)``, of the dtype of ``flat``.
         out: ``(n,)`` of any floating-point dtype, or ``flat`` itself; overwritten at the matrices.
-        finite: 0-dim bool; if it is false, ``out`` stays. On CUDA the host does not wait for it.
+        finite: see `decompress`; if any is false, ``out`` stays.
     """
-    if not finite:
+    if not finite.all():
         return
-    for matrix, (p, q) in per_matrix(matrices, factors):
+    for matrix, (p, q) in per_matrix(parts.matrices, factors):
         for rows in _row_chunks(matrix):
             _subtract_product(matrix.of(flat)[rows], p[:, rows], q, out=matrix.of(out)[rows])
 

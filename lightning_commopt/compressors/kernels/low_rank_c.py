@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.kernels.c_library import call
 from lightning_commopt.compressors.kernels.low_rank import MAX_COLUMNS_ONE_BY_ONE
-from lightning_commopt.compressors.kernels.matrices import Matrix, per_matrix
+from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, per_matrix
 
 
 def fold_and_multiply(
@@ -33,14 +33,12 @@ def multiply(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor, b
     return None
 
 
-def subtract_product(
-    flat: Tensor, matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor
-) -> object:
+def subtract_product(flat: Tensor, parts: Parts, factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor) -> object:
     """Sets ``M -= P Q^T`` if ``finite``, in place only."""
     if out is not flat:
         return NotImplemented
-    if finite:
-        for matrix, (p, q) in per_matrix(matrices, factors):
+    if finite.all():
+        for matrix, (p, q) in per_matrix(parts.matrices, factors):
             _call("subtract_product", matrix, matrix.of(out), p, q)
     return None
 

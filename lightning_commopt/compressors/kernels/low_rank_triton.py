@@ -1,20 +1,20 @@
-"""Tiles of a bucket's matrices in Triton, and the one operation of `low_rank` that is needed by itself on CUDA.
+"""Operations of `low_rank` in Triton; what they do is defined there.
 
-A program holds one tile of one matrix in registers, whatever the rank of the factors, and goes through their columns.
-Where the tiles are, the device reads from a table that stays on it, one row of integers for each.
+The first programs of a launch have a tile of a matrix each, the others a chunk of the rest. Sums over tiles are written
+apart and added up in a fixed order by a second kernel: no result depends on which program comes first.
 
-Multiplications and additions are fused, on every rank whatever its Triton does by default.
+A row of the table ``rest`` is: where a chunk begins in the bucket, where it begins in the message, how many elements it
+has. ``RESIDUAL`` is 0 without one, 1 if it holds the sums, 2 if it is added to the bucket.
 
-Source: tiles as in Triton's tutorials; the products are sums of float32 (float64) products, never TF32.
+Products are sums of float32 (float64) products, never TF32. Multiplications and additions are fused, on every rank
+whatever its Triton does by default.
 """
 
 # Triton's compiler reads annotations, and wants its constants in capitals.
-# ruff: noqa: ANN001, ANN201, ANN202, N803
+# ruff: noqa: ANN001, ANN202, N803
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 
 from __future__ import annotations
-
-from functools import cache
 
 import triton
 import triton.language as tl
@@ -23,57 +23,207 @@ from torch import Tensor
 from lightning_commopt.compressors.kernels.cast_triton import rounded_for
 from lightning_commopt.compressors.kernels.finite_triton import all_set
 from lightning_commopt.compressors.kernels.launch_triton import launch
-from lightning_commopt.compressors.kernels.low_rank_tiles import tiles_plan
-from lightning_commopt.compressors.kernels.matrices import Matrix, Parts
+from lightning_commopt.compressors.kernels.low_rank import holds_sums
+from lightning_commopt.compressors.kernels.low_rank_tiles_triton import (
+    REST_BLOCK,
+    SUM_BLOCK,
+    load_tile,
+    product_plan,
+    product_tile,
+    tiles_plan,
+)
+from lightning_commopt.compressors.kernels.matrices import Parts
+
+_SUM_SPLITS = 16
 
 
-def subtract_product(
-    flat: Tensor, matrices: tuple[Matrix, ...], factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor
+def compress(
+    bucket: Tensor,
+    residual: Tensor | None,
+    parts: Parts,
+    sent: tuple[Tensor, Tensor] | None,
+    factor: Tensor,
+    message: Tensor,
+    own: Tensor | None,
+    scale: float,
+    by_rows: bool,
 ) -> None:
+    """Sets ``message`` to the products and the rest, times ``scale``."""
+    plan = product_plan(parts, bucket.device, by_rows)
+    partials = bucket.new_empty(plan.num_partials)
+    num_chunks = plan.num_chunks if message.numel() > plan.num_factors else 0
+    given = (bucket, bucket if residual is None else residual, *(sent or (factor, factor)), factor)
+    constants = {"BY_ROWS": by_rows, "RESIDUAL": _kind(residual, bucket), "SCALE": scale, "BLOCK": REST_BLOCK}
+    args = (plan.tiles, plan.rest, *given, partials, message, plan.num_tiles)
+    launch(_compress, (plan.num_tiles + num_chunks, 1, 1), *args, **constants, **plan.options)
+
+    assert plan.sums is not None
+    constants = {"HAS_OWN": own is not None, "SCALE": scale, "SPLITS": _SUM_SPLITS, "BLOCK": SUM_BLOCK}
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    out = (message, message if own is None else own)
+    launch(_add_up, (plan.num_sums, 1, 1), plan.sums, partials, *out, **constants, **options)
+
+
+def decompress(
+    bucket: Tensor,
+    residual: Tensor | None,
+    parts: Parts,
+    own: tuple[Tensor, Tensor],
+    mean: tuple[Tensor, Tensor],
+    message: Tensor,
+    finite: Tensor,
+) -> None:
+    """Sets the matrices to ``P Q^T`` and the rest to that of the message; updates the residual."""
+    kind, added = _kind(residual, bucket), bucket if residual is None else residual
+    if kind == 2:
+        subtract_product(bucket, parts, own, added, finite)
+    plan = tiles_plan(parts, bucket.device)
+    behind_factors = message.numel() - plan.num_rest
+    args = (plan.tiles, plan.rest, bucket, added, *mean, *own, message, finite)
+    sizes = (plan.num_tiles, behind_factors, finite.numel())
+    programs = (plan.num_tiles + plan.num_chunks, 1, 1)
+    launch(_decompress, programs, *args, *sizes, RESIDUAL=kind, BLOCK=REST_BLOCK, **plan.options)
+
+
+def subtract_product(flat: Tensor, parts: Parts, factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor) -> None:
     """Sets ``out = M - P Q^T``, if ``finite``."""
-    plan = tiles_plan(_parts_of(matrices), flat.device)
+    plan = tiles_plan(parts, flat.device)
     args = (plan.tiles, flat, out, *factors, finite, finite.numel())
     launch(_subtract_product, (plan.num_tiles, 1, 1), *args, **plan.options)
 
 
-@cache
-def _parts_of(matrices: tuple[Matrix, ...]) -> Parts:
-    return Parts(matrices)
+def _kind(residual: Tensor | None, bucket: Tensor) -> int:
+    return 0 if residual is None else 1 if holds_sums(residual, bucket) else 2
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _compress(
+    tiles,
+    rest,
+    bucket,
+    residual,
+    sent_p,
+    sent_q,
+    factor,
+    partials,
+    message,
+    num_tiles,
+    BY_ROWS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Multiplies a tile with the factor's part for it, or sends a chunk of the rest; before, adds the residual."""
+    if tl.program_id(0) < num_tiles:
+        m, k, r, rows, columns, elements, inside, p, q, out = load_tile(tiles, ALIGNED, TILE_M, TILE_K)
+        values = tl.load(bucket + elements, inside, 0)
+        if RESIDUAL == 1:
+            gradients = values
+            kept = tl.load(residual + elements, inside, 0)
+            kept -= product_tile(sent_p + p, sent_q + q, m, k, r, rows, columns, tl.zeros_like(kept))
+            values += kept
+            tl.store(residual + elements, tl.where(tl.abs(gradients) < float("inf"), values, kept), inside)
+        if RESIDUAL == 2:
+            values += tl.load(residual + elements, inside, 0).to(values.dtype)
+            tl.store(bucket + elements, values, inside)
+        for i in range(r):
+            if BY_ROWS:
+                thin = tl.load(factor + q + i * k + columns, columns < k, 0)
+                tl.store(partials + out + i * m + rows, tl.sum(values * thin[None, :], 1), rows < m)
+            else:
+                thin = tl.load(factor + p + i * m + rows, rows < m, 0)
+                tl.store(partials + out + i * k + columns, tl.sum(values * thin[:, None], 0), columns < k)
+    else:
+        at, places, there = _load_chunk(rest, num_tiles, BLOCK)
+        chunk = tl.load(bucket + at, there, 0)
+        if RESIDUAL != 0:
+            chunk += tl.load(residual + at, there, 0).to(chunk.dtype)
+        tl.store(message + places, chunk * SCALE, there)
 
 
 @triton.jit
-def load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """Reads this program's row of the table.
+def _load_chunk(rest, num_tiles, BLOCK: tl.constexpr):
+    """Reads this program's row of the table: where elements are in the bucket, in the message, and which there are."""
+    row = rest + (tl.program_id(0) - num_tiles) * 3
+    i = tl.arange(0, BLOCK)
+    return tl.load(row) + i, tl.load(row + 1) + i, i < tl.load(row + 2)
 
-    A row is: start, m, k and r of the matrix; first row and column of the tile; where the matrix's ``P`` and ``Q``
-    begin, and this tile's share of a product. Factors are stored column by column.
 
-    Returns:
-        m, k and r; the rows ``(TILE_M,)`` and columns ``(TILE_K,)``; where their elements are in the bucket and which
-        of them there are, both ``(TILE_M, TILE_K)``; the three places. Not as tuples within the tuple, which Triton
-        3.2 does not compile.
+@triton.jit
+def _add_up(
+    sums, partials, out, own, HAS_OWN: tl.constexpr, SCALE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Adds up partial sums, always in the same order.
+
+    A row of ``sums`` is: the first element in ``partials``, how many there are to add, the distance between them; where
+    the sum goes in ``out``; how many sums there are from here on.
     """
-    tile = tiles + tl.program_id(0) * 9
-    start = tl.multiple_of(tl.load(tile), ALIGNED)
-    m = tl.load(tile + 1)
-    k = tl.multiple_of(tl.load(tile + 2), ALIGNED)
-    rows = tl.load(tile + 4) + tl.arange(0, TILE_M)
-    columns = tl.multiple_of(tl.load(tile + 5), TILE_K) + tl.arange(0, TILE_K)
-    elements = start + rows[:, None] * k + columns[None, :]
-    inside = (rows < m)[:, None] & (columns < k)[None, :]
-    r, p, q, share = tl.load(tile + 3), tl.load(tile + 6), tl.load(tile + 7), tl.load(tile + 8)
-    return m, k, r, rows, columns, elements, inside, p, q, share
+    row = sums + tl.program_id(0) * 5
+    begin, num, stride = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    i = tl.arange(0, BLOCK)
+    inside = i < tl.load(row + 4)
+    total = tl.zeros((BLOCK,), partials.dtype.element_ty)
+    for first in range(0, num, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        at = partials + begin + split[:, None] * stride + i[None, :]
+        total += tl.sum(tl.load(at, (split < num)[:, None] & inside[None, :], 0), 0)
+    places = tl.load(row + 3) + i
+    if HAS_OWN:
+        tl.store(own + places, total, inside)
+    tl.store(out + places, total * SCALE, inside)
 
 
-@triton.jit
-def product_tile(factor_p, factor_q, m, k, r, rows, columns, zeros):
-    """Returns this tile of ``P Q^T``; ``factor_p`` and ``factor_q`` point to the matrix's."""
-    product = zeros
-    for i in range(r):
-        thin_p = tl.load(factor_p + i * m + rows, rows < m, 0)
-        thin_q = tl.load(factor_q + i * k + columns, columns < k, 0)
-        product += thin_p[:, None] * thin_q[None, :]
-    return product
+@triton.jit(do_not_specialize=["num_tiles", "behind_factors", "num_flags"])
+def _decompress(
+    tiles,
+    rest,
+    bucket,
+    residual,
+    factor_p,
+    factor_q,
+    own_p,
+    own_q,
+    message,
+    finite,
+    num_tiles,
+    behind_factors,
+    num_flags,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Writes a tile, or a chunk of the rest.
+
+    If the step was not finite, takes the gradients out of the sums, and what was sent is zero.
+    """
+    is_finite = all_set(finite, num_flags)
+    if tl.program_id(0) < num_tiles:
+        m, k, r, rows, columns, elements, inside, p, q, _ = load_tile(tiles, ALIGNED, TILE_M, TILE_K)
+        mean = tl.zeros((TILE_M, TILE_K), bucket.dtype.element_ty)
+        if is_finite:
+            mean = product_tile(factor_p + p, factor_q + q, m, k, r, rows, columns, mean)
+        else:
+            if RESIDUAL == 1:
+                gradients = tl.load(bucket + elements, inside, 0)
+                sums = tl.load(residual + elements, inside, 0)
+                sums -= tl.where(tl.abs(gradients) < float("inf"), gradients, 0)
+                tl.store(residual + elements, tl.where(tl.abs(sums) < float("inf"), sums, 0), inside)
+                for i in range(r):
+                    tl.store(own_p + p + i * m + rows, tl.zeros((TILE_M,), bucket.dtype.element_ty), rows < m)
+                    tl.store(own_q + q + i * k + columns, tl.zeros((TILE_K,), bucket.dtype.element_ty), columns < k)
+            mean += float("nan")
+        tl.store(bucket + elements, mean, inside)
+    else:
+        at, places, there = _load_chunk(rest, num_tiles, BLOCK)
+        tl.store(bucket + at, tl.load(message + behind_factors + places, there, 0), there)
+        if RESIDUAL != 0:  # noqa: SIM102 - Triton would compute both sides of `and`
+            if is_finite:
+                tl.store(residual + at, tl.zeros((BLOCK,), residual.dtype.element_ty), there)
 
 
 @triton.jit(do_not_specialize=["num_flags"])

@@ -16,10 +16,9 @@ from lightning_commopt.compressors.kernels import (
     dispatch,
     finite,
     low_rank,
-    low_rank_rounds,
     orthonormal,
 )
-from lightning_commopt.compressors.kernels.matrices import Matrix
+from lightning_commopt.compressors.kernels.matrices import Matrix, Parts
 from support.every_compressor import COMPRESSORS
 
 FLOAT32 = torch.zeros(1)
@@ -65,7 +64,7 @@ def functions(module: ModuleType) -> dict[str, list[str]]:
 
 
 @needs_triton
-@pytest.mark.parametrize("operations", [blockwise, cast, finite, low_rank, low_rank_rounds, orthonormal])
+@pytest.mark.parametrize("operations", [blockwise, cast, finite, low_rank, orthonormal])
 def test_all_forms_take_the_same_arguments(operations: ModuleType) -> None:
     """If it fails, an operation breaks on another device, or has a form that never runs."""
     plain = functions(operations)
@@ -79,5 +78,5 @@ def test_a_form_may_leave_the_work_to_plain_torch() -> None:
     """If it fails, what C does not support is not done at all."""
     flat, out = torch.ones(6), torch.zeros(6)
     factors = torch.ones(2), torch.ones(3)
-    low_rank.subtract_product(flat * 2, (Matrix(0, 2, 3, 1),), factors, out, torch.tensor(True))
+    low_rank.subtract_product(flat * 2, Parts((Matrix(0, 2, 3, 1),)), factors, out, torch.tensor(True))
     assert out.equal(flat)

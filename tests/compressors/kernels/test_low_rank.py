@@ -10,7 +10,7 @@ from forms import in_form
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels import low_rank
-from lightning_commopt.compressors.kernels.matrices import Matrix, factors_numel, p_shapes, q_shapes, views
+from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel, p_shapes, q_shapes, views
 
 CHUNK_NUMEL = 2**14
 RANKS = [1, 2, 3, 5, 8]  # C takes four columns at a time, or what is left of them
@@ -31,6 +31,7 @@ class Bucket:
         gap = 4 if all(k % 4 == 0 for _, k in sides) else 3
         ends = list(itertools.accumulate((m * k + gap for m, k in sides), initial=gap))
         self.matrices = tuple(Matrix(start, m, k, r) for start, (m, k) in zip(ends, sides, strict=False))
+        self.parts = Parts(self.matrices)
         generator = torch.Generator().manual_seed(len(sides) + r)
 
         def random(numel: int) -> Tensor:
@@ -197,7 +198,7 @@ def test_flushed_now_or_later_it_has_the_same_bits(form: str) -> None:
     for sides, r, by_rows in itertools.product(SIDES, RANKS, (True, False)):
         later, now = (Bucket(SIDES[sides], r, torch.float32) for _ in range(2))
         with in_form(form):
-            low_rank.subtract_product(now.residual, now.matrices, now.sent, now.residual, torch.tensor(True))
+            low_rank.subtract_product(now.residual, now.parts, now.sent, now.residual, torch.tensor(True))
             now.sent = torch.zeros_like(now.sent[0]), torch.zeros_like(now.sent[1])
             assert all(map(torch.equal, fold(later, by_rows), fold(now, by_rows)))
         assert later.residual.equal(now.residual)
@@ -211,9 +212,9 @@ def test_subtracting(form: str, sides: str, r: int, dtype: torch.dtype) -> None:
         out = bucket.residual if out_dtype is None else bucket.flat.to(out_dtype)
         before, wanted = out.clone(), bucket.exact_residual()
         with in_form(form):
-            low_rank.subtract_product(bucket.residual, bucket.matrices, bucket.sent, out, torch.tensor(False))
+            low_rank.subtract_product(bucket.residual, bucket.parts, bucket.sent, out, torch.tensor(False))
             assert out.equal(before)
-            low_rank.subtract_product(bucket.residual, bucket.matrices, bucket.sent, out, torch.tensor(True))
+            low_rank.subtract_product(bucket.residual, bucket.parts, bucket.sent, out, torch.tensor(True))
         for rest, exact in zip(bucket.exact(out), wanted, strict=True):
             assert_near(rest, exact, min(dtype, out.dtype, key=lambda x: x.itemsize))
         assert out[bucket.others].equal(before[bucket.others])

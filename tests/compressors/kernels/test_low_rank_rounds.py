@@ -7,7 +7,7 @@ import torch
 from forms import in_form, main, needs_cuda, needs_triton, run_interpreted
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels import low_rank, low_rank_rounds
+from lightning_commopt.compressors.kernels import low_rank
 from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel, views
 
 Sides = list[tuple[int, int]]
@@ -54,20 +54,20 @@ class Bucket:
 
     def compress(self, by_rows: bool, with_own: bool) -> tuple[Tensor, Tensor | None]:
         """Returns the message, and the products that are not scaled."""
-        folds = low_rank_rounds.holds_sums(self.residual, self.flat)
+        folds = low_rank.holds_sums(self.residual, self.flat)
         p, q = self.factors
         factor, product = (q, p) if by_rows else (p, q)
         message = product.new_full((len(product) + sum(self.parts.rest_numels),), torch.nan)
         own, sent = product.clone().fill_(torch.nan) if with_own else None, self.sent if folds else None
         given = (self.flat, self.residual, self.parts, sent, factor, message, own, SCALE, by_rows)
-        low_rank_rounds.compress(*given)
+        low_rank.compress(*given)
         return message, own
 
     def decompress(self, finite: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the factors of what was sent."""
         p, q = self.factors
         own, message = (p.clone(), q.clone()), torch.cat([q, q.new_ones(sum(self.parts.rest_numels))])
-        low_rank_rounds.decompress(self.flat, self.residual, self.parts, own, (p, q), message, finite)
+        low_rank.decompress(self.flat, self.residual, self.parts, own, (p, q), message, finite)
         return own
 
 
@@ -80,7 +80,7 @@ def test_a_message_holds_products_and_rest(by_rows: bool, residual_dtype: torch.
         flat, parts = bucket.flat.clone(), bucket.parts
         residual = torch.zeros_like(flat) if bucket.residual is None else bucket.residual.float().clone()
         if bucket.residual is not None and residual_dtype == torch.float32:
-            low_rank.subtract_product(residual, parts.matrices, bucket.sent, residual, torch.tensor(True))
+            low_rank.subtract_product(residual, parts, bucket.sent, residual, torch.tensor(True))
         message, own = bucket.compress(by_rows, with_own)
         sums, (p, q) = (
             flat + residual,
@@ -147,7 +147,7 @@ def results(
         written += [*bucket.decompress(flags), bucket.flat, bucket.residual]
     if bucket.residual is not None:
         flag = torch.tensor(finite, device=device)
-        low_rank.subtract_product(bucket.flat, bucket.parts.matrices, bucket.sent, bucket.residual, flag)
+        low_rank.subtract_product(bucket.flat, bucket.parts, bucket.sent, bucket.residual, flag)
         written.append(bucket.residual)
     return [x.cpu() for x in written if x is not None]
 

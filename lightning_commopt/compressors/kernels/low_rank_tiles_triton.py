@@ -1,4 +1,14 @@
-"""Which parts of a bucket the programs of `low_rank_rounds_triton` work on, as tables on the device."""
+"""Which parts of a bucket the programs of `low_rank_triton` work on, as tables on the device, and tiles of matrices.
+
+A program holds one tile of one matrix in registers, whatever the rank of the factors, and goes through their columns.
+Where the tiles are, it reads from a table that stays on the device, one row of integers for each.
+
+Source: tiles as in Triton's tutorials.
+"""
+
+# Triton's compiler reads annotations, and wants its constants in capitals.
+# ruff: noqa: ANN001, ANN201, N803
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 
 from __future__ import annotations
 
@@ -9,6 +19,8 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels.matrices import Matrix, Parts
@@ -30,14 +42,14 @@ class Plan(NamedTuple):
     Attributes:
         options: constants of the kernels, and Triton's options. Of them, all matrices and their rows begin at a
             multiple of ``ALIGNED`` elements, so that loads can be wide.
-        tiles: ``(tiles, 9)`` int64, see `low_rank_triton`.
+        tiles: ``(tiles, 9)`` int64, see `load_tile`.
         num_tiles: rows of ``tiles``.
-        rest: ``(chunks, 3)`` int64, see `low_rank_rounds_triton`.
+        rest: ``(chunks, 3)`` int64, see `low_rank_triton`.
         num_chunks: rows of ``rest``.
         num_rest: elements of the rest.
         num_factors: elements of the message before the rest; 0 if the plan is not about a message.
         num_partials: elements that hold partial sums.
-        sums: ``(sums, 5)`` int64, see `low_rank_rounds_triton`.
+        sums: ``(sums, 5)`` int64, see `low_rank_triton`.
         num_sums: rows of ``sums``.
     """
 
@@ -119,3 +131,38 @@ def _corners(matrix: Matrix, tile: tuple[int, int]) -> Iterator[tuple[int, int]]
 
 def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).to(device)
+
+
+@triton.jit
+def load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    """Reads this program's row of the table.
+
+    A row is: start, m, k and r of the matrix; first row and column of the tile; where the matrix's ``P`` and ``Q``
+    begin, and this tile's share of a product. Factors are stored column by column.
+
+    Returns:
+        m, k and r; the rows ``(TILE_M,)`` and columns ``(TILE_K,)``; where their elements are in the bucket and which
+        of them there are, both ``(TILE_M, TILE_K)``; the three places. Not as tuples within the tuple, which Triton
+        3.2 does not compile.
+    """
+    tile = tiles + tl.program_id(0) * 9
+    start = tl.multiple_of(tl.load(tile), ALIGNED)
+    m = tl.load(tile + 1)
+    k = tl.multiple_of(tl.load(tile + 2), ALIGNED)
+    rows = tl.load(tile + 4) + tl.arange(0, TILE_M)
+    columns = tl.multiple_of(tl.load(tile + 5), TILE_K) + tl.arange(0, TILE_K)
+    elements = start + rows[:, None] * k + columns[None, :]
+    inside = (rows < m)[:, None] & (columns < k)[None, :]
+    r, p, q, share = tl.load(tile + 3), tl.load(tile + 6), tl.load(tile + 7), tl.load(tile + 8)
+    return m, k, r, rows, columns, elements, inside, p, q, share
+
+
+@triton.jit
+def product_tile(factor_p, factor_q, m, k, r, rows, columns, zeros):
+    """Returns this tile of ``P Q^T``; ``factor_p`` and ``factor_q`` point to the matrix's."""
+    product = zeros
+    for i in range(r):
+        thin_p = tl.load(factor_p + i * m + rows, rows < m, 0)
+        thin_q = tl.load(factor_q + i * k + columns, columns < k, 0)
+        product += thin_p[:, None] * thin_q[None, :]
+    return product
