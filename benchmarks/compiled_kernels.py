@@ -38,9 +38,8 @@ from triton.runtime.jit import JITFunction
 
 from lightning_commopt.compressors.kernels import (
     blockwise,
-    cast,
     dispatch,
-    finite,
+    elementwise,
     low_rank,
     orthonormal,
 )
@@ -222,21 +221,21 @@ def launch_reduced() -> None:
 
 def _launch_finite(dtypes: Sequence[torch.dtype]) -> None:
     for dtype, numel in product(dtypes, (5, 4096)):
-        finite.all_finite(torch.zeros(numel, dtype=dtype))
+        elementwise.all_finite(torch.zeros(numel, dtype=dtype))
 
 
 def _launch_cast(dtypes: Sequence[torch.dtype]) -> None:
     for dtype, numel, out_dtype in product(dtypes, (4099, 4096), (torch.bfloat16, torch.float16)):
         flat, out = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=out_dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        cast.narrow(flat, None, 1 / 3, out)
+        elementwise.narrow(flat, None, 1 / 3, out)
         for sums in (torch.zeros(numel, dtype=wide), None):
-            cast.sum_rows(out.repeat(8, 1), sums, out, wide)
+            elementwise.sum_rows(out.repeat(8, 1), sums, out, wide)
         for residual_dtype in (wide, torch.bfloat16):
             residual = torch.zeros(numel, dtype=residual_dtype)
-            cast.narrow(flat, residual, 1 / 3, out)
-            cast.widen(flat, residual, out, 1 / 3, _YES)
-            cast.add_lost(residual, torch.zeros(numel, dtype=wide), out, 3, _YES)
+            elementwise.narrow(flat, residual, 1 / 3, out)
+            elementwise.widen(flat, residual, out, 1 / 3, _YES)
+            elementwise.add_lost(residual, torch.zeros(numel, dtype=wide), out, 3, _YES)
 
 
 def _launch_blockwise(

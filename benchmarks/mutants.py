@@ -57,15 +57,12 @@ TESTS = {
     f"{_FOLDER}/alone.py": ("tests/cost/test_compressor_cost.py",),
     f"{_FOLDER}/*.py": ("tests/compressors", "tests/streams", "-k", "not interpreter and not compile"),
     f"{_FOLDER}/kernels/blockwise*_triton.py": _interpreted("blockwise"),
-    f"{_FOLDER}/kernels/division_triton.py": _interpreted("blockwise"),
-    f"{_FOLDER}/kernels/cast_triton.py": _interpreted("cast"),
-    f"{_FOLDER}/kernels/finite_triton.py": _interpreted("finite", "cast"),
-    f"{_FOLDER}/kernels/memory_triton.py": _interpreted("finite", "cast"),
+    f"{_FOLDER}/kernels/elementwise_triton.py": _interpreted("finite", "elementwise"),
     f"{_FOLDER}/kernels/low_rank*_triton.py": _interpreted("low_rank_rounds"),
     f"{_FOLDER}/kernels/orthonormal_triton.py": _interpreted("orthonormal"),
     f"{_FOLDER}/kernels/launch_triton.py": (f"{_KERNELS}launch.py",),
     f"{_FOLDER}/kernels/blockwise*": _compiled("blockwise", "c_library"),
-    f"{_FOLDER}/kernels/cast.py": _compiled("cast"),
+    f"{_FOLDER}/kernels/elementwise.py": _compiled("elementwise"),
     f"{_FOLDER}/kernels/*": _compiled("low_rank", "low_rank_rounds", "orthonormal", "c_library"),
 }
 """What is about a file; its first pattern counts. Arguments of pytest, or programs."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.kernels.finite import all_finite
+from lightning_commopt.compressors.kernels.elementwise import all_finite
 from lightning_commopt.compressors.registry import register_compressor
 
 

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State, in_pieces
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.kernels.cast import add_lost, narrow, sum_rows, widen
-from lightning_commopt.compressors.kernels.chunks import wide_dtype
-from lightning_commopt.compressors.kernels.finite import all_finite
+from lightning_commopt.compressors.kernels.elementwise import add_lost, all_finite, narrow, sum_rows, wide_dtype, widen
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.text.validation import check_choice
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, State
-from lightning_commopt.compressors.kernels.chunks import wide_dtype
+from lightning_commopt.compressors.kernels.elementwise import wide_dtype
 from lightning_commopt.compressors.kernels.low_rank import compress, decompress, holds_sums, subtract_product
 from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, Shapes, factors_numel
 from lightning_commopt.compressors.kernels.orthonormal import orthonormal

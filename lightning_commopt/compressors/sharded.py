@@ -21,7 +21,7 @@ from lightning_commopt.compressors.blockwise import BlockInt4, BlockInt8
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise
 from lightning_commopt.compressors.kernels.blockwise_format import MIN_SCALE, BlockFormat
-from lightning_commopt.compressors.kernels.cast import sum_rows
+from lightning_commopt.compressors.kernels.elementwise import sum_rows
 from lightning_commopt.text.validation import check_switch
 
 _RESIDUAL_FORMAT = BlockFormat(8, 128)

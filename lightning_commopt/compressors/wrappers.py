@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.kernels.chunks import wide_dtype
+from lightning_commopt.compressors.kernels.elementwise import wide_dtype
 from lightning_commopt.compressors.registry import EXAMPLE, compressor_name, register_compressor
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch
 

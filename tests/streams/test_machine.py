@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import (
     blockwise_triton,
-    cast_triton,
+    elementwise_triton,
     low_rank_triton,
     orthonormal_triton,
 )
@@ -114,7 +114,7 @@ def test_kernels_write_what_they_store_to() -> None:
     def pointers(kernel: Any) -> set[str]:
         return {name for name in written_by(kernel) if name.islower() and not name.startswith("num")}
 
-    assert pointers(cast_triton._widen) == {"flat", "residual"}
+    assert pointers(elementwise_triton._widen) == {"flat", "residual"}
     assert pointers(low_rank_triton._compress) == {"bucket", "residual", "partials", "message"}
     assert pointers(blockwise_triton._reduce) == {"mean_message", "residual"}
     assert pointers(orthonormal_triton._apply) == {"basis", "sums"}

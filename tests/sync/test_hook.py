@@ -1,8 +1,10 @@
 """BucketHook: overlap with backward, order of collectives, failures."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.attach import attach_bucket_hook, warn_of_launch_order
+from lightning_commopt.sync.executors import WorkerThread
 from lightning_commopt.sync.hook import BucketHook
 from lightning_commopt.text import validation
 from support.ranks import run_ranks, run_ranks_or_raise
@@ -218,6 +221,24 @@ def test_several_communicators_at_a_time_are_warned_of(monkeypatch: pytest.Monke
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     validation.warn_once.cache_clear()
     warn_of_launch_order(nn.Sequential(nn.SyncBatchNorm(4)))
+
+
+def _succeed() -> None:
+    pass
+
+
+def _raise() -> None:
+    raise ArithmeticError("no luck")
+
+
+@pytest.mark.parametrize(("task", "num_returned"), [(_succeed, 1), (_raise, 0)])
+def test_groups_are_not_used_again_after_a_failure(task: Callable[[], None], num_returned: int) -> None:
+    """If it fails, the next fit pairs its messages with those of a gradient sync that did not end."""
+    executor, groups, channel = WorkerThread(), mock.Mock(), mock.Mock()
+    hook = BucketHook(AllReduce(), channel, {}, executor, groups=groups)
+    executor.submit(task, [])
+    hook.close()
+    assert groups.return_to_pool.call_count == num_returned
 
 
 def _closed_groups() -> list[Any]:

@@ -16,8 +16,7 @@ from lightning_commopt.compressors.kernels.blockwise_format import (
     MIN_SCALE,
     ROUNDING_MAGIC,
 )
-from lightning_commopt.compressors.kernels.division_triton import inverse_of, over_ranks
-from lightning_commopt.compressors.kernels.memory_triton import load, store
+from lightning_commopt.compressors.kernels.elementwise_triton import load, store
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MAGIC = tl.constexpr(ROUNDING_MAGIC)
@@ -27,6 +26,28 @@ _MAX_CODE_4 = tl.constexpr(MAX_CODE_4)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITE = tl.constexpr(0x7F800000)
 _UPPER_HALF = tl.constexpr(-0x10000)
+
+
+@triton.jit
+def inverse_of(x, SHAPE: tl.constexpr):
+    """Returns ``1 / x`` rounded as float32 rounds: an estimate, and two steps of Newton's method in float64.
+
+    ``tl.div_rn`` flushes subnormal numbers in some versions of Triton, and a division in float64 spills registers.
+    """
+    estimate = 1.0 / x
+    wide, one, inverse = x.to(tl.float64), tl.full(SHAPE, 1.0, tl.float64), estimate.to(tl.float64)
+    for _ in tl.static_range(2):
+        inverse = tl.fma(tl.fma(-wide, inverse, one), inverse, inverse)
+    return tl.where(x < float("inf"), inverse.to(tl.float32), estimate)
+
+
+@triton.jit
+def over_ranks(x, WORLD_SIZE: tl.constexpr, SHAPE: tl.constexpr):
+    """Returns ``x / WORLD_SIZE`` rounded as float32 rounds: a product with the inverse, corrected in float64."""
+    wide, inverse = x.to(tl.float64), tl.full(SHAPE, 1 / WORLD_SIZE, tl.float64)
+    quotient = wide * inverse
+    rest = tl.fma(-quotient, tl.full(SHAPE, WORLD_SIZE, tl.float64), wide)
+    return tl.where(x < float("inf"), tl.fma(rest, inverse, quotient).to(tl.float32), x)
 
 
 @triton.jit

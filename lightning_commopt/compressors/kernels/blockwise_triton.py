@@ -30,8 +30,8 @@ from lightning_commopt.compressors.kernels.blockwise_tiles_triton import (
     row_at,
     write_tile,
 )
+from lightning_commopt.compressors.kernels.elementwise_triton import load, store
 from lightning_commopt.compressors.kernels.launch_triton import launch
-from lightning_commopt.compressors.kernels.memory_triton import load, store
 
 _TILE_NUMEL = 4096
 _SIZES = ["num_blocks", "numel", "num_rows", "rank"]

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compat.torch import foreach_copy_, foreach_mul_
-from lightning_commopt.compressors.kernels.chunks import CHUNK_NUMEL
 from lightning_commopt.compressors.kernels.dispatch import also_in
+from lightning_commopt.compressors.kernels.elementwise import CHUNK_NUMEL
 from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel, per_matrix
 
 MAX_COLUMNS_ONE_BY_ONE = 4

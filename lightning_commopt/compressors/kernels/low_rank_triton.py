@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels.cast_triton import rounded_for
-from lightning_commopt.compressors.kernels.finite_triton import all_set
+from lightning_commopt.compressors.kernels.elementwise_triton import all_set, rounded_for
 from lightning_commopt.compressors.kernels.launch_triton import launch
 from lightning_commopt.compressors.kernels.low_rank import holds_sums
 from lightning_commopt.compressors.kernels.low_rank_tiles_triton import (

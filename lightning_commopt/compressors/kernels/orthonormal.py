@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels.dispatch import also_in
-from lightning_commopt.compressors.kernels.finite import all_finite
+from lightning_commopt.compressors.kernels.elementwise import all_finite
 from lightning_commopt.compressors.kernels.matrices import Shapes, factors_numel, views
 
 

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels.finite_triton import all_set
+from lightning_commopt.compressors.kernels.elementwise_triton import all_set
 from lightning_commopt.compressors.kernels.launch_triton import launch
 from lightning_commopt.compressors.kernels.matrices import Shapes
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from compiled_kernels import CompiledKernel, compile_kernels, launch_reduced
 from triton.runtime.jit import JITFunction
 
-from lightning_commopt.compressors.kernels import cast, finite, low_rank, orthonormal
+from lightning_commopt.compressors.kernels import elementwise, low_rank, orthonormal
 from lightning_commopt.compressors.kernels.matrices import Matrix, Parts
 
 # Triton 3.2 has no bfloat16 for sm_75, and no sm_100.
@@ -47,8 +47,8 @@ def faults_of(kernels: list[CompiledKernel]) -> list[str]:
 def one_of_each_room() -> None:
     """Launches what is quick to compile; the benchmark compiles all."""
     values, factors, yes = torch.zeros(4096), torch.zeros(128), torch.ones((), dtype=torch.bool)
-    finite.all_finite(values)
-    cast.narrow(values, None, 1 / 3, torch.zeros(4096, dtype=torch.bfloat16))
+    elementwise.all_finite(values)
+    elementwise.narrow(values, None, 1 / 3, torch.zeros(4096, dtype=torch.bfloat16))
     pair, parts = (factors, factors.clone()), Parts((Matrix(0, 64, 64, 2),))
     low_rank.decompress(values, None, parts, pair, pair, factors, yes)
     orthonormal.orthonormalize(factors, ((2, 64),), None, 1e-12)

@@ -12,9 +12,8 @@ from torch import Tensor
 from lightning_commopt.compressors.kernels import (
     blockwise,
     c_library,
-    cast,
     dispatch,
-    finite,
+    elementwise,
     low_rank,
     orthonormal,
 )
@@ -49,7 +48,7 @@ def test_only_float32_on_cpu_runs_in_c(
 def test_no_compiler_runs_for_an_operation_without_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, training with bf16 waits for a library that it does not use."""
     monkeypatch.setattr(c_library, "load", pytest.fail)
-    assert finite.all_finite(FLOAT32).item()
+    assert elementwise.all_finite(FLOAT32).item()
     assert not any(COMPRESSORS[name].claims.has_c_kernels for name in ("all_reduce", "bf16"))
     assert all(COMPRESSORS[name].claims.has_c_kernels for name in ("powersgd", "int8", "hierarchical_powersgd"))
 
@@ -64,7 +63,7 @@ def functions(module: ModuleType) -> dict[str, list[str]]:
 
 
 @needs_triton
-@pytest.mark.parametrize("operations", [blockwise, cast, finite, low_rank, orthonormal])
+@pytest.mark.parametrize("operations", [blockwise, elementwise, low_rank, orthonormal])
 def test_all_forms_take_the_same_arguments(operations: ModuleType) -> None:
     """If it fails, an operation breaks on another device, or has a form that never runs."""
     plain = functions(operations)

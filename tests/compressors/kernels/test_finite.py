@@ -6,7 +6,7 @@ import pytest
 import torch
 from forms import in_form, main, needs_cuda, needs_triton, run_interpreted
 
-from lightning_commopt.compressors.kernels import finite
+from lightning_commopt.compressors.kernels import elementwise
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -26,19 +26,19 @@ def cases(numel: int) -> list[torch.Tensor]:
 def test_a_bad_value_is_found(numel: int) -> None:
     """If it fails, what one overflow left behind stays in all later steps; or the largest number counts as one."""
     for values in cases(numel):
-        assert finite.all_finite(values).all().equal(values.isfinite().all())
+        assert elementwise.all_finite(values).all().equal(values.isfinite().all())
 
 
 def test_nothing_is_finite() -> None:
-    assert finite.all_finite(torch.empty(0))
+    assert elementwise.all_finite(torch.empty(0))
 
 
 def both_forms_agree(device: str) -> None:
     for values in [*cases(1), *cases(20_001), torch.empty(0)]:  # one tile, and three
         with in_form("triton"):
-            found = finite.all_finite(values.to(device))
+            found = elementwise.all_finite(values.to(device))
         assert found.device.type == device
-        assert found.all().cpu().equal(finite.all_finite(values).all())
+        assert found.all().cpu().equal(elementwise.all_finite(values).all())
 
 
 @pytest.mark.exhaustive

@@ -8,8 +8,8 @@ import torch
 from forms import in_form, main, needs_cuda, needs_triton, run_interpreted
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels import cast
-from lightning_commopt.compressors.kernels.chunks import CHUNK_NUMEL
+from lightning_commopt.compressors.kernels import elementwise
+from lightning_commopt.compressors.kernels.elementwise import CHUNK_NUMEL
 
 NUMELS = [1, 17, 4099, CHUNK_NUMEL + 5]
 DTYPES = [torch.float32, torch.float64]
@@ -48,11 +48,11 @@ def test_what_is_sent_and_kept(
     """If it fails, more is rounded off than the dtype does, or it is lost."""
     flat, residual = bucket(numel, dtype, residual_dtype)
     wanted, sent = exact(flat, residual), torch.empty(numel, dtype=narrow)
-    cast.narrow(flat, residual, SCALE, sent)
+    elementwise.narrow(flat, residual, SCALE, sent)
     np.testing.assert_allclose(sent.double().numpy(), wanted * SCALE, rtol=NARROW[narrow] * 1.001, atol=1e-7)
     if residual is not None:
         mean = torch.randn(numel).to(narrow)
-        cast.widen(flat, residual, mean, SCALE, torch.tensor(True))
+        elementwise.widen(flat, residual, mean, SCALE, torch.tensor(True))
         kept = wanted - sent.double().numpy() / SCALE
         np.testing.assert_allclose(residual.double().numpy(), kept, rtol=precision(residual), atol=1e-6)
         assert flat.equal(mean.to(dtype))
@@ -64,8 +64,8 @@ def test_a_step_that_is_not_finite_leaves_the_residual(numel: int) -> None:
     flat, residual = bucket(numel, torch.float32, torch.float32)
     assert residual is not None
     before, mean = residual.clone(), torch.full((numel,), torch.nan, dtype=torch.bfloat16)
-    cast.widen(flat, residual, mean, SCALE, torch.tensor(False))
-    cast.add_lost(residual, torch.ones(numel), torch.zeros(numel), 3, torch.tensor(False))
+    elementwise.widen(flat, residual, mean, SCALE, torch.tensor(False))
+    elementwise.add_lost(residual, torch.ones(numel), torch.zeros(numel), 3, torch.tensor(False))
     assert residual.equal(before)
     assert flat.isnan().all()
 
@@ -77,7 +77,7 @@ def test_what_the_mean_lost_stays_in_the_residual(residual_dtype: torch.dtype) -
     assert residual is not None
     rounded = values.bfloat16()
     wanted = residual.double() + 3 * (values.double() - rounded.double())
-    cast.add_lost(residual, values, rounded, 3, torch.tensor(True))
+    elementwise.add_lost(residual, values, rounded, 3, torch.tensor(True))
     np.testing.assert_allclose(residual.double(), wanted, rtol=precision(residual), atol=1e-7)
 
 
@@ -87,8 +87,8 @@ def test_rows_are_added_up_in_the_wider_dtype(narrow: torch.dtype, num_rows: int
     """If it fails, partial sums are rounded, or a row is left out."""
     rows = torch.randn(num_rows, numel, generator=torch.Generator().manual_seed(numel)).to(narrow)
     out, rounded, alone = torch.empty(numel), *torch.empty(2, numel, dtype=narrow)
-    cast.sum_rows(rows, out, rounded, torch.float32)
-    cast.sum_rows(rows, None, alone, torch.float32)
+    elementwise.sum_rows(rows, out, rounded, torch.float32)
+    elementwise.sum_rows(rows, None, alone, torch.float32)
     np.testing.assert_allclose(out.double(), rows.double().sum(0), rtol=1e-5, atol=1e-5)
     assert rounded.equal(out.to(narrow))
     assert alone.equal(rounded)
@@ -97,7 +97,7 @@ def test_rows_are_added_up_in_the_wider_dtype(narrow: torch.dtype, num_rows: int
 def test_the_end_of_a_message_is_zero() -> None:
     """If it fails, what nobody has written is sent, and may be no number."""
     out = torch.full((20,), torch.nan, dtype=torch.bfloat16)
-    cast.narrow(torch.ones(17), None, 0.5, out)
+    elementwise.narrow(torch.ones(17), None, 0.5, out)
     assert out.equal(torch.tensor([0.5] * 17 + [0.0] * 3).bfloat16())
 
 
@@ -108,20 +108,20 @@ def results(
     flat, residual = (None if x is None else x.to(device) for x in bucket(numel, dtype, residual_dtype))
     assert flat is not None
     message = torch.full((numel + 5000,), torch.nan, dtype=narrow, device=device)
-    cast.narrow(flat, residual, SCALE, message)
+    elementwise.narrow(flat, residual, SCALE, message)
     sent, rest = message[:numel], message[numel:]
     assert not rest.any()
     rows = torch.stack([sent, sent * 0.1, sent * 0.7])
     sums, rounded, alone = torch.empty_like(flat), torch.empty_like(sent), torch.empty_like(sent)
-    cast.sum_rows(rows, sums, rounded, dtype)
-    cast.sum_rows(rows, None, alone, dtype)
+    elementwise.sum_rows(rows, sums, rounded, dtype)
+    elementwise.sum_rows(rows, None, alone, dtype)
     added = [sums.cpu(), rounded.cpu(), alone.cpu()]
     if residual is None:
         return [sent.cpu(), *added]
     mean, is_finite = (sent * 2).to(narrow), torch.ones(140, dtype=torch.bool, device=device)
     is_finite[-1] = finite
-    cast.widen(flat, residual, mean, SCALE, is_finite)
-    cast.add_lost(residual, sums.clone(), rounded, 3, is_finite)
+    elementwise.widen(flat, residual, mean, SCALE, is_finite)
+    elementwise.add_lost(residual, sums.clone(), rounded, 3, is_finite)
     return [sent.cpu(), *added, flat.cpu(), residual.cpu()]
 
 

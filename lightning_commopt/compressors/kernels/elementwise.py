@@ -1,4 +1,4 @@
-"""Rounding to a narrower dtype, and what that drops.
+"""Operations on every element of a bucket: rounding to a narrower dtype, what that drops, and whether all are finite.
 
 With ``c = flat + residual``, what is sent of it is ``rounded(c * scale)``, and what stays behind for the next step is
 ``c - rounded(c * scale) / scale``. Example in bfloat16, whose numbers above 0.5 are 2**-8 apart, with ``scale = 0.5``:
@@ -13,8 +13,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels.chunks import CHUNK_NUMEL, add_up, wide_dtype
 from lightning_commopt.compressors.kernels.dispatch import also_in
+
+CHUNK_NUMEL = 2**19
+"""Elements: a few chunks stay in the last-level cache, and calls for each of them cost little. Measured on one core
+with 1 MiB of second-level and 32 MiB of shared cache: parts that fit the smaller one cost more in calls than they save.
+"""
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the arithmetic: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _add_up(values: Tensor, residual: Tensor | None, out: Tensor) -> Tensor:
+    """Returns ``values + residual`` in ``out``, rounded to no dtype but that of ``out``."""
+    if residual is None:
+        return out.copy_(values)
+    return torch.add(values, residual, out=out) if values.dtype == out.dtype else out.copy_(values).add_(residual)
 
 
 @also_in("triton")
@@ -33,7 +49,7 @@ def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> 
         chunk = slice(start, min(start + CHUNK_NUMEL, flat.numel()))
         part = flat[chunk]
         added = None if residual is None else residual[chunk]
-        out[chunk].copy_(add_up(part, added, scratch[: part.numel()]).mul_(scale))
+        out[chunk].copy_(_add_up(part, added, scratch[: part.numel()]).mul_(scale))
 
 
 @also_in("triton")
@@ -77,7 +93,7 @@ def widen(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Te
         chunk = slice(start, start + CHUNK_NUMEL)
         part = flat[chunk]
         size = part.numel()
-        whole = add_up(part, residual[chunk], corrected[:size])
+        whole = _add_up(part, residual[chunk], corrected[:size])
         rounded = sent[:size].copy_(torch.mul(whole, scale, out=scaled[:size]))
         residual[chunk].copy_(whole.sub_(scaled[:size].copy_(rounded).mul_(1 / scale)))
         part.copy_(mean[chunk])
@@ -96,3 +112,20 @@ def add_lost(residual: Tensor, values: Tensor, rounded: Tensor, factor: int, fin
     """
     if finite.all():
         residual.add_(values.sub_(rounded).mul_(factor))
+
+
+@also_in("triton")
+def all_finite(values: Tensor) -> Tensor:
+    """Returns whether there is no NaN and no infinity among ``values``; the host does not wait for the device.
+
+    Args:
+        values: ``(n,)`` floating point, contiguous.
+
+    Returns:
+        0-dim bool on the device of ``values``, or ``(k,)`` bool of parts of them: all true if all values are finite.
+    """
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    # NaN is both extremes. On CPU isfinite().all() takes 30 times as long as this one pass.
+    lowest, highest = torch.aminmax(values)
+    return lowest.isfinite() & highest.isfinite()

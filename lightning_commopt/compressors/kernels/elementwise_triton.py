@@ -1,8 +1,11 @@
-"""The operations of `cast` in Triton, one kernel each; what they do is defined there.
+"""The operations of `elementwise` in Triton, one kernel each; what they do is defined there.
 
-Arguments of all kernels: ``flat``, ``residual``, ``mean`` ... ``(numel,)`` as in `cast`; ``finite``, bools that are
-read on the device, ``num_flags`` of them; ``WIDE``, the dtype of the arithmetic. A program works on ``BLOCK`` elements.
-The compiler may fuse no multiplication with an addition: the numbers are those of plain torch.
+Arguments of all kernels: ``flat``, ``residual``, ``mean`` ... ``(numel,)`` as in `elementwise`; ``finite``, bools that
+are read on the device, ``num_flags`` of them; ``WIDE``, the dtype of the arithmetic. A program works on ``BLOCK``
+elements. The compiler may fuse no multiplication with an addition: the numbers are those of plain torch.
+
+The last tile of a bucket is read and written with a mask, all others in wide accesses: a mask that depends on a size
+which Triton does not know to be a multiple of 16 makes every access a narrow one.
 """
 
 # Triton's compiler reads annotations, and wants its constants in capitals.
@@ -18,11 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels.finite_triton import all_set
 from lightning_commopt.compressors.kernels.launch_triton import launch
-from lightning_commopt.compressors.kernels.memory_triton import load, store
 
 _BLOCK = 4096
+_FINITE_BLOCK = 8192
 
 
 def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> None:
@@ -49,12 +51,51 @@ def add_lost(residual: Tensor, values: Tensor, rounded: Tensor, factor: int, fin
     _launch(_add_lost, values.dtype, values, residual, rounded, finite, finite.numel(), FACTOR=factor)
 
 
+def all_finite(values: Tensor) -> Tensor:
+    """Returns whether ``values`` ``(n,)`` are finite, one flag for each block of them."""
+    num_blocks = -(-values.numel() // _FINITE_BLOCK)
+    flags = torch.empty(num_blocks, dtype=torch.bool, device=values.device)
+    if num_blocks:
+        options = {"num_warps": 8, "enable_fp_fusion": False}
+        launch(_find_bad, (num_blocks, 1, 1), values, flags, values.numel(), BLOCK=_FINITE_BLOCK, **options)
+    return flags
+
+
 def _launch(kernel: Any, dtype: torch.dtype, first: Tensor, *args: Any, **constants: Any) -> None:
     """Runs ``kernel`` over all elements of ``first``, with the arithmetic for numbers of ``dtype``."""
     if first.numel():
         wide = tl.float64 if dtype == torch.float64 else tl.float32
         grid, options = (-(-first.numel() // _BLOCK), 1, 1), {"num_warps": 8, "enable_fp_fusion": False}
         launch(kernel, grid, first, *args, first.numel(), **constants, WIDE=wide, BLOCK=_BLOCK, **options)
+
+
+@triton.jit
+def load(pointers, inside, is_whole):
+    """Returns what is ``inside``, which is all of the tile if it ``is_whole``; zeros for the rest."""
+    if is_whole:  # noqa: SIM108
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, inside, 0)
+    return values
+
+
+@triton.jit
+def store(pointers, values, inside, is_whole):
+    """Writes what is ``inside``, which is all of the tile if it ``is_whole``."""
+    if is_whole:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, inside)
+
+
+@triton.jit
+def all_set(flags, num_flags):
+    """Returns whether all flags are set, which are bools on the device."""
+    is_bad = tl.zeros((128,), tl.int32)
+    for first in range(0, num_flags, 128):
+        at = first + tl.arange(0, 128)
+        is_bad |= tl.where(tl.load(flags + at, at < num_flags, 1) == 0, 1, 0)
+    return tl.max(is_bad, 0) == 0
 
 
 @triton.jit
@@ -156,3 +197,14 @@ def _add_lost(
         lost = load(values + elements, inside, is_whole).to(WIDE) - load(rounded + elements, inside, is_whole).to(WIDE)
         kept = load(residual + elements, inside, is_whole).to(WIDE) + lost * FACTOR
         store(residual + elements, rounded_for(residual, kept), inside, is_whole)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _find_bad(values, flags, numel, BLOCK: tl.constexpr):
+    """Writes whether this program's block is finite."""
+    elements, inside, is_whole = _elements(numel, BLOCK)
+    block = load(values + elements, inside, is_whole)
+    if block.dtype != tl.float64:
+        block = block.to(tl.float32)
+    is_good = tl.abs(block) < float("inf")
+    tl.store(flags + tl.program_id(0), tl.min(is_good.to(tl.int32), 0) != 0)
