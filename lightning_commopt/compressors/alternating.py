@@ -17,9 +17,8 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.elementwise import wide_dtype
 from lightning_commopt.compressors.kernels.matrices import factors_numel, views
 from lightning_commopt.compressors.kernels.orthonormal import orthonormal, orthonormalize
-from lightning_commopt.compressors.power_iteration import BucketMatrices, PowerIteration
+from lightning_commopt.compressors.power_iteration import BucketMatrices, PowerIteration, PowerIterationPreset
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
 
 
 @register_compressor("alternating_low_rank")
@@ -85,7 +84,7 @@ class AlternatingLowRank(PowerIteration):
 @register_compressor("alternating_powersgd")
 @final
 @dataclass(frozen=True, kw_only=True)
-class AlternatingPowerSGD(Preset):
+class AlternatingPowerSGD(PowerIterationPreset):
     """Alternating PowerSGD as it is used: `AlternatingLowRank` with `ErrorFeedback`, `AfterSteps` of exact averages.
 
     For the settings see `PowerIteration` and `Preset`.
@@ -94,12 +93,3 @@ class AlternatingPowerSGD(Preset):
     """
 
     algorithm: ClassVar = AlternatingLowRank
-
-    matrix_rank: int = AlternatingLowRank.matrix_rank
-    start_step: int = 0
-    min_compression_rate: float = AlternatingLowRank.min_compression_rate
-    error_feedback: bool = True
-    residual_dtype: str = ErrorFeedback.residual_dtype
-    refresh_steps: int | None = AlternatingLowRank.refresh_steps
-    epsilon: float = AlternatingLowRank.epsilon
-    seed: int = AlternatingLowRank.seed

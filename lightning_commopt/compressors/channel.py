@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -46,13 +46,6 @@ class Pending:
         return self._tensor if self._finish is None else self._finish(self._tensor)
 
 
-@dataclass
-class _Traffic:
-    """What was sent, in halves of an all-reduce's bytes."""
-
-    half_bytes: int = 0
-
-
 class Channel:
     """The collectives that compressors may use, over one process group.
 
@@ -74,7 +67,7 @@ class Channel:
         self.rank = dist.get_rank(group)
         self.within = Channel(within) if within is not None else None
         self.across = Channel(across) if across is not None else None
-        self._traffic = _Traffic()
+        self._sent: Counter[str] = Counter()  # also by the lanes, which share it
         self._scratch: dict[str, Tensor] = {}
         self._lanes: tuple[Channel, Channel] | None = None
         self._backends = backends_of(group)
@@ -87,7 +80,7 @@ class Channel:
         The two halves of an all-reduce (reduce-scatter or all-to-all, and all-gather) move half as much as it does:
         they count half. What stays within a node is not counted here, but in ``within``.
         """
-        return self._traffic.half_bytes // 2 + (self.across.bytes_sent if self.across is not None else 0)
+        return self._sent["half_bytes"] // 2 + (self.across.bytes_sent if self.across is not None else 0)
 
     def lanes(self) -> tuple[Channel, Channel]:
         """Returns two channels over this group, whose bytes count here, with scratch memory of their own.
@@ -116,7 +109,7 @@ class Channel:
         Args:
             tensor: any shape and dtype that the group's backend sums; dense, or sparse where the backend can.
         """
-        self._traffic.half_bytes += 2 * sparse_values(tensor).nbytes
+        self._sent["half_bytes"] += 2 * sparse_values(tensor).nbytes
         return Pending(tensor, [dist.all_reduce(tensor, group=self._group, async_op=True)])
 
     def reduce_scatter(self, message: Tensor) -> Pending:
@@ -128,7 +121,7 @@ class Channel:
         if self._is_gloo(message):  # which has no such collective in all versions
             pending = self.all_to_all(message)
             return Pending(pending._tensor, pending._works, lambda received: received.sum(0))
-        self._traffic.half_bytes += message.nbytes
+        self._sent["half_bytes"] += message.nbytes
         row = message.new_empty(message.shape[1])
         return Pending(row, [dist.reduce_scatter_tensor(row, message, group=self._group, async_op=True)])
 
@@ -141,7 +134,7 @@ class Channel:
         Returns:
             In scratch memory, good until the next bucket.
         """
-        self._traffic.half_bytes += message.nbytes
+        self._sent["half_bytes"] += message.nbytes
         received = self.scratch("all_to_all", tuple(message.shape), message.dtype, message.device)
         if self._is_gloo(message) and not message.is_cuda:
             return Pending(received, self._swap(list(message), list(received)))
@@ -158,7 +151,7 @@ class Channel:
             In scratch memory, good until the next bucket.
         """
         gathered = self.scratch("all_gather", (self.size, part.numel()), part.dtype, part.device)
-        self._traffic.half_bytes += gathered.nbytes
+        self._sent["half_bytes"] += gathered.nbytes
         if self._is_gloo(part) and not part.is_cuda:
             return Pending(gathered, self._swap([part] * self.size, list(gathered)))
         work = dist.all_gather_into_tensor(_as_bytes(gathered), _as_bytes(part), group=self._group, async_op=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -119,20 +120,28 @@ def place_on_nodes(compressor: Compressor, world_size: int, ranks_per_node: int)
         ValueError: nodes of that many ranks cannot be made of all ranks.
     """
     if isinstance(compressor, Hierarchical):
-        ranks_per_node = compressor.ranks_per_node or ranks_per_node
-        if world_size % ranks_per_node:
-            raise ValueError(
-                f"ranks_per_node must divide the number of ranks, {world_size}, got {ranks_per_node}"
-                f"{'' if compressor.ranks_per_node else ' (the ranks of this node)'}"
-            )
-        if ranks_per_node == world_size:
-            warn_once("comm_hook: 'hierarchical' compresses nothing here: all ranks are on one node.")
-        return dataclasses.replace(compressor, ranks_per_node=ranks_per_node), ranks_per_node
+        size = node_size(compressor.ranks_per_node, ranks_per_node, [world_size], "ranks")
+        return dataclasses.replace(compressor, ranks_per_node=size), size
     inner = getattr(compressor, "inner", None)
     if not isinstance(inner, Compressor):
         return compressor, None
     placed, found = place_on_nodes(inner, world_size, ranks_per_node)
     return (dataclasses.replace(compressor, inner=placed) if found else compressor), found  # type: ignore[type-var]
+
+
+def node_size(asked: int | None, launched: int, numbers: Collection[int], what: str) -> int:
+    """Returns the ranks per node that were asked for, or that the launcher started; warns if all are on one node.
+
+    Raises:
+        ValueError: it does not divide one of the ``numbers`` of ranks, or of ``what`` belongs to them.
+    """
+    size = asked or launched
+    if indivisible := [number for number in numbers if number % size]:
+        source = "" if asked else " (the ranks of this node)"
+        raise ValueError(f"ranks_per_node must divide the number of {what}, {indivisible[0]}, got {size}{source}")
+    if set(numbers) == {size}:
+        warn_once(f"comm_hook: 'hierarchical' compresses nothing here: all {what} are on one node.")
+    return size
 
 
 @lru_cache(maxsize=1024)

@@ -20,6 +20,7 @@ from lightning_commopt.compressors.kernels.elementwise import wide_dtype
 from lightning_commopt.compressors.kernels.low_rank import compress, decompress, holds_sums, subtract_product
 from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, Shapes, factors_numel
 from lightning_commopt.compressors.kernels.orthonormal import orthonormal
+from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
 from lightning_commopt.text.validation import check_integer, warn, warn_once
 
 
@@ -126,6 +127,20 @@ class PowerIteration(Compressor):
         if device.type != "cuda":
             return factors.to(device)
         return factors.pin_memory().to(device, non_blocking=True)  # no wait for the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerIterationPreset(Preset):
+    """A power iteration as it is used: with `ErrorFeedback`, `AfterSteps` of exact averages."""
+
+    matrix_rank: int = PowerIteration.matrix_rank
+    start_step: int = 0
+    min_compression_rate: float = PowerIteration.min_compression_rate
+    error_feedback: bool = True
+    residual_dtype: str = ErrorFeedback.residual_dtype
+    refresh_steps: int | None = PowerIteration.refresh_steps
+    epsilon: float = PowerIteration.epsilon
+    seed: int = PowerIteration.seed
 
 
 @lru_cache(maxsize=1024)

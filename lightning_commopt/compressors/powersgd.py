@@ -18,9 +18,8 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.elementwise import wide_dtype
 from lightning_commopt.compressors.kernels.matrices import views
 from lightning_commopt.compressors.kernels.orthonormal import orthonormal, orthonormalize
-from lightning_commopt.compressors.power_iteration import BucketMatrices, PowerIteration
+from lightning_commopt.compressors.power_iteration import BucketMatrices, PowerIteration, PowerIterationPreset
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
 from lightning_commopt.text.validation import check_switch
 
 
@@ -106,7 +105,7 @@ class LowRank(PowerIteration):
 @register_compressor("powersgd")
 @final
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD(Preset):
+class PowerSGD(PowerIterationPreset):
     """PowerSGD as it is used: `LowRank` with `ErrorFeedback`, `AfterSteps` of exact averages.
 
     Without error feedback the gradient is biased. For the settings see `LowRank` and `Preset`.
@@ -117,12 +116,4 @@ class PowerSGD(Preset):
 
     algorithm: ClassVar = LowRank
 
-    matrix_rank: int = LowRank.matrix_rank
-    start_step: int = 0
-    min_compression_rate: float = LowRank.min_compression_rate
-    error_feedback: bool = True
-    residual_dtype: str = ErrorFeedback.residual_dtype
     warm_start: bool = LowRank.warm_start
-    refresh_steps: int | None = LowRank.refresh_steps
-    epsilon: float = LowRank.epsilon
-    seed: int = LowRank.seed

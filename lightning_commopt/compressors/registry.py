@@ -113,28 +113,38 @@ def compressor_from_config(
     """
     if config is None or isinstance(config, Compressor):
         return config
-    if isinstance(config, str):
-        config = {"name": config}
     if isinstance(config, type) and issubclass(config, Compressor):
         raise TypeError(f"must be a compressor, not its class: write {config.__name__}() instead of {config.__name__}")
     if callable(config) and not isinstance(config, Mapping):
         name = getattr(config, "__name__", type(config).__name__)
         raise TypeError(f"{name} is a function for DDP, not a compressor: write ddp_comm_hook={name}")
-    if not isinstance(config, Mapping):
+    if not isinstance(config, str | Mapping):
         raise TypeError(f"must be a name, a mapping with a name, or a compressor, got {config!r}")
-    options = {str(key): value for key, value in config.items()}
-    name = options.pop("name", None)
-    if name is None and "name" not in config:
-        raise ValueError(f"has no 'name' in {dict(config)!r}; known names: {', '.join(compressor_names())}")
-    if name is None or (isinstance(name, str) and normalize_name(name) == "none"):
-        if options:
-            raise ValueError(f"'none' has no options, got {options!r}")
+    name, options = split_config(config, compressor_names())
+    if name is None:
         return None
     entry = _entry(name, may_import)
     check_options(entry.name, entry.options, options)
     if "inner" in options:
         options["inner"] = compressor_from_config(options["inner"], may_import=may_import)
     return entry.cls(**entry.fixed, **options)
+
+
+def split_config(config: str | Mapping[Any, Any], known: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Returns the name in a configuration, None for "none", and the options beside it.
+
+    Raises:
+        ValueError: a mapping has no name, or "none" has options; the message lists the ``known`` names.
+    """
+    options: dict[str, Any] = {"name": config} if isinstance(config, str) else {str(x): y for x, y in config.items()}
+    if "name" not in options:
+        raise ValueError(f"has no 'name' in {config!r}; known names: {', '.join(known)}")
+    name = options.pop("name")
+    if name is None or (isinstance(name, str) and normalize_name(name) == "none"):
+        if options:
+            raise ValueError(f"'none' has no options, got {options!r}")
+        return None, {}
+    return name, options
 
 
 def compressor_to_config(compressor: Compressor) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from torch import Tensor
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import Claims, Rounds, State
 from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors.hierarchical import node_size
 from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.measure.recorder import issued_by
-from lightning_commopt.text.validation import check_integer, warn_once
+from lightning_commopt.text.validation import check_integer
 
 
 @final
@@ -106,14 +107,7 @@ class ShardedHierarchical(ShardedCompressor):
         Raises:
             ValueError: nodes of that many ranks cannot be made of the ranks that have shards of one unit.
         """
-        size = self.ranks_per_node or ranks_per_node
-        if indivisible := [number for number in numbers_of_shards if number % size]:
-            raise ValueError(
-                f"ranks_per_node must divide the number of shards, {indivisible[0]}, got {size}"
-                f"{'' if self.ranks_per_node else ' (the ranks of this node)'}"
-            )
-        if set(numbers_of_shards) == {size}:
-            warn_once("comm_hook: 'hierarchical' compresses nothing here: all shards are on one node.")
+        size = node_size(self.ranks_per_node, ranks_per_node, numbers_of_shards, "shards")
         return dataclasses.replace(self, ranks_per_node=size)
 
     def _num_nodes(self, world_size: int) -> int:

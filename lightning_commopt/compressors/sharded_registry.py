@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_commopt.compressors.base import Compressor
-from lightning_commopt.compressors.registry import canonical_name, check_options, options_of
+from lightning_commopt.compressors.registry import canonical_name, check_options, options_of, split_config
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedCompressor, ShardedInt4, ShardedInt8
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.text.validation import did_you_mean, normalize_name
@@ -33,19 +33,19 @@ def sharded_from_config(config: Any) -> ShardedCompressor | None:
         raise TypeError(f"{type(config).__name__} is a compressor for DDP: give a name, such as 'int8', or a mapping")
     if not isinstance(config, str | Mapping):
         raise TypeError(f"must be a name, a mapping with a name, or None, got {config!r}")
-    options: dict[str, Any] = {"name": config} if isinstance(config, str) else {str(x): y for x, y in config.items()}
-    written = options.pop("name", None)
-    name = normalize_name(written) if isinstance(written, str) else ""
-    if name == "none" and not options:
+    known = ["none", *_BY_NAME]
+    written, options = split_config(config, known)
+    if written is None:
         return None
+    name = normalize_name(written) if isinstance(written, str) else ""
     if name not in _BY_NAME:
-        known = f"known names: none, {', '.join(_BY_NAME)}"
+        known_names = f"known names: {', '.join(known)}"
         if (ddps := canonical_name(written)) is not None:
             raise ValueError(
                 f"{ddps!r} averages whole gradients on every rank, but here each rank receives its shard only: use"
-                f" CommOptDDP, or another compressor; {known}"
+                f" CommOptDDP, or another compressor; {known_names}"
             )
-        raise ValueError(f"{written!r} is unknown; {known}{did_you_mean(written, _BY_NAME)}")
+        raise ValueError(f"{written!r} is unknown; {known_names}{did_you_mean(written, _BY_NAME)}")
     check_options(name, options_of(_BY_NAME[name]), options)
     if "inner" in options:
         options["inner"] = sharded_from_config(options["inner"])

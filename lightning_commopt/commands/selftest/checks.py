@@ -91,11 +91,18 @@ class Check:
 CHECKS: list[Check] = []
 
 
-def check(name: str, *, is_extra: bool = False, is_on_ranks: bool = True) -> Callable[[Runner], Runner]:
+def check(
+    name: str, *, is_extra: bool = False, is_on_ranks: bool = True, needs_cuda: bool = False
+) -> Callable[[Runner], Runner]:
     """Adds a function to `CHECKS`. It raises an AssertionError that says what is wrong, or `NotChecked`."""
 
     def add(run: Runner) -> Runner:
-        CHECKS.append(Check(name, run, is_extra, is_on_ranks))
+        def run_where_possible(place: TestDevices) -> str | Found:
+            if needs_cuda and place.device_type == "cpu":
+                raise NotChecked("no CUDA device")
+            return run(place)
+
+        CHECKS.append(Check(name, run_where_possible, is_extra, is_on_ranks))
         return run
 
     return add

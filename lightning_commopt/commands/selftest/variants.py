@@ -21,23 +21,25 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest import one_bucket
 from lightning_commopt.commands.selftest.checks import NotChecked, TestDevices, check
 from lightning_commopt.commands.selftest.laws import BUCKET_CAP_MB
 from lightning_commopt.commands.selftest.ranks import run_on
 from lightning_commopt.commands.selftest.steps import LargeNet, Setup, flatten, run_step, run_steps, send
 from lightning_commopt.compat.torch import flight_records
+from lightning_commopt.compressors import Layout
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.dispatch import in_plain_torch
 from lightning_commopt.sync.executors import Executor, SideStreams, WorkerThread
 from lightning_commopt.sync.hook import BucketHook
+from lightning_commopt.sync.warm_up import run_alone
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.flight_recorder import parse_collectives
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
 
 NUM_STEPS = 100
 _SANITIZER = "compute-sanitizer"
+_ODD_SHAPES = ((257, 129), (7,), (33, 65), (4097,))
 _AFTER_S = 2.0
 _LIMIT_S = 60.0
 _FAULTY_STEP = 3
@@ -106,10 +108,8 @@ def digests(num_streams: int, place: TestDevices, num_steps: int = NUM_STEPS) ->
     return found
 
 
-@check("nothing is compiled after the hook is attached", is_extra=True, is_on_ranks=False)
+@check("nothing is compiled after the hook is attached", is_extra=True, is_on_ranks=False, needs_cuda=True)
 def _compiled_early(place: TestDevices) -> str:
-    if place.device_type == "cpu":
-        raise NotChecked("no CUDA device")
     with tempfile.TemporaryDirectory() as cache:
         late = run_on(place, compiled_late, environment={"TRITON_CACHE_DIR": cache})
     assert not any(late), f"compiled in the first steps: {late[0] or late[1]}"
@@ -134,15 +134,13 @@ def compiled_late(place: TestDevices) -> dict[str, list[str]]:
     return late
 
 
-@check(f"{_SANITIZER} finds no fault in a bucket of odd size", is_extra=True, is_on_ranks=False)
+@check(f"{_SANITIZER} finds no fault in a bucket of odd size", is_extra=True, is_on_ranks=False, needs_cuda=True)
 def _sanitized(place: TestDevices) -> str:
-    if place.device_type == "cpu":
-        raise NotChecked("no CUDA device")
     return run_sanitizer("cuda")
 
 
 def run_sanitizer(device: str) -> str:
-    """Runs `one_bucket` below the sanitizer.
+    """Runs `run_one_bucket` below the sanitizer.
 
     Raises:
         NotChecked: it is not installed.
@@ -150,10 +148,26 @@ def run_sanitizer(device: str) -> str:
     program = shutil.which(_SANITIZER)
     if program is None:
         raise NotChecked(f"{_SANITIZER} is not installed")
-    command = [program, "--error-exitcode", "9", sys.executable, "-m", one_bucket.__name__, device]
+    code = f"from {__name__} import run_one_bucket; print(run_one_bucket({device!r}))"
+    command = [program, "--error-exitcode", "9", sys.executable, "-c", code]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-2000:]
     return ran.stdout.strip().splitlines()[0]
+
+
+def run_one_bucket(device: str) -> str:
+    """Runs every compressor on a bucket of odd size, in a group of one rank."""
+    layout = Layout.of([torch.empty(shape, device="meta") for shape in _ODD_SHAPES], torch.float32)
+    compressors = ready_compressors()
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        assert dist.group.WORLD is not None
+        for compressor in compressors.values():
+            flat = torch.ones(layout.numel, device=device)
+            run_alone(compressor, layout, flat, Channel(dist.group.WORLD))
+            assert flat.isfinite().all()
+        dist.destroy_process_group()
+    return f"{len(compressors)} compressors"
 
 
 @check("torch's Flight Recorder has the collectives", is_extra=True, is_on_ranks=False)
@@ -185,10 +199,8 @@ def _stopped(place: TestDevices) -> str:
     return str(report["sentence"])
 
 
-@check("the hang monitor names a rank that fails on its device", is_extra=True, is_on_ranks=False)
+@check("the hang monitor names a rank that fails on its device", is_extra=True, is_on_ranks=False, needs_cuda=True)
 def _failed(place: TestDevices) -> str:
-    if place.device_type == "cpu":
-        raise NotChecked("no CUDA device")
     report = report_of(place, "failed")
     assert report["ranks"] == [1], report["sentence"]
     return str(report["sentence"])

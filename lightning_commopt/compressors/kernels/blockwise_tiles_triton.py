@@ -1,9 +1,5 @@
 """Tiles of blocks in Triton: what the kernels of `blockwise_triton` load, compute and store; see there for shapes."""
 
-# Triton's compiler reads annotations, and wants its constants in capitals.
-# ruff: noqa: ANN001, ANN201, N803
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 import triton

@@ -9,10 +9,6 @@ multiple of 16 (``ROWS_ALIGNED``), so that codes of all rows can be read in wide
 compiled anew for other sizes.
 """
 
-# Triton's compiler reads annotations, and wants its constants in capitals.
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 from typing import Any
@@ -41,61 +37,33 @@ _UNDO_PARTS = tl.constexpr(8)  # of a tile: taking back holds more values at a t
 
 def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format: BlockFormat) -> None:
     """Quantizes ``flat + residual`` to ``message``."""
-    world_size, row_bytes = message.shape
-    assert row_bytes == block_format.shard_bytes(flat.numel(), world_size)
-    added, constants = flat if residual is None else residual, {"K": block_format.scale_of_top}
-    _launch(
-        _encode,
-        block_format,
-        (world_size, row_bytes),
-        (message, flat, added, flat.numel()),
-        HAS_RESIDUAL=residual is not None,
-        **constants,
-    )
+    assert message.shape[1] == block_format.shard_bytes(flat.numel(), len(message))
+    added = flat if residual is None else residual
+    constants = {"HAS_RESIDUAL": residual is not None, "K": block_format.scale_of_top}
+    _launch(_encode, block_format, message, flat, added, flat.numel(), **constants)
 
 
 def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None, block_format: BlockFormat) -> None:
     """Averages what was ``received`` and quantizes that to ``mean_message``."""
-    world_size, row_bytes = received.shape
-    has_residual = residual_shard is not None
     residual, numel = (received, 0) if residual_shard is None else (residual_shard, residual_shard.numel())
-    _launch(
-        _reduce,
-        block_format,
-        (1, row_bytes),
-        (mean_message, received, residual, numel),
-        HAS_RESIDUAL=has_residual,
-        K=block_format.scale_of_top,
-        WORLD_SIZE=world_size,
-    )
+    has_residual, factor = residual_shard is not None, block_format.scale_of_top
+    constants = {"HAS_RESIDUAL": has_residual, "K": factor, "WORLD_SIZE": len(received)}
+    _launch(_reduce, block_format, mean_message, received, residual, numel, **constants)
 
 
 def average(received: Tensor, mean: Tensor, block_format: BlockFormat) -> None:
     """Averages what was ``received`` into ``mean``."""
-    world_size, row_bytes = received.shape
-    numel = mean.numel()
-    assert row_bytes == block_format.shard_bytes(numel, 1)
-    _launch(_average, block_format, (1, row_bytes), (mean, received, numel), WORLD_SIZE=world_size)
+    assert received.shape[1] == block_format.shard_bytes(mean.numel(), 1)
+    _launch(_average, block_format, received[0], mean, mean.numel(), WORLD_SIZE=len(received))
 
 
 def is_finite(message: Tensor, block_format: BlockFormat) -> Tensor:
     """Returns whether parts of ``message`` are finite."""
-    world_size, row_bytes = message.shape
     flags = torch.empty(_NUM_FLAGS, dtype=torch.bool, device=message.device)
-    bits, block_size = block_format
-    launch(
-        _find_bad_scales,
-        (_NUM_FLAGS, 1, 1),
-        message,
-        flags,
-        world_size,
-        row_bytes // block_format.block_bytes,
-        B=block_size,
-        H=8 // bits,
-        BLOCK=_NUM_SCALES,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    num_rows, row_bytes = message.shape
+    args = (message, flags, num_rows, row_bytes // block_format.block_bytes)
+    constants = {"B": block_format.block_size, "H": 8 // block_format.bits, "BLOCK": _NUM_SCALES}
+    launch(_find_bad_scales, (_NUM_FLAGS, 1, 1), *args, **constants, num_warps=4, enable_fp_fusion=False)
     return flags
 
 
@@ -107,30 +75,16 @@ def decode(message: Tensor, flat: Tensor, block_format: BlockFormat, undo: Undo 
     if undo is not None:
         constants |= {"FLAGS": undo.finite.numel(), "WORLD_SIZE": len(message)}
         given = (undo.residual, undo.message, undo.received, undo.mean_message, undo.finite, undo.rank)
-    shape = (message.shape[0], message.shape[1])
-    _launch(_decode, block_format, shape, (message, flat, *given, flat.numel()), **constants)
+    _launch(_decode, block_format, message, flat, *given, flat.numel(), **constants)
 
 
-def _launch(
-    kernel: Any, block_format: BlockFormat, shape: tuple[int, int], args: tuple[Any, ...], **constants: Any
-) -> None:
-    """Runs ``kernel`` over all blocks of a message of this ``shape``."""
-    world_size, row_bytes = shape
+def _launch(kernel: Any, block_format: BlockFormat, message: Tensor, *args: Any, **constants: Any) -> None:
+    """Runs ``kernel`` over all blocks of a message of several rows or one; its first argument is the message."""
     bits, block_size = block_format
-    num_blocks, tile = row_bytes // block_format.block_bytes, max(_TILE_NUMEL // block_size, 1)
-    launch(
-        kernel,
-        (-(-num_blocks // tile), world_size, 1),
-        *args,
-        num_blocks,
-        **constants,
-        ROWS_ALIGNED=num_blocks % 16 == 0,
-        B=block_size,
-        H=8 // bits,
-        TILE=tile,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+    num_blocks, tile = message.shape[-1] // block_format.block_bytes, max(_TILE_NUMEL // block_size, 1)
+    grid = (-(-num_blocks // tile), len(message) if message.dim() > 1 else 1, 1)
+    constants |= {"ROWS_ALIGNED": num_blocks % 16 == 0, "B": block_size, "H": 8 // bits, "TILE": tile}
+    launch(kernel, grid, message, *args, num_blocks, **constants, num_warps=8, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -184,8 +138,8 @@ def _reduce(
 
 @triton.jit(do_not_specialize=_SIZES)
 def _average(
-    mean,
     received,
+    mean,
     numel,
     num_blocks,
     WORLD_SIZE: tl.constexpr,

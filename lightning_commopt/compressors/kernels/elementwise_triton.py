@@ -8,10 +8,6 @@ The last tile of a bucket is read and written with a mask, all others in wide ac
 which Triton does not know to be a multiple of 16 makes every access a narrow one.
 """
 
-# Triton's compiler reads annotations, and wants its constants in capitals.
-# ruff: noqa: ANN001, ANN201, ANN202, N803
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 from typing import Any

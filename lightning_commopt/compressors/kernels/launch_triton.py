@@ -1,7 +1,5 @@
 """Launches of Triton kernels that a bucket repeats in every step: only the first one asks Triton what to run."""
 
-# mypy: disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 import inspect

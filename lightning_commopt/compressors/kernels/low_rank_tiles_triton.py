@@ -6,10 +6,6 @@ Where the tiles are, it reads from a table that stays on the device, one row of 
 Source: tiles as in Triton's tutorials.
 """
 
-# Triton's compiler reads annotations, and wants its constants in capitals.
-# ruff: noqa: ANN001, ANN201, N803
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -10,10 +10,6 @@ Products are sums of float32 (float64) products, never TF32. Multiplications and
 whatever its Triton does by default.
 """
 
-# Triton's compiler reads annotations, and wants its constants in capitals.
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 import triton

@@ -13,10 +13,6 @@ Candidates ``C`` ``(2 R, side)`` for the basis are the rows of ``X``, from row 0
 on, where ``R`` is a power of two that is not below ``r``; what lies between is zero.
 """
 
-# Triton's compiler reads annotations, and wants its constants in capitals.
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 from functools import cache
