@@ -91,6 +91,23 @@ def test_a_repeated_launch_is_the_one_that_triton_would_make(launched: Launched)
     assert launched == asked
 
 
+@pytest.mark.skipif(not launch_triton._repeats, reason="this Triton is asked every time")
+@pytest.mark.usefixtures("launched")
+def test_launches_on_another_device_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, tensors of one device are given to a kernel that is loaded on another one."""
+    asked, run = [], JITFunction.run
+
+    def ask(kernel: Any, *args: Any, **options: Any) -> Any:
+        asked.append(kernel)
+        return run(kernel, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", ask)
+    for device, num_asked in ((-1, 1), (-1, 1), (1, 2), (1, 3)):  # -1 is the current one
+        monkeypatch.setattr(Tensor, "get_device", lambda tensor, device=device: device)
+        launch(CASES[0])
+        assert len(asked) == num_asked
+
+
 def test_what_triton_does_not_compile_is_asked_for_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, nothing runs from the second step on, in the interpreter or another form of a kernel."""
     run = mock.Mock(return_value=None)
