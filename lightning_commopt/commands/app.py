@@ -5,14 +5,13 @@ A command imports what it needs when it runs: importing torch takes seconds, and
 
 import json as json_text
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from lightning_commopt.commands import runs
 from lightning_commopt.commands.bench.command import bench
-from lightning_commopt.commands.errors import errors_in_a_line
+from lightning_commopt.commands.errors import Json, errors_in_a_line
 from lightning_commopt.commands.machines import doctor, nccl_log, selftest, topo
 from lightning_commopt.commands.programs import nsys, tune
 from lightning_commopt.text.terminal import print_in_any_encoding
@@ -30,9 +29,7 @@ def _main() -> None:
 
 
 @app.command()
-def info(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-) -> None:
+def info(json: Json = False) -> None:
     """Prints versions, devices, backends, comm hooks, and which DDP options this torch has."""
     from lightning_commopt.commands.info.info import collect, print_info
 

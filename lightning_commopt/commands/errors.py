@@ -1,10 +1,13 @@
-"""How commands report a user's mistake."""
+"""What commands share: the option ``--json``, and how they report a user's mistake."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lightning_commopt.commands.errors import check_outputs, errors_in_a_line
+from lightning_commopt.commands.errors import Json, check_outputs, errors_in_a_line
 
 
 def selftest(
@@ -51,7 +51,7 @@ def doctor(
         typer.Option(min=1, max=65535, help="Port to meet at; by default the launcher's, or 29511 with --hosts."),
     ] = None,
     limit_s: Annotated[float, typer.Option(min=1, help="Seconds in which ranks must meet.")] = 60,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a list.")] = False,
+    json: Json = False,
 ) -> None:
     """Reports what may keep training from running, here or on several hosts; with RUN_DIR, why that run hung.
 
@@ -117,7 +117,7 @@ def nccl_log(
     run: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="Match the Inspector's records with this run's buckets.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    json: Json = False,
 ) -> None:
     """Says how the ranks of a job talk, what is slow, wrong or unequal, and which setting or hardware is behind it.
 
@@ -154,7 +154,7 @@ def topo(
     source: Annotated[
         str, typer.Option(help="Whom to ask on this machine: nvml, nvidia-smi, or auto for the first that works.")
     ] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    json: Json = False,
     output: Annotated[Path | None, typer.Option(help="Write it as a page, too: one HTML file.")] = None,
 ) -> None:
     """Says how the GPUs and NICs of a machine are connected, what to expect of that, and what hurts.

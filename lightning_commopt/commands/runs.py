@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lightning_commopt.commands.errors import errors_in_a_line
+from lightning_commopt.commands.errors import Json, errors_in_a_line
 from lightning_commopt.text.formatting import count
 
 
@@ -126,7 +126,7 @@ def predict(
         list[str] | None,
         typer.Option(help="A compressor by name, again for more; by default those that are recommended."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """Predicts the time of a step under other plans, and on machines that you do not have, from the records of a run.
 

@@ -14,28 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from lightning_commopt.text.findings import Finding
+from lightning_commopt.text.findings import Finding, read_texts
 
 PREFIX = "NCCL_"
 _TABLE = Path(__file__).with_suffix(".json")  # docs/nccl_variables.py writes it
-_TIME_LIMIT = "the time limit of collectives is the process group's: CommOptDDP(timeout=timedelta(minutes=10))"
-_NOT_NCCL_VARIABLES = {
-    "NCCL_TIMEOUT": _TIME_LIMIT,
-    "NCCL_COMM_TIMEOUT": _TIME_LIMIT,
-    "NCCL_LOG_LEVEL": "NCCL's log is NCCL_DEBUG=INFO",
-    "NCCL_VERBOSE": "NCCL's log is NCCL_DEBUG=INFO",
-    "NCCL_INTERFACE": "interfaces are NCCL_SOCKET_IFNAME",
-    "NCCL_IFNAME": "interfaces are NCCL_SOCKET_IFNAME",
-}
-# Of torch (its former names), of plugins without public sources, of containers, builds and tests.
-_THIRD_PARTY = re.compile(
-    r"NCCL_(ASYNC_ERROR_HANDLING|BLOCKING_WAIT|DESYNC_DEBUG|ENABLE_TIMING|TRACE_BUFFER_SIZE|AVOID_RECORD_STREAMS"
-    r"|USE_COMM_NONBLOCKING|ENABLE_MONITORING|HEARTBEAT_TIMEOUT_SEC|DUMP_ON_TIMEOUT|NONBLOCKING_TIMEOUT)$"
-    r"|NCCL_(OFI|FASTRAK|GPUDIRECTTCPX|GPUVIPER|TCPX|TCPXO|FASTSOCKET|SHIM|SHIMNET|UCX|SHARP|MSCCL|MSCCLPP|RCCL|MPI|EXT"
-    r"|PLUGIN|IBEXT|SPCX|AWS|GCP|TUNER|PROFILER?|INSPECTOR|TESTS?|EP)_\w+$"
-    r"|NCCL_(\w+_)?(VERSION|VER|HOME|ROOT|DIR|PATH|PREFIX|INCLUDES?|LIBS?|LIBRARY|LIBRARIES|SRC|URL|REPO|BRANCH|TAG"
-    r"|COMMIT|BUILD|INSTALL|PACKAGE|PKG|IMAGE|SCRIPT|ARGS|CUDA)(_\w+)?$"
-)
+_NAMES = Path(__file__).with_name("nccl_names.txt")
 _MISSPELT_PREFIX = re.compile(r"(?:N+C*L*C*|CNCL)_?(?=[A-Z])")
 _OPPOSITES = {"DISABLE": "ENABLE", "ENABLE": "DISABLE"}
 _NEAR = 0.88  # NCCL_DEBUG_FLAG stands for no NCCL_DEBUG_FILE
@@ -137,12 +120,13 @@ def _message(name: str, value: str, version: tuple[int, ...] | None) -> str | No
     variables = nccl_variables()
     if name in variables:
         return _misuse(variables[name], value, version)
-    if name in _NOT_NCCL_VARIABLES:
-        return f"{name} is no variable of NCCL: {_NOT_NCCL_VARIABLES[name]}"
+    names = read_texts(_NAMES)
+    if name in names["meant"]:
+        return f"{name} is no variable of NCCL: {names['meant'][name]}"
     for variable in variables.values():
         if name == variable.former_name:
             return f"{name} was renamed: it is {variable.name} now"
-    if name in other_variables() or _THIRD_PARTY.match(name):
+    if name in other_variables() or any(re.match(pattern, name) for pattern in names["third_party"].values()):
         return None
     meant = _suggest(name, value) if name.startswith(PREFIX) else _with_right_prefix(name)
     return None if meant is None else f"{name} is no variable of NCCL; did you mean {meant}?"
