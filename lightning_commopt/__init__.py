@@ -47,14 +47,14 @@ if TYPE_CHECKING:
         PowerSGD,
         register_compressor,
     )
-    from lightning_commopt.launch.nccl_options import NcclOptions
+    from lightning_commopt.launch.nccl_variables import NcclOptions
     from lightning_commopt.lightning import CommOptDDP, CommOptModelParallel
     from lightning_commopt.plan import CommPlan, OptionError
     from lightning_commopt.strategy.sharding import shard
 else:
     _MODULES = {
         "CommPlan": "lightning_commopt.plan",
-        "NcclOptions": "lightning_commopt.launch.nccl_options",
+        "NcclOptions": "lightning_commopt.launch.nccl_variables",
         "OptionError": "lightning_commopt.plan",
         "shard": "lightning_commopt.strategy.sharding",
     }

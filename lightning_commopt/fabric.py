@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from lightning_commopt.compat.fabric import DDPBackwardSyncControl, StrategyRegistry
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.launch.nccl_options import NcclOptions
+from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.adapters import register_aliases

@@ -12,8 +12,7 @@ from rich.console import Console
 from lightning_commopt.commands import runs
 from lightning_commopt.commands.bench.command import bench
 from lightning_commopt.commands.errors import Json, errors_in_a_line
-from lightning_commopt.commands.machines import doctor, nccl_log, selftest, topo
-from lightning_commopt.commands.programs import nsys, tune
+from lightning_commopt.commands.machines import doctor, nccl_log, nsys, selftest, topo, tune
 from lightning_commopt.text.terminal import print_in_any_encoding
 
 app = typer.Typer(

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.compat.lightning import MisconfigurationException, is_interactive
-from lightning_commopt.launch.nccl_options import NcclOptions
-from lightning_commopt.launch.nccl_variables import find_mistakes
+from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes
 from lightning_commopt.plan import CommPlan, plan_options
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.sync.store import fresh_default_store, prepare_key_spaces

@@ -11,7 +11,7 @@ from lightning_commopt import CommOptDDP, OptionError
 from lightning_commopt.callbacks import run_description
 from lightning_commopt.compat.hydra import VERSION_BASE
 from lightning_commopt.launch.conf_path import conf_dir
-from lightning_commopt.launch.nccl_options import NcclOptions, profiles
+from lightning_commopt.launch.nccl_variables import NcclOptions, profiles
 from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.sweep.launcher import register_launcher
 from lightning_commopt.train.sweep.resolvers import register_resolvers

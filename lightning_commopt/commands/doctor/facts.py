@@ -118,6 +118,7 @@ def collect_facts(
     """Reads the facts of this host below ``root`` without changing anything; a process alone has no ``identity``."""
     nccl, address, interfaces = nccl_version(), own_address(), list_interfaces()
     topology, no_topology = _topology(identity)
+    max_locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     of_rank: dict[str, Any] = {"host": socket.gethostname()}
     if identity is not None:
         of_rank = {name: getattr(identity, name) for name in ("rank", "host", "world_size", "ranks_per_node")}
@@ -131,7 +132,7 @@ def collect_facts(
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
         shared_memory_bytes=_shared_memory_bytes(root / "dev/shm"),
-        max_locked_bytes=_max_locked_bytes(),
+        max_locked_bytes=None if max_locked_bytes == resource.RLIM_INFINITY else max_locked_bytes,
         ports=read_ports(root / "sys/class/infiniband"),
         has_peer_memory=has_peer_memory(root),
         can_dma_buf=can_dma_buf(root),
@@ -170,8 +171,3 @@ def _shared_memory_bytes(folder: Path) -> int | None:
     except OSError:
         return None
     return size.f_blocks * size.f_frsize
-
-
-def _max_locked_bytes() -> int | None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if limit == resource.RLIM_INFINITY else limit

@@ -76,7 +76,7 @@ def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
     if not found:
         return
     ends = _ends_of(communicator, found)
-    why = _forbidden_paths(ends) or _split_host(communicator, ends)
+    why = _network_reason(communicator, ends)
     is_shared = len(networks) < len(communicator.connections)
     is_by_design = why is None and (is_shared or any(each.has_gdr for each in found))
     if is_by_design:
@@ -93,23 +93,19 @@ def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
     yield finding("note" if is_by_design else "slow", "network_in_host", found[0], what=what, why=why)
 
 
-def _forbidden_paths(ends: list[Process]) -> Reason | None:
+def _network_reason(communicator: Communicator, ends: list[Process]) -> Reason | None:
+    """Returns the setting that forbids other paths, or why NCCL takes ranks of one host for ranks of several."""
     no_p2p, no_shm = _switched_on(ends, "NCCL_P2P_DISABLE"), _switched_on(ends, "NCCL_SHM_DISABLE")
-    if no_shm is None:
-        return None
-    names = "NCCL_P2P_DISABLE and NCCL_SHM_DISABLE" if no_p2p else "NCCL_SHM_DISABLE"
-    no_path = "" if no_p2p else ", and these GPUs have no direct path (P2P)"
-    return reason("shm_disabled", no_p2p, no_shm, names=names, no_path=no_path)
-
-
-def _split_host(communicator: Communicator, ends: list[Process]) -> Reason | None:
-    """Returns the reason, where NCCL takes ranks of one host for ranks of several."""
-    num_hosts = len(communicator.machines)
-    if communicator.num_nodes is None or communicator.num_nodes <= num_hosts or communicator.missing:
+    if no_shm is not None:
+        names = "NCCL_P2P_DISABLE and NCCL_SHM_DISABLE" if no_p2p else "NCCL_SHM_DISABLE"
+        no_path = "" if no_p2p else ", and these GPUs have no direct path (P2P)"
+        return reason("shm_disabled", no_p2p, no_shm, names=names, no_path=no_path)
+    num_nodes, num_hosts = communicator.num_nodes or 0, len(communicator.machines)
+    if num_nodes <= num_hosts or communicator.missing:
         return None
     host_id = _setting(ends, "NCCL_HOSTID")
     cause = f"NCCL_HOSTID={host_id.value}" if host_id else "containers that share the host's name"
-    return reason("split_host", host_id, num_nodes=communicator.num_nodes, num_hosts=num_hosts, cause=cause)
+    return reason("split_host", host_id, num_nodes=num_nodes, num_hosts=num_hosts, cause=cause)
 
 
 def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:

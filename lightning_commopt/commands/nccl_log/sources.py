@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_commopt.commands.nccl_log.facts import Member, Process
@@ -36,7 +35,9 @@ class Source:
         if found is not None and begins and found.finished is not None:
             found = None
         if found is not None and rank is not None and found.rank not in (None, rank):
-            found = self._unfinished(message, rank)
+            # One that the same thread sets up beside the last one, or of a log that names no threads
+            fitting = (each for each in reversed(self.members) if each.rank == rank and each.device == message.device)
+            found = next((each for each in fitting if each.finished is None and each.ended is None), None)
         if found is None:
             found = self._new_member(message)
         if rank is not None:
@@ -60,11 +61,6 @@ class Source:
         member.address, member.rank, member.num_ranks = address, rank, num_ranks
         self.by_address[address] = self.by_thread[message.thread] = member
         return member
-
-    def _unfinished(self, message: Message, rank: int) -> Member | None:
-        """Returns who is set up beside the last one by the same thread, or in a log that names no threads."""
-        fitting = (each for each in reversed(self.members) if each.rank == rank and each.device == message.device)
-        return next((each for each in fitting if each.finished is None and each.ended is None), None)
 
     def _new_member(self, message: Message) -> Member:
         member = Member(process=self.process, device=message.device, file=message.file)
@@ -90,8 +86,9 @@ class Sources:
             named = _ADDRESS.search(message.text) if "comm 0x" in message.text else None
             owners = [each for each in self._sources.values() if named[1] in each.by_address] if named else []
             last = owners[0] if len(owners) == 1 else self._last_in_file.get(place)
-            if last is not None and not _begins_anew(last, message):
-                return last
+            has_ended = last is not None and not last.process.host and any(each.finished for each in last.members)
+            if last is not None and not (has_ended and message.text.startswith("Bootstrap")):
+                return last  # else it is another process's first line
             self._num_headless += 1
             key = (*place, self._num_headless)
         elif key not in self._sources:
@@ -112,31 +109,22 @@ class Sources:
         return host
 
     def processes(self) -> list[Process]:
-        """Returns the processes that wrote anything about themselves or a rank, with their addresses."""
+        """Returns the processes that wrote anything about themselves or a rank, with their addresses.
+
+        In a log that was cut, that is the address of their host, where it has only one.
+        """
         found = []
+        known: dict[str, set[str]] = {}
         for source in self._sources.values():
             p = source.process
             if source.members or any((p.settings, p.bootstrap, p.network, p.notes, p.gdr, p.failed_at)):
                 found.append(p)
-        _complete_addresses(found)
+                p.address = "" if p.bootstrap is None else p.bootstrap.value.partition(":")[2]
+                known.setdefault(p.host, set()).update({p.address} - {""})
+        for p in found:
+            if not p.address and len(known[p.host]) == 1:
+                (p.address,) = known[p.host]
         return found
 
     def members(self) -> list[Member]:
         return [member for source in self._sources.values() for member in source.members]
-
-
-def _begins_anew(source: Source, message: Message) -> bool:
-    """Returns whether a line without a head is another process's first, behind the end of the one before."""
-    finished = any(member.finished for member in source.members)
-    return source.process.host == "" and finished and message.text.startswith("Bootstrap")
-
-
-def _complete_addresses(processes: Sequence[Process]) -> None:
-    """Gives processes of a log that was cut the address of their host, where it has only one."""
-    known: dict[str, set[str]] = {}
-    for process in processes:
-        process.address = "" if process.bootstrap is None else process.bootstrap.value.partition(":")[2]
-        known.setdefault(process.host, set()).update({process.address} - {""})
-    for process in processes:
-        if not process.address and len(known[process.host]) == 1:
-            (process.address,) = known[process.host]

@@ -51,7 +51,9 @@ def read_nccl_xml(text: str, source: str) -> Machine:
     to_itself = any(target == gpus[label].pci.get("busid") for label in gpus for _, target in targets[label])
     without_nvlink = "a file whose NVLinks lead to the GPU itself" if to_itself else ""
     if not gpus:
-        gpus, nics = (_find_class(devices, label, classes) for label, classes in _CLASSES.items())
+        pci = sorted((d for d in devices if d.element.tag == "pci"), key=lambda device: device.pci.get("busid", ""))
+        of_class = [(k, [d for d in pci if d.pci.get("class", "").startswith(codes)]) for k, codes in _CLASSES.items()]
+        gpus, nics = ({f"{kind}{index}": device for index, device in enumerate(found)} for kind, found in of_class)
         without_nvlink = "a file for NCCL_TOPO_FILE"
         notices.append("GPUs are numbered by their bus ids")
     if not gpus:
@@ -114,13 +116,6 @@ def _find_nets(devices: list[_Device], notices: list[str]) -> dict[str, _Device]
     if num_virtual := sum(_VIRTUAL.match(name) is not None for name, *_ in nets):
         notices.append(f"virtual network interfaces are left out: {num_virtual}")
     return found
-
-
-def _find_class(devices: list[_Device], label: str, classes: tuple[str, ...]) -> dict[str, _Device]:
-    """Returns PCI devices by their class, in the order of their bus ids."""
-    found = [each for each in devices if each.element.tag == "pci" and each.pci.get("class", "").startswith(classes)]
-    found.sort(key=lambda each: each.pci.get("busid", ""))
-    return {f"{label}{index}": device for index, device in enumerate(found)}
 
 
 def _gpu(label: str, device: _Device) -> Gpu:

@@ -44,7 +44,7 @@ def gpu_pairs(machine: Machine) -> list[Pair]:
     switched = is_switched(machine)
     found = []
     for one, other in machine.gpu_pairs():
-        if (link := machine.link(one, other)) is not None:
+        if link := machine.link(one, other):
             expected = expect_between_gpus(link, gpus[one], machine.p2p.get(frozenset((one, other))))
             text = meaning(link, is_switched=switched)
             found.append(Pair(one, other, link, text, None if machine.without_nvlink else expected))
@@ -166,10 +166,8 @@ def _print_matrix(machine: Machine, columns: dict[str, str], console: Console) -
 
 
 def _word(machine: Machine, one: str, other: str) -> Text:
-    if one == other:
-        return Text("x", "dim")
     link = machine.link(one, other)
-    return Text(UNKNOWN, "dim") if link is None else Text(str(link), _COLORS[link.kind])
+    return Text(str(link), _COLORS[link.kind]) if link else Text("x" if one == other else UNKNOWN, "dim")
 
 
 def _gpu_text(machine: Machine, gpu: Gpu) -> str:
