@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightning_commopt.commands.info.info import collect
-from lightning_commopt.measure.runs.writer import git_state
+from lightning_commopt.measure.runs.record import git_state
 
 
 def write_result(path: Path, result: dict[str, Any], load_at_start: float) -> None:

@@ -21,9 +21,15 @@ from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.measure.runs.machine import PeakMemory
-from lightning_commopt.measure.runs.record import RunRecord, find_metric, how_to_name_loss
+from lightning_commopt.measure.runs.record import (
+    RunRecord,
+    fail_rank,
+    find_metric,
+    how_to_name_loss,
+    new_record,
+    write_record,
+)
 from lightning_commopt.measure.runs.settings import hydra_settings
-from lightning_commopt.measure.runs.writer import fail_rank, new_record, write_record
 from lightning_commopt.text.validation import check_switch, info, warn
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from lightning_commopt.measure.runs.record import how_to_name_loss
 from lightning_commopt.report.baseline import compare_settings, differ_in_plan
-from lightning_commopt.report.intervals import speedup_in_words
-from lightning_commopt.report.model import Interval, Setting
+from lightning_commopt.report.intervals import Interval, speedup_in_words
+from lightning_commopt.report.model import Setting
 from lightning_commopt.report.names import in_quotes, join_names
 from lightning_commopt.report.settings import is_seed, link_of
 from lightning_commopt.text.formatting import number, short_percent

@@ -6,8 +6,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from lightning_commopt.report.intervals import Comparison, compare
-from lightning_commopt.report.model import Interval, Scaling, Setting
+from lightning_commopt.report.intervals import Comparison, Interval, compare
+from lightning_commopt.report.model import Scaling, Setting
 from lightning_commopt.report.names import OFF, canonical, distinct_name, is_of_plan, is_ranks
 from lightning_commopt.report.settings import bucket_cap, repetition_key
 

@@ -12,7 +12,6 @@ from lightning_commopt.measure.link.bench_result import BenchResult, Row
 from lightning_commopt.measure.link.bench_settings import COMPOUND, SINGLE, size_text
 from lightning_commopt.measure.link.model import Curve, LinkModel
 from lightning_commopt.report.bench_terminal import against_link, payoffs, peer_lines, where_lines
-from lightning_commopt.report.columns import Cell, Column
 from lightning_commopt.report.figures.style import (
     Chart,
     Line,
@@ -23,6 +22,7 @@ from lightning_commopt.report.figures.style import (
     plain,
     plan_styles,
 )
+from lightning_commopt.report.model import Cell, Column
 from lightning_commopt.report.page import render
 from lightning_commopt.text.formatting import number
 

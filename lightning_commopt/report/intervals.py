@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from lightning_commopt.measure.median import CONFIDENCE, median_of
-from lightning_commopt.report.model import Difference, Interval
 from lightning_commopt.text.formatting import number
 
 _NUM_RESAMPLES = 9999
@@ -22,6 +22,23 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 MIN_VALUES_OF_AN_INTERVAL = 6
 """With fewer values the interval of a median is their range, and covers less than 95 %."""
+
+
+Difference = Literal["faster", "slower", "no difference", "unknown"]
+"""From the baseline's throughput; unknown with a single run, or too few to separate it from noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The median of a number over repetitions, and its 95 % interval, which is the range of less than six values.
+
+    The ends are None with a single value, and for the base of ratios.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+    num_values: int
 
 
 class Comparison(NamedTuple):

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.measure.runs.files import PAGE_FILE, TABLE_FILE
-from lightning_commopt.report.columns import COLUMNS
-from lightning_commopt.report.model import Group, Interval, Report, Run, Setting
+from lightning_commopt.report.model import COLUMNS, Group, Report, Run, Setting
 from lightning_commopt.report.settings import chosen_settings
 
 FORMAT = 1
@@ -32,17 +31,17 @@ def to_plain(report: Report) -> dict[str, Any]:
     plain = {
         "format": FORMAT,
         "title": report.title,
-        "conditions": dict(report.conditions),
-        "problems": list(report.problems),
+        "conditions": report.conditions,
+        "problems": report.problems,
         "groups": [
             {
                 "name": group.name,
                 "baseline": group.baseline.name,
                 "fastest": group.fastest.name,
                 "recommended": None if group.recommended is None else group.recommended.name,
-                "answer": list(group.answer),
+                "answer": group.answer,
                 "settings": [_plain_setting(setting) for setting in group.settings],
-                "scalings": [dataclasses.asdict(scaling) for scaling in group.scalings],
+                "scalings": group.scalings,
             }
             for group in report.groups
         ],
@@ -85,18 +84,13 @@ def write_csv(report: Report, path: Path) -> None:
 
 
 def _plain_setting(setting: Setting) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return [dataclasses.asdict(figure) for figure in value]
-        return dataclasses.asdict(value) if isinstance(value, Interval) else value
-
     return {
         "name": setting.name,
-        "values": dict(setting.values),
+        "values": setting.values,
         "settings": chosen_settings(setting.runs[0]),
         **{name: getattr(setting, name) for name in _SETTING_FIELDS},
-        **{column.key: plain(getattr(setting, column.key)) for column in COLUMNS},
-        "config_lines": list(setting.config_lines),
+        **{column.key: getattr(setting, column.key) for column in COLUMNS},
+        "config_lines": setting.config_lines,
         "runs": [_plain_run(run) for run in setting.runs],
     }
 
@@ -110,14 +104,16 @@ def _plain_run(run: Run) -> dict[str, Any]:
         "plan_name": run.record.plan_name,
         "repetition": run.repetition,
         "settings": chosen_settings(run),
-        "overrides": list(run.record.overrides),
+        "overrides": run.record.overrides,
         **{name: getattr(run.record, name) for name in _RUN_FIELDS},
-        "tuning": None if run.tuning is None else dataclasses.asdict(run.tuning),
+        "tuning": run.tuning,
     }
 
 
 def finite(value: Any) -> Any:
-    """Returns a value with None for each number that is not finite, which JSON lacks."""
+    """Returns a value in types that JSON has, with None for each number that is not finite."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

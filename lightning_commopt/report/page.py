@@ -14,7 +14,6 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from lightning_commopt.report.columns import Cell, Column, columns_of, speedup_cell
 from lightning_commopt.report.figures.loss import loss_curves
 from lightning_commopt.report.figures.scaling import scaling_charts
 from lightning_commopt.report.figures.style import Chart, Key, PlanStyle, Rows, plan_styles
@@ -22,7 +21,7 @@ from lightning_commopt.report.figures.throughput import bucket_sizes, overlap, p
 from lightning_commopt.report.figures.timeline import KEYS, timelines
 from lightning_commopt.report.figures.tuning import tuning_charts
 from lightning_commopt.report.intervals import TIMES, kinds_of_intervals
-from lightning_commopt.report.model import Group, Report, Setting
+from lightning_commopt.report.model import Cell, Column, Group, Report, Setting, columns_of, speedup_cell
 
 _PACKAGE = "lightning_commopt.report"
 

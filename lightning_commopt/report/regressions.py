@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_commopt.report.build import build_report
-from lightning_commopt.report.intervals import compare
-from lightning_commopt.report.model import Interval
+from lightning_commopt.report.intervals import Interval, compare
 from lightning_commopt.report.outputs import FORMAT, to_plain
 
 Outcome = Literal["slower", "failed", "unknown", "missing", "faster", "new", "no difference"]

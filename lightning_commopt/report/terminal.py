@@ -9,9 +9,8 @@ from rich.text import Text
 
 from lightning_commopt.measure.runs.files import LOG_FILE
 from lightning_commopt.report.build import build_report
-from lightning_commopt.report.columns import columns_of
 from lightning_commopt.report.intervals import spread_text
-from lightning_commopt.report.model import Group, Report
+from lightning_commopt.report.model import Group, Report, columns_of
 from lightning_commopt.report.outputs import write_files
 from lightning_commopt.report.regressions import Change, Outcome, Regressions
 from lightning_commopt.report.settings import link_of

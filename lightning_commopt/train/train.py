@@ -24,8 +24,7 @@ from lightning_commopt.launch.environment import is_first_rank, is_lab_rank
 from lightning_commopt.launch.hydra_command import config_flags
 from lightning_commopt.launch.process import InterruptedRun
 from lightning_commopt.measure.runs.files import CONFIG_FILE
-from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.measure.runs.writer import fail_rank, finish_record, write_record
+from lightning_commopt.measure.runs.record import RunRecord, fail_rank, finish_record, write_record
 from lightning_commopt.text.formatting import megabytes, number, percent
 from lightning_commopt.text.terminal import TextTable, print_in_any_encoding
 from lightning_commopt.train.sweep.composing import continue_command

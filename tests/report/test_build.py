@@ -7,7 +7,8 @@ import pytest
 
 from lightning_commopt.report.baseline import amdahl_serial_share
 from lightning_commopt.report.build import build_report
-from lightning_commopt.report.model import Group, Interval
+from lightning_commopt.report.intervals import Interval
+from lightning_commopt.report.model import Group
 from support.sample_runs import (
     four_methods_report,
     ladder_report,

@@ -2,8 +2,7 @@ import random
 
 import pytest
 
-from lightning_commopt.report.intervals import compare, median_interval
-from lightning_commopt.report.model import Interval
+from lightning_commopt.report.intervals import Interval, compare, median_interval
 
 NOISE = 0.01
 NUM_SWEEPS = 100

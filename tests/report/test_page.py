@@ -14,8 +14,7 @@ import pytest
 
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.build import build_report
-from lightning_commopt.report.columns import difference_in_words
-from lightning_commopt.report.model import Group, Report, Run
+from lightning_commopt.report.model import Group, Report, Run, difference_in_words
 from lightning_commopt.report.page import write_page
 from support.sample_runs import four_methods_report, ladder_report, sample_report, save_run, write_sweep
 from support.wheels import REPOSITORY, build_wheel

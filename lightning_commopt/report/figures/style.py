@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple
 
 from plotly import graph_objects as go
 
-from lightning_commopt.report.columns import Cell
-from lightning_commopt.report.model import Run, Setting
+from lightning_commopt.report.model import Cell, Run, Setting
 
 FONT = '-apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Liberation Sans", sans-serif'
 FONT_SIZE = 13

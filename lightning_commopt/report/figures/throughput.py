@@ -18,8 +18,8 @@ from lightning_commopt.report.figures.style import (
     new_figure,
     plain,
 )
-from lightning_commopt.report.intervals import TIMES, kind_of_interval, kinds_of_intervals, spread_text
-from lightning_commopt.report.model import Group, Interval, Setting
+from lightning_commopt.report.intervals import TIMES, Interval, kind_of_interval, kinds_of_intervals, spread_text
+from lightning_commopt.report.model import Group, Setting
 from lightning_commopt.report.names import canonical, distinct_name
 from lightning_commopt.text.formatting import Unit, byte_unit, number, percent, time_unit
 

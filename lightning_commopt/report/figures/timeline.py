@@ -14,9 +14,8 @@ from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.record import StepRecord, clock_shift_s
 from lightning_commopt.measure.summary import OPERATION_COLUMNS, operation_rows
 from lightning_commopt.report.baseline import without_ranks
-from lightning_commopt.report.columns import Cell
 from lightning_commopt.report.figures.style import EXPOSED, INK, Chart, Key, Rows, new_figure, typical_run
-from lightning_commopt.report.model import Group, Setting
+from lightning_commopt.report.model import Cell, Group, Setting
 from lightning_commopt.text.formatting import Unit, byte_unit, number, time_unit
 
 MAX_SETTINGS = 8

@@ -8,7 +8,6 @@ from statistics import median
 from plotly import graph_objects as go
 
 from lightning_commopt.measure.runs.record import TriedPlan, Tuning
-from lightning_commopt.report.columns import Cell
 from lightning_commopt.report.figures.style import (
     GRID,
     Chart,
@@ -20,7 +19,7 @@ from lightning_commopt.report.figures.style import (
     plan_styles,
     typical_run,
 )
-from lightning_commopt.report.model import Group
+from lightning_commopt.report.model import Cell, Group
 from lightning_commopt.text.formatting import Unit, number, short_percent, time_unit
 
 _SHOWN_AFTER = 1.25  # the steps drawn, over those up to the last one that was timed alone

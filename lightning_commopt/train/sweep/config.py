@@ -19,9 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_commopt.compat.lightning import PACKAGES
 from lightning_commopt.launch.environment import is_lab_rank, num_started_ranks
 from lightning_commopt.launch.lab import NetLab, parse_rate
-from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.record import RunRecord, new_record
 from lightning_commopt.measure.runs.settings import hydra_settings
-from lightning_commopt.measure.runs.writer import new_record
 from lightning_commopt.plan import CommPlan, plan_options
 from lightning_commopt.strategy.ddp import CommOptStrategy
 from lightning_commopt.text.validation import check_integer

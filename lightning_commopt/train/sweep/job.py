@@ -16,9 +16,8 @@ import yaml
 from lightning_commopt.launch.process import InterruptedRun, run_in_group
 from lightning_commopt.measure.plain import write_json
 from lightning_commopt.measure.runs.files import LOG_FILE, RUN_FILE, SUMMARY_FILE
-from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.record import RunRecord, fail_record
 from lightning_commopt.measure.runs.settings import settings_of
-from lightning_commopt.measure.runs.writer import fail_record
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,7 @@ from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.launch.lab import NetLab, RankError
 from lightning_commopt.launch.process import InterruptedRun, raise_signals
 from lightning_commopt.measure.runs.files import RUN_FILE
-from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.measure.runs.writer import fail_record
+from lightning_commopt.measure.runs.record import RunRecord, fail_record
 from lightning_commopt.train.sweep.config import LabShape, lab_shape, start_record
 from lightning_commopt.train.sweep.job import final_lines, last_exception
 
