@@ -18,11 +18,8 @@ from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.text.formatting import count
 
-FOLDER = "comm_time"
-"""Name of the folder in the run's directory."""
-
-FORMAT = 1
-"""Version of the files, raised when a line changes its meaning; new keys and types of lines keep it."""
+FOLDER = "comm_time"  # name of the folder in the run's directory
+FORMAT = 1  # version of the files, raised when a line changes its meaning; new keys and types of lines keep it
 
 
 def rank_file(run_dir: str | Path, rank: int) -> Path:
@@ -34,10 +31,8 @@ class StepWriter:
     """Appends one rank's steps to its file, created with the first step.
 
     The file is open only during writes: nothing has to be closed, and a fork inherits nothing.
-
-    Args:
-        path: from `rank_file`.
-        header: of the rank, JSON-serializable: "rank", "world_size", "origin_unix_s" of its clock, and anything else.
+    ``path`` is from `rank_file`; the JSON-serializable ``header`` of the rank has "rank", "world_size", "origin_unix_s"
+    of its clock, and anything else.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -47,15 +42,12 @@ class StepWriter:
         self._layout: tuple[BucketInfo, ...] = ()
 
     def write(self, records: Sequence[StepRecord], layout: Mapping[int, BucketInfo]) -> None:
-        """Appends steps; the data has been handed to the operating system on return.
+        """Appends steps, the oldest first; the data has been handed to the operating system on return.
 
-        Args:
-            records: the steps, the oldest first; without any, nothing is written.
-            layout: their buckets by index; written if it changed since the last call.
+        The layout has their buckets by index; it is written if it changed since the last call. Without steps nothing is.
 
         Raises:
-            OSError: the file cannot be written. What was appended is removed again if possible; the call can be
-                repeated.
+            OSError: the file cannot be written. What was appended is removed again if possible; call it again.
         """
         if not records:
             return
@@ -123,12 +115,8 @@ def read_run(run_dir: str | Path, *, fit: int = -1) -> list[RankRecords]:
     A fit that was resumed in the same directory continues the files. If it had fewer ranks, the files of the others
     are ignored.
 
-    Args:
-        run_dir: the directory that has ``comm_time``.
-        fit: index of the fit in the files: -1 is the last one, 0 the first.
-
-    Returns:
-        The ranks in order; `notices` lists what is missing.
+    The result is of one fit in the files, 0 for the first and -1 for the last one; the ranks are in order, and `notices`
+    lists what is missing.
 
     Raises:
         FileNotFoundError: there are no files.

@@ -26,9 +26,9 @@ from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
 
+# The parts of a step: waiting for the batch; the model; backward with the exposed communication; the optimizer's step;
+# and everything else (hooks, schedulers, logging)
 PHASES = ("data", "forward", "backward", "optimizer", "other")
-"""The parts of a step: waiting for the batch; the model; backward with the exposed communication; the optimizer's
-step; and everything else (hooks, schedulers, logging)."""
 
 
 class Phase(NamedTuple):

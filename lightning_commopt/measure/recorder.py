@@ -14,8 +14,8 @@ from lightning_commopt.measure.clock import Clock, HostClock
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
 
+# Steps that `StepRecorder.end_step` makes records of, at most: one more than there are new ones, to catch up
 _RESOLVED_AT_ONCE = 2
-"""Steps that `StepRecorder.end_step` makes records of, at most: one more than there are new ones, to catch up."""
 _source: ContextVar[str] = ContextVar("source", default="")
 
 

@@ -22,26 +22,24 @@ from lightning_commopt.measure.record import StepRecord, Totals
 from lightning_commopt.measure.stragglers import find_straggler
 
 Array = NDArray[np.float64]
+QUANTITIES = (*Totals._fields, "num_samples")  # the numbers of one step on one rank, in the order of `row`
 
-QUANTITIES = (*Totals._fields, "num_samples")
-"""The numbers of one step on one rank, in the order of `row`."""
-
+# Reported as a mean under their own names, and with the suffixes ``_p50``, ``_p95`` and ``_max``
 TIMES = (
     *("step_s", "data_s", "forward_s", "backward_s", "optimizer_s"),
     *("comm_s", "queue_s", "compression_s", "wire_s", "wait_s", "exposed_s", "exposed_wait_s"),
 )
-"""Reported as a mean under their own names, and with the suffixes ``_p50``, ``_p95`` and ``_max``."""
 
 MAX_SAMPLED_VALUES = 2**20
 _MIN_SAMPLED_STEPS = 64
 _SUFFIXES = ("", "_p50", "_p95", "_max")
 _WAITS = ("wait_s", "exposed_wait_s")
 
+# `QUANTITIES`, and the excess of ``wire_s`` and ``exposed_s`` over the rank with the least in the same step
 COLUMNS = (*QUANTITIES, *_WAITS)
-"""`QUANTITIES`, and the excess of ``wire_s`` and ``exposed_s`` over the rank with the least in the same step."""
 
+# Sums over steps and ranks; over steps, of the least ``wire_s`` of all ranks; and the counts of both
 SUMS = (*COLUMNS, "least_wire_s", "num_values", "num_steps")
-"""Sums over steps and ranks; over steps, of the least ``wire_s`` of all ranks; and the counts of both."""
 
 _AT = {name: index for index, name in enumerate(COLUMNS)}
 _TIMES_AT = [_AT[name] for name in TIMES]

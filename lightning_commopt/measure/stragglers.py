@@ -10,9 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_STEPS = 8
-"""With fewer steps no rank is named."""
-
+MIN_STEPS = 8  # with fewer steps no rank is named
 _LATE = 0.05
 _LATE_STEPS = 0.75
 _SLOWDOWN = 0.12

@@ -22,10 +22,8 @@ _WORTH_IT = 0.05
 _PARAMETERWISE = ("NaiveDP", "InterleavedDP")
 _SMALL_BYTES = 2**16  # of metrics
 _DATA_DOMINATES = 0.2
-_HARDLY_LOSSY = 0.1
-"""Error bound above which the final metric may differ."""
-_AS_FAST = 0.02
-"""Share of a step that a lossless plan may cost to be recommended where communication is hidden anyway."""
+_HARDLY_LOSSY = 0.1  # error bound above which the final metric may differ
+_AS_FAST = 0.02  # share of a step that a lossless plan may cost to be recommended where communication is hidden anyway
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +73,7 @@ class Forecast(NamedTuple):
 
 
 def read_forecasts(run_dir: Path) -> Sequence[Forecast]:
-    """Returns those of a run; none if its fit has not ended.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
+    """Returns those of a run, none if its fit has not ended; a ValueError if the file holds something else."""
     path = run_dir / PREDICTION_FILE
     if not path.exists():
         return ()
@@ -115,9 +109,6 @@ def verdict(
         is_lossy: whether that changes them.
         operations: the collectives of a step; empty where none were observed.
         forecasts: of other settings, the more exact ones first; without them none is recommended.
-
-    Raises:
-        KeyError: a metric is missing.
     """
     rank, wait_s = int(metrics["straggler_rank"]), metrics["exposed_wait_s"]
     costs = Costs(

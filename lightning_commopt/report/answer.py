@@ -34,10 +34,9 @@ def is_lossless(setting: Setting, baseline: Setting) -> bool:
 def loss_verdict(setting: Setting, baseline: Setting) -> LossVerdict:
     """Judges the final losses of a setting by those of the baseline.
 
-    Returns:
-        "worse" if a run diverged, or the median is above by more than 0.1 % and all losses are above all of the
-        baseline's. "unknown" without losses of both, or if the loss of a single run is above, unless the setting is
-        lossless. Else "fine".
+    They are "worse" if a run diverged, or the median is above by more than 0.1 % and all losses are above all of the
+    baseline's; "unknown" without losses of both, or if the loss of a single run is above, unless the setting is
+    lossless; else "fine".
     """
     if setting.num_diverged:
         return "worse"

@@ -19,13 +19,11 @@ _ROUNDING = 1e-12
 _TIMES_FROM = 2.0
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-
-MIN_VALUES_OF_AN_INTERVAL = 6
-"""With fewer values the interval of a median is their range, and covers less than 95 %."""
+MIN_VALUES_OF_AN_INTERVAL = 6  # with fewer values the interval of a median is their range, and covers less than 95 %
 
 
+# From the baseline's throughput; unknown with a single run, or too few to separate it from noise
 Difference = Literal["faster", "slower", "no difference", "unknown"]
-"""From the baseline's throughput; unknown with a single run, or too few to separate it from noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +67,7 @@ def compare(values: Sequence[float], baseline: Sequence[float], *, is_paired: bo
     differ in a quarter of all cases. There, a t-test of the logarithms at 5 % must agree that there is a difference,
     else it is unknown.
 
-    Args:
-        values: one for each repetition.
-        baseline: the same, to compare with.
-        is_paired: values at the same index are of the same repetition, and so share the state of the machine.
+    Values are of a repetition each; pairs at the same index are of the same one, and so share the state of the machine.
 
     Returns:
         The ratio of ``values`` over ``baseline``, and whether it differs from 1; "no difference" if 1 is in the

@@ -7,9 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 _MAX_NAMES = 3
-
-OFF = ("null", "none", "false", "")
-"""Values that disable an option, in lower case."""
+OFF = ("null", "none", "false", "")  # values that disable an option, in lower case
 
 _ALIASES = {
     **dict.fromkeys(("trainer.devices", "world_size"), "ranks"),

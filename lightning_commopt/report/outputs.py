@@ -13,8 +13,7 @@ from lightning_commopt.measure.runs.files import PAGE_FILE, TABLE_FILE
 from lightning_commopt.report.model import COLUMNS, Group, Report, Run, Setting
 from lightning_commopt.report.settings import chosen_settings
 
-FORMAT = 1
-"""Version of the JSON, raised when a key changes its meaning; new keys keep it."""
+FORMAT = 1  # version of the JSON, raised when a key changes its meaning; new keys keep it
 
 _RUN_FIELDS = (
     *("samples_per_s", "steps_per_s", "seconds", "exposed_share", "wire_bytes_per_step", "peak_memory_bytes"),

@@ -13,12 +13,11 @@ from lightning_commopt.report.build import build_report
 from lightning_commopt.report.intervals import Interval, compare
 from lightning_commopt.report.outputs import FORMAT, to_plain
 
+# Of a setting: "failed" if runs failed and none did before, or all do and some had worked; "unknown" with too few runs
 Outcome = Literal["slower", "failed", "unknown", "missing", "faster", "new", "no difference"]
-"""Of a setting: "failed" if runs failed and none did before, or all do and some had worked; "unknown" with too few
-runs."""
 
+# Share of the throughput by which a machine varies between days, whatever the runs of one sweep show
 DEFAULT_TOLERANCE = 0.05
-"""Share of the throughput by which a machine varies between days, whatever the runs of one sweep show."""
 
 _CONDITIONS = ("hardware", "trained on", "ranks", "link", "parameters", "samples a rank and batch", "versions")
 
@@ -81,12 +80,9 @@ def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float
     """Compares a report with an earlier one.
 
     Settings are the same if all choices are, or else group and name. Throughputs are compared without pairs, as they
-    were measured at different times.
-
-    Args:
-        report: from `to_plain`.
-        other: a sweep's directory, or a file with the output of ``commopt report --json``.
-        tolerance: a setting is "slower" only if it lost more than this share with its whole interval.
+    were measured at different times. A setting is "slower" only if it lost more than the tolerance with its whole
+    interval. ``report`` is from `to_plain`; ``other`` is a sweep's directory, or a file with the output of ``commopt
+    report --json``.
 
     Raises:
         OSError: the file cannot be read.

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:
     from rich.console import Console
 
+# The worst first: ``error``: training fails, hangs or is wrong; ``warning``: it may; ``slow``; ``differs``: ranks
+# differ; ``note``
 Severity = Literal["error", "warning", "slow", "differs", "note"]
-"""The worst first: ``error``: training fails, hangs or is wrong; ``warning``: it may; ``slow``; ``differs``: ranks
-differ; ``note``."""
 
 _STYLES = {"error": "bold red", "warning": "yellow", "slow": "yellow", "differs": "magenta", "note": "cyan"}
 

@@ -11,13 +11,13 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
+# Packages whose frames a warning skips, to point at the user's line
 _SKIPPED_PACKAGES = frozenset(
     {
         *("lightning_commopt", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
         *("torch", "hydra", "omegaconf", "jsonargparse", "contextlib", "functools", "threading"),
     }
 )
-"""Packages whose frames a warning skips, to point at the user's line."""
 
 
 def check_integer(name: str, value: Any, at_least: int) -> None:

@@ -14,9 +14,7 @@ from typing import Any
 from lightning_commopt.measure.median import Median, median_of
 from lightning_commopt.measure.plain import from_plain, load_json
 
-FORMAT = 1
-"""Version of the JSON, raised when a key changes its meaning; new keys keep it."""
-
+FORMAT = 1  # version of the JSON, raised when a key changes its meaning; new keys keep it
 _KIND = "commopt bench"
 _SCOPE_WORDS = {"node": "within a node", "across": "across nodes"}
 _ONLY_OUT_OF_PLACE = ("all_to_all", "send_recv")

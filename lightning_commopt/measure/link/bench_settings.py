@@ -12,12 +12,9 @@ from typing import Any
 
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch
 
+# Single collectives; send_recv is a ring, in which each rank sends to the next one
 SINGLE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send_recv")
-"""Single collectives; send_recv is a ring, in which each rank sends to the next one."""
-
-COMPOUND = ("reduce_broadcast", "reduce_scatter_all_gather")
-"""Pairs of collectives that are equivalent to all_reduce."""
-
+COMPOUND = ("reduce_broadcast", "reduce_scatter_all_gather")  # pairs of collectives that are equivalent to all_reduce
 COLLECTIVES = (*SINGLE, *COMPOUND)
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
@@ -56,8 +53,7 @@ def parse_size(name: str, text: str) -> int:
 def sizes_between(first_bytes: int, last_bytes: int, *, factor: float = 2, step_bytes: int | None = None) -> list[int]:
     """Returns sizes as nccl-tests does: each the last one times ``factor``, or plus ``step_bytes``.
 
-    Raises:
-        ValueError: the sizes do not grow, or are too many.
+    A ValueError if they do not grow, or are too many.
 
     >>> sizes_between(8, 64)
     [8, 16, 32, 64]
@@ -93,11 +89,7 @@ def size_text(num_bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What to measure, and how often.
-
-    Raises:
-        ValueError: a value is unknown, or out of range.
-    """
+    """What to measure, and how often; a ValueError if a value is unknown or out of range."""
 
     collectives: Sequence[str] = ("all_reduce",)  # among `COLLECTIVES`
     sizes_bytes: Sequence[int]  # as nccl-tests counts: what all_gather receives and reduce_scatter sends

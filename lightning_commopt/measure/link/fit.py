@@ -15,8 +15,7 @@ import numpy as np
 
 _MAX_SEGMENTS = 4
 _MIN_POINTS = 3
-_FLOOR = 0.01
-"""Expected relative error of a line through real times, however exactly they were measured."""
+_FLOOR = 0.01  # expected relative error of a line through real times, however exactly they were measured
 
 
 class Segment(NamedTuple):

@@ -18,19 +18,16 @@ from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row, 
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import StepRecord
 
-NUM_LAST_STEPS = 200
-"""Steps that count: enough for medians, few enough to follow changes of the link."""
+NUM_LAST_STEPS = 200  # steps that count: enough for medians, few enough to follow changes of the link
+MIN_TIMES = 3  # times that a size needs to count
 
-MIN_TIMES = 3
-"""Times that a size needs to count."""
-
+# Buckets of a step that count, at most: enough sizes for a curve, and a fit takes about a millisecond
+# (``benchmarks/link_refresh.py``)
 NUM_MESSAGES = 8
-"""Buckets of a step that count, at most: enough sizes for a curve, and a fit takes about a millisecond
-(``benchmarks/link_refresh.py``)."""
 
+# Least ratio of the largest to the smallest message that separates latency from bandwidth: the relative error of the
+# bandwidth is then at most sqrt(1 + 2**2) / (2 - 1) = 2.2 times that of a time, and grows without limit towards 1
 _SIZES_RATIO = 2
-"""Least ratio of the largest to the smallest message that separates latency from bandwidth: the relative error of the
-bandwidth is then at most sqrt(1 + 2**2) / (2 - 1) = 2.2 times that of a time, and grows without limit towards 1."""
 
 
 class BucketTime(NamedTuple):
@@ -149,13 +146,10 @@ def where_of_run(run_dir: Path, header: Mapping[str, Any], *, last_step: int) ->
 
 
 class LinkTracker:
-    """Keeps the link model of a run up to date.
+    """Keeps ``model``, of the last 200 steps, up to date; None until a size was measured three times.
 
     Each rank calls `rows` with its steps; the caller gathers the numbers from all ranks and passes them to `update`.
     One rank alone cannot separate the link's time from waiting for others, so without their times there is no model.
-
-    Attributes:
-        model: of the last 200 steps; None until a size was measured three times.
     """
 
     def __init__(self, run_dir: Path, header: Mapping[str, Any]) -> None:
@@ -169,10 +163,8 @@ class LinkTracker:
     def rows(self, records: Sequence[StepRecord], comm_hook: str) -> list[list[float]]:
         """Returns how long the buckets of some steps took, to be gathered from all ranks.
 
-        Args:
-            records: the steps, which replace those of the last call.
-            comm_hook: name of what averages the gradients now. A change since the last call discards all earlier times
-                and these steps, which may mix both.
+        The steps replace those of the last call. If ``comm_hook``, the name of what averages the gradients now, has
+        changed, all earlier times are discarded, and these steps, which may mix both.
 
         Returns:
             `NUM_MESSAGES` seconds for each step, padded with NaN.

@@ -19,12 +19,8 @@ from lightning_commopt.measure.median import CONFIDENCE
 from lightning_commopt.measure.plain import from_plain, load_json, write_json
 from lightning_commopt.text.formatting import count, number, short_percent
 
-FORMAT = 1
-"""Version of the JSON, raised when a key changes its meaning; new keys keep it."""
-
-MODEL_KIND = "commopt link model"
-"""``kind`` in the JSON."""
-
+FORMAT = 1  # version of the JSON, raised when a key changes its meaning; new keys keep it
+MODEL_KIND = "commopt link model"  # ``kind`` in the JSON
 _MIN_SIZES = 3
 
 

@@ -33,11 +33,7 @@ def write_losses(folder: Path, points: Sequence[LossPoint]) -> None:
 
 
 def read_losses(folder: Path) -> list[LossPoint]:
-    """Reads the curve of a run, in the order of time; empty without a file.
-
-    Raises:
-        ValueError: a line is not a point.
-    """
+    """Reads the curve of a run, in the order of time; empty without a file, a ValueError if a line is not a point."""
     path = folder / LOSS_FILE
     if not path.is_file():
         return []
@@ -91,10 +87,7 @@ class LossCurve:
         With ``reduce`` the n-th batches of all ranks make one point, whose loss is the mean over the ranks that have
         one; its step and seconds are those of the rank that is ahead. Ranks may have different numbers of batches and
         of losses. All ranks must then call it.
-
-        Args:
-            device: of the tensors for ``reduce``; None for the CPU.
-            reduce: all-reduces a float64 tensor, in place or not; None for the losses of this rank alone.
+        ``reduce`` all-reduces a float64 tensor on ``device``, None for the CPU, in place or not.
         """
         import torch  # which no reader of a curve needs
 

@@ -22,8 +22,8 @@ Status = Literal["running", "finished", "failed"]
 _OPTIONS = {"callbacks": "callbacks.commopt_run.val_loss=NAME", "trainer": "trainer.callbacks.2.val_loss=NAME"}
 _GIT_LIMIT_S = 5
 _VALIDATION = ("val", "valid", "validation")
+# For each field of a `RunRecord`, the words that may follow "val", "valid" or "validation"
 ENDINGS = {"val_loss": ("loss",), "val_accuracy": ("accuracy", "acc")}
-"""For each field of a `RunRecord`, the words that may follow "val", "valid" or "validation"."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,7 @@ FONT_SIZE = 13
 INK = "#1c2733"
 QUIET = "#5b6876"
 GRID = "#e3e8ed"
-
-EXPOSED = "#b34a00"
-"""Waiting for gradients, in a step."""
+EXPOSED = "#b34a00"  # waiting for gradients, in a step
 
 # Okabe and Ito's colours, which the colour-blind can distinguish, in alternating lightness; without yellow, which is
 # invisible on white.
